@@ -70,7 +70,7 @@ Start here:  octavo run "Why is the sky blue?"      octavo serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; give its exit code."""
+    """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     open_missing_streams()
     warning = hide_keys(words)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output went away: nothing is left to say
+    except BrokenPipeError:  # the reader of our output closed it: there is nothing left to print
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -116,7 +116,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _find(words: list[str]) -> tuple[str | None, list[str]]:
-    """The command that the words begin with, and the words behind it; None asks for help."""
+    """Return the command that the words begin with, and the words after it; None asks for help."""
     if not words or words[0] in ("-h", "--help", "help"):
         return None, []
     for length in (2, 1):

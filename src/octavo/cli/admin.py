@@ -1,4 +1,4 @@
-"""`octavo admin VERB`: ask or tell a running server over its admin socket."""
+"""`octavo admin VERB`: query or control a running server over its admin socket."""
 
 from __future__ import annotations
 

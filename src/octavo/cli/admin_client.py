@@ -1,4 +1,4 @@
-"""Asking a running server over its admin socket.
+"""Client of a running server's admin socket.
 
 Owns: one question and its answer. Does not: find the socket (servers does), or know the verbs.
 """
@@ -30,7 +30,7 @@ class _Answer(msgspec.Struct):
 
 
 def ask(path: str, verb: str, argument: str = "", timeout_s: float = TIMEOUT_S) -> Any:
-    """Ask one question. Raises AdminError."""
+    """Send one verb and return its answer. Raises AdminError."""
     line = msgspec.json.encode({"verb": verb, "argument": argument}) + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -46,7 +46,10 @@ def ask(path: str, verb: str, argument: str = "", timeout_s: float = TIMEOUT_S) 
 
 
 def peer_of(path: str) -> int | None:
-    """Return the process that listens on an admin socket, by its number here; None where the system does not say."""
+    """Return the pid, as seen here, of the process that listens on an admin socket.
+
+    None if the system does not report it.
+    """
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return None

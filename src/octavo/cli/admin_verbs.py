@@ -1,4 +1,4 @@
-"""What the admin socket can be asked: the verbs of a running server.
+"""The verbs of a running server's admin socket.
 
 Owns: the verbs and the status. Does not: know the socket (server.admin), or the command line's words.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _looks(task: ApiTask, engine: Engine, context: Context, url: str) -> dict[str, Verb]:
-    """The verbs that only look."""
+    """Return the verbs that only read."""
     begun = time.monotonic()
 
     async def status(_: str) -> object:
@@ -63,7 +63,7 @@ def _looks(task: ApiTask, engine: Engine, context: Context, url: str) -> dict[st
 
 
 def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Context, url: str) -> dict[str, Verb]:
-    """The verbs of one server."""
+    """Return all verbs of one server."""
 
     async def drain(when: str) -> object:
         if when not in ("", "now"):
@@ -119,7 +119,7 @@ def _needed(argument: str, verb: str) -> str:
 
 
 def _own_figures() -> dict[str, object]:
-    """What should not grow: this process's memory, descriptors, tasks."""
+    """Return the figures that show leaks: this process's memory, file descriptors and tasks."""
     figures: dict[str, object] = {"tasks": len(asyncio.all_tasks())}
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

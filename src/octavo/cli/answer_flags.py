@@ -1,4 +1,4 @@
-"""The flags that say how an answer is sampled, and the parameters they ask for.
+"""The flags that say how an answer is sampled, and the sampling parameters made from them.
 
 Owns: what `octavo run`, `chat` and `generate` have in common. Does not: answer.
 """
@@ -17,7 +17,7 @@ _GIVEN = ("temperature", "top_p", "top_k")
 
 
 def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None = MAX_TOKENS) -> None:
-    """Add what says how to answer; `max_tokens` is the default, None for as many as fit."""
+    """Add the sampling flags; `max_tokens` is the default, None for as many tokens as fit."""
     most = max_tokens if max_tokens is not None else "as many as fit"
     flags = ("--max-tokens", "--n-predict", "-n")
     group.add_argument(*flags, type=whole, default=max_tokens, metavar="N", help=f"tokens at most [{most}]")
@@ -29,6 +29,9 @@ def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None 
 
 
 def sampling_params(args: argparse.Namespace, generation: Mapping[str, float]) -> SamplingParams:
-    """Return what flags ask for, else the model's generation config, else the defaults. Raises InvalidRequestError."""
+    """Return the parameters given by flags, else by the model's generation config, else the defaults.
+
+    Raises InvalidRequestError.
+    """
     given = {name: value for name in _GIVEN if (value := getattr(args, name)) is not None}
     return SamplingParams(**{**sampling_defaults(generation), **given, "max_tokens": args.max_tokens})

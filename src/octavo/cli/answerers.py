@@ -1,6 +1,6 @@
-"""Who answers in `octavo chat`: an engine in this process, or a server somewhere.
+"""The answerers of `octavo chat`: an engine in this process, or a server at a URL.
 
-Owns: streaming an answer's text from either, and the line of numbers behind it.
+Owns: streaming an answer's text from either, and the line of numbers after it.
 Does not: know the conversation beyond its messages.
 """
 
@@ -32,23 +32,23 @@ class AnswerError(OctavoError):
 
 
 class Answerer(Protocol):
-    """Answers conversations. `note` tells of the last answer."""
+    """A source of answers to conversations. `note` is the line of numbers about the last answer."""
 
     name: str
     note: str
 
     def stream(self, messages: Messages, params: Mapping[str, float | int]) -> AsyncGenerator[str, None]:
-        """The answer's text, as it comes. Closing it, or a cancellation, ends the answer. Raises OctavoError."""
+        """Yield the answer's text as it arrives. Closing or cancelling it ends the request. Raises OctavoError."""
         ...
 
     async def close(self) -> None:
-        """End."""
+        """Release the engine or the connection."""
         ...
 
 
 @dataclass(slots=True)
 class LocalAnswerer:
-    """An engine in this process. `defaults` are the parameters where a conversation says nothing."""
+    """An engine in this process. `defaults` are the parameters that a conversation does not set."""
 
     engine: LocalEngine
     defaults: SamplingParams
@@ -56,7 +56,7 @@ class LocalAnswerer:
     note: str = ""
 
     async def stream(self, messages: Messages, params: Mapping[str, float | int]) -> AsyncGenerator[str, None]:
-        """Submit, and cancel what is left when the reader goes."""
+        """Submit the messages; cancel the request when the reader stops."""
         text = self.engine.text
         ids = text.prompt_ids_from_messages(messages)
         asked = replace(self.defaults, **params)  # type: ignore[arg-type]  # checked by SamplingParams
@@ -75,7 +75,7 @@ class LocalAnswerer:
             await session.cancel()
 
     async def close(self) -> None:
-        """End the engine."""
+        """Close the engine."""
         await self.engine.client.close()
 
 
@@ -103,7 +103,7 @@ class RemoteAnswerer:
         return self._client
 
     async def connect(self) -> None:
-        """Find out which model is served, unless told. Raises AnswerError."""
+        """Take the first model that the server lists, unless a name is given. Raises AnswerError."""
         import httpx
 
         try:
@@ -117,7 +117,7 @@ class RemoteAnswerer:
             raise AnswerError(f"what answers at {self.url} has no list of models; give the server's URL") from None
 
     async def stream(self, messages: Messages, params: Mapping[str, float | int]) -> AsyncGenerator[str, None]:
-        """Read the server's events."""
+        """Yield the text of the server's events."""
         import httpx
 
         body = {"model": self.name, "messages": list(messages), "stream": True, **self.defaults, **params}
@@ -144,7 +144,7 @@ class RemoteAnswerer:
 
 
 def _text(line: str) -> str:
-    """The text of one line of an event stream. Raises AnswerError for an error in it."""
+    """Return the text of one line of an event stream. Raises AnswerError for an error in it."""
     if not line.startswith("data:") or line.endswith("[DONE]"):
         return ""
     event = json.loads(line[5:])

@@ -1,7 +1,7 @@
 """`python -m octavo.cli.api_process`: the process that owns HTTP and the ledger, child of `octavo serve`.
 
-Owns: reading its task (a line on stdin, whose end means that the parent is gone), the order of starting: the engine
-first, for it takes longest; what else is heavy loads meanwhile.
+Owns: reading its task (a line on stdin, which closes when the parent ends), the order of starting: the engine first,
+as it takes longest; the other heavy imports load meanwhile.
 Does not: open the socket, restart itself (frontend.api_supervisor), or know a route (cli.api_server).
 """
 
@@ -33,28 +33,28 @@ from octavo.observe.log import print_notice, set_up_log
 from octavo.server.event_loop import new_event_loop
 
 EXIT_ERROR = 2  # as every command's
-EXIT_TOLD = 128 + signal.SIGTERM  # told to end before it served
+EXIT_TOLD = 128 + signal.SIGTERM  # SIGTERM came before it served
 
 StartEngine = Callable[[Config, LedgerObserver | None], Awaitable[Engine]]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where it serves: the open socket, and the pipe to its supervisor (see frontend.api_supervisor)."""
+    """The open listening socket, and how to write to the supervisor's status pipe (see frontend.api_supervisor)."""
 
     listener: socket.socket
     tell: Callable[[bytes], object]
 
 
 def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = KeptEngine.start) -> int:
-    """Serve as told on stdin; give the exit status."""
+    """Serve the task read from stdin; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m octavo.cli.api_process", description="the api of octavo serve")
     parser.add_argument("--listener", type=int, required=True, help="descriptor of the listening socket")
     parser.add_argument("--status", type=int, required=True, help="descriptor on which to tell how it is")
     args = parser.parse_args(arguments)
     for fd in (args.listener, args.status):
         os.set_inheritable(fd, False)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the API server installs its handler
     os.set_blocking(args.status, False)  # a supervisor that is stopped must not stop us
     try:
         task = ApiTask.of_line(sys.stdin.buffer.readline())
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = Kep
 
 
 def run(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
-    """Serve in an event loop of its own; give the exit status. Raises OctavoError."""
+    """Serve in a new event loop; return the exit status. Raises OctavoError."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
             return runner.run(_serve(task, place, start_engine))
@@ -80,7 +80,7 @@ def run(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
 async def _serve(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
     begun = time.perf_counter()
     model = task.config.model
-    resolve_model(model.model, model.revision, model.offline)  # a wrong name is told before anything starts
+    resolve_model(model.model, model.revision, model.offline)  # report a wrong name before anything starts
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # until it serves
@@ -102,7 +102,7 @@ async def _serve(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
 
 
 def _engine_config(config: Config) -> Config:
-    """The settings as the engine needs them: what a key file says of tenants included."""
+    """Return the engine's settings: the tenant weights of the key file are added."""
     if config.serving.api_key_file is None:
         return config
     from octavo.server.keys import with_key_weights  # reading the file takes a heavy library
@@ -111,13 +111,13 @@ def _engine_config(config: Config) -> Config:
 
 
 def _load(task: ApiTask) -> tuple[Any, Any]:
-    """Import what is heavy, and load the model's text side, in a thread while the engine starts."""
+    """Import the heavy modules and load the model's text side, in a thread while the engine starts."""
     server = importlib.import_module("octavo.cli.api_server")
     return server, server.load(task)
 
 
 async def _undo(starting: asyncio.Future[Engine], loading: asyncio.Future[Any]) -> None:
-    """End what was begun; an engine that is there is closed."""
+    """Cancel what was begun; close the engine if it has started."""
     starting.cancel()
     loading.cancel()
     await asyncio.gather(starting, loading, return_exceptions=True)
@@ -126,7 +126,7 @@ async def _undo(starting: asyncio.Future[Engine], loading: asyncio.Future[Any]) 
 
 
 def _tell(fd: int, word: bytes) -> None:
-    with contextlib.suppress(OSError):  # the supervisor is going
+    with contextlib.suppress(OSError):  # the supervisor is ending
         os.write(fd, word)
 
 

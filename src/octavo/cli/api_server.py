@@ -1,6 +1,6 @@
-"""What the api process serves once its engine is there: the application, the admin socket, the words at start-up.
+"""What the api process serves once its engine is ready: the application, the admin socket, the start-up report.
 
-Owns: putting them together, their order of starting and ending, the status line while busy.
+Owns: putting them together, the order of starting and ending them, the status line while busy.
 Does not: start or close the engine, or open the listening socket.
 """
 
@@ -57,7 +57,7 @@ def load(task: ApiTask) -> Loaded:
 
 
 async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None], loaded: Loaded, begun: float) -> int:
-    """Serve until told to end (0), or until the engine is gone for good (EXIT_ENGINE_FAILED)."""
+    """Serve until asked to stop (0), or until the engine has failed for good (EXIT_ENGINE_FAILED)."""
     config = task.config
     engine, journal = kept
     warn_limits(config, engine.capacity)
@@ -92,7 +92,7 @@ async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None]
 
 
 async def _run_until_failed(server: HttpServer, engine: Engine, lifecycle: Lifecycle) -> int:
-    """Serve; 0 when told to end, else EXIT_ENGINE_FAILED."""
+    """Serve; return 0 when asked to stop, EXIT_ENGINE_FAILED when the engine fails."""
     serving = asyncio.create_task(server.run())
     failing = asyncio.create_task(engine.failed.wait())
     try:
@@ -122,7 +122,7 @@ async def _answering(admin: AdminServer) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _meanwhile(work: Coroutine[object, object, None] | None) -> AsyncIterator[None]:
-    """Have it done beside what is inside; nothing where there is none."""
+    """Run `work` as a task while the body runs; do nothing for None."""
     task = None if work is None else asyncio.create_task(work)
     try:
         yield
@@ -134,7 +134,7 @@ async def _meanwhile(work: Coroutine[object, object, None] | None) -> AsyncItera
 
 @asynccontextmanager
 async def _reloading(keys: KeyRing, file: str | None) -> AsyncIterator[None]:
-    """Where there is a key file, read it again at SIGHUP (see also octavo admin reload_keys)."""
+    """Read the key file, if there is one, again at SIGHUP (see also octavo admin reload_keys)."""
     if file is None:
         yield
         return
@@ -154,7 +154,7 @@ def _reload(keys: KeyRing) -> None:
 
 
 async def _tell_alive(place: Place) -> None:
-    """Let the supervisor know that this event loop turns."""
+    """Report to the supervisor, at intervals, that this event loop runs."""
     while True:
         place.tell(ALIVE)
         await asyncio.sleep(ALIVE_S)
@@ -166,7 +166,7 @@ async def _beat(client: EngineClient) -> None:
         try:
             line = status.line(await client.statistics(), time.monotonic())
         except EngineDeadError:
-            line = None  # it may come back
+            line = None  # the engine may be restarted
         if line is not None:
             say(line)
         await asyncio.sleep(STATUS_LINE_S)

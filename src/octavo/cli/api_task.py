@@ -1,6 +1,6 @@
-"""What `octavo serve` tells its api process: the task of one life, a line of JSON on stdin.
+"""The task that `octavo serve` gives one run of its api process: a line of JSON on stdin.
 
-Owns: its form, and the command that runs it. Does not: import anything heavy, for the supervisor needs it too.
+Owns: its form, and the command that runs it. Does not: import anything heavy, as the supervisor imports it too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COMMAND = (sys.executable, "-m", "octavo.cli.api_process")
 
 
 class ApiTask(msgspec.Struct, frozen=True):
-    """What one life of the api is to do. `life` counts from 1; `supervisor` is its parent's process, 0 for none."""
+    """The task of one run of the api process. `life` counts runs from 1; `supervisor` is its parent's pid, 0: none."""
 
     config: Config
     admin: str
@@ -25,12 +25,12 @@ class ApiTask(msgspec.Struct, frozen=True):
     is_quiet: bool = False
 
     def line(self) -> bytes:
-        """As written to stdin."""
+        """Return the line to write to stdin."""
         return msgspec.json.encode(self) + b"\n"
 
     @classmethod
     def of_line(cls, line: bytes) -> ApiTask:
-        """As read from stdin. Raises ConfigError."""
+        """Parse the line read from stdin. Raises ConfigError."""
         try:
             return msgspec.json.decode(line, type=cls)
         except msgspec.MsgspecError as error:

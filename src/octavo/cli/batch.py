@@ -1,8 +1,8 @@
 """`octavo batch FILE`: answer a file of requests in OpenAI's batch format, with an engine in this process.
 
-Owns: the words, where answers go, the progress bar, the summary, exit codes (0 all answered, 1 some failed).
-Does not: know the format of lines or how a run goes on (server.batches does): killed at any time, the same command
-goes on where it was.
+Owns: the arguments, the output paths, the progress bar, the summary, exit codes (0 all answered, 1 some failed).
+Does not: know the format of lines or how a run resumes (server.batches does): after a kill at any time, the same
+command continues where it was.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer what has no answer yet; 0 when everything was answered, 1 when requests failed."""
+    """Answer the requests that have no answer yet; return 0 when all were answered, 1 when some failed."""
     if args.open is not None and not 1 <= args.open <= 4096:
         raise UsageError(f"--open is {args.open}; give a whole number from 1 to 4096")
     paths = paths_of(args.file, args.output, args.errors)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def paths_of(file: str, output: str | None, errors: str | None) -> BatchPaths:
-    """Where requests are and answers go. Raises UsageError."""
+    """Return the files of requests, answers and errors. Raises UsageError."""
     requests = Path(file)
     if not requests.is_file():
         raise UsageError(f"file not found: {file}; give requests as lines of JSON, each with custom_id, url and body")
@@ -84,7 +84,7 @@ def paths_of(file: str, output: str | None, errors: str | None) -> BatchPaths:
 
 
 def _check_outputs(paths: BatchPaths) -> None:
-    """Refuse a file that is no output of a run: taking it up would cut its last line. Raises UsageError."""
+    """Refuse a file that is not the output of a run, as resuming from it would cut its last line. Raises UsageError."""
     for flag, path in (("--output", paths.output), ("--errors", paths.errors)):
         if not is_output(path):
             raise UsageError(f"{flag} {path} holds something else than answers; give another file, or --overwrite")
@@ -96,7 +96,7 @@ def _beside(path: Path, word: str) -> Path:
 
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Keep a second run off the same output. Raises UsageError."""
+    """Lock the output against a second run. Raises UsageError."""
     import fcntl
 
     with output.open("ab") as file:
@@ -121,7 +121,7 @@ async def _answer(engine: LocalEngine, config: Config, paths: BatchPaths, args: 
 
 
 def summary(counts: Counts, seconds: float, paths: BatchPaths) -> Iterator[str]:
-    """What was done, how fast, and where it is."""
+    """Yield lines about what was done, how fast, and where the answers are."""
     speed = f", {counts.completion_tokens / seconds:,.1f} tokens/s" if counts.completion_tokens else ""
     yield (
         f"{counts.num_done:,} requests: {counts.num_completed:,} answered, {counts.num_failed:,} failed; this run took "
@@ -135,14 +135,14 @@ def summary(counts: Counts, seconds: float, paths: BatchPaths) -> Iterator[str]:
 
 
 def _num_lines(path: Path) -> int:
-    """Lines of a file that are not blank; only its size in lines is read into memory, in pieces."""
+    """Return the number of lines that are not blank, reading one line at a time."""
     with path.open("rb") as file:
         return sum(1 for line in file if line.strip())
 
 
 @contextlib.contextmanager
 def _progress(total: int, is_quiet: bool) -> Iterator[Callable[[Counts], object]]:
-    """A bar on a terminal, nothing elsewhere; what is to be called with the counts."""
+    """Show a progress bar on a terminal, nothing elsewhere; yield the function that takes the counts."""
     if is_quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda counts: None
         return

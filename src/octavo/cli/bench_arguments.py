@@ -15,7 +15,7 @@ from octavo.cli.flags import UsageError
 
 
 def add_workload(parser: argparse.ArgumentParser) -> Any:
-    """Add the arguments that say what is asked of an engine; give their group for more."""
+    """Add the workload's arguments; return their group, so that a caller can add more."""
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--workload", metavar="FILE", help="JSON list of {prompt_token_ids, max_tokens}, or of such lists"
@@ -38,7 +38,7 @@ def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
 
 
 def token_progress(unit: str = "tokens") -> Progress:
-    """A bar on stderr that counts up to a total; shown on a terminal only."""
+    """Return a progress bar on stderr that counts up to a total; shown on a terminal only."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

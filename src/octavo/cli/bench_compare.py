@@ -1,6 +1,6 @@
 """`octavo bench compare`: this engine beside others on the same workloads, in turn.
 
-Owns: the arguments, which peers there are, the tables. Does not: measure (bench does) or install a peer.
+Owns: the arguments, the choice of peers, the tables. Does not: measure (bench does) or install a peer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print tables or one JSON object; 1 where a peer failed."""
+    """Compare and print tables or one JSON object; return 1 if a peer failed."""
     check_at_least(args, 1, "rounds")
     if not args.workload:
         raise UsageError("no --workload is given; give one or more files, such as a.json b.json@1")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_task(word: str, max_requests: int | None, max_groups: int | None) -> ComparisonTask:
-    """Read FILE or FILE@N, cut to size. Raises ConfigError."""
+    """Read FILE or FILE@N, cut to --max-requests and --max-groups. Raises ConfigError."""
     name, at, number = word.rpartition("@")
     if at and not (number.isdigit() and int(number) > 0):
         raise UsageError(f"--workload is {word!r}; give FILE@N with N requests at a time, at least 1")
@@ -92,12 +92,12 @@ def read_task(word: str, max_requests: int | None, max_groups: int | None) -> Co
 
 
 def make_peers(args: argparse.Namespace, tasks: list[ComparisonTask]) -> list[Peer]:
-    """This engine first, then every peer whose place is given. Raises ConfigError for what is missing."""
+    """Return this engine first, then every peer whose path is given. Raises ConfigError for what is missing."""
     config = config_from(args, model=args.model)
     files = find_files(config)
     at_once = max(task.at_once for task in tasks)
     longest = max(task.workload.max_len for task in tasks)
-    # A round number with room for the one position that some engines keep for themselves.
+    # A multiple of 64 with room for the one position that some engines reserve.
     setup = PeerSetup(
         config.execution.threads or usable_cores(), at_once, -(-(longest + 1) // 64) * 64, args.peer_dtype
     )
@@ -122,7 +122,7 @@ def make_peers(args: argparse.Namespace, tasks: list[ComparisonTask]) -> list[Pe
 
 
 def show_comparison(console: Console, report: dict[str, Any]) -> None:
-    """One table a workload, then starts and memory."""
+    """Print one table for each workload, then start-up times and memory."""
     for name in report["workloads"]:
         rows = [_row(peer, peer["workloads"][name]) for peer in report["peers"] if name in peer["workloads"]]
         show_rows(console, f"{name}, medians of {report['rounds']}; ratios above 1: octavo is ahead", _COLUMNS, rows)
@@ -143,7 +143,7 @@ def _row(peer: dict[str, Any], result: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _own_settings(args: argparse.Namespace) -> dict[str, object]:
-    """The settings given here, for the engine's own process. Raises UsageError for --config, which it cannot read."""
+    """Return the settings given here, for the engine's own process. Raises UsageError if --config is given."""
     if args.config:
         raise UsageError("--config is not passed on to the compared engine; give its settings as flags")
     given = settings_given(args)

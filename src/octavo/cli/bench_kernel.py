@@ -1,6 +1,6 @@
 """`octavo bench kernel`: the kernels of a step, each alone.
 
-Owns: the arguments, which modules of kernels there are, the tables. Does not: measure (bench does).
+Owns: the arguments, the list of kernel modules, the tables. Does not: measure (bench does).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULES = {
     "linear": "octavo.bench.kernel_linear",
     "attention": "octavo.bench.kernel_attention",
 }
-MORE = {"masks": "octavo.bench.kernel_masks"}  # whole steps of the default model: measured when asked for
+MORE = {"masks": "octavo.bench.kernel_masks"}  # whole steps of the default model: measured only on request
 NAMES = f"of {', '.join(MODULES)} [all], and {', '.join(MORE)}, for which the default model is loaded"
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def linear_tables(module: Any, sizes: Sizes) -> list[KernelTable]:
-    """Tables of a module that has measure(layer, rows, threads) of SHAPES: one a layer."""
+    """Return a table for each layer of a module that has SHAPES and measure(layer, rows, threads)."""
     tables = []
     for layer, (outputs, inputs) in module.SHAPES.items():
         figures = [
@@ -57,7 +57,7 @@ def linear_tables(module: Any, sizes: Sizes) -> list[KernelTable]:
 
 
 def attention_tables(module: Any, sizes: Sizes) -> list[KernelTable]:
-    """The one table of a module that has measure(limits) in rows of COLUMNS; its limits are probed here."""
+    """Return the one table of a module that has COLUMNS and measure(limits); its limits are probed here."""
     import torch
 
     from octavo.bench.machine_probe import probe
@@ -77,7 +77,7 @@ TABLES: dict[str, Callable[[Any, Sizes], list[KernelTable]]] = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table a kernel or one JSON object."""
+    """Measure, and print a table for each kernel or one JSON object."""
     check_at_least(args, 1, "rows", "threads")
     if not 0 < args.budget <= 60:
         raise UsageError(f"--budget is {args.budget:g}; give seconds above 0, at most 60")

@@ -1,4 +1,4 @@
-"""`octavo bench latency`: first token and time per token of so many requests at once, beside the floor.
+"""`octavo bench latency`: first token and time per token of N requests at once, beside the memory floor.
 
 Owns: the arguments and tables of latency, and what it shares with sweep: opening an engine and measuring shapes.
 Does not: measure (bench does).
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class BenchEngine:
-    """An engine for points: what it was made from, how long that took, and the floor once it was probed."""
+    """An engine to measure, with its settings, its start-up time, and the floor once it is probed."""
 
     config: Config
     engine: LocalEngine
@@ -77,7 +77,7 @@ class BenchEngine:
 
 
 def open_for(args: argparse.Namespace, shapes: Sequence[LoadShape]) -> BenchEngine:
-    """Open an engine with room for the shapes. Raises UsageError when they do not fit."""
+    """Open an engine with room for the shapes. Raises UsageError if they do not fit."""
     most = max(shape.at_once for shape in shapes)
     extra = {} if "max_sequences" in settings_given(args) else {"max_sequences": most}
     config = config_from(args, model=args.model, **extra)
@@ -103,7 +103,7 @@ def open_for(args: argparse.Namespace, shapes: Sequence[LoadShape]) -> BenchEngi
 
 
 def measure_all(opened: BenchEngine, shapes: Sequence[LoadShape], runs: int) -> list[Point]:
-    """Measure every shape on the engine, close it, probe the machine, and make the points."""
+    """Measure every shape on the engine, close it, probe the machine, and return the points."""
     seen = asyncio.run(_measure_all(opened, shapes, runs))
     opened.peak_memory_bytes = peak_memory_bytes()
     opened.floor = probe_floor(opened.engine.capacity)
@@ -125,7 +125,7 @@ async def _measure_all(opened: BenchEngine, shapes: Sequence[LoadShape], runs: i
 
 
 def report_head(bench: str, opened: BenchEngine) -> dict[str, Any]:
-    """What every report of points begins with."""
+    """Return the facts that begin every report of points."""
     assert opened.floor is not None, "measure_all comes first"
     return {
         "bench": bench,
@@ -138,7 +138,7 @@ def report_head(bench: str, opened: BenchEngine) -> dict[str, Any]:
 
 
 def show_points(opened: BenchEngine, tables: Sequence[tuple[str, Sequence[Point]]]) -> None:
-    """Print tables of points under what was measured."""
+    """Print the facts of the engine, then the tables of points."""
     head, console = report_head("", opened), Console()
     console = console if console.is_terminal else Console(width=120)
     facts = {

@@ -1,6 +1,6 @@
-"""`octavo bench online`: latencies and goodput of a server under requests that arrive when they do.
+"""`octavo bench online`: latencies and goodput of a server under requests that arrive on a schedule.
 
-Owns: the arguments, starting a server where none is given, the report. Does not: measure (bench does).
+Owns: the arguments, starting a server if none is named, the report. Does not: measure (bench does).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from octavo.cli.servers import add_server_arguments, named_url
 from octavo.cli.terminal import loading, say
 from octavo.errors import EngineError
 
-VOCAB_SIZE = 32_000  # of random prompts, where the server's is not known: most models have more
+VOCAB_SIZE = 32_000  # for random prompts, as the server's is not known: most models have more
 _MODEL_LINE = r"^model     (?P<model>\S+).*?, (?P<dtype>\w+), (?P<device>[\w:]+)(?:, (?P<threads>\d+) threads)?$"
 
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables or one JSON object; 1 where requests failed."""
+    """Measure and print tables or one JSON object; return 1 if requests failed."""
     check_at_least(args, 1, "num_prompts", "input_len", "output_len")
     check_at_least(args, 0, "max_concurrency", "warmups")
     for name in ("duration", "request_timeout"):
@@ -114,7 +114,7 @@ async def _measure(
     words = [sys.executable, "-m", "octavo", "serve", *([args.model] if args.model else []), *respell(args)]
     keys = settings_given(args).get("api_key")
     if isinstance(keys, list):
-        os.environ["OCTAVO_API_KEY"] = ",".join(keys)  # for the server; other users see a process's arguments
+        os.environ["OCTAVO_API_KEY"] = ",".join(keys)  # for the server: other users can see a process's arguments
         target = replace(target, api_key=keys[0])
     with loading(args.model or "the server", args.json):
         server = await ServerProcess.start([*words, "--host", "127.0.0.1", "--port", "{port}"])
@@ -131,7 +131,7 @@ async def _measure(
 async def _drive(
     args: argparse.Namespace, target: Target, prompts: Prompts, load: OnlineLoad
 ) -> tuple[OnlineRun, dict[str, Any]]:
-    """Warm up, run, and see what steps the server made meanwhile."""
+    """Warm up and run; return the run, with the steps that the server made meanwhile."""
     model = target.model or await first_model(CompletionClient(target))
     client = CompletionClient(replace(target, model=model))
     bodies = [client.body(prompt, count) for prompt, count in prompts.all]
@@ -162,7 +162,7 @@ def _extra(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _say_failures(measured: OnlineMeasured) -> None:
-    """Show the first error of each kind."""
+    """Print the first error of each kind."""
     shown: dict[str, str] = {}
     for answer in measured.run.answers:
         if answer.has_failed:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             except ConfigError as error:
                 peer, has_peer = str(error), False
         tables.setdefault(table, []).extend(measure(subjects))
-    last = {(setting.load.name, setting.policy): setting for _, setting in settings}  # the most of each
+    last = {(setting.load.name, setting.policy): setting for _, setting in settings}  # the largest setting of each
     wanted = list(last.values()) if args.profile else []
     profiles = [(setting, profile(setting)) for setting in _shown(wanted, "profiling")]
     if not args.json:
@@ -97,7 +97,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Iterable[tuple[str, LoadSetting]]:
-    """The table that each setting goes to, and the setting."""
+    """Yield each setting with the name of its table."""
     for name in args.load:
         is_policies = name == ALL_POLICIES
         load = LOADS["decode" if is_policies else name]
@@ -114,7 +114,7 @@ def _shown(things: Sequence[_T], text: str) -> Iterable[_T]:
 
 
 def _console() -> Console:
-    """Wide enough for the tables where nobody says how wide."""
+    """Return a console that is wide enough for the tables where stdout is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
 

@@ -1,4 +1,4 @@
-"""`octavo bench simulator`: how many requests a simulation gets through in a second of one core.
+"""`octavo bench simulator`: how many requests a simulation completes in a second of one core.
 
 Owns: the flags and the table. Does not: measure.
 """

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print a table or one JSON object."""
     check_at_least(args, 1, "runs", "input_len")
     config = config_from(args, model=args.model)
-    find_files(config)  # a mistaken name should not wait for a process
+    find_files(config)  # report a wrong name before any process starts
     with token_progress("processes") as progress:
         task = progress.add_task("starting", total=1 + 2 * args.runs)
         found = measure_startup(config, args.input_len, args.runs, lambda: progress.advance(task))
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_startup_report(found: dict[str, Startup], runs: int) -> dict[str, Any]:
-    """Medians of every subject, and how many times torch's import the first token takes."""
+    """Return the medians of every subject, and the first token's time as a multiple of torch's import."""
     warm = found["warm weight cache"]
     subjects = {name.replace(" ", "_"): found[name].as_dict() for name in SUBJECTS}
     torch_s = subjects["import_torch"]["process_s"]["median"]
@@ -68,7 +68,7 @@ def make_startup_report(found: dict[str, Startup], runs: int) -> dict[str, Any]:
 
 
 def show_startup(console: Console, found: dict[str, Startup], report: dict[str, Any]) -> None:
-    """Print processes and parts."""
+    """Print the times of whole processes and of their parts."""
     warm, cold = found["warm weight cache"], found["cold weight cache"]
     facts = {
         "model": headline(report),

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def picture(over_rows: Sequence[Point], over_context: Sequence[Point]) -> str:
-    """Both curves, each beside its floor: an engine at its floor would have the dashed line."""
+    """Return an SVG of both curves, each beside its floor: an engine at its floor would follow the dashed line."""
     speeds = [(point.at_once, point.output_tokens_per_s) for point in over_rows]
     bounds = [(point.at_once, point.at_once / point.floor_ms * 1e3) for point in over_rows if point.floor_ms]
     steps = [(point.num_prompt, point.step_ms) for point in over_context if point.step_ms]

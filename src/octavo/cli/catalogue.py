@@ -1,4 +1,4 @@
-"""All commands with all their flags, for whoever tells about them: the search in the help, and the shells' completions.
+"""All commands with all their flags, for the search in the help and for the shells' completions.
 
 Owns: building every command's parser, without running any. Does not: print.
 """
@@ -17,7 +17,7 @@ Commands = Mapping[str, tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option of a command: its spellings, what values it takes (none: it is a switch, or takes any), its help."""
+    """One option of a command: its spellings, its help, and its choices (empty for a switch or for any value)."""
 
     spellings: tuple[str, ...]
     help: str
@@ -27,7 +27,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, its line of help, its flags, and whether words without a dash may follow, and which."""
+    """A command: its line of help, its flags, whether it takes words without a dash, and their choices."""
 
     name: str
     help: str
@@ -37,7 +37,7 @@ class Command:
 
 
 def parser_of(name: str, commands: Commands) -> Parser:
-    """The parser of a command. Imports its module."""
+    """Return the parser of a command. Imports its module."""
     module_name, text = commands[name]
     parser = Parser(prog=f"octavo {name}", description=text[0].upper() + text[1:] + ".")
     importlib.import_module(module_name).add_arguments(parser)
@@ -45,7 +45,7 @@ def parser_of(name: str, commands: Commands) -> Parser:
 
 
 def catalogue(commands: Commands) -> Iterator[Command]:
-    """Every command."""
+    """Yield every command."""
     for name, (_, text) in commands.items():
         actions = [action for action in parser_of(name, commands)._actions if action.help is not argparse.SUPPRESS]
         flags = tuple(_flag(action) for action in actions if action.option_strings)

@@ -1,6 +1,7 @@
 """`octavo chaos`: a drill against a server on this machine, which shows what its users see when its engine dies.
 
-Owns: the arguments and their bounds, finding the server, the report. Does not: make faults or judge (bench.drill does).
+Owns: the arguments and their bounds, finding the server, the report.
+Does not: cause faults or compare answers (bench.drill does).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Drill; 0 when nothing was lost, 1 otherwise."""
+    """Run the drill; return 0 when nothing was lost, 1 otherwise."""
     drill = _drill(args)
     if args.url is not None:
         _check_local(full_url(args.url))
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _confirm(drill: Drill, server: str) -> None:
-    """Say what the drill does, and ask. Raises UsageError unless the answer is yes."""
+    """Print what the drill does, and ask. Raises UsageError unless the answer is yes."""
     deeds = {"kill_engine": "kills its engine", "stop_engine": "stops its engine", "kill_api": "kills its api process"}
     faults = "".join(f", and {deeds[kind]} every {every_s:g} s" for kind, every_s in drill.every_s.items())
     if not sys.stdin.isatty():
@@ -96,7 +97,7 @@ async def _run(drill: Drill, target: Target, socket: str) -> Outcome:
 
 
 def process_of(socket: str, role: str) -> int | None:
-    """The process of a role as its server tells, None when there is none now."""
+    """Return the pid of a role as the server reports it, None if there is none now."""
     try:
         pid = ask(socket, "status", timeout_s=5.0)["processes"].get(role)
     except AdminError:
@@ -105,10 +106,10 @@ def process_of(socket: str, role: str) -> int | None:
 
 
 def make_report(drill: Drill, outcome: Outcome, before: Any, after: Any) -> dict[str, Any]:
-    """Every figure, as JSON."""
+    """Return every figure as JSON values."""
     kinds = [kind for kind, _, _ in outcome.faults]
     api_restarts = after["api_restarts"] - before["api_restarts"]
-    counted = 0 if api_restarts else before["engine"]["restarts"]  # each api counts its own engine's from nothing
+    counted = 0 if api_restarts else before["engine"]["restarts"]  # each api counts its own engine's from 0
     return {
         "streams": drill.num_streams,
         "duration_s": drill.duration_s,
@@ -190,7 +191,7 @@ def _check_local(url: str) -> None:
 
 
 def _check_processes(socket: str, api: int) -> None:
-    """Refuse a server whose numbers of processes are of another machine or container: here they are other programs'."""
+    """Refuse a server whose pids belong to another machine or container: here they are other programs'."""
     number = peer_of(socket)
     if number not in (None, api):
         raise UsageError(f"process {api} of the server is process {number} here; run the drill where the server runs")

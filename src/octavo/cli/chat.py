@@ -1,6 +1,6 @@
 """`octavo chat [MODEL]`: a conversation in the terminal, with an engine here or a server's (--server, --url).
 
-Owns: reading lines, printing answers as they come, what Ctrl-C and Ctrl-D mean.
+Owns: reading lines, printing answers as they arrive, what Ctrl-C and Ctrl-D mean.
 Does not: keep the conversation (conversation does) or answer (answerers do).
 """
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the end of the input, or /exit."""
+    """Converse until the end of the input, or /exit."""
     conversation = ChatSession(system=args.system)
     if args.load:
         say(conversation.command(f"/load {args.load}"))
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def converse(args: argparse.Namespace, config: Config, conversation: ChatSession | None = None) -> int:
-    """Load a model here and talk with it until the end of the input, or /exit."""
+    """Load a model here and converse until the end of the input, or /exit."""
     with asyncio.Runner() as runner:
         answerer = _open_model(args, config, runner)
         _talk(runner, answerer, conversation or ChatSession(system=args.system), is_quiet=args.quiet)
@@ -60,7 +60,7 @@ def converse(args: argparse.Namespace, config: Config, conversation: ChatSession
 
 
 def _open_server(args: argparse.Namespace, url: str, runner: asyncio.Runner) -> Answerer:
-    """Let a server answer. Raises OctavoError."""
+    """Return an answerer that asks a server. Raises OctavoError."""
     if given := settings_given(args):
         raise UsageError(f"{', '.join(given)} is a setting of an engine here; leave it out with --server or --url")
     defaults = {name: value for name in _GIVEN if (value := getattr(args, name)) is not None}
@@ -70,10 +70,10 @@ def _open_server(args: argparse.Namespace, url: str, runner: asyncio.Runner) -> 
 
 
 def _open_model(args: argparse.Namespace, config: Config, runner: asyncio.Runner) -> Answerer:
-    """Let a model answer that is loaded here. Raises OctavoError."""
+    """Return an answerer with a model loaded here. Raises OctavoError."""
     from octavo.assembly import build_local  # heavy, and needed here only
 
-    sampling_params(args, {})  # a mistaken flag should not wait for the model
+    sampling_params(args, {})  # report a wrong flag before the model loads
     with loading(config.model.model, args.quiet):
         engine = build_local(config)
     warn_limits(config, engine.capacity)
@@ -113,7 +113,7 @@ def _take_turns(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSe
 
 
 def _turn(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, text: str) -> None:
-    """Take one message, or do one command."""
+    """Add one message to the conversation, or run one command."""
     if not text.strip():
         return
     if text.strip() in ("exit", "quit"):
@@ -131,7 +131,7 @@ def _turn(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession,
 
 
 def _answer(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, is_shown: bool) -> None:
-    """Print an answer as it comes; Ctrl-C keeps what there is of it."""
+    """Print an answer as it arrives; Ctrl-C keeps the part that was printed."""
     parts: list[str] = []
 
     async def answer() -> None:
@@ -156,7 +156,7 @@ def _answer(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSessio
 
 
 def read_message(prompt: str) -> str:
-    """One message: a line, lines joined by backslashes, or what is between two fences. Raises EOFError."""
+    """Read one message: a line, lines joined by backslashes, or the text between two fences. Raises EOFError."""
     line = input(prompt)
     if line.strip().startswith(_FENCE):
         lines = [line.strip().removeprefix(_FENCE)]
@@ -173,7 +173,7 @@ def read_message(prompt: str) -> str:
 
 @contextlib.contextmanager
 def _editing(is_terminal: bool) -> Iterator[None]:
-    """Line editing with a history that lasts, where there is a terminal and a library for it."""
+    """Enable line editing with a saved history, where there is a terminal and a library for it."""
     try:
         import readline
     except ImportError:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from octavo.cli.catalogue import Command, catalogue
 
-# Into files: making the script builds every command's parser, which no start of a shell should wait for.
+# Into files: making the script builds every command's parser, which would delay each start of a shell.
 _HOW = {
     "bash": "octavo completions bash > ~/.local/share/bash-completion/completions/octavo",
     "zsh": "octavo completions zsh > ~/.octavo.zsh, and in ~/.zshrc, behind compinit: source ~/.octavo.zsh",
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bash(commands: Sequence[Command]) -> str:
-    """A function for bash's `complete`."""
+    """Return a function for bash's `complete`."""
     cases = "".join(
         f"    {_pattern(command.name)})\n        words={_quoted(_words(command))}\n{_bash_values(command)}        ;;\n"
         for command in _longest_first(commands)
@@ -51,12 +51,12 @@ complete -o filenames -F _octavo octavo
 
 
 def zsh(commands: Sequence[Command]) -> str:
-    """The function of bash's, through zsh's own emulation."""
+    """Return bash's function, through zsh's bashcompinit."""
     return "# completions of octavo for zsh\nautoload -U +X bashcompinit && bashcompinit\n" + bash(commands)
 
 
 def fish(commands: Sequence[Command]) -> str:
-    """`complete` lines for fish."""
+    """Return `complete` lines for fish."""
     lines = ["# completions of octavo for fish"]
     helps = {command.name: command.help for command in commands}
     for word in _firsts(commands):
@@ -92,7 +92,7 @@ def _firsts(commands: Iterable[Command]) -> list[str]:
 
 
 def _families(commands: Sequence[Command]) -> str:
-    """Cases for the first word of commands of two."""
+    """Return the cases for the first word of commands that have two words."""
     families: dict[str, list[str]] = {}
     for command in commands:
         head, _, second = command.name.partition(" ")
@@ -115,7 +115,7 @@ def _words(command: Command) -> list[str]:
 
 
 def _bash_values(command: Command) -> str:
-    """What the value of a flag may be, where that is known."""
+    """Return the cases of the flags whose values are known."""
     cases = [(("|".join(flag.spellings)), flag.choices) for flag in command.flags if flag.choices]
     if not cases:
         return ""

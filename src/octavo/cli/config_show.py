@@ -1,6 +1,6 @@
-"""`octavo config show`: the settings in force, and with --origin where each comes from.
+"""`octavo config show`: the settings in force, and with --origin the source of each.
 
-Sampling defaults, which requests may change, come from the model's own generation config where it has one.
+The sampling defaults, which requests may override, are the model's own generation config where it has one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them."""
+    """Print the settings."""
     resolved = resolve_args(args)
     is_given = {s.name: resolved.origins[s.name] != "default" for s in SETTINGS}
     shown = [s for s in SETTINGS if is_given[s.name] or not (args.changed or s.is_hidden)]
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sampling(resolved: Resolved) -> Iterator[tuple[str, object, str]]:
-    """What a request gets that leaves these fields out. The model's files are found, and their headers read."""
+    """Yield the sampling defaults of requests, with their origins. Finds the model's files and reads their headers."""
     model = resolved.config.model
     own = sampling_defaults(read_model_spec(resolve_model(model.model, model.revision)).generation)
     for name in MODEL_FIELDS:

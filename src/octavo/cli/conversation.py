@@ -41,12 +41,12 @@ Ctrl-C stops an answer. A line that ends with a backslash goes on in the next; \
 
 
 class CommandError(OctavoError):
-    """A `/...` line that cannot be done."""
+    """A `/...` line that cannot be carried out."""
 
 
 @dataclass(slots=True)
 class ChatSession:
-    """Messages in OpenAI's form, and parameters that differ from what the answerer would take."""
+    """Messages in OpenAI's form, and the parameters that differ from the answerer's defaults."""
 
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -55,17 +55,17 @@ class ChatSession:
     wants_answer: bool = False
 
     def asked(self) -> list[dict[str, Any]]:
-        """What is to be answered."""
+        """Return the messages to send, the system message first."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*head, *self.messages]
 
     def say(self, text: str) -> None:
-        """The user's next message."""
+        """Add the user's next message."""
         self.messages.append({"role": "user", "content": text})
         self.wants_answer = True
 
     def answer(self, text: str) -> None:
-        """What was answered, whole or up to where it was stopped. Without any text the question is taken back."""
+        """Add the answer, whole or up to where it was stopped; without any text, remove the question instead."""
         self.wants_answer = False
         if text:
             self.messages.append({"role": "assistant", "content": text})
@@ -73,7 +73,7 @@ class ChatSession:
             self.messages.pop()
 
     def command(self, line: str) -> str:
-        """Do a `/...` line; what to tell the user. Raises CommandError."""
+        """Run a `/...` line; return the text to show the user. Raises CommandError."""
         name, _, rest = line[1:].partition(" ")
         does: dict[str, Callable[[str], str]] = {
             "help": lambda _: HELP,

@@ -1,4 +1,4 @@
-"""`octavo doctor`: look at the installation and the machine, and say what to mend and how.
+"""`octavo doctor`: check the installation and the machine, and print remedies.
 
 Owns: the checks, their remedies, the exit code (1 when one fails; warnings pass).
 Does not: change, download or load anything but torch and the kernels.
@@ -26,7 +26,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: what was seen, and what to do about it where something should be done."""
+    """The result of one check: what was found, and the remedy if one is needed."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print, and give 1 when something must be mended."""
+    """Run the checks and print them; return 1 if one failed."""
     findings = list(examine())
     failed = any(finding.state == "fail" for finding in findings)
     if args.json:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """Every check in turn. Each answers for itself: none needs another to pass."""
+    """Yield every check's finding; no check needs another to pass."""
     here = machine.look()
     checks: tuple[Callable[[machine.Machine], Finding], ...] = (
         _python, _cpu, _threads, _memory, _torch, _device, _kernels, _model, _cache, _weights, _settings,
@@ -186,7 +186,7 @@ def _cache(here: machine.Machine) -> Finding:
 
 
 def _weights(here: machine.Machine) -> Finding:
-    """The folder of weights made ready for this machine; $OCTAVO_CACHE_DIR moves it."""
+    """Check the folder of packed weights; $OCTAVO_CACHE_DIR moves it."""
     from octavo.artifacts.cache_folder import cache_folder, used_bytes
 
     folder = cache_folder(None)

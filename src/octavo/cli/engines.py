@@ -1,6 +1,7 @@
 """The engine of a server as the command line handles it, in a process of its own or in this one.
 
-Owns: what is asked of either, and why it is not ready, in words. Does not: restart anything (engine_supervisor does).
+Owns: the interface of both, and why an engine is not ready, in words.
+Does not: restart anything (engine_supervisor does).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from octavo.frontend.local_client import LocalClient
 from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.open_requests import LedgerObserver
 
-WATCH_S = 0.5  # how long a dead engine of this process goes unnoticed
+WATCH_S = 0.5  # the longest time for which a dead engine of this process goes unnoticed
 
 
 class Engine(Protocol):
-    """A running engine, wherever it is. `failed` is set when it is gone for good."""
+    """A running engine, in this process or another. `failed` is set when it has failed for good."""
 
     capacity: Capacity
     failed: asyncio.Event
@@ -32,42 +33,42 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> str:
-        """How it ended for good."""
+        """Return why the engine failed for good."""
         ...
 
     @property
     def client(self) -> EngineClient:
-        """Talks to it."""
+        """Return the engine's client."""
         ...
 
     @property
     def processes(self) -> dict[str, int]:
-        """Its processes by their roles, those that the api does not share."""
+        """Return the pids of the engine's own processes by role; the api process is not among them."""
         ...
 
     def trouble(self) -> str | None:
-        """Why it makes no progress now, or None."""
+        """Return why the engine makes no progress now, or None."""
         ...
 
     def report(self) -> dict[str, object]:
-        """Its lives so far."""
+        """Return the epoch and the restarts so far."""
         ...
 
     def restore(self, entries: Iterable[OpenRequest]) -> None:
-        """Put back requests of a former server, and go on with them. Raises EngineDeadError."""
+        """Put back the open requests of an earlier server and continue them. Raises EngineDeadError."""
         ...
 
     def kill(self, why: str) -> None:
-        """End its process at once, as a crash would. Raises ConfigError where that cannot be."""
+        """Kill the engine's process at once, as a crash would. Raises ConfigError if this is impossible."""
         ...
 
     async def close(self) -> None:
-        """Answer everyone, then end it."""
+        """Answer all open requests, then end the engine."""
         ...
 
 
 class InProcessEngine:
-    """An engine loop of this process: it has one life, and this process shares it."""
+    """An engine loop in this process; it is never restarted."""
 
     is_protected = False
 
@@ -81,22 +82,22 @@ class InProcessEngine:
 
     @classmethod
     async def start(cls, config: Config, observer: LedgerObserver | None = None) -> InProcessEngine:
-        """Open an engine here; nobody observes it."""
+        """Open an engine here; `observer` is not used, as there is no ledger."""
         from octavo.assembly import open_engine  # heavy, and needed here only
 
         return cls(*await asyncio.to_thread(open_engine, config))
 
     @property
     def processes(self) -> dict[str, int]:
-        """None but this one."""
+        """Return nothing: the engine runs in the api process."""
         return {}
 
     def trouble(self) -> str | None:
-        """Why it makes no progress now, or None."""
+        """Return why the engine makes no progress now, or None."""
         return None if self._loop.is_alive else "the engine ended"
 
     def report(self) -> dict[str, object]:
-        """Its one life."""
+        """Return the epoch and the restarts, which never change."""
         return {"epoch": 1, "restarts": 0}
 
     def restore(self, entries: Iterable[OpenRequest]) -> None:
@@ -108,7 +109,7 @@ class InProcessEngine:
         raise ConfigError("the engine is in the server's own process (--in-process), which would end with it")
 
     async def close(self) -> None:
-        """Answer everyone, then end it."""
+        """Answer all open requests, then end the engine."""
         self._watching.cancel()
         await self.client.close()
 
@@ -120,7 +121,7 @@ class InProcessEngine:
 
 
 class KeptEngine:
-    """Engine processes that follow each other (see EngineSupervisor)."""
+    """An engine whose process is replaced when it dies (see EngineSupervisor)."""
 
     is_protected = True
 
@@ -138,33 +139,33 @@ class KeptEngine:
 
     @property
     def failure(self) -> str:
-        """How it ended for good."""
+        """Return why the engine failed for good."""
         return self.client.failure
 
     @property
     def processes(self) -> dict[str, int]:
-        """Its processes by their roles."""
+        """Return the pids of the engine and its standby by role."""
         standby = self.client.spawner.standby
         return {"engine": self.client.pid} | ({"standby": standby.pid} if standby is not None else {})
 
     def trouble(self) -> str | None:
-        """Why it makes no progress now, or None."""
+        """Return why the engine makes no progress now, or None."""
         if self.client.state is EngineState.READY:
             return None if self.client.is_stepping else "the engine makes no steps"
         return "the engine is being restarted" if self.client.state is not EngineState.FAILED else "the engine failed"
 
     def report(self) -> dict[str, object]:
-        """Its lives so far."""
+        """Return the epoch and the restarts so far."""
         return self.client.report()
 
     def restore(self, entries: Iterable[OpenRequest]) -> None:
-        """Put back requests of a former server, and go on with them."""
+        """Put back the open requests of an earlier server and continue them."""
         self.client.restore(entries)
 
     def kill(self, why: str) -> None:
-        """End the process of the engine at once."""
+        """Kill the engine's process at once."""
         self.client.kill(why)
 
     async def close(self) -> None:
-        """Answer everyone, then end it."""
+        """Answer all open requests, then end the engine."""
         await self.client.close()

@@ -21,7 +21,7 @@ _OVER = ("finished", "unknown")
 
 
 class NotAnsweredError(OctavoError):
-    """The server could not be asked, or knows no such request."""
+    """The server did not answer, or does not know the request."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the story; 0 where it is known."""
+    """Print the explanation; return 0 if the request is known."""
     is_server_named(args)
     is_elsewhere = args.url is not None and (bool(args.api_key) or server_at(full_url(args.url)) is None)
     if is_elsewhere and not args.id:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _follow(args: argparse.Namespace, is_elsewhere: bool) -> dict[str, Any]:
-    """Tell each change of where it stands, until it has ended; then the last answer."""
+    """Print a line for each change of state until the request has ended; return the last answer."""
     last: list[tuple[object, ...]] = []
     while True:
         answer = _ask(args, is_elsewhere)
@@ -72,7 +72,7 @@ def _follow(args: argparse.Namespace, is_elsewhere: bool) -> dict[str, Any]:
 
 
 def _ask(args: argparse.Namespace, is_elsewhere: bool) -> dict[str, Any]:
-    """Ask once, over HTTP a server that is not this user's. Raises AdminError, NotAnsweredError."""
+    """Ask once, over HTTP if the server is not this user's. Raises AdminError, NotAnsweredError."""
     if is_elsewhere:
         base = full_url(args.url).removesuffix("/v1")
         key = args.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]

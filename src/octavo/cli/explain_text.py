@@ -1,4 +1,4 @@
-"""The story of a request in the terminal, made of what the server answers.
+"""The explanation of a request as text for the terminal, made from the server's answer.
 
 Owns: words and columns. Does not: ask the server (see explain), or know whether names were left out.
 """
@@ -15,7 +15,7 @@ _SOMEBODY = "a request of somebody else"
 
 
 def story(answer: Told) -> list[str]:
-    """Lines about one id: each of its prompts, and the queue."""
+    """Return lines about one id: each of its prompts, and the queue."""
     lines: list[str] = []
     for told in answer["explanations"]:
         lines += [*_prompt(told), ""]
@@ -25,7 +25,7 @@ def story(answer: Told) -> list[str]:
 
 
 def table(answer: Told) -> list[str]:
-    """Lines about all open requests."""
+    """Return lines about all open requests."""
     rows = [_row(told) for told in answer.get("open", ())]
     if not rows:
         return ["no request is open", _queue(answer["queue"])]
@@ -38,7 +38,7 @@ def table(answer: Told) -> list[str]:
 
 
 def headline(told: Told) -> str:
-    """Where it stands, in one line."""
+    """Return the request's state in one line."""
     return f"{told.get('age_s', 0.0):8.2f} s  {told['text']}"
 
 

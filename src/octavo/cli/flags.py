@@ -1,6 +1,6 @@
-"""Flags from settings: an argument parser whose options are the config parts' fields, and its two helps.
+"""Flags from settings: an argument parser whose options are the config parts' fields, with a short and a full help.
 
-Owns: argparse options for the settings, what was given, the short help and the whole one, errors about unknown words.
+Owns: argparse options for the settings, what was given, the two helps, errors about unknown words.
 Does not: read or check values (settings does, so that every source is checked alike).
 """
 
@@ -22,7 +22,7 @@ from octavo.errors import ConfigError
 from octavo.settings import SETTINGS, Resolved, Setting, load, whole_number
 
 _DEST = "setting:"  # keeps settings apart from a command's own arguments
-_TAKES_WORDS = {"served_model_name"}  # the flag takes all words that follow it, as vLLM's does; others are repeated
+_TAKES_WORDS = {"served_model_name"}  # the flag takes all words after it, as vLLM's does; other flags are repeated
 _TITLES = {
     "model": "model",
     "chat": "conversations and chat templates",
@@ -40,7 +40,7 @@ _TITLES = {
     "recording": "recording",
     "telemetry": "traces and the log",
 }
-# What the short help shows of the settings, and says of them: heading -> field name -> text, one line each.
+# The settings that the short help shows, with their text there: heading -> field name -> text, one line each.
 COMMON_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "model": {
         "model": "alias, folder, .gguf file or repository",
@@ -68,8 +68,8 @@ COMMON_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "log_level": "debug, info, warning or error",
     },
 }
-# Other programs' spellings that near names do not find -> ours. The flags of vLLM and llama.cpp that are ours too are
-# spellings of the settings themselves.
+# Other programs' spellings that are too different for near names -> ours. The flags of vLLM and llama.cpp that are ours
+# too are spellings of the settings themselves.
 _SPELLINGS = {
     "--max-model-len": ("--n-ctx", "--max-seq-len", "--context-length"),
     "--model": ("--hf-repo", "-hf", "-hfr", "--model-path"),
@@ -123,17 +123,17 @@ UNSUPPORTED_FLAGS = {
     "--slots": "octavo explain and octavo top show what runs",
     **dict.fromkeys(("--disable-log-requests", "--disable-log-stats"), "requests are not logged (--log-level)"),
 }
-_MAX_CHOICES = 26  # characters of the choices that are shown as the value of a flag
+_MAX_CHOICES = 26  # characters of the choices shown in place of a flag's value
 
 
 class UsageError(ConfigError):
-    """The command line is not understood."""
+    """The command line cannot be parsed."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError, knows near names, never abbreviates, and has a short and a whole help.
+    """An argument parser that raises UsageError, suggests near names, never abbreviates, and has two helps.
 
-    `rare` are the flags of a command's own that the short help leaves out.
+    `rare` are the command's own flags that the short help leaves out.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -145,7 +145,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-all", action="store_true", help="show every option")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse, print a help and exit, or raise UsageError naming the word at fault and what is near it."""
+        """Parse the words; print a help and exit, or raise UsageError naming the wrong word and near ones."""
         words = list(words)
         before = words[: words.index("--")] if "--" in words else words
         if {"-h", "--help", "--help-all"} & set(before):
@@ -164,11 +164,11 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and exiting."""
+        """Raise UsageError instead of printing the usage and exiting."""
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def format_help(self) -> str:
-        """The short help: the command's own options but the rare ones, and the common settings."""
+        """Return the short help: the command's own options but the rare ones, and the common settings."""
         own = [group for group in self._action_groups if group.title not in _TITLES.values()]
         shown = [(group.title, [a for a in group._group_actions if self._is_common(a)]) for group in own]
         settings = {a.dest: a for a in self._actions if a.dest.startswith(_DEST) and a.help != argparse.SUPPRESS}
@@ -182,7 +182,7 @@ class Parser(argparse.ArgumentParser):
         return self._formatted(_ShortFormatter(self.prog), shown, epilog if count < len(visible) - 1 else "")
 
     def format_help_all(self) -> str:
-        """The whole help."""
+        """Return the full help."""
         shown = [(group.title, group._group_actions) for group in self._action_groups]
         return self._formatted(_Formatter(self.prog), shown, self.epilog or "")
 
@@ -267,7 +267,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _ShortFormatter(_Formatter):
-    """One spelling of each flag, and a letter."""
+    """The formatter of the short help: one spelling of each flag, and its letter."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog)
@@ -295,9 +295,9 @@ def add_settings(
     is_short: bool = True,
     rare: Sequence[str] = (),
 ) -> None:
-    """Give the parser one option for each setting of these parts, and --config.
+    """Add to the parser one option for each setting of these parts, and --config.
 
-    The short help has the common ones if `is_short`, and leaves out `rare` flags of the command's own.
+    The short help shows the common settings if `is_short`, and leaves out the command's own flags in `rare`.
     """
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file of settings")
     for part in parts:
@@ -328,7 +328,7 @@ def _add(group: Any, setting: Setting) -> None:
 
 
 def _shortened(action: argparse.Action, text: str) -> argparse.Action:
-    """The same option with a short text, for the short help."""
+    """Return a copy of the option with a short text, for the short help."""
     default = readable_default(_SETTING_OF[action.dest])
     short = copy.copy(action)
     short.help = text if "[" in text or not default else f"{text} [{default}]"
@@ -337,7 +337,7 @@ def _shortened(action: argparse.Action, text: str) -> argparse.Action:
 
 
 def readable_default(setting: Setting) -> str:
-    """A setting's default as a person would write it; "" where there is none, or where the help says it."""
+    """Return a setting's default as a person would write it; "" if there is none, or if the help names it."""
     value = setting.default
     if value in (None, (), False, "") or "default" in setting.help:
         return ""
@@ -355,13 +355,13 @@ _SETTING_OF = {_DEST + setting.name: setting for setting in SETTINGS}
 
 
 def choices_of(action: argparse.Action) -> tuple[str, ...]:
-    """What the value of an option may be, where that is known."""
+    """Return the possible values of an option; empty if any value is allowed."""
     setting = _SETTING_OF.get(action.dest)
     return setting.choices if setting is not None else tuple(map(str, action.choices or ()))
 
 
 def whole(text: str) -> int:
-    """A whole number as settings are written, for `type=` of a command's own flags."""
+    """Parse a whole number as settings are written, for `type=` of a command's own flags."""
     number = whole_number(text)
     if number is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, such as 100 or 2K")
@@ -369,7 +369,7 @@ def whole(text: str) -> int:
 
 
 def check_output(flag: str, path: str | None) -> None:
-    """Raise UsageError for a file that cannot be written, before the work whose result it is to hold."""
+    """Raise UsageError for a file that cannot be written, before the work that produces its contents."""
     if path is None or path == "-":
         return
     file, folder = Path(path), Path(path).absolute().parent
@@ -382,12 +382,12 @@ def check_output(flag: str, path: str | None) -> None:
 
 
 def settings_given(args: argparse.Namespace) -> dict[str, object]:
-    """The settings that flags gave, by field name."""
+    """Return the settings given by flags, by field name."""
     return {name.removeprefix(_DEST): value for name, value in vars(args).items() if name.startswith(_DEST)}
 
 
 def respell(args: argparse.Namespace) -> list[str]:
-    """The words that give another command the same settings: the flags given here, and --config; no keys."""
+    """Return words that give another command the same settings: the flags given here, and --config; no keys."""
     words = ["--config", args.config] if args.config else []
     flags = {setting.name: setting.flags[0] for setting in SETTINGS if not setting.is_secret}
     for name, value in settings_given(args).items():
@@ -403,7 +403,7 @@ def respell(args: argparse.Namespace) -> list[str]:
 
 
 def resolve_args(args: argparse.Namespace, **extra: object) -> Resolved:
-    """Merge flags, environment, --config and defaults; print remarks. `extra` are further flags by field name."""
+    """Merge flags, environment, --config and defaults; print remarks. `extra` are further settings by field name."""
     given = settings_given(args)
     for name, value in extra.items():
         if value is None:
@@ -418,5 +418,5 @@ def resolve_args(args: argparse.Namespace, **extra: object) -> Resolved:
 
 
 def config_from(args: argparse.Namespace, **extra: object) -> Config:
-    """As resolve_args, only the Config."""
+    """Return the Config of resolve_args."""
     return resolve_args(args, **extra).config

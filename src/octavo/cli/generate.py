@@ -1,8 +1,8 @@
 """`octavo generate FILE`: answer prompts, one a line, into lines of JSON in the same order.
 
-Owns: what a line may be (a text; or JSON with `prompt` or `messages`, an `id`, and fields of a request), the order,
-how many are open at once.
-Does not: go on after a kill, or take OpenAI's batch format (octavo batch does both).
+Owns: the form of a line (a text; or JSON with `prompt` or `messages`, an `id`, and fields of a request), the order,
+the number of open requests.
+Does not: resume after a kill, or take OpenAI's batch format (octavo batch does both).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIELDS = ("max_tokens", "temperature", "top_p", "top_k")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line: what it is called, and what is asked; or why it cannot be."""
+    """One line: its id, path and body; or the fault that makes it invalid."""
 
     name: object
     path: str = ""
@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer every line; 0 when all were answered, 1 when some failed."""
+    """Answer every line; return 0 when all were answered, 1 when some failed."""
     if args.raw and args.system is not None:
         raise UsageError("--system needs the chat template; leave out --raw")
     if args.open is not None and not 1 <= args.open <= 4096:
         raise UsageError(f"--open is {args.open}; give a whole number from 1 to 4096")
     check_output("--output", args.output)
-    sampling_params(args, {})  # a mistaken flag should not wait for the model
+    sampling_params(args, {})  # report a wrong flag before the model loads
     config = config_from(args)
     with _reading(args.file) as source, _writing(args.output) as out:
         with loading(config.model.model, args.quiet):
@@ -119,7 +119,7 @@ async def _answer(
 
 
 async def _in_order(call: InnerCall, prompts: Iterator[Prompt], num_open: int) -> Any:
-    """Output lines with their tokens, in the order of the prompts."""
+    """Yield output lines with their token counts, in the order of the prompts."""
     tasks: deque[asyncio.Task[tuple[dict[str, Any], int]]] = deque()
     try:
         while True:
@@ -154,7 +154,7 @@ async def _one(call: InnerCall, prompt: Prompt) -> tuple[dict[str, Any], int]:
 
 
 def read_prompts(source: IO[bytes], args: argparse.Namespace, is_raw: bool) -> Iterator[Prompt]:
-    """The prompts of a file, blank lines left out; a line that is none says why."""
+    """Yield the prompts of a file without blank lines; an invalid line becomes a Prompt with a fault."""
     is_json = args.jsonl or args.file.endswith(".jsonl")
     number = 0
     while data := source.readline(MAX_LINE_BYTES + 1):
@@ -186,7 +186,7 @@ def _of_json(number: int, text: str, args: argparse.Namespace, is_raw: bool) -> 
 
 
 def _made(name: object, value: dict[str, Any], args: argparse.Namespace, is_raw: bool) -> Prompt:
-    """A request: the line's own fields before the command's."""
+    """Return a request; the line's own fields override the command's."""
     flags = {field: given for field in _FIELDS if (given := getattr(args, field)) is not None}
     if value.get("stream"):
         return Prompt(name, fault="an answer here cannot be streamed; leave stream out")

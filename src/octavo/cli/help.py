@@ -1,4 +1,4 @@
-"""`octavo help [WORD]`: the help of a command, or all commands and flags that a word is found in."""
+"""`octavo help [WORD]`: the help of a command, or all commands and flags that contain a word."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from octavo.cli.catalogue import Command, Commands, Flag, catalogue, parser_of
 from octavo.cli.flags import UsageError
 
-_SHOWN = 5  # commands that are named beside a flag
+_SHOWN = 5  # commands listed for each flag
 
 
 def run_help(words: Sequence[str], commands: Commands) -> int:
-    """Print what is found; 1 when nothing is. Raises UsageError."""
+    """Print the matches; return 1 if there is none. Raises UsageError."""
     name = " ".join(words)
     if name in commands:
         parser_of(name, commands).print_help()
@@ -27,7 +27,7 @@ def run_help(words: Sequence[str], commands: Commands) -> int:
 
 
 def search(words: Sequence[str], known: Iterator[Command]) -> Iterator[str]:
-    """Lines about commands and flags whose names or help have all the words; a flag of several commands comes once."""
+    """Yield lines about commands and flags whose names or help contain all the words, each flag once."""
     owners: dict[Flag, list[str]] = {}
     for command in known:
         if _has(words, f"{command.name} {command.help}"):

@@ -1,7 +1,8 @@
-"""Keys given on the command line, taken out of what `ps` shows to every user of the machine.
+"""Hide the keys given on the command line from `ps`, which shows them to every user of the machine.
 
-Owns: overwriting them in this process's arguments (Linux: /proc). Does not: hide them from a shell's history, or in the
-first moments of the process: OCTAVO_API_KEY and --api-key-file do that. Child processes never have them as arguments.
+Owns: overwriting them in this process's arguments (Linux: /proc). Does not: hide them from a shell's history, or in
+the first moments of the process: OCTAVO_API_KEY and --api-key-file avoid both. Child processes never have keys as
+arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _ARG_START = 48 - 3  # fields of stat(5), counted from the one after the process
 
 
 def hide_keys(words: Sequence[str], proc: Path = _PROC) -> str | None:
-    """Overwrite the keys among this process's arguments; return a warning where that cannot be done."""
+    """Overwrite the keys among this process's arguments; return a warning if that cannot be done."""
     if not any(word == "--api-key" or word.startswith("--api-key=") for word in words):
         return None
     try:
@@ -42,7 +43,7 @@ def _overwrite(proc: Path) -> None:
 
 
 def _keys(shown: bytes) -> Iterator[tuple[int, bytes]]:
-    """Find each key among arguments that end with NUL: where it begins, and itself."""
+    """Yield each key among NUL-terminated arguments, with its offset."""
     offset, is_key = 0, False
     for argument in shown.split(b"\0"):
         if is_key:

@@ -1,4 +1,4 @@
-"""The application around an engine of this process, without a port: what answers lines of files.
+"""The application around an engine of this process, without a port: it answers the lines of files.
 
 Owns: putting it together and ending it, engine and tool process included. Does not: read or write lines.
 """
@@ -17,7 +17,7 @@ from octavo.server.keys import NOBODY
 
 @asynccontextmanager
 async def answering(engine: LocalEngine, config: Config) -> AsyncIterator[InnerCall]:
-    """What posts to the application; at the end everything ends."""
+    """Yield the function that posts to the application; at the end close the tool process and the engine."""
     try:
         app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
         try:

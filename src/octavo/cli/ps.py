@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _look(record: Record) -> dict[str, Any]:
-    """A server as its record and, where it answers, itself have it."""
+    """Return a server's record and, if it answers, its status."""
     known = {"pid": record.pid, "url": record.url, "model": record.model, "admin": record.admin, "begun": record.begun}
     try:
         return {**known, **ask(record.admin, "status", timeout_s=TIMEOUT_S)}
     except AdminError:
-        return {**known, "phase": "starting"}  # or between two lives of its api
+        return {**known, "phase": "starting"}  # or its api process is being restarted
 
 
 def _row(server: dict[str, Any]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Download what is missing, check that it can be served, print the place."""
+    """Download what is missing, check that it can be served, print its path."""
     files = pull_model(args.model, args.revision, args.offline)
     spec = read_model_spec(files)
     size = sum(path.stat().st_size for path in files.weights)

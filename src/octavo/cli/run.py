@@ -1,4 +1,4 @@
-"""`octavo run [MODEL] "prompt"`: one answer, streamed to the terminal; a model alone is talked with.
+"""`octavo run [MODEL] "prompt"`: one answer, streamed to the terminal; a model alone starts a conversation.
 
 Owns: what the words mean, the template, streaming, the closing line of numbers, a clean end on Ctrl-C.
 Does not: build the engine (assembly does) or keep a conversation (chat does).
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer; 0 when the answer ended by itself or at --max-tokens, 130 after Ctrl-C."""
+    """Answer; return 0 when the answer ended by itself or at --max-tokens. Ctrl-C raises, which main makes 130."""
     is_named = "model" in settings_given(args)
     asked = read_words(args.words, args, sys.stdin, is_named=is_named)
     config = config_from(args, model=asked.model)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if len(args.words) == 1 and not is_named and not args.quiet:
         say(*_lookalike(asked.prompt))
     args.max_tokens = MAX_TOKENS if args.max_tokens is None else args.max_tokens
-    sampling_params(args, {})  # a mistaken flag should not wait for the model
+    sampling_params(args, {})  # report a wrong flag before the model loads
     begun = time.perf_counter()
     with loading(config.model.model, args.quiet):
         engine = build_local(config)
@@ -84,9 +84,10 @@ async def _answer(engine: LocalEngine, asked: RunRequest, args: argparse.Namespa
 
 
 def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *, is_named: bool = False) -> RunRequest:
-    """Tell model and prompt apart: two words are both, one is the model where it names one, else the prompt.
+    """Return model and prompt: two words are both; one is the model if it names one, else the prompt.
 
-    A model alone is talked with on a terminal; elsewhere the prompt is read from stdin. `is_named`: --model is given.
+    A model alone starts a conversation on a terminal; elsewhere the prompt is read from stdin. `is_named`: --model is
+    given.
     """
     if len(words) > 2:
         head = f"{words[0]} " if names_model(words[0]) else ""
@@ -113,7 +114,7 @@ def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *,
 
 
 def _lookalike(prompt: str) -> Iterator[str]:
-    """Say how a prompt would be a model, where it looks like one."""
+    """Yield a note if the prompt looks like a model's name."""
     near = did_you_mean(prompt, [DEFAULT_MODEL, *SHORT_NAMES])
     if near:
         yield f"note: {prompt!r} is taken as the prompt, for no model has that name; {near}"
@@ -122,7 +123,7 @@ def _lookalike(prompt: str) -> Iterator[str]:
 
 
 def prompt_ids(text: TextModel, asked: RunRequest) -> Sequence[int]:
-    """The prompt through the chat template, or as it is when raw or when the model has none."""
+    """Return the prompt's ids through the chat template, or without it when raw or when the model has none."""
     if asked.raw or text.chat_template is None:
         if asked.system is not None:
             raise UsageError("this model has no chat template, so --system cannot be given; leave it out")
@@ -134,7 +135,7 @@ def prompt_ids(text: TextModel, asked: RunRequest) -> Sequence[int]:
 
 
 async def stream(session: Session, out: TextIO) -> tuple[FinishReason, Usage]:
-    """Write deltas as they come; cancel the request if this task is cancelled. Raises EngineError if it fails."""
+    """Write deltas as they arrive; cancel the request if this task is cancelled. Raises EngineError if it fails."""
     try:
         async for delta in session:
             out.write(delta.text)
@@ -150,7 +151,7 @@ async def stream(session: Session, out: TextIO) -> tuple[FinishReason, Usage]:
 
 
 def closing_line(reason: FinishReason, usage: Usage, start_s: float, max_tokens: int | None) -> str:
-    """Tokens, speed and times of one answer; `start_s` is what the engine took to start."""
+    """Return tokens, speed and times of one answer; `start_s` is the engine's start-up time."""
     decode_s = usage.e2e_s - usage.ttft_s
     speed = f"{(usage.completion_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else "- tokens/s"
     cut = f" (cut by --max-tokens {max_tokens})" if reason is FinishReason.LENGTH else ""

@@ -1,8 +1,8 @@
-"""`octavo serve [MODEL]`: the parent of everything that serves.
+"""`octavo serve [MODEL]`: the parent of all serving processes.
 
-Owns: the listening socket (before anything loads, so that a taken port is known at once), the server's folder and
-record, the choice between a supervised api process and one process for all.
-Does not: import torch, a web framework or a model's files; what is heavy loads in the children.
+Owns: the listening socket (opened before anything loads, so that a port in use is reported at once), the server's
+folder and record, the choice between a supervised api process and one process for all.
+Does not: import torch, a web framework or a model's files; the children load what is heavy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal ends it; 0 after a clean drain (docs/serving.md lists the other statuses)."""
+    """Serve until a signal ends it; return 0 after a clean drain (docs/serving.md lists the other statuses)."""
     set_up_log("text", "warning", "supervisor")  # until the settings are known
     try:
         config = _config(args)
@@ -60,7 +60,7 @@ def _config(args: argparse.Namespace) -> Config:
     resolved = resolve_args(args, model=args.model)
     config = resolved.config
     if len(config.model.served_model_name) > 1 and resolved.origins["model"] == "default":
-        names = " ".join(config.model.served_model_name)  # the last may have been meant as MODEL
+        names = " ".join(config.model.served_model_name)  # the last name may have been meant as MODEL
         raise UsageError(f"MODEL is missing; give it first: octavo serve MODEL --served-model-name {names}")
     check_endpoint(config.telemetry.otlp_traces_endpoint)
     return config
@@ -76,7 +76,7 @@ def _serve(config: Config, *, is_quiet: bool) -> int:
         pid = os.getpid()
         url = url_of(listener, config.web)
         home.record(Record(pid, url, _name(config), admin, time.time(), process_start(pid)))
-        find_servers()  # for what those left that were killed
+        find_servers()  # removes the folders of killed servers
         if config.serving.in_process:
             return _run_here(task, listener)
         return _supervise(task, listener)

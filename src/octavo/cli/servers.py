@@ -40,8 +40,9 @@ _FORMAT = "octavo-server-1"
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What a server writes about itself for others. `begun` is seconds since 1970; `started` identifies the process if
-    its pid was reused, None where the system does not say.
+    """What a server writes about itself for other commands. `begun` is seconds since 1970.
+
+    `started` tells the process from a later one with the same pid; None where the system does not report it.
     """
 
     pid: int
@@ -68,7 +69,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def run_folder() -> Path:
-    """The folder of this user's servers: $OCTAVO_RUN_DIR, else one below $XDG_RUNTIME_DIR or the cache folder."""
+    """Return the folder of this user's servers: $OCTAVO_RUN_DIR, else one in $XDG_RUNTIME_DIR or the cache folder."""
     if given := os.environ.get(RUN_DIR):
         return Path(given).expanduser()
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -80,7 +81,7 @@ class Home:
     """The folder of this process's server."""
 
     def __init__(self, path: Path) -> None:
-        """Fill a new folder. Its record gets its name last: it is locked and proves what it stands for."""
+        """Fill a new folder. The record is renamed into place last, once it is locked and complete."""
         self.path = path
         self._made = _Made(_FORMAT, path.name, path.stat().st_ino)
         self._lock = os.open(path / _UNLOCKED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -88,12 +89,12 @@ class Home:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._write(None)
             (path / _UNLOCKED).rename(path / _RECORD)
-        except OSError:  # no room
+        except OSError:  # the disk is full
             self.remove()
             raise
 
     def record(self, record: Record) -> None:
-        """Let others find this server."""
+        """Publish this server's record, so that other commands find it."""
         self._write(record)
 
     def remove(self) -> None:
@@ -108,7 +109,7 @@ class Home:
         os.pwrite(self._lock, msgspec.json.encode(_File(self._made, server)), 0)
 
     def admin_path(self, given: str | None) -> Path:
-        """Where the admin socket is: as given, else here. Raises ConfigError for a path that is too long."""
+        """Return the admin socket's path: `given`, else one in this folder. Raises ConfigError if it is too long."""
         path = Path(given).expanduser().absolute() if given else self.path / _ADMIN
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
             raise ConfigError(
@@ -134,7 +135,7 @@ def own_home() -> Iterator[Home]:
 
 
 def find_servers() -> list[Record]:
-    """Return the running servers, oldest first; remove what dead ones left."""
+    """Return the running servers, oldest first; remove the folders of dead ones."""
     try:
         paths = sorted(run_folder().iterdir())
     except OSError:
@@ -144,7 +145,7 @@ def find_servers() -> list[Record]:
 
 
 def process_start(pid: int) -> str | None:
-    """Return what tells a process from others of the same number: when it started, in ticks. None: not known."""
+    """Return a process's start time in ticks, which tells it from others with the same pid; None if it is unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -153,15 +154,15 @@ def process_start(pid: int) -> str | None:
 
 
 def send_signal(server: Record, number: int) -> bool:
-    """Signal a server; return False where its number is not (or no longer) that of its process here.
+    """Signal a server; return False if its pid is not (or no longer) that of its process here.
 
-    The lock says that a server lives, not where: one in a container has numbers of its own. Raises UsageError.
+    The lock shows that a server lives, not where: one in a container has its own pid namespace. Raises UsageError.
     """
     try:
         if sys.platform != "linux" or server.started is None:
             os.kill(server.pid, number)
             return True
-        process = os.pidfd_open(server.pid)  # from here on it is one process, and no other that gets its number
+        process = os.pidfd_open(server.pid)  # refers to this one process, even if its pid is reused
         try:
             if process_start(server.pid) != server.started:
                 return False
@@ -200,7 +201,7 @@ def named_server(args: argparse.Namespace) -> Record:
     is_server_named(args)
     servers = find_servers()
     if args.socket is not None:
-        other = Record(0, "", "", args.socket, 0.0)  # of another user
+        other = Record(0, "", "", args.socket, 0.0)  # another user's server
         return next((server for server in servers if server.admin == args.socket), other)
     which = args.server if args.server is not None else getattr(args, "which", None)
     return choose(servers, which if args.url is None else full_url(args.url))
@@ -219,7 +220,7 @@ def server_at(url: str) -> Record | None:
 
 
 def choose(servers: Sequence[Record], which: str | None) -> Record:
-    """Return the one server that `which` means, the only one for None. Raises UsageError."""
+    """Return the one server that `which` means, for None the only one. Raises UsageError."""
     if not servers:
         at = f" ({which})" if which is not None else ""
         raise UsageError(f"no server of this user runs here{at}; start one with: octavo serve")
@@ -234,7 +235,7 @@ def choose(servers: Sequence[Record], which: str | None) -> Record:
 
 
 def who_has(host: str, port: int) -> str:
-    """Return the message about a port that is in use: who has it, and what to do."""
+    """Return the message about a port in use: which program has it, and the remedy."""
     free = next((other for other in range(port + 1, min(port + 100, 65536)) if _is_free(host, other)), 0)
     own = next((server for server in find_servers() if port_of(server.url) == port), None)
     if own is not None:
@@ -259,7 +260,7 @@ def _is_meant(server: Record, which: str) -> bool:
 
 
 def _is_same_place(first: str, second: str) -> bool:
-    """Return True if two URLs lead to the same listener: every name of this machine's loopback is one."""
+    """Return True if two URLs lead to the same listener; all names of this machine's loopback are equal."""
     places = []
     for url in (first, second):
         host = urlsplit(full_url(url)).hostname or ""
@@ -286,14 +287,14 @@ def port_of(url: str) -> int:
 
 
 def _look(path: Path) -> Record | None:
-    """Return the record of a live server; remove the folder of a dead one. Anything else is left as it is."""
+    """Return the record of a live server; remove the folder of a dead one. Anything else stays as it is."""
     folder = _open_folder(path)
     if folder is None:
         return None
     try:
         for name in (_RECORD, _UNLOCKED):
             with contextlib.suppress(OSError):
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is not waited for
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # do not wait for a pipe
                 file = os.open(name, flags, dir_fd=folder)
                 try:
                     return _read(path, folder, file)
@@ -305,7 +306,7 @@ def _look(path: Path) -> Record | None:
 
 
 def _read(path: Path, folder: int, file: int) -> Record | None:
-    """Return what a record says, if its server lives; else remove the folder that it proves."""
+    """Return the record if its server lives; else remove the folder, which the record proves to be a server's."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         return None
@@ -323,7 +324,7 @@ def _read(path: Path, folder: int, file: int) -> Record | None:
 
 
 def _remove(path: Path, folder: int) -> None:
-    """Remove a server's folder. A file that the server did not make keeps its folder."""
+    """Remove a server's folder. If it holds other files, the folder and those files stay."""
     for name, is_kind in ((_ADMIN, stat.S_ISSOCK), (_UNLOCKED, stat.S_ISREG), (_RECORD, stat.S_ISREG)):
         with contextlib.suppress(OSError):
             if is_kind(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
@@ -333,7 +334,7 @@ def _remove(path: Path, folder: int) -> None:
 
 
 def _open_folder(path: Path) -> int | None:
-    """Open a folder to look at and remove what is in it; None for anything else, a link to a folder included."""
+    """Open a folder to read and clean up; return None for anything else, a link to a folder included."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""`octavo simulate`: a workload through the real scheduler, on predicted durations, in a fraction of the time.
+"""`octavo simulate`: a workload through the real scheduler on predicted step times, faster than real time.
 
 Owns: the flags, running each policy, the files that are written. Does not: simulate (simulator) or lay out (report).
 """
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """All that the flags say: the workload, one limit for each policy, and what every run shares."""
+    """All that the flags say: the workload, one Limits for each policy, and what every run shares."""
 
     resolved: Resolved
     workload: SimulatedWorkload
@@ -123,7 +123,7 @@ class SimulationPlan:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate each policy; print and write what came of it. 1 where objectives of all requests together are missed."""
+    """Simulate each policy; print and write the results. Return 1 if objectives of all requests together are missed."""
     if args.workload and args.workload[0] in ("help", "list"):
         print("\n".join(workload_help()))
         return 0
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    """Fit the steps of a recording, and say how well."""
+    """Fit a cost model to the steps of a recording, and print how well it fits."""
     if args.workload:
         raise UsageError("--fit looks at a recording alone; leave out --workload, and simulate with --cost fitted:FILE")
     fit = fit_recording(args.fit)
@@ -170,7 +170,10 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _misses(args: argparse.Namespace, goals: Goals, done: SimulatedRun, label: str, told: list[str]) -> bool:
-    """Whether a run misses objectives of all requests together; said either way. Each one's alone are only counted."""
+    """Return True if a run misses objectives of all requests together; add a line on it to `told`.
+
+    Objectives of single requests are only counted.
+    """
     if not goals.goals and "goodput" not in args.objective:
         return False
     verdict = goals.judge(done)
@@ -179,7 +182,7 @@ def _misses(args: argparse.Namespace, goals: Goals, done: SimulatedRun, label: s
 
 
 def make_plan(args: argparse.Namespace) -> SimulationPlan:
-    """Read the flags. Raises ConfigError for what is not understood or makes no sense."""
+    """Read the flags. Raises ConfigError for flags that are unknown or contradict each other."""
     resolved = resolve_args(args)
     config = resolved.config
     if args.tp < 1 or args.tp > 64:
@@ -204,7 +207,7 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
 
 
 def _engine(args: argparse.Namespace, config: Config) -> tuple[Blueprint, CostModel]:
-    """Model, device and what they cost in time; of a fit, the engine that was recorded unless another is named."""
+    """Return model, device and cost model; with `fitted:`, the recorded engine unless another is named."""
     if args.cost.startswith("fitted:") and args.model is None and args.device is None:
         costs = cost_model(args.cost)
         fit = costs.fit if isinstance(costs, Fitted) else None
@@ -221,7 +224,7 @@ def _engine(args: argparse.Namespace, config: Config) -> tuple[Blueprint, CostMo
 def _limits(
     args: argparse.Namespace, resolved: Resolved, blueprint: Blueprint, chosen: Mapping[str, str] = NOTHING
 ) -> list[Limits]:
-    """Limits for each policy. `chosen`: settings that a search tries."""
+    """Return Limits for each policy. `chosen`: settings that a search tries."""
     scheduling = resolved.config.scheduling
     given = {name for name, origin in resolved.origins.items() if origin != "default"} | {*chosen}
     if "policy" not in given and blueprint.recorded is not None:
@@ -246,7 +249,7 @@ def _limits(
 
 
 def _remaker(args: argparse.Namespace, plan: SimulationPlan) -> Callable[[Limits, dict[str, str]], Limits]:
-    """Limits of the settings that a search tries: the pool depends on some."""
+    """Return a function that makes the Limits of settings that a search tries, as the pool depends on some of them."""
     if len(plan.limits) > 1:
         raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
 
@@ -257,7 +260,7 @@ def _remaker(args: argparse.Namespace, plan: SimulationPlan) -> Callable[[Limits
 
 
 def _simulate(workload: SimulatedWorkload, setup: Setup, label: str) -> SimulatedRun:
-    """Run, with a line that tells how far it is where somebody looks."""
+    """Simulate, with a progress line if stderr is a terminal."""
     arrivals = workload.arrivals()
     if not sys.stderr.isatty() or isinstance(arrivals, list):
         done = simulate(arrivals, setup)
@@ -297,7 +300,7 @@ def _tell(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], lef
 
 
 def settings(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
-    """What was simulated, in words."""
+    """Return the simulated settings as text."""
     setup, shaping = plan.setup, plan.workload.shaping
     told = {"workload": plan.workload.name, **describe(plan.blueprint, plan.limits[0])}
     told |= {"policy": ", ".join(limits.policy for limits in plan.limits), "cost model": setup.costs.name}
@@ -339,7 +342,7 @@ def _unwritable(path: str, error: OSError) -> ConfigError:
 
 
 def _own_path(path: str, policy: str, count: int) -> str:
-    """One file for each policy where there are several: requests.csv, requests.fair.csv, ..."""
+    """Return one path for each policy if there are several: requests.csv, requests.fair.csv, ..."""
     return path if count == 1 else str(Path(path).with_suffix(f".{policy}{Path(path).suffix}"))
 
 

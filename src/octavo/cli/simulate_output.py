@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def lines(settings: Mapping[str, str], remarks: Sequence[str], cases: Sequence[Case]) -> Iterator[str]:
-    """What a terminal shows."""
+    """Yield the lines that a terminal shows."""
     for name in ("workload", "model", "device", "KV pool", "cost model", "replicas"):
         yield f"{name:12}{settings[name]}"
     for remark in remarks:
@@ -56,7 +56,7 @@ def _spreads(case: Case) -> Iterator[str]:
 
 
 def remarks(notes: Mapping[str, int], cases: Sequence[Case]) -> list[str]:
-    """What was left out, changed or refused."""
+    """Return remarks on what was left out, changed or refused."""
     told = [f"{count:,} {words}" for words, count in notes.items()]
     for case in cases:
         requests = case.facts["requests"]
@@ -66,7 +66,7 @@ def remarks(notes: Mapping[str, int], cases: Sequence[Case]) -> list[str]:
 
 
 def workload_help() -> Iterator[str]:
-    """The kinds of workloads and what they take."""
+    """Yield lines about the kinds of workloads and their options."""
     yield "KIND:option=value,...            generated"
     yield "KIND:FILE,option=value,...       read, plain or gzipped"
     yield ""
@@ -82,7 +82,7 @@ def workload_help() -> Iterator[str]:
 
 
 def write_requests(path: str, run: SimulatedRun) -> None:
-    """A CSV line for each request, in order of arrival; times in seconds, empty where one did not come."""
+    """Write a CSV line for each request, in order of arrival; times in seconds, empty if not reached."""
     out = run.outcomes
     order = sorted(range(len(out)), key=lambda place: (out.arrivals[place], out.indices[place]))
     try:

@@ -1,6 +1,6 @@
 """`octavo simulate --search`: the fewest replicas, and the settings, that reach the objectives on a workload.
 
-Owns: what is asked of the search, and how its answer is told. Does not: search (simulator.search).
+Owns: the flags of the search, and how its answer is printed. Does not: search (simulator.search).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run_search(
     price: float,
     make_limits: Callable[[Limits, dict[str, str]], Limits],
 ) -> int:
-    """Search, telling each trial as it ends; 1 where nothing reaches the objectives."""
+    """Search, printing each trial as it ends; return 1 if nothing reaches the objectives."""
     for name in ("html", "page", "perfetto", "requests", "fail"):
         if getattr(args, name):
             raise UsageError(f"--{name} is of one run; leave it out with --search, and simulate what it finds")
@@ -64,7 +64,7 @@ def run_search(
 
 
 def _tell(found: Found, price: float, path: str | None) -> int:
-    """Print the answer, and write it as JSON where asked."""
+    """Print the answer; write it as JSON if `path` is given."""
     facts = found_facts(found)
     if path == "-":
         print(json.dumps(facts, indent=1))
@@ -81,7 +81,7 @@ def _tell(found: Found, price: float, path: str | None) -> int:
 
 
 def found_facts(found: Found) -> dict[str, Any]:
-    """The answer and the trials as plain values."""
+    """Return the answer and the trials as plain values."""
     setup = found.setup
     answer = None
     if setup is not None and found.verdict is not None:

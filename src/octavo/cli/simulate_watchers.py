@@ -1,4 +1,4 @@
-"""What observes the first replica of a simulation: the dashboard's frames, and a file for Perfetto.
+"""Observers of the first replica of a simulation: the dashboard's frames, and a file for Perfetto.
 
 Owns: the history of that replica alone, its readers and their files. Does not: draw (dashboard, observe.perfetto).
 """
@@ -15,7 +15,7 @@ from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
 
 
 class Watchers:
-    """Observes the first scheduler that is made."""
+    """The observers of the first scheduler that is made."""
 
     def __init__(self, model: str, page: str | None, perfetto: str | None) -> None:
         self._model = model
@@ -27,7 +27,7 @@ class Watchers:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody looks, which makes every step be planned by itself."""
+        """True if a page or a trace is to be written, which makes the simulator plan every step by itself."""
         return self._page is not None or self._perfetto is not None
 
     def make_sink(self, scheduler: Scheduler) -> History | None:
@@ -50,7 +50,7 @@ class Watchers:
         return history
 
     def write(self) -> list[str]:
-        """Write what was seen, once the simulation is over; returns what of it was left out."""
+        """Write the files after the simulation; return remarks on what was left out."""
         told: list[str] = []
         if self._frame_writer is not None and self._page is not None:
             self._frame_writer.end()
@@ -69,7 +69,7 @@ class Watchers:
         return told
 
     def _keep(self, frame: Frame) -> None:
-        self._num_cut = frame.get("cut", 0)  # the last frame says it
+        self._num_cut = frame.get("cut", 0)  # the last frame has the total
         self._frames.write(frame)
 
 

@@ -21,7 +21,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def limit_remarks(config: Config, capacity: Capacity) -> Iterator[str]:
-    """What the engine could not give as asked."""
+    """Yield remarks on settings that the engine could not satisfy."""
     asked = config.model.max_model_len
     if asked is not None and asked > capacity.max_model_len:
         yield f"--max-model-len is {asked}, this model holds {capacity.max_model_len} tokens; that is used"
@@ -34,7 +34,7 @@ def limit_remarks(config: Config, capacity: Capacity) -> Iterator[str]:
 
 
 def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startup_s: float) -> Iterator[str]:
-    """Model, machine, memory, what is off, and how to call."""
+    """Yield lines about the model, the machine, memory and the features that are off."""
     revision = f" at {files.revision[:12]}" if files.revision else ""
     threads = f", {capacity.num_threads} threads" if capacity.device == "cpu" else ""
     types = capacity.dtype if capacity.quantization == "none" else f"{capacity.quantization} weights, {capacity.dtype}"
@@ -82,7 +82,7 @@ def _features_off(config: Config) -> Iterator[str]:
 
 
 def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
-    """Who runs where, and what a crash would do."""
+    """Yield lines about the processes, and what a crash would do."""
     if not engine.is_protected:
         yield f"process   {os.getpid()}, engine included; no crash protection (--in-process): a crash ends the server"
     else:
@@ -94,7 +94,7 @@ def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
 
 
 def call_report(config: Config, model: str, url: str) -> Iterator[str]:
-    """The URL and a line to paste."""
+    """Yield the URL and a command to paste."""
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.serving.has_keys else ""
     yield f"serving   {url}/v1  (also /docs, /metrics)"
     yield f"open      {url}/  (a chat; the engine at work is at /dashboard)"
@@ -105,7 +105,7 @@ def call_report(config: Config, model: str, url: str) -> Iterator[str]:
 
 
 def journal_report(num_going: int, num_kept: int) -> list[str]:
-    """What a server took over from the journal, if anything."""
+    """Return a line about what a server resumed from the journal, if anything."""
     if not num_going + num_kept:
         return []
     return [f"journal: {num_going} requests go on, {num_kept} answers are kept for a retry"]

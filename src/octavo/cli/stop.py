@@ -21,7 +21,7 @@ from octavo.cli.terminal import say
 
 TIMEOUT_S = 60.0
 _LOOK_S = 0.05
-_HURRY_S = 5.0  # for its answer
+_HURRY_S = 5.0  # for the answer to drain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End them; 0 when they are gone, 1 when one still runs after the time."""
+    """Stop the servers; return 0 when they have ended, 1 if one still runs after the timeout."""
     if args.all and is_server_named(args):
         raise UsageError("--all ends every server; leave the name out")
     if not args.timeout >= 0:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tell(server: Record) -> None:
-    """Ask it to end: by a signal, or over its admin socket where its process is not one of this machine's own."""
+    """Ask a server to end: by a signal, or over its admin socket if its pid is not valid on this machine."""
     if send_signal(server, signal.SIGTERM):
         return
     try:
@@ -65,8 +65,9 @@ def _tell(server: Record) -> None:
 
 
 def _hurry(server: Record) -> bool:
-    """Ask it to end its open requests, too; whether it heard. By signals this would take as many as it had not yet had:
-    one too many kills it, and nobody is answered.
+    """Ask a server to fail its open requests and end; return True if it was heard.
+
+    Not by signals: their number would depend on how many it already had, and one too many kills it without answers.
     """
     try:
         ask(server.admin, "drain", "now", timeout_s=_HURRY_S)
@@ -82,7 +83,7 @@ def _running(servers: Sequence[Record]) -> list[Record]:
 
 
 def _wait(servers: Sequence[Record], end: float) -> list[Record]:
-    """Those that run at the end of the time."""
+    """Return the servers that still run at the end of the time."""
     while (left := _running(servers)) and time.monotonic() < end:
         time.sleep(_LOOK_S)
     return left

@@ -1,4 +1,4 @@
-"""Telling systemd that the service is ready (Type=notify); nothing where it does not ask. Source: sd_notify(3)."""
+"""Tell systemd that the service is ready (Type=notify); do nothing if it does not ask. Source: sd_notify(3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands show while they work, on stderr and only on a terminal."""
+"""What commands show while they work, on stderr; progress only on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.observe.log import print_notice
 
 @contextmanager
 def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
-    """Say that a model is loading, and take the words back when it is there."""
+    """Print that a model is loading, and erase the line when it has loaded."""
     shown = sys.stderr.isatty() and not is_quiet
     if shown:
         print(f"loading {model} ...", end="", file=sys.stderr, flush=True)
@@ -28,7 +28,7 @@ def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a call of the system or of the network failed, in words: without a number, never empty."""
+    """Return why a call of the system or network failed, as text: without an error number, never empty."""
     number = getattr(error, "errno", None) or 0
     text = os.strerror(number) if number > 0 else re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
     return text[:1].lower() + text[1:]
@@ -41,5 +41,5 @@ def say(*lines: str) -> None:
 
 
 def warn_limits(config: Config, capacity: Capacity) -> None:
-    """Say what the engine could not give as asked."""
+    """Print warnings about settings that the engine could not satisfy."""
     say(*(f"warning: {remark}" for remark in limit_remarks(config, capacity)))

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show until q; 1 when the server ended meanwhile."""
+    """Show the server until q; return 1 if it ended meanwhile."""
     least, most = INTERVALS_S
     if not least <= args.interval <= most:
         raise UsageError(f"--interval is {args.interval:g}; give {least:g} to {most:g} seconds")
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class WatchedServer:
-    """One server, asked over its admin socket. `is_there` tells whether a server that gave no answer still runs."""
+    """A server queried over its admin socket. `is_there` returns True if a server that did not answer still runs."""
 
     def __init__(self, path: str, name: str = "", is_there: Callable[[], bool] = lambda: False) -> None:
         self.name = name or f"the server at {path}"
@@ -61,14 +61,14 @@ class WatchedServer:
 
     @classmethod
     def of(cls, server: Record) -> WatchedServer:
-        """A server that was found, or one of another user."""
+        """Return a watch on a server that was found, or on another user's."""
         if not server.pid:
             return cls(server.admin)
         name = f"{server.model} at {server.url} (process {server.pid})"
         return cls(server.admin, name, lambda: any(known.pid == server.pid for known in find_servers()))
 
     def look(self) -> dict[str, Any]:
-        """Ask for what is new, and give the figures. Raises AdminError when there is no answer."""
+        """Fetch what is new and return the figures. Raises AdminError if there is no answer."""
         answer = ask(self._path, "top", self._cursor, TIMEOUT_S)
         self._last = answer
         self._read(answer.get("frames"))
@@ -80,7 +80,7 @@ class WatchedServer:
         return self._figures.snapshot(self._last)
 
     def without(self, trouble: str) -> dict[str, Any]:
-        """The last figures, while the server does not answer."""
+        """Return the last figures, while the server does not answer."""
         return self._figures.snapshot({**self._last, "trouble": trouble})
 
     def _read(self, polled: dict[str, Any] | None) -> None:

@@ -1,7 +1,7 @@
-"""What `octavo top` shows, as numbers: made of a server's status, its engine's statistics and its frames.
+"""What `octavo top` shows, as numbers: made from a server's status, its engine's statistics and its frames.
 
 Owns: following frames (docs/statistics.md), rates over the last seconds, a minute of history.
-Does not: ask the server (top) or draw (top_screen). Times are the engine's clock, so nothing here reads one.
+Does not: query the server (top) or draw (top_screen). Times are the engine's clock; nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-WINDOW_S = 5.0  # of rates and of the split of steps
+WINDOW_S = 5.0  # for rates and for the split of steps
 HISTORY_S = 60
-MAX_STEPS = 20_000  # of a minute, kept for percentiles
+MAX_STEPS = 20_000  # of the last minute, for percentiles
 PARTS = ("schedule", "prepare", "forward", "sample", "emit")
 Answer = Mapping[str, Any]
 _WAITING = ("name", "tenant", "reason", "needed", "available", "waited_s", "tokens")
@@ -21,7 +21,7 @@ _WAITING = ("name", "tenant", "reason", "needed", "available", "waited_s", "toke
 
 @dataclass(slots=True)
 class Running:
-    """One sequence with a slot: `computed` positions; it decodes once `decodes`."""
+    """One sequence with a slot: `computed` positions; `decodes` is True once the prompt is computed."""
 
     name: str
     choice: int
@@ -32,7 +32,7 @@ class Running:
 
 @dataclass(slots=True)
 class Second:
-    """Sums over the steps that ended in one second, and gauges at its last one."""
+    """Sums over the steps that ended in one second, and gauges at its last step."""
 
     number: int
     prompt: int = 0
@@ -44,7 +44,7 @@ class Second:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What rates need of a step."""
+    """The fields of a step from which rates are computed."""
 
     begin: float
     end: float
@@ -56,7 +56,7 @@ class StepFigures:
 
 @dataclass(slots=True)
 class Figures:
-    """Follows one server."""
+    """The figures of one server, updated from its frames."""
 
     head: Answer = field(default_factory=dict)
     slots: dict[int, Running] = field(default_factory=dict)
@@ -67,10 +67,10 @@ class Figures:
     queue: Answer = field(default_factory=dict)
     gauges: Answer = field(default_factory=dict)
     now: float = 0.0
-    since: float = 0.0  # from when on no step is missing
+    since: float = 0.0  # no step is missing from here on
 
     def read(self, frames: Iterable[Answer]) -> None:
-        """Follow frames."""
+        """Update from frames."""
         for frame in frames:
             kind = frame["k"]
             self.now = max(self.now, frame.get("t", 0.0))
@@ -127,7 +127,7 @@ class Figures:
         second.running, second.waiting, second.held = frame["run"], frame["wait"], sum(frame["used"])
 
     def _second(self, number: int) -> Second:
-        """The entry of a second; those without steps are filled in."""
+        """Return the entry of a second; seconds without steps are filled in."""
         last = self.seconds[-1] if self.seconds else None
         if last is not None and last.number >= number:
             return last
@@ -139,7 +139,7 @@ class Figures:
     # --- what is shown
 
     def snapshot(self, answer: Answer) -> dict[str, Any]:
-        """Everything shown, as plain JSON values; `answer` is the server's to the verb `top`."""
+        """Return everything shown, as plain JSON values; `answer` is the server's answer to the verb `top`."""
         status, statistics = answer["status"], answer.get("statistics") or {}
         scheduler, collected = statistics.get("scheduler", {}), statistics.get("collected", {})
         self._second(int(self.now))

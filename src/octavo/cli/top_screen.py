@@ -1,7 +1,7 @@
 """How `octavo top` looks: one snapshot of figures as lines for a terminal of any size.
 
 Owns: the layout, bars, sparklines, orders of the running requests. Does not: know where the figures come from.
-Names of requests, tenants and models come from outside, so control characters of theirs are not written.
+Names of requests, tenants and models are untrusted, so their control characters are not written.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ BAR_WIDTH = 24
 NAME_WIDTHS = (16, 44)
 NUM_WAITING = 5
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_WIDE = 116  # columns from which the courses have room beside the bars
+_WIDE = 116  # columns from which the sparklines fit beside the bars
 _Row = Mapping[str, Any]
-# Order of the running requests -> what they are sorted by, first the greatest.
+# Order of the running requests -> its sort key, greatest first.
 ORDERS: dict[str, Callable[[_Row], float]] = {
     "age": lambda row: row["age_s"],
     "outputs": lambda row: row["outputs"],
@@ -32,7 +32,7 @@ ORDERS: dict[str, Callable[[_Row], float]] = {
 
 @dataclass(slots=True)
 class View:
-    """What the reader chose."""
+    """What the user chose."""
 
     order: str = "age"
     first: int = 0
@@ -46,7 +46,7 @@ class View:
 
 
 def screen(figures: _Row, view: View, width: int, height: int) -> RenderableType:
-    """Return everything; a live view is cut to `height` lines."""
+    """Return the whole screen; a live view is cut to `height` lines."""
     lines = [_requests_line(figures["requests"]), _steps_line(figures), _latency_line(figures["latency"])]
     text = [part for line in lines for part in wrap(line, width, subsequent_indent=" " * 11)]
     bars, lines_of_bars = _bars(figures, width)
@@ -79,7 +79,7 @@ def _headline(server: _Row, view: View) -> Text:
 
 
 def _bars(figures: _Row, width: int) -> tuple[RenderableType, int]:
-    """Bars, and what came over the last minute: beside them where there is room, else below. And how many lines."""
+    """Return bars and sparklines of the last minute, beside them if there is room, else below; and their lines."""
     is_wide = width >= _WIDE
     levels, courses = _levels(figures), _courses(figures)
     grid = Table.grid(padding=(0, 1))
@@ -186,7 +186,7 @@ def _running_table(running: Sequence[_Row], view: View, room: int, width: int) -
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
-    """Rows below a heading. Names get what the others leave; a column that is empty is left out."""
+    """Return rows below a heading. The first column gets the width that the others leave; empty ones are left out."""
     kept = [place for place in range(len(columns)) if place == 0 or not rows or any(row[place] for row in rows)]
     others = sum(max(len(columns[place]), *(len(row[place]) for row in rows), 0) + 2 for place in kept[1:])
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="reverse")
@@ -207,20 +207,20 @@ def _keys_line(view: View) -> Text:
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> str:
-    """A share from 0 to 1 as a bar."""
+    """Return a share from 0 to 1 as a bar."""
     full = max(0, min(width, round(share * width)))
     return "█" * full + "░" * (width - full)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last values as a line of small bars; each step of height is an eighth of the greatest."""
+    """Return the last values as a line of small bars; each step of height is an eighth of the greatest."""
     shown = values[-width:]
     most = max(shown, default=0)
     return "".join(_LEVELS[min(8, int(8 * value / most) + (value > 0)) if most else 0] for value in shown).rjust(width)
 
 
 def plain(text: object) -> str:
-    """A text from outside without what would move the cursor."""
+    """Return untrusted text without characters that would move the cursor."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(text))
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files; 1 when the recording does not replay to the same decisions."""
+    """Write the files; return 1 if the recording does not replay to the same decisions."""
     if args.perfetto is None and args.page is None:
         raise UsageError("nothing is to be written; give --perfetto FILE, --page FILE or both")
     if not 0 <= args.begin < args.end:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tell(views: Views, wanted: Wanted) -> None:
-    """Say what was written and what was not."""
+    """Print what was written and what was left out."""
     report = views.report
     if report.difference is not None:
         say(

@@ -1,4 +1,4 @@
-"""`octavo replay --what-if`: the recorded requests under other settings, beside what was.
+"""`octavo replay --what-if`: the recorded requests under other settings, beside the recorded run.
 
 Owns: reading the settings, the simulations, the table. Does not: replay (replay), simulate or fit (simulator).
 """
@@ -43,7 +43,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Settings to try, as they were written: new limits, fields of the setup, and how much faster requests come."""
+    """Settings to try, as they were written: new limits, fields of the setup, and the factor on the arrival rate."""
 
     label: str
     limits: Limits
@@ -52,7 +52,7 @@ class Change:
 
 
 def read_change(text: str, recorded: Limits) -> Change:
-    """Read `policy=fair,max_sequences=64`. Raises ConfigError naming the word and what to give."""
+    """Parse `policy=fair,max_sequences=64`. Raises ConfigError naming the word and what to give."""
     values: dict[str, Any] = {}
     setup: dict[str, Any] = {}
     rate_scale = 1.0
@@ -91,7 +91,7 @@ def _number(word: str, value: str) -> float:
 
 
 def _settings() -> dict[str, Setting]:
-    """The settings that are limits, by every spelling."""
+    """Return the settings that are limits, by every spelling."""
     names = {one.name for one in fields(Limits)}
     found = {}
     for setting in SETTINGS:
@@ -123,7 +123,7 @@ def _limit(name: str, word: str, value: str, recorded: Limits) -> dict[str, Any]
 
 
 def _changed(recorded: Limits, values: dict[str, Any]) -> Limits:
-    """The limits with these values, without drafts; a pool keeps its tokens where only its blocks' size changes."""
+    """Return the limits with these values, without drafts; a pool keeps its tokens if only the block size changes."""
     size = values.get("block_size", recorded.block_size)
     if size != recorded.block_size:
         for name in ("num_blocks", "host_blocks"):
@@ -132,7 +132,7 @@ def _changed(recorded: Limits, values: dict[str, Any]) -> Limits:
 
 
 def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list[Case], list[str]]:
-    """What was, the same simulated, and each change simulated; with remarks on what a simulation leaves out.
+    """Return the recorded run, the same simulated, and each change simulated; with remarks on what is not simulated.
 
     `cost` names a cost model, or is "fitted": fitted to this recording. Raises ConfigError, RecordingError.
     """
@@ -167,7 +167,7 @@ def _remarks(recording: Recording, changes: Sequence[Change]) -> Iterator[str]:
 
 
 def table(cases: Sequence[Case]) -> Iterator[str]:
-    """The cases side by side, a figure a line; every change has a number, told above."""
+    """Yield a table of the cases, one figure a line; the changes are numbered, with a legend above."""
     heads = ["recorded", "simulated", *(f"what-if {number}" for number in range(1, len(cases) - 1))]
     for head, case in zip(heads[2:], cases[2:], strict=True):
         yield f"{head}: {case.label}"
