@@ -1,8 +1,8 @@
 """A Llama-like decoder over flat ragged tokens.
 
 Owns: the parameters of a model and the order of operations of one step.
-Does not: own KV memory, plan, sample, or pad: the tokens of all rows stand side by side, and the attention
-backend alone knows where rows begin.
+Does not: own KV memory, plan, sample, or pad: the tokens of all rows are concatenated, and only the attention
+backend knows where rows begin.
 Invariants: outside attention, a token's result depends on that token alone. The residual stream has the weights'
 dtype, as in transformers; logits are float32.
 Shapes: T tokens of the step, N rows that sample, E hidden size, H query heads, K KV heads, D head size, V vocabulary.
@@ -33,7 +33,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu": gelu_
 
 
 class Decoder:
-    """A decoder without weights until `load`. Call it without autograd.
+    """A decoder, which has no weights until `load`. Call it without autograd.
 
     `max_model_len` may lower the model's own context limit (and the rope table's memory with it), never raise it.
     """
@@ -48,9 +48,9 @@ class Decoder:
         self._layers: list[_Layer] = []
 
     def load(self, weights: Weights) -> None:
-        """Take every parameter, layer by layer. Raises ModelFileError.
+        """Load every parameter, layer by layer. Raises ModelFileError.
 
-        Beside the parameters themselves, one layer's plain weights exist at a time; a tied head in packed form
+        Beside the parameters, only one layer's unpacked weights exist at a time; a tied head in packed form
         is a copy of the embedding.
         """
         loader = _Loader(self.spec, self.dtype, self.device, weights)
@@ -93,7 +93,7 @@ class Decoder:
 
 
 class _Layer:
-    """Attention and feed-forward, each behind its norm."""
+    """Attention and feed-forward, each after its norm."""
 
     __slots__ = ("down", "gate", "gate_up", "head_dim", "index", "linears", "mlp_norm", "norm", "num_heads",
                  "num_rotated", "output", "qk_norm", "qkv", "rope_index", "rotated_size")  # fmt: skip
@@ -122,7 +122,7 @@ class _Layer:
     def forward(
         self, x_TE: Tensor, residual_TE: Tensor | None, rope: tuple[Tensor, Tensor], backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        """Return (what this layer adds, the residual stream before that addition): the next norm adds them."""
+        """Return (the output of this layer, the residual stream without it): the next norm adds them."""
         x_TE, residual_TE = self.norm(x_TE, residual_TE)
         num_tokens = x_TE.shape[0]
         qkv_TF = self.qkv(x_TE)
@@ -138,7 +138,7 @@ class _Layer:
 
 
 class _Loader:
-    """Makes layers from weights, in a model's dtype and on its device."""
+    """Loader of layers from weights, in a model's dtype and on its device."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: Weights) -> None:
         family = FAMILIES[spec.family]
@@ -151,7 +151,7 @@ class _Loader:
         self._weights = weights
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Read one tensor, into the model's dtype unless told otherwise."""
+        """Read one tensor, in the model's dtype unless `dtype` is given."""
         self._weights.check_shape(name, shape)
         out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         self._weights.read_into(name, out)
@@ -169,7 +169,7 @@ class _Loader:
         return RMSNorm(self._norm_weight(name, self.spec.hidden_size), self.spec.rms_norm_eps)
 
     def normed(self, linear: Linear, prefix: str, name: str | None) -> Callable[[Tensor], Tensor]:
-        """Put a norm of this name, if any, behind a multiplication."""
+        """Return a linear layer followed by the norm of this name, if there is one."""
         if name is None:
             return linear
         norm = self.norm(prefix + name)
@@ -182,7 +182,7 @@ class _Loader:
         return self.tensor(name, size, dtype=torch.float32).add_(offset)
 
     def linear(self, prefix: str, fused: Fused, bias: bool = False) -> Linear:
-        """Read the parts of a fused multiplication into one weight."""
+        """Read the parts of a fused linear layer into one weight."""
         rows = families.fused_rows(self.spec, fused)
         columns = families.columns(self.spec, fused)
         names = [f"{prefix}{fused.module}.{part}" for part in fused.parts]
@@ -199,9 +199,9 @@ class _Loader:
         return Linear(weight, bias_F)
 
     def qk_norm(self, prefix: str) -> RMSNorm:
-        """Read the norms of query and key heads as one weight, [H + K, D], over both side by side.
+        """Read the norms of query and key heads as one weight, [H + K, D].
 
-        Attention divides scores by the root of D; where the model has another divisor, queries make up for it.
+        Attention divides scores by the root of D; for a model with another divisor, the query norm is scaled.
         """
         spec = self.spec
         q_D = self._norm_weight(prefix + families.Q_NORM, spec.head_dim)
@@ -212,7 +212,7 @@ class _Loader:
         return RMSNorm(weight, spec.rms_norm_eps)
 
     def ropes(self, max_len: int) -> tuple[RopeTable, ...]:
-        """Make the rope of all layers, and that of layers with a window where it is another."""
+        """Return the rope table of all layers, and that of layers with a window if it differs."""
         spec, factors = self.spec, self._rope_factors()
         ropes = [RopeTable(spec, max_len, self._dtype, self._device, factors)]
         if spec.sliding_rope_theta is not None:
@@ -221,7 +221,7 @@ class _Loader:
         return tuple(ropes)
 
     def _rope_factors(self) -> Tensor | None:
-        """Read the divisors of the inverse frequencies, where the files have them."""
+        """Read the divisors of the inverse frequencies; return None if the files have none."""
         name = self.spec.rope_factors_tensor
         if name is None:
             return None

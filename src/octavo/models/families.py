@@ -22,7 +22,7 @@ K_NORM = "self_attn.k_norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """One multiplication made of several of the checkpoint's, stacked by output rows in this order."""
+    """One linear layer made of several of the checkpoint's, stacked by output rows in this order."""
 
     module: str
     parts: tuple[str, ...]
@@ -36,9 +36,9 @@ DOWN = Fused("mlp", ("down_proj",))
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family; fields not given are Llama's. What a family needs must be there, whatever the file says.
+    """One family; the defaults are Llama's. Tensors that a family needs are required, whatever the configuration says.
 
-    `norm_after_attention` and `norm_after_mlp` are norms of what a half of a layer adds. `norm_offset` is added to
+    `norm_after_attention` and `norm_after_mlp` are norms of the outputs of a layer's halves. `norm_offset` is added to
     every norm's weight, in float32, and such norms multiply before they round. `gate` is "silu" or "gelu".
     With `scales_embedding` the embedding is multiplied by the root of the hidden size.
     """
@@ -88,7 +88,7 @@ def fused_rows(spec: ModelSpec, fused: Fused) -> tuple[int, ...]:
 
 
 def columns(spec: ModelSpec, fused: Fused) -> int:
-    """Return the inputs that all parts share."""
+    """Return the number of inputs, which is the same for all parts."""
     if fused is OUTPUT:
         return spec.num_heads * spec.head_dim
     return spec.intermediate_size if fused is DOWN else spec.hidden_size

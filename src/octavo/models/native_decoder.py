@@ -2,8 +2,8 @@
 
 Owns: the C structures that describe a model and a step (csrc/decoder_step.h), and the buffers they point to.
 Does not: own KV memory, pack weights (native_weights does), plan or sample.
-Invariants: a token's result depends on its own row alone, by bits. Activations are float32 whatever the weights are.
-Everything that C reads is kept alive by this object or by the attention backends it was last given.
+Invariants: a token's result depends on its own row alone, bit for bit. Activations are float32 for weights of any kind.
+Everything that C reads is kept alive by this object or by the attention backends last passed to it.
 Shapes: T tokens of the step, N rows that sample, E hidden size, D head size, V vocabulary. The slow twin is Decoder.
 """
 
@@ -124,7 +124,7 @@ class NativeDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: every multiplication, not the embedding's table."""
+        """Bytes of weights that a step reads: every linear layer, not the embedding's table."""
         return sum(part.nbytes for part in self._multiplied())
 
     @property
@@ -134,7 +134,7 @@ class NativeDecoder:
 
     @property
     def quantization(self) -> str:
-        """The code that most weights are in, "none" where that is a float type."""
+        """The code of most weights, "none" if that is a float type."""
         sizes = Counter[WeightKind]()
         for part in self._multiplied():
             sizes[part.kind] += part.outputs * part.inputs
@@ -193,7 +193,7 @@ class NativeDecoder:
         return _Multiplication(ctypes.cast(descriptors, POINTER(WeightDescriptor)), len(parts))
 
     def _bind(self, backend: AttentionBackend) -> None:
-        """Point each layer to its pool: the backend's, or its cache group's."""
+        """Set each layer's pool: the backend's, or its cache group's."""
         places = [(backend, layer) for layer in range(self.spec.num_layers)]
         if isinstance(backend, GroupedAttention):
             places = backend.places
@@ -208,7 +208,7 @@ class NativeDecoder:
         self._groups = (_StepGroup * len(backends))()
 
     def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
-        """Rows of a kept buffer, which grows as needed: fresh pages would cost more than the work in them."""
+        """Return rows of a kept buffer, which grows as needed: new pages would cost more than the work on them."""
         held: Tensor = getattr(self, name)
         if held.shape[0] < rows:
             held = torch.empty(rows, columns)
@@ -226,7 +226,7 @@ class NativeDecoder:
 
 
 def why_not(spec: ModelSpec, dtype: str) -> str | None:
-    """Say why this model cannot run natively here; None when it can. `dtype` is the setting's value."""
+    """Return why this model cannot run natively here, None if it can. `dtype` is the setting's value."""
     if not cpu.status().is_loaded:
         return f"the C++ kernels are {cpu.status().reason}"
     if dtype == "float16":
@@ -237,7 +237,7 @@ def why_not(spec: ModelSpec, dtype: str) -> str | None:
 
 
 def _rope_tables(spec: ModelSpec, weights: NativeWeights, max_len: int) -> tuple[Tensor, ...]:
-    """Cosines and signed sines in float32, [P, 2, D]: of all layers, and of those with a window where it differs."""
+    """Return float32 tables of cosines and signed sines, [P, 2, D]: of all layers, and of those with another rope."""
     factors = None if weights.rope_factors is None else torch.from_numpy(weights.rope_factors)
     device = torch.device("cpu")
     ropes = [RopeTable(spec, max_len, torch.float32, device, factors)]

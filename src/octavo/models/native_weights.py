@@ -1,10 +1,10 @@
-"""The weights of a native decoder: packed multiplications, float32 vectors.
+"""The weights of a native decoder: packed linear layers, float32 vectors.
 
-Owns: what a layer consists of, which packed weights stand for its multiplications, packing them or mapping them from
-the cache. It lies here and not under nn because it reads the families.
+Owns: the parts of a layer, which packed weights make up its linear layers, packing them or mapping them from
+the cache. It is here and not in nn because it reads the families.
 Does not: compute, or know a packed layout.
-Invariants: a multiplication is one or more packed weights over consecutive runs of output rows, in order: more than
-one only where its parts have different types. Vectors are contiguous float32.
+Invariants: a linear layer is one or more packed weights over consecutive runs of output rows, in order: more than
+one only if its parts have different kinds. Vectors are contiguous float32.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NOT_OF_WEIGHTS = ("generation", "eos_token_ids", "bos_token_id", "max_model_len
 class NativeLayer:
     """One layer. Norms have the family's offset added, in float32; `q_norm` also has the query scalar.
 
-    `after_attention` and `after_mlp` are norms of what a half of the layer adds, None where the family has none.
+    `after_attention` and `after_mlp` are norms of the outputs of the layer's halves, None if the family has none.
     Biases are in the packed weights. The first `PackedWeight.outputs` rows of a fused result are the first weight's.
     """
 
@@ -66,7 +66,7 @@ class NativeLayer:
 
 @dataclass(frozen=True, slots=True)
 class NativeWeights:
-    """A whole model. A tied head is the embedding's own object. `notes` are for the user: one sentence each."""
+    """The weights of a model. A tied head is the same object as the embedding. `notes` are sentences for the user."""
 
     layers: tuple[NativeLayer, ...]
     embedding: PackedWeight
@@ -88,8 +88,8 @@ def load_native_weights(
 ) -> NativeWeights:
     """Pack the model's weights, or map them from `cache` (None: pack, keep in memory). Raises ModelFileError.
 
-    `quantization` is "none", "int8", "int4", or "auto" for what the files have (see quantize.choose_quantization);
-    `dtype` is for what stays float: bfloat16, else float32, which holds float16 exactly.
+    `quantization` is "none", "int8", "int4", or "auto" for the files' own codes (see quantize.choose_quantization);
+    `dtype` is for weights that stay float: bfloat16, else float32, which holds float16 exactly.
     """
     wanted = _wanted(quantization, dtype)
     key = None if cache is None else _cache_key(files, spec, wanted)
@@ -109,9 +109,9 @@ def load_native_weights(
 
 
 def native_weight_bytes(files: ModelFiles, spec: ModelSpec, quantization: str, dtype: torch.dtype) -> int:
-    """Bytes that `load_native_weights` would give, from the files' headers. Raises ModelFileError.
+    """Return the bytes that `load_native_weights` would load, from the files' headers. Raises ModelFileError.
 
-    What turns out to have no codes while it is packed, and stays float, is not foreseen.
+    Weights that are found to have no codes during packing, and stay float, are counted as coded.
     """
     return _Packer(files, spec, _wanted(quantization, dtype)).num_bytes()
 
@@ -121,7 +121,7 @@ def _wanted(quantization: str, dtype: torch.dtype) -> WantedTensor:
 
 
 def _cache_key(files: ModelFiles, spec: ModelSpec, wanted: WantedTensor) -> CacheKey:
-    """Make the key from the files and from all of the specification that says something about tensors."""
+    """Make the key from the files and from the fields of the specification that describe tensors."""
     facts = [(entry.name, getattr(spec, entry.name)) for entry in fields(spec) if entry.name not in _NOT_OF_WEIGHTS]
     paths = [*files.weights, *(files.root.glob(INDEX_FILE) if files.kind == "hf" else ())]
     try:
@@ -135,7 +135,7 @@ def _section(name: str, index: int) -> str:
 
 
 def _from_stored(spec: ModelSpec, stored: StoredWeights, notes: tuple[str, ...]) -> NativeWeights:
-    """Take the weights from a mapped file. Nothing is copied. Raises UnfitError for what is not this model's."""
+    """Return the weights in a mapped file, without copying. Raises UnfitError if they are not this model's."""
     matrices, sizes = _layout(spec)
     match stored.about:
         case {"shapes": dict(shapes), "vectors": list(names), "notes": list(kept)}:
@@ -152,7 +152,7 @@ def _from_stored(spec: ModelSpec, stored: StoredWeights, notes: tuple[str, ...])
 def _matrix(
     stored: StoredWeights, name: str, entries: object, size: tuple[int, int]
 ) -> list[tuple[WeightShape, Bytes]]:
-    """Take one multiplication of `size` rows and inputs from a file. Raises UnfitError."""
+    """Return one linear layer of `size` (rows, inputs) in a file. Raises UnfitError."""
     found: list[tuple[WeightShape, Bytes]] = []
     rows = 0
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
@@ -164,7 +164,7 @@ def _matrix(
             case _:
                 raise UnfitError(f"its header has a wrong shape for {name}")
         rows += outputs
-        if rows > size[0]:  # before the size in bytes is asked for, which would overflow
+        if rows > size[0]:  # before nbytes, which would overflow
             break
         found.append((shape, _aligned(stored, _section(name, index), shape.nbytes)))
     if rows != size[0]:
@@ -173,14 +173,14 @@ def _matrix(
 
 
 def _is_kind(kind: int, inputs: int, group: int) -> bool:
-    """Return True for a kind and group that weights of so many inputs can have."""
+    """Return True for a kind and group that weights with this number of inputs can have."""
     if kind in (WeightKind.FLOAT32, WeightKind.BFLOAT16):
         return group == 0
     return (kind, group) in coded_kinds() and inputs % group == 0
 
 
 def _aligned(stored: StoredWeights, name: str, nbytes: int) -> Bytes:
-    """Take a section of that size, at an address where kernels can read it. Raises UnfitError."""
+    """Return a section, which must have that size and the kernels' alignment. Raises UnfitError."""
     section = stored.sections.get(name)
     if section is None or len(section) != nbytes or section.ctypes.data % ALIGNMENT:
         raise UnfitError(f"its section {name} is not what the model needs")
@@ -188,7 +188,7 @@ def _aligned(stored: StoredWeights, name: str, nbytes: int) -> Bytes:
 
 
 def _layout(spec: ModelSpec) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """Return what the model consists of: rows and inputs of each multiplication, and the size of each vector."""
+    """Return the model's parts: rows and inputs of each linear layer, and the size of each vector."""
     family, table = FAMILIES[spec.family], (spec.vocab_size, spec.hidden_size)
     matrices = {"embedding": table} if spec.tie_word_embeddings else {"embedding": table, "head": table}
     vectors = {"final_norm": spec.hidden_size}
@@ -217,7 +217,7 @@ def _assemble(
     vectors: Mapping[str, Vector],
     notes: tuple[str, ...],
 ) -> NativeWeights:
-    """Give names their places."""
+    """Build the weights from packed buffers and vectors by name."""
 
     def matrix(name: str) -> tuple[PackedWeight, ...]:
         bias, start, weights = vectors.get(f"{name}.bias"), 0, []
@@ -239,7 +239,7 @@ def _assemble(
 
 @dataclass(slots=True)
 class _Plan:
-    """What will be packed: runs by the multiplication's name, in the order of packing; and every vector, read."""
+    """The weights to pack: runs by the linear layer's name, in packing order; and every vector, already read."""
 
     runs: dict[str, tuple[WeightRun, ...]]
     vectors: dict[str, Vector]
@@ -247,7 +247,7 @@ class _Plan:
 
 
 class _Packer:
-    """The way from open files to packed weights."""
+    """Packer of the weights of open files."""
 
     def __init__(self, files: ModelFiles, spec: ModelSpec, wanted: WantedTensor) -> None:
         self._spec = spec
@@ -256,7 +256,7 @@ class _Packer:
         self._wanted = wanted
 
     def keep_float(self, name: str) -> None:
-        """Leave this tensor as it is: it has no codes."""
+        """Keep this tensor as floats: it has no codes."""
         self._wanted = replace(self._wanted, float_names=self._wanted.float_names | {name})
 
     def num_bytes(self) -> int:
@@ -264,7 +264,7 @@ class _Packer:
         return sum(run.shape.nbytes for runs in self._plan().runs.values() for run in runs)
 
     def pack(self, cache: WeightCache | None, key: CacheKey | None) -> NativeWeights:
-        """Pack into a file and map it; into memory where there can be no file. Raises NoCodesError."""
+        """Pack into a file and map it, or into memory if no file can be written. Raises NoCodesError."""
         plan = self._plan()
         if cache is None or key is None:
             return self._in_memory(plan, ())
@@ -298,7 +298,7 @@ class _Packer:
         return pack_runs(self._weights, runs, torch.get_num_threads())
 
     def _plan(self) -> _Plan:
-        """Choose every weight's kind and read every vector. Raises ModelFileError for what does not fit the spec."""
+        """Choose every weight's kind and read every vector. Raises ModelFileError if a tensor does not fit."""
         spec, wanted = self._spec, self._wanted
         plan = _Plan({}, {})
         table = replace(wanted, quantization=_TABLES.get(wanted.quantization, wanted.quantization))
@@ -352,7 +352,7 @@ class _Packer:
         return self._vector(name, size) + np.float32(self._family.norm_offset)
 
     def _notes(self, plan: _Plan) -> tuple[str, ...]:
-        """Say which multiplications stay float though codes were asked for."""
+        """Return a note on linear layers that stay float although codes were requested."""
         if self._wanted.quantization not in ("int8", "int4"):
             return ()
         floats = [name for name, runs in plan.runs.items() for run in runs if run.shape.group == 0]

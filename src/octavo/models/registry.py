@@ -1,4 +1,4 @@
-"""From files to a decoder ready to run.
+"""Load a decoder from a model's files.
 
 Owns: the choice of the class for a specification, and loading.
 Does not: choose dtype or device, or own KV memory.
@@ -23,7 +23,7 @@ def load_model(
 ) -> Decoder:
     """Read the weights into a new decoder. Raises ModelFileError naming the file, the tensor and the reason.
 
-    Every family computed here is Llama-like; one that is not gets its own class, chosen here.
+    Every supported family is Llama-like; the class of another kind would be chosen here.
     """
     decoder = Decoder(spec, dtype, device, max_model_len)
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""The seam between a model's layers and paged attention: AttentionBatch and AttentionBackend.
+"""The interface between a model's layers and paged attention: AttentionBatch and AttentionBackend.
 
-Owns: what a backend is told once per step, and the two verbs it answers.
+Owns: a backend's inputs per step, and its two methods.
 Does not: compute, or own the KV memory (see attention_pool).
 Shapes: T tokens of the step, N rows, M table width, H query heads, K KV heads, D head size.
-Invariants: rows of one token come first, in ascending context length, then longer ones; token t of
+Invariants: rows of one token are first, in ascending context length, then longer ones; token t of
 row n is at row_start[n] + t; its query sees exactly the positions <= its own (and inside the window).
 """
 
@@ -22,11 +22,11 @@ HostColumn = NDArray[np.int64]
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """One step as attention sees it; device tensors with their host twins, so that no size needs a sync.
+    """Attention's inputs of one step; device tensors with host copies, so that no size needs a sync.
 
-    `slot_mapping_T` is block * block_size + offset, the flat pool position that each token's KV goes to.
+    `slot_mapping_T` is block * block_size + offset, the flat pool position of each token's KV.
     `context_len_N` counts KV positions including this step's. `block_table_NM` holds block numbers;
-    entries behind a row's last block are the pool's null block, those before a window may be any block of the pool,
+    entries after a row's last block are the pool's null block, those before a window may be any block of the pool,
     with any content. Index tensors are int64.
     `counts` and `contexts` are host copies per row; rows [0, num_decodes) have one token each.
     """
@@ -54,9 +54,9 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """Paged attention over one pool. `begin` once per step, then `attend` once per layer, in order.
+    """Paged attention over one pool. Call `begin` once per step, then `attend` once per layer, in order.
 
-    `reads_unwritten`: whether positions behind a context are read (and masked), so that a begun block must be cleared.
+    `reads_unwritten`: positions after a context are read (and masked), so that a newly begun block must be cleared.
     """
 
     reads_unwritten: bool
@@ -74,15 +74,15 @@ class AttentionBackend(Protocol):
 
 
 class GroupedAttention:
-    """An AttentionBackend over several cache groups: `places` has each model layer's backend and its number there."""
+    """An AttentionBackend over several cache groups: `places` has each model layer's backend and its index there."""
 
-    reads_unwritten = True  # who clears asks each group's own backend
+    reads_unwritten = True  # CacheGroups asks each group's own backend
 
     def __init__(self, places: Sequence[tuple[AttentionBackend, int]]) -> None:
         self.places = list(places)
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Refuse: each group has a batch of its own."""
+        """Raise AssertionError: each group has its own batch."""
         raise AssertionError("each cache group's attention begins by itself")
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Paged attention in torch without a loop over sequences where one token each is asked for.
+"""Paged attention in torch, without a loop over sequences of one token each.
 
 Owns: buckets of decode rows by padded context, gather buffers, masks; all built once per step.
-Does not: own the pool. Longer rows (prompt chunks) take one call each: they are few and large.
+Does not: own the pool. Longer rows (prompt chunks) take one call each, since they are few and large.
 Shapes: T tokens, N rows, H query heads = K KV heads x G, D head size, S block size, C padded context.
 Invariants: blocks before a row's window are not read. Padding reads the null block or zeros and is masked, so a
-row's values do not depend on it; C is a multiple of 32, so the vector loops of the kernels below see the same lanes
+row's values do not depend on it; C is a multiple of 32, so the vector loops of torch's kernels use the same lanes
 for any padding.
 """
 
@@ -21,13 +21,13 @@ from octavo.ops.attention import AttentionBatch, HostColumn
 from octavo.ops.attention_pool import KVPool
 
 PAD_TOKENS = 32  # contexts are padded to multiples of this, for equal vector lanes
-MERGE_TOKENS = 512  # padding worth avoiding one more call: a call costs about 30 us, a token 0.08 us
-GATHER_TOKENS = 16384  # most padded tokens of a bucket, so that its buffers stay in the shared cache
+MERGE_TOKENS = 512  # padding that is cheaper than another call: a call costs about 30 us, a token 0.08 us
+GATHER_TOKENS = 16384  # maximum of padded tokens in a bucket, so that its buffers stay in the shared cache
 
 
 @dataclass(slots=True)
 class _Decodes:
-    """Rows [first, end) of one token each, padded to one context; buffers are views made once per step."""
+    """Rows [first, end) of one token each, padded to one context length; buffers are views made once per step."""
 
     first: int
     end: int
@@ -41,7 +41,7 @@ class _Decodes:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tokens [first, end) of one row. `blocks` is None where the step's own keys are the whole context."""
+    """Tokens [first, end) of one row. `blocks` is None if the step's own keys are the whole context."""
 
     first: int
     end: int
@@ -50,7 +50,7 @@ class _Chunk:
 
 
 def padded_levels(longest: int, block_size: int) -> np.ndarray:
-    """Ascending padded contexts: at most a third apart, multiples of PAD_TOKENS and of the block size."""
+    """Return padded contexts, ascending by about a quarter, multiples of PAD_TOKENS and of the block size."""
     unit = int(np.lcm(PAD_TOKENS, block_size))
     levels = [unit]
     while levels[-1] < longest:
@@ -59,7 +59,7 @@ def padded_levels(longest: int, block_size: int) -> np.ndarray:
 
 
 def decode_buckets(contexts: np.ndarray, levels: np.ndarray) -> list[tuple[int, int, int]]:
-    """Cut ascending contexts into (first, end, padded context), merging where padding is cheaper than a call."""
+    """Split ascending contexts into (first, end, padded context), merging where padding is cheaper than a call."""
     if not len(contexts):
         return []
     level_of_row = np.searchsorted(levels, contexts)
@@ -79,7 +79,7 @@ def decode_buckets(contexts: np.ndarray, levels: np.ndarray) -> list[tuple[int, 
 
 
 class BatchedAttention:
-    """The AttentionBackend of the hot path; CPU and CUDA. Results may be overwritten by the next attend."""
+    """The AttentionBackend in torch, for CPU and CUDA. The next `attend` may overwrite the result."""
 
     reads_unwritten = True
 
@@ -102,7 +102,7 @@ class BatchedAttention:
     def begin(self, batch: AttentionBatch) -> None:
         """Build buckets, masks and index tensors for all layers of the step."""
         self._slots_T = batch.slot_mapping_T
-        # positions to gather for each row, ascending for decodes as contexts are
+        # positions to gather for each row; ascending for decodes, as contexts are
         spans = batch.contexts if self._window is None else self._spans(batch, self._window)
         longest = int(spans.max(initial=0))
         if self._levels[-1] < longest:
@@ -124,17 +124,17 @@ class BatchedAttention:
             self._buffers = torch.empty((2, size + size // 4), dtype=shape.dtype, device=self._pool.device)
 
     def _spans(self, batch: AttentionBatch, window: int) -> HostColumn:
-        """Most positions from the first block that a row's window touches to its context's end."""
+        """Return a bound of the positions from the first block in a row's window to the end of its context."""
         size = self._pool.shape.block_size
         return np.minimum(batch.contexts, batch.counts + window - 1 + size - 1)
 
     def _table(
         self, batch: AttentionBatch, first: int, end: int, padded: int, queries_N1: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Block numbers of rows [first, end) for `padded` positions, flat, and where each row's begin.
+        """Return block numbers of rows [first, end) for `padded` positions, flat, and each row's first position.
 
-        Without a window all begin at 0 (None); with one, at the first block that the window of the row's first query
-        touches: blocks before it are not the row's any more. Behind the table's width there are null blocks.
+        Without a window that is 0 (None); with one, it is the start of the first block in the window of the row's first
+        query: earlier blocks are no longer the row's. Beyond the table's width there are null blocks.
         """
         size = self._pool.shape.block_size
         width = padded // size
@@ -150,7 +150,7 @@ class BatchedAttention:
         return table_NM.masked_fill_(index_NM >= num_columns, self._pool.null_block).reshape(-1), begin_N1 * size
 
     def _mask(self, positions: Tensor, padded: int, begin: Tensor | None) -> Tensor:
-        """Additive mask [..., padded] of what a query at each of positions [..., 1] may not see from `begin` on."""
+        """Return an additive mask [..., padded] over positions from `begin` on, for queries at positions [..., 1]."""
         where_C = torch.arange(padded, device=positions.device)
         if begin is not None:
             where_C = where_C + begin

@@ -4,9 +4,9 @@ Owns: the structures that describe a group's layers, and the calls for the torch
 `layers`, `step_address` and `slot_mapping_address` instead, after the same `begin`. Its torch twin is
 attention_batched. Does not: own the pool, or plan a step's work (attention_plan does).
 Shapes: T tokens, H query heads, K KV heads, D head size.
-Invariants: a token's result depends on its row alone, by bits: not on the rows beside it, on how the prompt was
-cut into chunks, on a cache hit or on threads. Parts before a token's window are no work, and table entries before
-it are not read. Queries and results are float32 inside, whatever the pool and the model are.
+Invariants: a token's result depends on its row alone, bit for bit: not on other rows, on how the prompt was split
+into chunks, on a cache hit or on threads. Parts before a token's window are skipped, and table entries before
+it are not read. Queries and results are float32 inside, for any dtype of pool and model.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def _kernels() -> tuple[Callable[..., None], Callable[..., None]] | None:
 
 
 def has_kernel(pool: KVPool, num_heads: int) -> bool:
-    """Whether the kernel can read this pool."""
+    """Return True if the kernel can read this pool."""
     shape = pool.shape
     fits = shape.head_dim % 8 == 0 and shape.head_dim <= MAX_HEAD_DIM and num_heads % shape.num_kv_heads == 0
     return fits and pool.device.type == "cpu" and shape.dtype in KV_KINDS and _kernels() is not None
 
 
 def is_faster() -> bool:
-    """Whether the kernel beats its torch twin on this machine's instruction set.
+    """Return True if the kernel is faster than its torch twin with this machine's instruction set.
 
     One layer, 9 heads of 64 over 3, one Zen 3 core, float32, ms against the twin's: 32 rows x 200 positions
     1.7 / 4.1; 32 x 1000 7.3 / 18.9; a prompt of 512 5.9 / 10.9; 32 rows that share 384 of 500 1.4 / 8.4
@@ -99,7 +99,7 @@ class KernelAttention:
         return self._batch.slot_mapping_T.data_ptr()
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Plan the step, for all threads: the native decoder has them at hand whatever the size of the work."""
+        """Plan the step, for all threads: the native decoder uses all of them for work of any size."""
         self._batch = batch
         shape = self._pool.shape
         elements = int(batch.contexts @ batch.counts) * shape.num_kv_heads * shape.head_dim
@@ -129,7 +129,7 @@ class KernelAttention:
 
 
 def _rows(x_THD: Tensor) -> Tensor:
-    """Give a float32 tensor whose rows are dense; their stride is free."""
+    """Return a float32 tensor whose rows are dense; the stride between rows may be any."""
     x_THD = x_THD.float()
     is_dense = x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
     return x_THD if is_dense else x_THD.contiguous()

@@ -1,12 +1,12 @@
 """The work lists of a step's attention, which the C++ kernels read (csrc/attention.h).
 
-Owns: cutting the step's tokens into items, the items' costs, and the memory of both; ctypes twins of the structures.
+Owns: splitting the step's tokens into items, the items' costs, and the memory of both; ctypes twins of the structures.
 Does not: compute attention, or write keys and values.
 Shapes: T tokens, N rows, I tiles or items, H query heads, K KV heads.
-Invariants: what is planned changes no bit of a token's result (csrc/attention_tile.h), only its speed. A tile is a run
-of tokens of one row; it is one item, or is cut by heads and parts until all threads have something to do. Decode rows
+Invariants: the plan changes no bit of a token's result (csrc/attention_tile.h), only its speed. A tile is a run
+of tokens of one row; it is one item, or is split by heads and parts until all threads have work. Decode rows
 whose tables agree in whole parts attend those parts as one item, which reads their keys and values once. The positions
-of a few decodes are dealt out evenly, each part with as many of its heads in one item as may be: they lie side by side.
+of a few decodes are divided evenly, with as many heads of a part in one item as possible: they are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PART = 128  # kPart of csrc/attention.h
 MAX_ROWS = 96  # kMaxRows of csrc/attention.h
 TAIL = 8  # kTail of csrc/attention.h
 DIRECT = np.iinfo(np.int64).min  # kDirect of csrc/attention.h
-ITEMS_PER_THREAD = 4  # how evenly work is shared; an item more costs about a microsecond
-MIN_PARTS = 4  # of an item: parts cut from a token are joined behind another barrier
-FEW = 4  # kPrivateRows of csrc/decoder_step.cpp: so few tokens are joined without a barrier
-MAX_ITEMS = 1 << 40  # of a thread, in the costs of a few decodes
-TURNING = 8  # what it costs to load a part, in query rows
+ITEMS_PER_THREAD = 4  # how evenly work is divided; each further item costs about a microsecond
+MIN_PARTS = 4  # of an item: joining a token's split parts needs another barrier
+FEW = 4  # kPrivateRows of csrc/decoder_step.cpp: up to this many tokens are joined without a barrier
+MAX_ITEMS = 1 << 40  # of a thread: the factor of the thread in the costs of a few decodes
+TURNING = 8  # the cost of loading a part, in query rows
 Ints = NDArray[np.int64]
 
 
@@ -52,7 +52,7 @@ class AttentionStep(Structure):
 
 
 class AttentionPlan:
-    """Plans steps of one cache group. `step` is the structure that C reads: valid until the next begin."""
+    """Planner of one cache group's steps. `step` is the structure that C reads: valid until the next begin."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None) -> None:
         self.step = AttentionStep()
@@ -65,20 +65,20 @@ class AttentionPlan:
         self._window = window
         self._partial = np.empty(0, dtype=np.float32)
         self._columns: tuple[Ints, ...] = ()
-        self._table: object = None  # kept: the structure has its address
+        self._table: object = None  # kept alive: the structure has its address
         self._num_items = self._num_joins = 0
-        self._decodes: tuple[int, bytes] | None = None  # what the last plan was for, when that may come again
+        self._decodes: tuple[int, bytes] | None = None  # key of the last plan, if it can be reused
         self._grow(64)
 
     def begin(self, batch: AttentionBatch, num_threads: int) -> None:
-        """Plan a step whose tensors are on the CPU, for so many threads."""
+        """Plan a step whose tensors are on the CPU, for `num_threads` threads."""
         shared = self._shared(batch) if batch.num_decodes > 1 and self._window is None else []
         self.shared_parts = sum(end - first for _, first, end in shared)
         decodes = None
         if not shared and self._window is None and batch.num_decodes == batch.num_rows:
-            grain = PART if batch.num_rows > FEW else PART // 8  # a few are dealt out by positions
+            grain = PART if batch.num_rows > FEW else PART // 8  # a few are divided by positions
             decodes = num_threads, ((batch.contexts + (grain - 1)) // grain).tobytes()
-            if decodes == self._decodes:  # as many parts as last time: the same items
+            if decodes == self._decodes:  # the same numbers of parts as last time give the same items
                 rows, _, *others = self._columns
                 self._describe(batch, self._num_items, self._num_joins, (rows, batch.contexts, *others))
                 return
@@ -88,14 +88,14 @@ class AttentionPlan:
         self._decodes = decodes
 
     def _grow(self, capacity: int) -> None:
-        """Keep what is the same in every step of decodes that are an item each: theirs are the first rows of these."""
+        """Make the columns of up to `capacity` decodes of one item each; each such step uses their first rows."""
         self._order = np.arange(capacity)
         self._direct = np.full(capacity, DIRECT)
         self._alike = np.zeros((capacity, 6), dtype=np.int64)
         self._alike[:, 0], self._alike[:, 1], self._alike[:, 5] = self._order, 1, self._num_kv_heads
 
     def _begin_alike(self, batch: AttentionBatch, num_threads: int) -> bool:
-        """Plan decodes of which each is an item; False where that would not share the work out."""
+        """Plan decodes as one item each; return False if that would not divide the work evenly."""
         num_rows, contexts_N = batch.num_rows, batch.contexts
         if batch.num_decodes < num_rows or self._group * self._num_kv_heads > MAX_ROWS:
             return False
@@ -120,7 +120,7 @@ class AttentionPlan:
         return True
 
     def _begin_few(self, batch: AttentionBatch, num_threads: int) -> bool:
-        """Plan a few decodes for several threads: each gets a run of positions; False for what is no such step."""
+        """Plan a few decodes for several threads, each with a run of positions; return False for any other step."""
         num_rows, heads = batch.num_rows, self._num_kv_heads
         if num_rows > FEW or batch.num_decodes < num_rows or num_threads == 1 or self._group * heads > MAX_ROWS:
             return False
@@ -151,7 +151,7 @@ class AttentionPlan:
             self._partial = np.empty(count * self._slot_floats * 5 // 4, dtype=np.float32)
 
     def _describe(self, batch: AttentionBatch, num_items: int, num_joins: int, columns: tuple[Ints, ...]) -> None:
-        """Fill the structure; the columns are kept because it has their addresses."""
+        """Fill the structure; keep the columns alive because it has their addresses."""
         table_NM = batch.block_table_NM
         self._columns, self._table = columns, table_NM
         self._num_items, self._num_joins = num_items, num_joins
@@ -185,7 +185,7 @@ class AttentionPlan:
         self._describe(batch, len(items), len(joins), columns)
 
     def _tiles(self, batch: AttentionBatch) -> tuple[Ints, Ints]:
-        """First token and number of tokens of each tile, in order."""
+        """Return the first token and number of tokens of each tile, in order."""
         num_decodes = batch.num_decodes
         if num_decodes == batch.num_rows:
             return np.arange(num_decodes), np.ones(num_decodes, dtype=np.int64)
@@ -202,7 +202,7 @@ class AttentionPlan:
     def _items(
         self, firsts_I: Ints, sizes_I: Ints, contexts_T: Ints, num_threads: int, shared: list[tuple[Ints, int, int]]
     ) -> tuple[Ints, Ints, Ints, int]:
-        """Items [., 6], the first slot of each token, the tokens to join, and the number of slots."""
+        """Return items [., 6], the first slot of each token, the tokens to join, and the number of slots."""
         heads, rows_I = self._num_kv_heads, sizes_I * self._group
         lows_I, ends_I = np.zeros_like(firsts_I), (contexts_T[firsts_I + sizes_I - 1] + (PART - 1)) // PART
         if self._window is not None:
@@ -236,7 +236,7 @@ class AttentionPlan:
         num_tokens: int,
         shared: list[tuple[Ints, int, int]],
     ) -> tuple[Ints, Ints, Ints, int]:
-        """Give the tokens of cut tiles their slots, and add the items of shared parts in front."""
+        """Assign slots to the tokens of split tiles, and put the items of shared parts in front."""
         firsts_I, sizes_I, lows_I, ends_I = tiles
         tile_T = np.repeat(np.arange(len(firsts_I)), sizes_I)
         joins = np.flatnonzero(is_cut_I[tile_T])
@@ -261,7 +261,7 @@ class AttentionPlan:
         return items, first_slots_T, joins, int(after_J[-1]) if len(after_J) else 0
 
     def _shared(self, batch: AttentionBatch) -> list[tuple[Ints, int, int]]:
-        """Decode rows that see the same blocks in all of parts [first, end): (rows, first, end), nested ones behind."""
+        """Return groups of decode rows with equal blocks in parts [first, end): (rows, first, end), inner ones last."""
         short = int(np.searchsorted(batch.contexts[: batch.num_decodes], PART))  # contexts ascend
         if batch.num_decodes - short < 2:
             return []
@@ -292,7 +292,7 @@ class AttentionPlan:
 
 
 def _rectangles(units: list[tuple[int, int, int]], heads: int) -> tuple[Ints, Ints]:
-    """Items [., 6] and their threads, from (thread, row, part) of each head of each part, in order."""
+    """Return items [., 6] and their threads, from (thread, row, part) of each head of each part, in order."""
     items: list[list[int]] = []
     owners: list[int] = []
     for index, (owner, row, part) in enumerate(units):
@@ -305,7 +305,7 @@ def _rectangles(units: list[tuple[int, int, int]], heads: int) -> tuple[Ints, In
             owners.append(owner)
         if head == heads - 1 and len(items) > 1 and owners[-2] == owner and items[-2][0] == row:
             before, whole = items[-2], items[-1]
-            if before[4:] == whole[4:] == [0, heads]:  # parts of all heads go on
+            if before[4:] == whole[4:] == [0, heads]:  # extend the item of all heads
                 before[3] = part + 1
                 items.pop()
                 owners.pop()
@@ -313,7 +313,7 @@ def _rectangles(units: list[tuple[int, int, int]], heads: int) -> tuple[Ints, In
 
 
 def _cut(firsts_I: Ints, sizes_I: Ints, parts: tuple[Ints, Ints, Ints], heads: int, runs_I: Ints) -> Ints:
-    """Items [., 6] of tiles whose parts [low, end) are cut to so many of them and runs of so many KV heads."""
+    """Return items [., 6] of tiles: their parts [low, end) in runs of `cut` parts and of `runs_I` KV heads."""
     lows_I, ends_I, cut_I = parts
     turns_I = -(-heads // runs_I)
     cuts_I = np.where(ends_I > lows_I, -(-(ends_I - lows_I) // np.maximum(cut_I, 1)), 0)

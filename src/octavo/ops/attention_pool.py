@@ -1,10 +1,10 @@
-"""The KV memory: one tensor for all layers' keys and values, cut into blocks.
+"""The KV memory: one tensor for all layers' keys and values, divided into blocks.
 
 Owns: the allocation, its null block, copies of blocks and the clearing of newly begun ones.
-Does not: know who holds a block (core does).
+Does not: know which sequences hold a block (core does).
 Shapes: L layers, B blocks, S block size, K KV heads, D head size.
-Invariants: block `null_block` is all zero and nobody writes to it; a position that no one has written
-since its block was begun is zero, so what a mask hides is finite and adds exactly nothing.
+Invariants: block `null_block` is all zero and is never written; a position that was not written
+since its block was begun is zero, so masked values are finite and add exactly zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Sizes of the pool; `num_blocks` without the null block."""
+    """Sizes of the pool; `num_blocks` does not count the null block."""
 
     num_layers: int
     num_blocks: int
@@ -34,14 +34,14 @@ class PoolShape:
 
 
 class KVPool:
-    """Paged keys and values. On a CPU the memory comes zeroed from the kernel, page by page as it is touched."""
+    """Paged keys and values. On a CPU the kernel provides zeroed memory, page by page on first use."""
 
     def __init__(self, shape: PoolShape, device: torch.device) -> None:
         self.shape = shape
         self.null_block = shape.num_blocks
         size = (2, shape.num_layers, shape.num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
         if device.type == "cpu":
-            # numpy's zeros is calloc: no page is touched, where torch.zeros would write them all
+            # numpy's zeros is calloc, which touches no page; torch.zeros would write them all
             raw = np.zeros(int(np.prod(size)) * shape.dtype.itemsize, dtype=np.uint8)
             self._both_2LBSKD = torch.from_numpy(raw).view(shape.dtype).view(size)
         else:
@@ -51,15 +51,15 @@ class KVPool:
 
     @property
     def device(self) -> torch.device:
-        """Where the pool lives."""
+        """The pool's device."""
         return self._both_2LBSKD.device
 
     def read_blocks(self, blocks: Tensor) -> Tensor:
-        """Give a copy of blocks of every layer, [2, L, len(blocks), S, K, D]."""
+        """Return a copy of blocks of every layer, [2, L, len(blocks), S, K, D]."""
         return self._both_2LBSKD.index_select(2, blocks)
 
     def write_blocks(self, blocks: Tensor, content: Tensor) -> None:
-        """Overwrite blocks in every layer; no block may be named twice."""
+        """Overwrite blocks in every layer; no block may occur twice."""
         self._both_2LBSKD.index_copy_(2, blocks, content)
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:

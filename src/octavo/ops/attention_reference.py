@@ -1,6 +1,6 @@
 """Attention row by row in float32: the slow twin that every other backend is compared with.
 
-Owns: the plainest reading of AttentionBatch. Does not: care for speed.
+Owns: the simplest implementation of AttentionBatch. Does not: optimise for speed.
 Shapes: T tokens, H query heads, K KV heads, D head size, C context of one row.
 """
 
@@ -25,7 +25,7 @@ class ReferenceAttention:
         self._batch: AttentionBatch | None = None
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Remember the step."""
+        """Keep the step's batch."""
         self._batch = batch
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class ReferenceAttention:
         start = 0
         for row, (count, context) in enumerate(zip(batch.counts.tolist(), batch.contexts.tolist(), strict=True)):
             end = start + count
-            # what lies before the first query's window is not even read: its blocks may be anyone's
+            # positions before the first query's window are not read: other sequences may hold their blocks
             first = 0 if self._window is None else max(0, context - count - self._window + 1)
             where_C = torch.arange(first, context, device=keys.device)
             size = self._pool.shape.block_size

@@ -1,9 +1,9 @@
-"""The C++ kernels: finds the library, loads it behind torch, and says what it can do.
+"""Load the library of C++ kernels, after torch, and report its status.
 
 Owns: loading, the ABI check, the one-OpenMP-pool check, the choice of thread count.
 Does not: compute; each operation's file declares and calls its own functions.
 Invariants: torch is loaded first, so that the library binds to torch's libgomp; with a second libgomp
-mapped every kernel runs on one thread (two pools fight for the cores).
+mapped every kernel runs on one thread (two pools would compete for the cores).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 ABI = 5
 ISA_NAMES = ("portable", "avx2", "avx512")
 LIBRARY_PATH = Path(os.environ.get("OCTAVO_KERNELS") or Path(__file__).with_name("libkernels.so"))  # for developers
-MIN_ELEMENTS_PER_THREAD = 32_768  # below this, waking a second thread costs more than it saves
+MIN_ELEMENTS_PER_THREAD = 32_768  # with fewer, waking a second thread costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class KernelStatus:
-    """What is loaded. `reason` says why the kernels are absent or serial, "" when neither."""
+    """The library's status. `reason` says why the kernels are absent or serial, "" if they are neither."""
 
     is_loaded: bool
     is_parallel: bool
@@ -63,7 +63,7 @@ def _warned(status: KernelStatus) -> KernelStatus:
 
 
 def mapped_openmp_pools() -> tuple[str, ...]:
-    """Paths of the libgomp copies in this process, sorted; empty where the system has no /proc."""
+    """Return the paths of the libgomp copies in this process, sorted; () if the system has no /proc."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -72,7 +72,7 @@ def mapped_openmp_pools() -> tuple[str, ...]:
 
 
 def status() -> KernelStatus:
-    """Load the library if that was not done yet, and say what there is."""
+    """Return the library's status, loading it on first use."""
     return _load()[1]
 
 
@@ -88,9 +88,9 @@ def function(name: str, *argument_types: Any, result: Any = None) -> Callable[..
 
 
 def num_threads(num_elements: int) -> int:
-    """Threads for a kernel over so many elements: torch's own count where worth it, else one.
+    """Return the number of threads for a kernel over `num_elements`: torch's own if that is faster, else one.
 
-    Never a number in between: changing the size of OpenMP's pool from call to call rebuilds it.
+    Never a number in between: changing the size of OpenMP's pool between calls rebuilds it.
     """
     count = torch.get_num_threads()
     if count > 1 and num_elements >= count * MIN_ELEMENTS_PER_THREAD and _load()[1].is_parallel:

@@ -1,8 +1,8 @@
-"""Linear layers over packed weights: the C++ kernels alone (a decoder's step calls them from C++), and a torch twin.
+"""Linear layers over packed weights: direct calls of the C++ kernels (a decoder's step calls them in C++), and a twin.
 
 Owns: the binding of octavo_linear and octavo_linear_prepare; the twin's arithmetic.
-Does not: pack, or own weights (nn/packed_weight.py does; its descriptor is what these functions take).
-Invariants: an output depends on its row and its weight alone, by bits; quantised kinds give equal bits on every
+Does not: pack, or own weights (nn/packed_weight.py does; these functions take its descriptor).
+Invariants: an output depends on its row and its weight alone, bit for bit; quantised kinds give equal bits on every
 instruction set. Shapes: T tokens, E inputs, F outputs, G groups of 32 inputs.
 """
 
@@ -25,7 +25,7 @@ _FIRST_QUANTISED = 2  # of csrc/linear.h's WeightKind
 
 
 class Descriptor(Protocol):
-    """csrc/linear.h's struct Weight as a ctypes structure."""
+    """struct Weight of csrc/linear.h as a ctypes structure."""
 
     kind: int
     outputs: int
@@ -55,7 +55,7 @@ def linear(weight: Any, prepared: Tensor, out_TF: Tensor, *, accumulate: bool = 
 
 
 def linear_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, kind: int) -> Tensor:
-    """Compute in float64 what the kernels approximate; quantised kinds see the activations' codes."""
+    """Compute the kernels' result in float64; for quantised kinds the activations are rounded to codes first."""
     seen_TE = round_activations(x_TE) if kind >= _FIRST_QUANTISED else x_TE
     out_TF = seen_TE.double() @ weight_FE.double().T
     return (out_TF if bias_F is None else out_TF + bias_F.double()).float()

@@ -69,7 +69,7 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
 
 
 def _fits_kernel(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor) -> bool:
-    """Rows of one tensor each, columns side by side, one dtype, no gradient asked for."""
+    """Return True if the kernel takes these tensors: two-dimensional, contiguous rows, one dtype, no gradient."""
     if x_TE.dim() != 2 or x_TE.stride(1) != 1 or (torch.is_grad_enabled() and x_TE.requires_grad):
         return False
     if weight_E.shape != x_TE.shape[1:] or weight_E.dtype is not x_TE.dtype or weight_E.stride(0) != 1:

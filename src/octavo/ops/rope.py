@@ -4,7 +4,7 @@ Owns: the rotation of one step's heads, given each token's cosines and sines.
 Does not: compute the tables (nn/rope.py does). Invariants: a token's result depends on that token alone.
 Shapes: T tokens, H heads, D head size.
 
-Source: Su et al., "RoFormer", 2021, in the half-split layout of Hugging Face checkpoints: element i turns with i + D/2.
+Source: Su et al., "RoFormer", 2021, in the half-split layout of Hugging Face checkpoints: i is paired with i + D/2.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The C++ sampler: one id per row of float32 logits, all rows in one call.
 
-Owns: the call, and the addresses of the columns it reads. Does not: edit logits, cut by typical-p, or run on other
-devices. What a draw is, and the torch twin, are in sampling/selection.py; both give the same ids.
+Owns: the call, and the addresses of the columns it reads. Does not: edit logits, support typical-p, or run on other
+devices. The definition of a draw, and the torch twin, are in sampling/selection.py; both give the same ids.
 Shapes: R rows, V vocabulary.
 """
 
@@ -26,7 +26,7 @@ MAX_VOCAB_SIZE = 1 << 19  # up to this, sums of weights are exact
 
 @dataclass(frozen=True, slots=True)
 class SampleColumns:
-    """What each slot samples with; inverse_temperature 0 = the best id, top_k 0 = all. The arrays stay in place."""
+    """The parameters of each slot; inverse_temperature 0 = the best id, top_k 0 = all. The arrays must not move."""
 
     inverse_temperature: NDArray[np.float32]
     floor: NDArray[np.float32]
@@ -37,7 +37,7 @@ class SampleColumns:
 
 
 class SampleKernel:
-    """Samples rows with the parameters of their slots."""
+    """Sampler of rows with the parameters of their slots."""
 
     def __init__(self, columns: SampleColumns) -> None:
         function = _kernel()
@@ -49,7 +49,7 @@ class SampleKernel:
         self._address = self._addresses.ctypes.data
 
     def sample(self, logits_RV: Tensor, slots: Ints, positions: Ints) -> tuple[Ints, NDArray[np.float32]]:
-        """Give each row's id, drawn or the first of the best, and its best logit. `fits` must hold.
+        """Return each row's id, drawn or the first of the best, and its best logit. `fits` must be true of the logits.
 
         `positions` are the indices that the ids will have in their sequences.
         """
@@ -70,12 +70,12 @@ def _address(column: NDArray[Any]) -> int:
 
 
 def has_kernel() -> bool:
-    """Whether the library with the kernel is there."""
+    """Return True if the library with the kernel is loaded."""
     return _kernel() is not None
 
 
 def fits(logits_RV: Tensor) -> bool:
-    """Whether the kernel can read these logits."""
+    """Return True if the kernel can read these logits."""
     is_plain = logits_RV.is_cpu and logits_RV.dtype is torch.float32 and logits_RV.stride(1) == 1
     return is_plain and 0 < logits_RV.shape[1] <= MAX_VOCAB_SIZE
 

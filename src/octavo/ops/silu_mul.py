@@ -1,7 +1,7 @@
 """SiLU-gated product of a fused gate and up projection.
 
 Owns: the operation. Does not: multiply by weights. Invariants: a token's result depends on that token alone.
-Shapes: T tokens, I intermediate size, G = 2 I: gate first, up behind it.
+Shapes: T tokens, I intermediate size, G = 2 I: first the gate, then up.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU), rounded as transformers does: the gate first.
 """

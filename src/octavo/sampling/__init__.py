@@ -1,1 +1,1 @@
-"""From logits to token ids: draws, logits processing, selection, log-probabilities."""
+"""Sampling of token ids from logits: draws, logits processing, selection, log-probabilities."""

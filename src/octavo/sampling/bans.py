@@ -1,8 +1,8 @@
-"""Ids that may not be sampled: bad words, stopping too early, all that are not allowed.
+"""Ban ids from sampling: bad words, stop ids below min_tokens, all that are not in allowed_token_ids.
 
-Owns: the masks, from columns prepared when a slot was filled. Does not: hold state; what a context ends with is read
-from the device's ids, so a last id that only the device knows counts too.
-Each ban touches only the rows that asked for it. Shapes: R rows, V vocabulary, B entries (row, id), L longest prefix.
+Owns: the masks, from columns prepared when a slot was filled. Does not: hold state; the end of a context is read
+from the device's ids, so a last id that only the device knows is included.
+Each ban edits only the rows that have it. Shapes: R rows, V vocabulary, B entries (row, id), L longest prefix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Bans:
     ids_SW: Tensor
 
     def apply(self, logits_RV: Tensor, rows: SamplingRows) -> None:
-        """Set what is banned to -inf, in place."""
+        """Set the logits of banned ids to -inf, in place."""
         self._ban_words(logits_RV, rows)
         self._bar_stops(logits_RV, rows)
         self._keep_allowed(logits_RV, rows)
@@ -50,7 +50,7 @@ class Bans:
         at_BL = np.maximum(ends_B1 - widest + np.arange(widest), 0) + rows.slots[row_B][:, None] * self.ids_SW.shape[1]
         row, last, prefix, at = upload(logits_RV.device, row_B, last_B, prefix_BL, at_BL)
         is_met_B = ((self.ids_SW.view(-1)[at] == prefix) | (prefix < 0)).all(dim=1)
-        # added, so that a word that is not met leaves what another one banned
+        # added, so that a word that does not match keeps the bans of other words
         logits_RV.index_put_((row, last), torch.where(is_met_B, float("-inf"), 0.0), accumulate=True)
 
     def _bar_stops(self, logits_RV: Tensor, rows: SamplingRows) -> None:
@@ -69,12 +69,12 @@ class Bans:
 
 
 def _widened(words: Words, width: int) -> Ints:
-    """Give the prefixes, right-aligned in `width` columns; -1 stands before them."""
+    """Return the prefixes, right-aligned in `width` columns and padded with -1."""
     before = width - words.prefixes.shape[1]
     return np.pad(words.prefixes, ((0, 0), (before, 0)), constant_values=-1)
 
 
 def _entries(logits_RV: Tensor, rows: SamplingRows, chosen: Ints, ids: dict[int, Ints]) -> list[Tensor]:
-    """Give (row, id) of all ids of the chosen rows' slots."""
+    """Return (row, id) of all ids of the chosen rows' slots."""
     parts = [ids[slot] for slot in rows.slots[chosen].tolist()]
     return upload(logits_RV.device, np.repeat(chosen, [len(part) for part in parts]), np.concatenate(parts))

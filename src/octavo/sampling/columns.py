@@ -1,8 +1,8 @@
 """Sampling parameters as one host column per parameter, one entry per executor slot.
 
-Owns: the columns, and which slots need which treatment. Does not: touch logits or the device.
-Invariants: a slot's entries are those of its last `put`; a step's questions are answered by numpy over the
-rows of that step, so nothing asks the device.
+Owns: the columns, and which slots need which edits. Does not: touch logits or the device.
+Invariants: a slot's entries are those of its last `put`; decisions about a step's rows are made with numpy on the
+host, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from octavo.core.request import SamplingParams
 
-MIN_TOP_P = 1e-9  # a top_p of 0 keeps the likeliest token, as this does
+MIN_TOP_P = 1e-9  # keeps the most likely token, as a top_p of 0 should
 NO_LOGPROBS = -1
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class Words:
-    """Id sequences not to be completed: their last ids, how many come before, and these, right-aligned behind -1."""
+    """Banned id sequences: their last ids, the sizes of the prefixes before these, and the prefixes, padded with -1."""
 
     last_ids: Ints
     prefix_sizes: Ints
@@ -42,14 +42,14 @@ class Words:
 
 @dataclass(slots=True)
 class SamplingRows:
-    """The rows of one step that sample: their slots, and the index each sampled token will have in its sequence."""
+    """The rows of one step that sample: their slots, and the index of each sampled token in its sequence."""
 
     slots: Ints
     positions: Ints
 
 
 class SamplingColumns:
-    """Parameters of all slots. Scalars are columns; the few variable-length ones are kept by slot."""
+    """Parameters of all slots. Scalars are columns; the few variable-length parameters are dicts by slot."""
 
     def __init__(self, num_slots: int) -> None:
         self.temperature: Floats = np.zeros(num_slots)
@@ -68,7 +68,7 @@ class SamplingColumns:
         self.min_end: Ints = np.zeros(num_slots, dtype=np.int64)  # EOS and stop ids are barred below this position
         self.logprobs: Ints = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
         self.prompt_logprobs: Ints = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
-        self.num_candidates: Ints = np.zeros(num_slots, dtype=np.int64)  # that a beam's row must give
+        self.num_candidates: Ints = np.zeros(num_slots, dtype=np.int64)  # that a beam's row must return
         self.dry_multiplier: Floats = np.zeros(num_slots)
         self.dry_base: Floats = np.ones(num_slots)
         self.dry_allowed: Ints = np.ones(num_slots, dtype=np.int64)
@@ -90,7 +90,7 @@ class SamplingColumns:
     ) -> None:
         """Set a slot's entries. `params.seed` None counts as 0: the front draws seeds."""
         self.temperature[slot] = params.temperature
-        # one that rounds to 0 in float32 would divide by 0
+        # a temperature that rounds to 0 in float32 would divide by 0
         divisor = np.maximum(np.float32(params.temperature), np.finfo(np.float32).tiny)
         self.inverse_temperature[slot] = np.float32(1) / divisor if params.temperature > 0 else 0
         self.floor[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
@@ -120,7 +120,7 @@ class SamplingColumns:
         is_watched = params.num_logprobs is not None or params.typical_p < 1 or params.min_tokens > 0
         self.wants_more[slot] = self.has_edits[slot] or is_watched
         stops = params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
-        # so many that beam_width are left when every beam's best ones end it
+        # enough that beam_width candidates are left if each beam's best ones end it
         self.num_candidates[slot] = max(2, 1 + len(set(stops))) * params.beam_width
         self._put_lists(slot, params, stops)
 
@@ -140,7 +140,7 @@ class SamplingColumns:
             self.breakers[slot] = _distinct(params.dry_breaker_ids)
 
     def keep_below(self, slot: int, vocab_size: int) -> None:
-        """Leave out ids that the model does not have: a stop id of another vocabulary can never be sampled."""
+        """Drop a slot's ids that the model does not have: a stop id of another vocabulary can never be sampled."""
         for lists in (self.barred, self.allowed, self.breakers):
             if slot in lists:
                 lists[slot] = lists[slot][lists[slot] < vocab_size]
@@ -153,14 +153,14 @@ class SamplingColumns:
             self.words[slot] = Words(words.last_ids[fits], words.prefix_sizes[fits], words.prefixes[fits])
 
     def has_penalty(self, slots: Ints) -> NDArray[np.bool_]:
-        """Which of the slots have a presence, frequency or repetition penalty."""
+        """Return which of the slots have a presence, frequency or repetition penalty."""
         on: NDArray[np.bool_] = (
             (self.presence[slots] != 0) | (self.frequency[slots] != 0) | (self.repetition[slots] != 1)
         )
         return on
 
     def bars(self, rows: SamplingRows) -> NDArray[np.bool_]:
-        """Which rows are still below their min_tokens."""
+        """Return which rows are still below their min_tokens."""
         barred: NDArray[np.bool_] = rows.positions < self.min_end[rows.slots]
         return barred
 

@@ -1,6 +1,6 @@
 """Random numbers as a function of (seed, choice, position), equal on every device and in every batch.
 
-Owns: the function and its vectorised form on the host, where all three arguments are known before a step.
+Owns: the function, vectorised, on the host, where all three arguments are known before a step.
 Does not: hold state; nothing is consumed, so a preempted, resumed or recomputed row draws the same.
 Source: SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 Output i of the generator with state s is mix(s + (i + 1) * GAMMA). Choice c of a seed has the generator
@@ -19,7 +19,7 @@ _BITS = 48  # of a draw: u <= 1 - 2**-48, so that u * total stays below total in
 
 
 def splitmix64(states: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Give output `indices` of the generators with `states`, elementwise, modulo 2**64."""
+    """Return output `indices` of the generators with `states`, elementwise, modulo 2**64."""
     z: NDArray[np.uint64] = states + (indices + np.uint64(1)) * _GAMMA
     z = (z ^ (z >> np.uint64(30))) * _FIRST
     z = (z ^ (z >> np.uint64(27))) * _SECOND
@@ -29,7 +29,7 @@ def splitmix64(states: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArr
 def uniforms(
     seeds: NDArray[np.uint64], choices: NDArray[np.int64], positions: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Give one number in [0, 1) per row, from the top 48 bits; `positions` count from the prompt's first token."""
+    """Return one number in [0, 1) per row, from the top 48 bits; `positions` count from the prompt's first token."""
     states = splitmix64(seeds, choices.astype(np.uint64))
     drawn = splitmix64(states, positions.astype(np.uint64))
     return (drawn >> np.uint64(64 - _BITS)).astype(np.float64) * 2.0**-_BITS

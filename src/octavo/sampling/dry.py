@@ -1,12 +1,12 @@
-"""The DRY penalty: an id that would prolong a repetition loses the more, the longer the repetition is.
+"""The DRY penalty: an id that would extend a repetition is penalised, more for a longer repetition.
 
-Owns: for each slot that asks, how much of the sequence's end is found again at each earlier position.
-Does not: wait for the device, which may be the only one to know the last id. Slots that do not ask hold nothing.
+Owns: for each slot with the penalty, how much of the sequence's end is repeated at each earlier position.
+Does not: wait for the device, where alone the last id may be known. Slots without the penalty hold no state.
 Source: p-e-w, "DRY: a modern repetition penalty that reliably prevents looping", text-generation-webui, 2024.
-Invariants: matches[place[slot], i] = ids at the end of the first known[slot] ids that are equal to those ending at i,
-back to a breaker; one more id changes it to the left neighbour's + 1 where the id is equal, else to 0. So a step
-costs O(C), and ids that became known otherwise (chosen by the host) are taken in as they are met.
-Shapes: D rows that ask, C longest context of these, P places, W positions of a slot, V vocabulary.
+Invariants: matches[place[slot], i] = how many ids at the end of the first known[slot] ids equal those that end at i,
+back to a breaker; another id changes it to the left neighbour's + 1 where the id is equal, else to 0. So a step
+costs O(C); ids that the host chose are added in the next `apply`.
+Shapes: D rows with the penalty, C longest context of these, P places, W positions of a slot, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from octavo.sampling.columns import Ints, SamplingColumns, SamplingRows
 from octavo.sampling.upload import upload
 
-LARGEST = 1e30  # of a penalty: no probability is left, and logits stay numbers
+LARGEST = 1e30  # of a penalty: the probability becomes 0, and logits stay finite
 
 
 class DryPenalty:
-    """State and edit. `ids_SW` is the executor's buffer of known ids."""
+    """The penalty's state and edit. `ids_SW` is the executor's buffer of known ids."""
 
     def __init__(self, columns: SamplingColumns, ids_SW: Tensor, vocab_size: int) -> None:
         device = ids_SW.device
@@ -37,7 +37,7 @@ class DryPenalty:
         self._is_breaker_PV = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
 
     def admit(self, slot: int, ids: Ints) -> None:
-        """Begin with a sequence's known ids, the prompt included."""
+        """Build a slot's state from its sequence's known ids, including the prompt."""
         self.release(slot)
         if not self._columns.dry_multiplier[slot]:
             return
@@ -60,13 +60,13 @@ class DryPenalty:
         self._is_breaker_PV[place].index_fill_(0, upload(device, breakers)[0], True)
 
     def release(self, slot: int) -> None:
-        """Forget a slot. Idempotent."""
+        """Drop a slot's state. Idempotent."""
         if self._place[slot] >= 0:
             self._free.append(int(self._place[slot]))
             self._place[slot] = -1
 
     def apply(self, logits_RV: Tensor, rows: SamplingRows) -> None:
-        """Edit the logits of the rows that ask for it, in place; first take in what became known since."""
+        """Edit the logits of the rows with the penalty, in place, after adding the ids known since the last call."""
         chosen = np.flatnonzero(self._place[rows.slots] >= 0)
         chosen = chosen[rows.positions[chosen] > 1]
         if not len(chosen):
@@ -93,12 +93,12 @@ class DryPenalty:
         penalty_DC = torch.where(is_hit_DC, penalty_DC, 0.0).clamp_(max=LARGEST).float()
         where_DC = row_D[:, None] * logits_RV.shape[1] + next_DC
         flat = logits_RV.view(-1)
-        # of an id's several penalties the largest counts
+        # an id with several penalties gets the largest
         new_DC = flat[where_DC] - penalty_DC
         flat.scatter_reduce_(0, where_DC.view(-1), new_DC.view(-1), "amin")
 
     def _take_in(self, slots: Ints) -> None:
-        """Go on by one id in each of the slots."""
+        """Add the next known id of each of the slots."""
         self._known[slots] += 1
         device, width = self._ids_SW.device, int(self._known[slots].max())
         slot_D, place_D, last_D = upload(device, np.stack([slots, self._place[slots], self._known[slots] - 1]))[
@@ -106,16 +106,16 @@ class DryPenalty:
         ].unbind()
         ids_DC = self._ids_SW[:, :width].index_select(0, slot_D)
         last_D1 = ids_DC.gather(1, last_D[:, None])
-        # from the last id on nothing is read: the next id writes it anew
+        # entries from the last id on are not read: the next id overwrites them
         goes_on_DC = (ids_DC == last_D1) & ~self._is_breaker_PV[place_D[:, None], last_D1.long()]
         left_DC = torch.nn.functional.pad(self._matches_PW[:, : width - 1].index_select(0, place_D), (1, 0))
         self._matches_PW[:, :width].index_copy_(0, place_D, torch.where(goes_on_DC, left_DC + 1, 0))
 
 
 def matching_ends(ids: Sequence[int], breakers: Sequence[int]) -> list[int]:
-    """For each position, how many ids ending there equal those ending the sequence, back to a breaker.
+    """Return, for each position, how many ids that end there equal those that end the sequence, back to a breaker.
 
-    The last position always gives 0. Linear: the Z algorithm (Gusfield 1997) from the end.
+    The last position is always 0. Linear: the Z algorithm (Gusfield 1997) from the end.
     """
     size = len(ids)
     breaking = frozenset(breakers)

@@ -2,7 +2,7 @@
 
 Owns: the columns and their conversion to TokenLogprobs. Does not: sample.
 Rank 1 is the best; equal logits rank by ascending id, so ranks are unique and the greedy token has rank 1.
-Shapes: R rows, V vocabulary, K best asked for.
+Shapes: R rows, V vocabulary, K best requested.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _RANKED_TOGETHER = 1 << 18  # logits; their sum as int64 takes 2 MiB
 
 @dataclass(slots=True)
 class RawDistribution:
-    """Log-probabilities of some rows, kept while their logits are edited. `num_top` is how many best each wants."""
+    """Log-probabilities of some rows, kept while their logits are edited. `num_top`: how many best each row needs."""
 
     log_probs_RV: Tensor
     num_top: Ints
 
     def columns(self, token_ids_R: Tensor) -> SampledLogprobs:
-        """Give what is wanted about these tokens; stays on the device."""
+        """Return the log-probabilities and ranks of these tokens and of the best ones; stays on the device."""
         own_R1 = self.log_probs_RV.gather(1, token_ids_R[:, None])
         ranks_R = _ranks(self.log_probs_RV, own_R1, token_ids_R)
         most = int(self.num_top.max(initial=0))
@@ -39,7 +39,7 @@ class RawDistribution:
 
 
 def _ranks(log_probs_RV: Tensor, own_R1: Tensor, token_ids_R: Tensor) -> Tensor:
-    """Count the ids before each row's. On a CPU a few rows at a time: what the sum widens stays small."""
+    """Return the rank of each row's id. On a CPU a few rows at a time, to bound the memory of the int64 sums."""
     num_rows, size = log_probs_RV.shape
     ids_V = torch.arange(size, device=token_ids_R.device)
     together = max(1, _RANKED_TOGETHER // size) if log_probs_RV.is_cpu else max(1, num_rows)
@@ -54,7 +54,7 @@ def _ranks(log_probs_RV: Tensor, own_R1: Tensor, token_ids_R: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class SampledLogprobs:
-    """One entry per row, on the device until `entries` fetches them."""
+    """Log-probabilities, one entry per row, on the device until `entries` fetches them."""
 
     token_ids_R: Tensor
     logprobs_R: Tensor
@@ -64,7 +64,7 @@ class SampledLogprobs:
     num_top: Ints
 
     def entries(self) -> list[TokenLogprobs]:
-        """Fetch, and make one TokenLogprobs per row."""
+        """Fetch the columns; return one TokenLogprobs per row."""
         rows = zip(
             self.token_ids_R.tolist(),
             self.logprobs_R.tolist(),

@@ -1,8 +1,8 @@
 """Changes to logits before selection, in this order: penalties, DRY, biases, then bans.
 
 Owns: the order, the counts of generated tokens (kept on the device for the slots that need them), and the edits by
-penalties and biases. Does not: select. Every edit touches only the rows that asked for it, so no other row changes
-by a bit. Beams take biases first, because transformers' beam search does.
+penalties and biases. Does not: select. Every edit changes only the rows that have it, and no bit of any other
+row. For beams, biases are first, as in transformers' beam search.
 Shapes: R rows that sample, V vocabulary, P rows with a penalty, C longest context of these.
 Invariants: counts[place[slot], id] = times that id was generated in the slot's sequence.
 Definitions: repetition as in CTRL (Keskar et al. 2019), over prompt and outputs; presence and frequency
@@ -24,7 +24,7 @@ _NO_IDS: Ints = np.zeros(0, dtype=np.int64)
 
 
 class LogitsProcessors:
-    """Edits raw logits in place. `ids_SW` is the executor's buffer of known ids, one row per slot."""
+    """Editor of raw logits, in place. `ids_SW` is the executor's buffer of known ids, one row per slot."""
 
     def __init__(self, columns: SamplingColumns, ids_SW: Tensor, vocab_size: int) -> None:
         self._columns = columns
@@ -37,9 +37,9 @@ class LogitsProcessors:
         self._free: list[int] = []
 
     def admit(self, slot: int, output_ids: Ints, prompt_ids: Ints = _NO_IDS) -> None:
-        """Rebuild what is kept of the slot's ids from those known so far; nothing is kept without a penalty.
+        """Rebuild the slot's counts from its known ids; without a penalty nothing is kept.
 
-        `prompt_ids` matter to DRY only. The slot's columns must be put before.
+        Only DRY uses `prompt_ids`. The slot's columns must be put before.
         """
         self.release(slot)
         if self._columns.dry_multiplier[slot]:
@@ -58,26 +58,26 @@ class LogitsProcessors:
         self._counts_PV[place].copy_(torch.from_numpy(counts_V))
 
     def release(self, slot: int) -> None:
-        """Forget what is kept of a slot. Idempotent."""
+        """Drop a slot's state. Idempotent."""
         self._dry.release(slot)
         if self._place[slot] >= 0:
             self._free.append(int(self._place[slot]))
             self._place[slot] = -1
 
     def needs(self, rows: SamplingRows) -> bool:
-        """Whether any row asks for an edit."""
+        """Return True if any row has an edit."""
         columns = self._columns
         return bool(columns.has_edits[rows.slots].any() or columns.bars(rows).any())
 
     def apply(self, logits_RV: Tensor, rows: SamplingRows) -> None:
-        """Edit the logits of the rows that ask for it, in place. A row of which nothing is left is all -inf."""
+        """Edit the logits of the rows that have edits, in place. If all ids of a row are banned, it is all -inf."""
         self._penalise(logits_RV, rows)
         self._dry.apply(logits_RV, rows)
         self._bias(logits_RV, rows)
         self._bans.apply(logits_RV, rows)
 
     def apply_to_beams(self, log_probs_RV: Tensor, rows: SamplingRows) -> None:
-        """Edit the log-probabilities of beams in place, in the order of transformers: biases come first."""
+        """Edit the log-probabilities of beams in place, in the order of transformers: biases first."""
         self._bias(log_probs_RV, rows)
         self._penalise(log_probs_RV, rows)
         self._dry.apply(log_probs_RV, rows)

@@ -1,6 +1,6 @@
-"""One token per row: raw log-probabilities, edits, then greedy choice or a draw.
+"""Sample one token per row: raw log-probabilities, edits, then greedy choice or a draw.
 
-Owns: the order of these and the split of a step's rows by what each asked for.
+Owns: the order of these and the split of a step's rows by their parameters.
 Does not: hold per-slot state (columns and processors do) or wait for the device.
 Invariants: a row's token depends on its own logits, parameters, history and (seed, choice, position) only.
 Shapes: R rows that sample, V vocabulary.
@@ -29,7 +29,7 @@ _NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class Sampled:
-    """Ids of all rows; each row's best raw logit; log-probabilities of some rows.
+    """The result of a step: ids of all rows; each row's best raw logit; log-probabilities of some rows.
 
     A row whose best is not finite is unusable: -inf = every id is banned, else the model's logits were not finite.
     """
@@ -41,7 +41,7 @@ class Sampled:
 
 
 class Sampler:
-    """Samples the rows of a step with the parameters of their slots: by the C++ kernel on CPUs, else by its twin."""
+    """Sampler of a step's rows with the parameters of their slots: the C++ kernel on CPUs, else its torch twin."""
 
     def __init__(self, columns: SamplingColumns, processors: LogitsProcessors) -> None:
         self._columns = columns
@@ -53,7 +53,7 @@ class Sampler:
             self._kernel = SampleKernel(SampleColumns(*of_slots, columns.seed, columns.choice))
 
     def sample(self, logits_RV: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
-        """Sample one id per row. `logits_RV` (float32) is edited in place; log-probabilities are those before."""
+        """Sample one id per row. `logits_RV` (float32) is edited in place, after log-probabilities are taken."""
         wants_more = bool(self._columns.wants_more[rows.slots].any())
         if not wants_more and masks is None:
             ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=False)
@@ -79,11 +79,11 @@ class Sampler:
         return Sampled(ids_R, best_R, wanted, raw.columns(ids_R[upload(ids_R.device, wanted)[0]]))
 
     def distribution(self, logits_RV: Tensor, num_top: Ints) -> RawDistribution:
-        """Take the distribution of raw logits; the next one is written over it. `num_top`: best wanted by each row."""
+        """Return the distribution of raw logits, which the next call overwrites. `num_top`: best ids needed per row."""
         return RawDistribution(self._log_softmax(logits_RV), num_top)
 
     def _log_softmax(self, logits_RV: Tensor) -> Tensor:
-        """Compute into a kept buffer on a CPU: fresh pages would cost more than the work in them."""
+        """Compute, on a CPU into a kept buffer: new pages would cost more than the work on them."""
         if not logits_RV.is_cpu or logits_RV.dtype is not torch.float32:
             return torch.log_softmax(logits_RV, dim=1)
         num_rows, size = logits_RV.shape
@@ -92,11 +92,11 @@ class Sampler:
         return torch.log_softmax(logits_RV, dim=1, out=self._log_probs[:num_rows])
 
     def candidates(self, logits_RV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """Give the best continuations of beams: ids and log-probabilities [R, C], best first, ties to the lower id.
+        """Return the best continuations of beams: ids and log-probabilities [R, C], best first, ties to the lower id.
 
-        As transformers' beam search: log-softmax, then the processors; no temperature and no cut. C is what the
-        widest search among the rows needs; a narrower one may read fewer. Nothing is counted or made known.
-        A row whose first log-probability is not finite is unusable: NaN = the logits were, -inf = no id may follow.
+        As in transformers' beam search: log-softmax, then the processors; no temperature and no top-k or top-p. C is
+        that of the widest search among the rows; a narrower one may read fewer. Nothing is counted or written to slots.
+        A row whose first log-probability is not finite is unusable: NaN = the logits were NaN, -inf = no id may follow.
         """
         log_probs_RV = self._log_softmax(logits_RV.float())
         if self._processors.needs(rows):
@@ -106,9 +106,9 @@ class Sampler:
         return ids_RC[:, :most], values_RC[:, :most]
 
     def _choose(self, logits_RV: Tensor, rows: SamplingRows, may_be_typical: bool = True) -> tuple[Tensor, Tensor]:
-        """Give an id per row, drawn or the lowest of the best, and the best logit, which NaN is where there is one.
+        """Return an id per row, drawn or the lowest of the best, and the best logit, which is NaN if any logit is.
 
-        Where the best is not finite, the id is the first that has it.
+        If the best is not finite, the id is the first that has it.
         """
         columns, is_drawn = self._columns, None
         if self._kernel is not None and sample_kernel.fits(logits_RV):
@@ -116,7 +116,7 @@ class Sampler:
             ids_R, best_R = torch.from_numpy(ids), torch.from_numpy(best)
             if not may_be_typical:
                 return ids_R, best_R
-            is_drawn = columns.typical_p[rows.slots] < 1  # the kernel does not cut by it
+            is_drawn = columns.typical_p[rows.slots] < 1  # the kernel does not support it
         else:
             best_R, ids_R = logits_RV.max(dim=1)  # NaN wins a maximum, ties go to the lowest id
         is_warm = columns.inverse_temperature[rows.slots] > 0
@@ -140,7 +140,7 @@ class Sampler:
 
 
 def _take(logits_RV: Tensor, rows: Ints) -> Tensor:
-    """Give these rows: the tensor itself when they are all of them, else a copy."""
+    """Return these rows: the tensor itself if they are all of them, else a copy."""
     if len(rows) == logits_RV.shape[0]:
         return logits_RV
     return logits_RV.index_select(0, upload(logits_RV.device, rows)[0])

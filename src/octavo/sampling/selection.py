@@ -1,11 +1,11 @@
 """Pick one token per row from edited logits: temperature, top-k, top-p, min-p, typical-p, then an inverse-CDF draw.
 
-Owns: what a draw is, and the torch twin of the C++ kernel (ops/sample_kernel.py), which gives the same ids.
+Owns: the definition of a draw, and the torch twin of the C++ kernel (ops/sample_kernel.py), which gives the same ids.
 Does not: process logits or make the uniform numbers.
 Definition: scaled = (logit - best) * inverse temperature, in float32; weight = e^scaled, in float32 by `_exponential`,
 rounded to a multiple of 2^-34, in float64. A vocabulary of at most 2^19 ids has exact sums of weights in any order.
 Candidates are in the order (logit descending, id ascending), so ties go to the lowest id. top_k keeps the first k of
-them, top_p those before which less than its share of these weights lies, min_p those whose scaled logit is at least
+them, top_p those which are preceded by less than its share of these weights, min_p those whose scaled logit is at least
 log(min_p). Rows with top_k or top_p draw among their candidates in this order; the others in id order, unsorted.
 Shapes: R rows, V vocabulary, K candidates.
 """
@@ -22,15 +22,15 @@ from torch import Tensor
 from octavo.sampling.columns import Floats, Ints
 from octavo.sampling.upload import upload
 
-WIDTHS = (64, 512, 4096)  # candidates looked at, in turn, before a full sort
-_LEAST = -30.0  # weights are 0 long before
+WIDTHS = (64, 512, 4096)  # numbers of candidates tried, in turn, before a full sort
+_LEAST = -30.0  # weights are already 0 here
 _ROUND = 1.5 * 2.0**18  # whose last place in float64 is 2^-34
 _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What each row draws with: one entry per row in each column. `top_k` 0 = all."""
+    """The parameters of each row's draw: one entry per row in each column. `top_k` 0 = all."""
 
     inverse_temperature: NDArray[np.float32]
     floor: NDArray[np.float32]
@@ -40,7 +40,7 @@ class Cuts:
     uniform: Floats
 
     def take(self, rows: Ints) -> Cuts:
-        """The columns of some rows."""
+        """Return the columns of some rows."""
         return Cuts(
             self.inverse_temperature[rows],
             self.floor[rows],
@@ -52,20 +52,20 @@ class Cuts:
 
 
 def scale(logits_RV: Tensor, cuts: Cuts) -> Tensor:
-    """Give the scaled logits. Rows whose best logit is not finite give NaN."""
+    """Return the scaled logits. Rows whose best logit is not finite have NaN."""
     inverse_R1 = upload(logits_RV.device, cuts.inverse_temperature[:, None])[0]
     scaled_RV = logits_RV - logits_RV.amax(dim=1, keepdim=True)
     return scaled_RV.mul_(inverse_R1)
 
 
 def weigh(scaled_RV: Tensor) -> Tensor:
-    """Give the weights, float64. On a CPU they equal the kernel's by bits; elsewhere the device's own e^x is used."""
+    """Return the weights, float64. On a CPU they equal the kernel's bit for bit; elsewhere the device's e^x is used."""
     exponential_RV = _exponential(scaled_RV) if scaled_RV.is_cpu else scaled_RV.exp()
     return exponential_RV.double().add_(_ROUND).sub_(_ROUND)
 
 
 def _exponential(x: Tensor) -> Tensor:
-    """e^x of x <= 0 in float32, operation by operation as csrc/sampling_passes.h has it (Moshier, Cephes, 1989)."""
+    """Return e^x of x <= 0 in float32, with the same operations as csrc/sampling_passes.h (Moshier, Cephes, 1989)."""
     x = x.clamp(min=_LEAST)
     whole = (x * 1.44269504088896341).round_()
     r = (x - whole * 0.693359375) + whole * 2.12194440e-4
@@ -78,7 +78,7 @@ def _exponential(x: Tensor) -> Tensor:
 
 
 def draw(logits_RV: Tensor, cuts: Cuts) -> Tensor:
-    """Draw one id per row; any, where the best logit is not finite."""
+    """Draw one id per row; for a row whose best logit is not finite the id is arbitrary."""
     ids_R = torch.zeros(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
     is_typical = cuts.typical_p < 1
     is_cut = ((cuts.top_k > 0) | (cuts.top_p < 1)) & ~is_typical
@@ -94,7 +94,7 @@ def draw(logits_RV: Tensor, cuts: Cuts) -> Tensor:
 
 
 def draw_in_id_order(logits_RV: Tensor, cuts: Cuts) -> Tensor:
-    """Give the first id whose cumulative weight exceeds uniform * total."""
+    """Return the first id whose cumulative weight exceeds uniform * total."""
     scaled_RV = scale(logits_RV, cuts)
     weights_RV = weigh(scaled_RV)
     floor_R1, uniform_R1 = _column(logits_RV, cuts.floor), _column(logits_RV, cuts.uniform)
@@ -104,7 +104,7 @@ def draw_in_id_order(logits_RV: Tensor, cuts: Cuts) -> Tensor:
 def draw_from_best(logits_RV: Tensor, cuts: Cuts) -> Tensor:
     """Draw among the candidates that the cuts keep.
 
-    On a CPU most rows are settled by their best 64; only the others are looked at again, more widely.
+    On a CPU the best 64 candidates suffice for most rows; only the other rows are tried again with more.
     """
     size = logits_RV.shape[1]
     scaled_RV = scale(logits_RV, cuts)
@@ -125,21 +125,21 @@ def draw_from_best(logits_RV: Tensor, cuts: Cuts) -> Tensor:
 
 
 def draw_typical(logits_RV: Tensor, cuts: Cuts) -> Tensor:
-    """Draw from what the cuts leave, cut to what is locally typical. Sorts the vocabulary twice."""
+    """Draw among the locally typical ones of the candidates that the cuts keep. Sorts the vocabulary twice."""
     scaled_RV = scale(logits_RV, cuts)
     return _draw_from(sorted_whole(logits_RV), scaled_RV, weigh(scaled_RV), cuts)[0]
 
 
 def sorted_whole(scores_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Give all scores and ids of each row in candidate order."""
+    """Return all scores and ids of each row in candidate order."""
     return _best(scores_RV, scores_RV.shape[1])
 
 
 def sorted_candidates(scores_RV: Tensor, num_needed: int) -> tuple[Tensor, Tensor]:
-    """Give at least the `num_needed` best scores and ids of each row, in candidate order, exact at ties.
+    """Return at least the `num_needed` best scores and ids of each row, in candidate order, exact at ties.
 
-    On a CPU a top-k widens until the last needed score lies strictly above the last found, so no tie is cut; on
-    other devices, where looking would wait for the device, one stable sort does it.
+    On a CPU a top-k widens until the last needed score is strictly above the last found, so no tie is cut; on
+    other devices, where that test would wait for the device, it is one stable sort.
     """
     size = scores_RV.shape[1]
     if scores_RV.device.type == "cpu":
@@ -152,7 +152,7 @@ def sorted_candidates(scores_RV: Tensor, num_needed: int) -> tuple[Tensor, Tenso
 
 
 def _best(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Give the best `width` scores and ids in candidate order; which of the last score's ties are in is open."""
+    """Return the best `width` scores and ids in candidate order; ties of the last score may be cut."""
     if width == scores_RV.shape[1]:
         values_RV, ids_RV = torch.sort(scores_RV, dim=1, descending=True, stable=True)
         return values_RV, ids_RV
@@ -176,9 +176,9 @@ def _first_above(weights_RK: Tensor, uniform_R1: Tensor) -> Tensor:
 def _draw_from(
     candidates: tuple[Tensor, Tensor], scaled_RV: Tensor, weights_RV: Tensor, cuts: Cuts
 ) -> tuple[Tensor, Tensor]:
-    """Draw from the best candidates; also say for which rows these held everything that may be drawn.
+    """Draw from the best candidates; also return for which rows these include every id that may be drawn.
 
-    Where typical_p is below 1 the candidates must be the whole vocabulary.
+    If typical_p is below 1, the candidates must be the whole vocabulary.
     """
     values_RK, ids_RK = candidates
     size, width = weights_RV.shape[1], ids_RK.shape[1]
@@ -197,7 +197,7 @@ def _draw_from(
     drawn_R = ids_RK.gather(1, index_R1)[:, 0]
     if width == size:
         return drawn_R, torch.ones(len(ids_RK), dtype=torch.bool, device=ids_RK.device)
-    # settled: the cut lies among candidates strictly above the last, so that no tie is missed
+    # settled: the cut is among candidates strictly above the last, so that no tie is missed
     is_above_RK = values_RK > values_RK[:, -1:]
     has_mass_R = ((cumulative_RK >= mass_R1) & is_above_RK).any(dim=1) & is_whole_R1[:, 0]
     has_count_R = is_above_RK.sum(dim=1) >= limit_R1[:, 0]
@@ -205,12 +205,12 @@ def _draw_from(
 
 
 def _is_typical(probs_RK: Tensor, mass_R1: Tensor) -> Tensor:
-    """Whether a candidate is among those whose information is nearest the entropy and that together reach the mass.
+    """Return which candidates are among those nearest in information to the entropy that together reach the mass.
 
-    Candidates as near as the last of them are in too. Weights need not sum to 1; those of 0 are not candidates.
+    Candidates as near as the last of them are included. Weights need not sum to 1; those of 0 are not candidates.
     Source: Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2022.
     """
-    # running sums: a plain sum over one long row may be split among threads, and then differs by company
+    # cumulative sums: a plain sum over one long row may be split among threads, and then depends on the batch
     probs_RK = probs_RK / probs_RK.cumsum(dim=1)[:, -1:]
     information_RK = -probs_RK.log()
     entropy_R1 = (probs_RK * information_RK).nan_to_num_(nan=0.0).cumsum(dim=1)[:, -1:]

@@ -1,4 +1,4 @@
-"""Copies host columns to a device without waiting for it.
+"""Copy host columns to a device without waiting for it.
 
 Owns: how columns are copied. Does not: copy on a CPU, where the tensor shares the array's memory.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def upload(device: torch.device, *columns: NDArray[Any]) -> list[Tensor]:
-    """Give each column as a tensor on `device`; columns of one call share a dtype and one transfer.
+    """Return each column as a tensor on `device`; columns of one call share a dtype and one transfer.
 
     The pinned staging memory comes from torch's caching host allocator, which reuses it only after the
     copy is done; so several steps may be in flight.
