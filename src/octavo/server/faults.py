@@ -190,12 +190,12 @@ NO_THREADS = "thread_unsupported_request"  # Anthropic's tool runners then send 
 
 
 def openai_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     return error.body()
 
 
 def anthropic_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Anthropic's error object; `scope` is empty for one in mid-stream."""
+    """Return Anthropic's error object; `scope` is empty for one in mid-stream."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
     message = error.message
     if error.code == "context_length_exceeded":  # agents match these words, and shorten their conversation
@@ -208,7 +208,7 @@ def anthropic_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]
 
 
 def ollama_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Ollama's error object."""
+    """Return Ollama's error object."""
     return {"error": error.message}
 
 

@@ -1,14 +1,14 @@
-// A canvas that fits its place, and what all drawings share: axes, crosshair, hovering.
+// A canvas of its element's size, and the parts that all drawings share: axes, crosshair, hovering.
 import { moment, seconds } from "./format.js";
 
-/** A canvas in its element's size, sharp on any screen. `changed` is called when it has to be drawn anew. */
+/** A canvas in its element's size, sharp on any screen. `changed` is called when it must be redrawn. */
 export class Surface {
   constructor(canvas, changed) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
     this.width = 0;
     this.height = 0;
-    this.pointer = null; // {x, y} while somebody points at it
+    this.pointer = null; // {x, y} while the pointer is over it
     this.changed = changed;
     new ResizeObserver(() => { this.#fit(); changed(); }).observe(canvas);
     canvas.addEventListener("pointermove", (event) => { this.pointer = { x: event.offsetX, y: event.offsetY }; changed(); });
@@ -32,14 +32,14 @@ export class Surface {
   }
 }
 
-/** Round distances for about `wanted` marks over a span: 1, 2 or 5 times a power of ten. */
+/** Return a round distance for about `wanted` marks over a span: 1, 2 or 5 times a power of ten. */
 export function niceStep(span, wanted) {
   const rough = span / Math.max(1, wanted), power = 10 ** Math.floor(Math.log10(rough));
   for (const factor of [1, 2, 5]) if (rough <= factor * power) return factor * power;
   return 10 * power;
 }
 
-/** Marks of time below [left, right]; `from` and `to` are the times there. */
+/** Draw marks of time below [left, right]; `from` and `to` are the times there. */
 export function timeAxis(surface, palette, area, view) {
   const { context } = surface, step = niceStep(view.to - view.from, area.width / 95);
   context.fillStyle = palette["fg-2"];
@@ -58,7 +58,7 @@ export function timeAxis(surface, palette, area, view) {
 
 const tip = () => document.getElementById("tip");
 
-/** Show numbers beside the pointer: rows of [name, value], under a title. */
+/** Show numbers next to the pointer: rows of [name, value], under a title. */
 export function showTip(surface, title, rows) {
   const box = tip(), place = surface.canvas.getBoundingClientRect();
   const dl = document.createElement("dl");

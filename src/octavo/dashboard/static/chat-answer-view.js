@@ -1,4 +1,4 @@
-// One answer on the page: what the model thought, said and called, token by token where asked, and its figures.
+// One answer on the page: its thinking, text and calls, token by token if requested, and its figures.
 // Owns: these elements. Does not: know conversations.
 
 import { button, make } from "./chat-dom.js";
@@ -7,13 +7,13 @@ import { callsOf } from "./chat-request.js";
 import { answerParts, number, requestParts } from "./chat-stats.js";
 import { TokensView } from "./chat-tokens.js";
 
-/** Shows an answer as it grows. */
+/** The view of an answer that grows. */
 export class AnswerView {
-  #text = null; // what is shown of it
+  #text = null; // the text shown
   #thought = null;
   #figures = null;
   #numTokens = -1;
-  #settled = null; // what an answer that has ended was drawn from
+  #settled = null; // the data from which an ended answer was drawn
   #place = " false";
 
   constructor(answer) {
@@ -35,11 +35,11 @@ export class AnswerView {
     this.thought.addEventListener("toggle", () => this.#showThought());
   }
 
-  /** Show it as it is now. `rate` is tokens a second so far; `place` [number, of, pick] where it is one of several. */
+  /** Show its current state. `rate` is tokens a second so far; `place` [number, of, pick] if it is one of several. */
   update({ isRunning, rate, place }) {
     const { answer } = this;
     const settled = isRunning ? null : [answer.content, answer.finish, answer.error, answer.stats, place ? `${place[0]} ${place[1]}` : ""];
-    if (settled && this.#settled?.every((value, index) => value === settled[index])) return; // as it was drawn before
+    if (settled && this.#settled?.every((value, index) => value === settled[index])) return; // unchanged
     this.#settled = settled;
     this.element.classList.toggle("running", isRunning);
     this.#showPlace(place);
@@ -122,6 +122,6 @@ function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text; // not all of it is there, or it is no JSON
+    return text; // incomplete, or no JSON
   }
 }

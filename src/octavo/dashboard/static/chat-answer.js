@@ -1,25 +1,25 @@
-// An answer as it comes: chunks of /v1/chat/completions put together, by choice. Plain data, no DOM.
-// Owns: what an answer holds. Does not: read the network, show anything.
+// A streamed answer: the chunks of /v1/chat/completions combined by choice. Plain data, no DOM.
+// Owns: the data of an answer. Does not: read the network, show anything.
 
-/** Make an answer that holds nothing yet. */
+/** Make an empty answer. */
 export function emptyAnswer() {
   return { content: "", reasoning: "", calls: [], tokens: [], finish: null, stats: null };
 }
 
-/** Puts the chunks of one request together. `answers` are its choices, in their order. */
+/** Combines the chunks of one request. `answers` are its choices, in order. */
 export class Assembly {
   constructor(count, startedMs) {
     this.answers = Array.from({ length: count }, emptyAnswer);
     this.startedMs = startedMs;
-    this.firstMs = null; // when the first text came
+    this.firstMs = null; // time of the first text
     this.lastMs = null;
-    this.pieces = 0; // chunks with something said: about the number of tokens
+    this.pieces = 0; // chunks with text: about the number of tokens
     this.usage = null;
     this.timings = null;
     this.id = null;
   }
 
-  /** Take a chunk that came at a time; return the indexes of the choices that it changed. Throws ServerError. */
+  /** Add a chunk that arrived at a time; return the indexes of the choices that it changed. Throws ServerError. */
   push(chunk, nowMs) {
     if (chunk.error) throw new ServerError(chunk.error.message ?? "the server failed", { code: chunk.error.code, param: chunk.error.param });
     this.id ??= chunk.id ?? null;
@@ -72,7 +72,7 @@ function packed(token) {
 
 const rounded = (logprob) => Math.round(logprob * 1e4) / 1e4;
 
-/** What a server refused or failed at; `status` is 0 where it was not reached, `retryAfterS` when to try again. */
+/** A refusal or failure of the server; `status` is 0 if it was not reached, `retryAfterS` the wait before a retry. */
 export class ServerError extends Error {
   constructor(message, { status = 0, code = null, param = null, retryAfterS = null, isFinal = true } = {}) {
     super(message);

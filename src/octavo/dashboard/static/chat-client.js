@@ -1,13 +1,13 @@
-// The server, as the chat page asks it. Owns: addresses, errors in words, when to try again, reading streams.
+// The chat page's client of the server. Owns: addresses, errors in words, when to retry, reading streams.
 // Does not: know conversations or show anything.
 
 import { ServerError } from "./chat-answer.js";
 import { readEvents } from "./chat-sse.js";
 
 export const MAX_RETRIES = 8;
-export const MAX_WAIT_S = 120; // what says to wait longer is an error
+export const MAX_WAIT_S = 120; // a longer Retry-After is an error
 
-/** Return the address that a path of the API has, below wherever this page is. */
+/** Return the address of a path of the API, relative to this page. */
 export const addressOf = (path) => new URL(path, document.baseURI).href;
 
 /** Return the names of the models that are served. Throws ServerError. */
@@ -17,7 +17,7 @@ export async function listModels() {
   return data.map((card) => ({ id: card.id, maxModelLen: card.max_model_len ?? null }));
 }
 
-/** Return where a request stands or what became of it, `text` a sentence of it; null where the server knows it not. Throws ServerError. */
+/** Return the explanation of a request, whose `text` is a sentence; null if the server does not know it. Throws ServerError. */
 export async function explain(requestId) {
   const response = await send(`v1/requests/${encodeURIComponent(requestId)}/explain`, {}, [404]);
   if (response.status === 404) return null;
@@ -25,7 +25,7 @@ export async function explain(requestId) {
   return explanations.map((one) => ({ ...one, text: one.text[0].toUpperCase() + one.text.slice(1) }));
 }
 
-/** Yield the chunks of one answer. Throws ServerError, and what the signal throws when it is aborted. */
+/** Yield the chunks of one answer. Throws ServerError, and the signal's error when it is aborted. */
 export async function* chat(body, requestId, signal) {
   const headers = { "Content-Type": "application/json", "X-Request-Id": requestId };
   const response = await send("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
@@ -47,7 +47,7 @@ export async function* chat(body, requestId, signal) {
 
 const cutError = () => new ServerError("The connection was cut in the middle of the answer.", { code: "cut" });
 
-/** Wait until a refused request may be sent again; `onTick` is told the seconds left, `skip` ends the wait early. */
+/** Wait until a refused request may be sent again; `onTick` is called with the seconds left, `skip` ends the wait early. */
 export async function countdown(waitS, signal, onTick, skip) {
   for (let left = Math.ceil(waitS); left > 0; left -= 1) {
     onTick(left);
@@ -56,7 +56,7 @@ export async function countdown(waitS, signal, onTick, skip) {
   }
 }
 
-/** Return whether, and after how many seconds, a request that failed is sent again by itself; null when it is not. */
+/** Return the seconds after which a failed request is retried automatically; null if it is not. */
 export function retryDelay(error, attempt) {
   if (!(error instanceof ServerError) || error.isFinal || attempt >= MAX_RETRIES) return null;
   if (error.status !== 429 && error.status !== 503) return null;
@@ -64,7 +64,7 @@ export function retryDelay(error, attempt) {
   return waitS <= MAX_WAIT_S ? waitS : null;
 }
 
-/** Return why the engine makes no progress now, in the server's words; null where it does, or nothing is known. */
+/** Return why the engine makes no progress now, in the server's words; null if it does, or the state is unknown. */
 export async function engineTrouble() {
   try {
     await send("readyz", {});
@@ -91,7 +91,7 @@ async function errorOf(response) {
   try {
     said = (await response.json()).error ?? {};
   } catch {
-    // a proxy's page, or nothing: the status has to do
+    // a proxy's page, or an empty body: only the status is known
   }
   const { status, headers } = response;
   const after = Number(headers.get("retry-after") ?? Number.NaN);

@@ -1,4 +1,4 @@
-// What appears above the page: short messages, and the dialog with the request as code.
+// Overlays of the page: short messages, and the dialog with the request as code.
 // Does not: know conversations; `parts` gives the request.
 
 import { button, copyButton, make } from "./chat-dom.js";
@@ -7,7 +7,7 @@ import { curlOf, pythonOf } from "./chat-request.js";
 const TOAST_MS = 10_000;
 const MAX_TOASTS = 4;
 
-/** Show a short message, with something that can be done about it. */
+/** Show a short message, with a button for an action. */
 export function toast(words, label = null, act = null) {
   const list = document.getElementById("toasts");
   const element = make("div", { class: "toast panel" }, make("span", {}, words));

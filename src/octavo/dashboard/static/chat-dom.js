@@ -1,5 +1,5 @@
-// Elements with text in them. Owns: the only way in which the chat page makes elements from data.
-// Does not: take HTML, style attributes or handlers as text. What a model says gets here as children that are strings.
+// Elements with text. Owns: the only way in which the chat page makes elements from data.
+// Does not: take HTML, style attributes or handlers as text. A model's text is passed as string children.
 
 const ATTRIBUTES = new Set([
   "class", "id", "href", "rel", "target", "type", "title", "role", "tabindex", "start", "scope", "for", "name", "value",
@@ -19,14 +19,14 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Make a button that does something. */
+/** Make a button with a handler. */
 export function button(label, attributes, act) {
   const element = make("button", { type: "button", class: "button quiet", ...attributes }, label);
   element.addEventListener("click", act);
   return element;
 }
 
-/** Redraw what is in a container; the focus, if it was in there, stays at the same button, or close by. */
+/** Redraw the content of a container; the focus, if it was inside, stays at the same button or near it. */
 export function redrawn(container, redraw) {
   const { activeElement: focused } = document;
   const had = container.contains(focused) ? (focused.dataset.action ?? "") : null;
@@ -36,7 +36,7 @@ export function redrawn(container, redraw) {
   (shown.find((one) => one.dataset.action === had) ?? shown[0] ?? container.closest("[tabindex]"))?.focus();
 }
 
-/** Put a text into the clipboard; return whether that worked. Pages without TLS have the old way only. */
+/** Put a text into the clipboard; return whether that worked. Pages without TLS only have the old API. */
 export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -63,7 +63,7 @@ export function copyButton(label, read, attributes = {}) {
   return element;
 }
 
-/** Return random letters and digits, for names that nobody is to guess by accident. */
+/** Return random letters and digits, for names that cannot be guessed by accident. */
 export function randomName(length = 12) {
   return Array.from(crypto.getRandomValues(new Uint8Array(length)), (byte) => "0123456789abcdefghijklmnopqrstuv"[byte & 31]).join("");
 }

@@ -3,7 +3,7 @@
 // Invariants: time is linear but for bounded looks back and ahead; nesting is bounded; every address that a link or an
 // image has passed `safeAddress`.
 
-const MAX_OPEN = 32; // marks that wait for their second half
+const MAX_OPEN = 32; // marks without their closing mark yet
 const MAX_RUN = 3; // longer runs of * and _ are text
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}]/u;
@@ -31,7 +31,7 @@ class Inlines {
   constructor(text) {
     this.text = text;
     this.at = 0;
-    this.out = []; // strings, nodes, and marks {mark, count} that may yet be text
+    this.out = []; // strings, nodes, and marks {mark, count} that may become text
     this.open = []; // the marks among them, outermost first
     this.ticks = null; // length of a run of backticks -> where such runs start
   }
@@ -85,7 +85,7 @@ class Inlines {
   code() {
     const length = runLength(this.text, this.at, "`");
     if (this.ticks === null) this.ticks = tickRuns(this.text);
-    const runs = this.ticks.get(length) ?? []; // none, where a mark before it was escaped
+    const runs = this.ticks.get(length) ?? []; // none if a mark before it was escaped
     while (runs.length && runs.at(-1) < this.at + length) runs.pop(); // kept last first
     if (!runs.length) return this.take(length, "`".repeat(length));
     const end = runs.at(-1);
@@ -123,7 +123,7 @@ class Inlines {
       const opener = this.open[index];
       const size = Math.min(count, opener.count, 2);
       const place = this.out.lastIndexOf(opener);
-      if (place === this.out.length - 1) return count; // nothing between
+      if (place === this.out.length - 1) return count; // no text between them
       const type = c === "~" ? "del" : size === 2 ? "strong" : "em";
       const children = settled(this.out.splice(place + 1));
       opener.count -= size;
@@ -149,7 +149,7 @@ class Inlines {
     if (index < 0) return false;
     const opener = this.open[index];
     const target = destination(this.text, this.at + 1);
-    this.open.length = index; // whatever was open within it stays text
+    this.open.length = index; // marks left open within it become text
     if (target === null) return false;
     const place = this.out.lastIndexOf(opener);
     const children = settled(this.out.splice(place + 1));
@@ -180,7 +180,7 @@ class Inlines {
   }
 }
 
-// "(address)" or "(address "title")" at a place; null where it is none, or not one to click.
+// "(address)" or "(address "title")" at a place; null if it is none, or not a safe one.
 function destination(text, at) {
   if (text[at] !== "(") return null;
   const found = /^\(\s?<?([^\s<>[\]]{1,2000}?)>?(?:\s+(?:"[^"\n]{0,500}"|'[^'\n]{0,500}'))?\s?\)/.exec(text.slice(at, at + 2600));
@@ -220,7 +220,7 @@ function tickRuns(text) {
   return runs;
 }
 
-// Marks that found no second half are text; neighbouring texts are one.
+// Marks without a closing mark become text; adjacent texts are joined.
 function settled(nodes) {
   const out = [];
   for (const node of nodes) {

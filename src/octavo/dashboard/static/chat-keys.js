@@ -1,5 +1,5 @@
-// What keys do on the chat page. Owns: the keys. Does not: do it.
-// Letters without a modifier are text: they land in the message field wherever the focus is outside of another field.
+// Keys of the chat page. Owns: the key bindings. Does not: the actions.
+// Letters without a modifier are text: they are typed into the message field unless another field has the focus.
 
 const FIELDS = "input, textarea, select, [contenteditable]";
 
@@ -7,7 +7,7 @@ const FIELDS = "input, textarea, select, [contenteditable]";
 export function installKeys(chat) {
   const text = document.getElementById("text");
   text.addEventListener("keydown", (event) => {
-    if (event.isComposing || event.keyCode === 229) return; // a letter that is being put together
+    if (event.isComposing || event.keyCode === 229) return; // a letter that is being composed
     if (event.key === "Enter" && !event.shiftKey) {
       event.preventDefault();
       chat.send();
@@ -28,7 +28,7 @@ export function installKeys(chat) {
   });
 }
 
-// A panel over the page closes first, then an answer stops, then the settings beside the page close.
+// Close a panel over the page first, then stop an answer, then close the settings next to the page.
 function escape(chat) {
   if (chat.panels.closeDrawers()) return;
   if (chat.run && !chat.panels.hasFocus("settings")) chat.stop();

@@ -4,7 +4,7 @@
 import { button, make } from "./chat-dom.js";
 import { MAX_FILE_BYTES, titleOf } from "./chat-store.js";
 
-/** Shows conversations in a list; the one that is open has its buttons. */
+/** The list of conversations; the open one has buttons. */
 export class ConversationList {
   #key = null;
   #shown = [[], null, new Set()];
@@ -34,7 +34,7 @@ export class ConversationList {
     if (!found.length) this.list.append(make("li", { class: "muted" }, "None"));
     if (!focused) return;
     const same = [...this.list.querySelectorAll("button")].find((one) => one.dataset.name === focused);
-    (same ?? this.list.querySelector('[aria-current="true"]') ?? this.filter).focus(); // it may be gone: deleted
+    (same ?? this.list.querySelector('[aria-current="true"]') ?? this.filter).focus(); // it may have been deleted
   }
 
   #item(conversation, isCurrent, isBusy) {

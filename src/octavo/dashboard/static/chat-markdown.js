@@ -1,4 +1,4 @@
-// Markdown as models write it, to plain data: its blocks. No DOM here, so that it can be tested by itself.
+// Models' Markdown to plain data: its blocks. No DOM here, so that it can be tested alone.
 // Owns: paragraphs, lists, tables, code, quotes. Does not: make elements (chat-render does), know HTML (it is text).
 // Invariants: time is linear in the text, nesting is bounded, no word of the text is lost. So no expression has two
 // parts in a row that take the same characters, and none searches for an end from every place of a line.
@@ -21,7 +21,7 @@ export function parse(text) {
   return blocksOf(linesOf(text), 0).map(([block]) => block);
 }
 
-/** Parses a text again and again as it grows; the blocks that more text cannot change are parsed once. */
+/** Parses a text again and again as it grows; blocks that more text cannot change are parsed once. */
 export class GrowingText {
   #settled = []; // blocks
   #start = ""; // their text
@@ -32,7 +32,7 @@ export class GrowingText {
     const rest = text.slice(this.#start.length);
     const lines = linesOf(rest);
     const found = blocksOf(lines, 0);
-    // What ends a block is seen on the first line of the next one and the line below; the last line may yet grow.
+    // The end of a block is known from the next block's first line and the line below; the last line may still grow.
     let num = 0;
     while (num + 1 < found.length && found[num + 1][1] + 1 < lines.length - 1) num += 1;
     const blocks = [...this.#settled, ...found.map(([block]) => block)];
@@ -43,7 +43,7 @@ export class GrowingText {
     return blocks;
   }
 
-  /** Characters that are parsed anew at each call. */
+  /** Characters that each call parses again. */
   unsettled(text) {
     return text.length - this.#start.length;
   }
@@ -51,7 +51,7 @@ export class GrowingText {
 
 const linesOf = (text) => text.split(LINE_END).map(untabbed);
 
-// The length of so many lines, ends included.
+// The length of the first lines, line ends included.
 function lengthOf(text, numLines) {
   const ends = new RegExp(LINE_END, "g");
   for (let line = 0; line < numLines; line += 1) ends.exec(text);
@@ -226,7 +226,7 @@ function readTable(lines, at) {
   let end = at + 2;
   while (end < lines.length && !isBlank(lines[end]) && lines[end].includes("|")) {
     const cells = cellsOf(lines[end]);
-    rows.push(cells.slice(0, head.length).map((cell) => inlinesOf(cell))); // as many as there are: no more is made of it
+    rows.push(cells.slice(0, head.length).map((cell) => inlinesOf(cell))); // extra cells are dropped
     end += 1;
   }
   return [{ type: "table", sides, head: head.map((cell) => inlinesOf(cell)), rows }, end];

@@ -1,4 +1,4 @@
-// The panels beside the messages, and the theme. On a narrow screen a panel lies over the page and closes again.
+// The panels next to the messages, and the theme. On a narrow screen a panel lies over the page and closes again.
 
 import { shownTheme, toggleTheme } from "./theme.js";
 
@@ -50,14 +50,14 @@ export class Panels {
     if (hadFocus) this.#button(name).focus();
   }
 
-  /** Close what lies over the page; returns whether anything did. */
+  /** Close a panel over the page; return true if one was open. */
   closeDrawers() {
     const opened = narrow.matches ? NAMES.filter((name) => this.open[name]) : [];
     for (const name of opened) this.close(name);
     return opened.length > 0;
   }
 
-  /** Return whether the focus is in a panel. */
+  /** Return true if the focus is in a panel. */
   hasFocus(name) {
     return this.#panel(name).contains(document.activeElement);
   }
@@ -76,7 +76,7 @@ export class Panels {
     try {
       localStorage.setItem(KEY, JSON.stringify(this.open));
     } catch {
-      // only for this visit, then
+      // no storage: only for this visit
     }
   }
 
@@ -85,7 +85,7 @@ export class Panels {
       const kept = JSON.parse(localStorage.getItem(KEY)) ?? {};
       for (const name of NAMES) if (typeof kept[name] === "boolean") this.open[name] = kept[name];
     } catch {
-      // as at first
+      // the defaults
     }
   }
 

@@ -1,13 +1,13 @@
 // Markdown on the page. Owns: elements for blocks. Does not: parse (chat-markdown does).
-// Invariants: only the elements below are made; a text is never read as HTML; what did not change is left standing, so
-// that a selection in it survives the stream.
+// Invariants: only the elements below are made; a text is never read as HTML; unchanged elements are kept, so
+// that a selection in them survives the stream.
 
 import { copyButton, make } from "./chat-dom.js";
 import { GrowingText } from "./chat-markdown.js";
 
 const SHOWN_EVERY_MS = 250; // a long block that grows, such as a paragraph of 100 KB
-const LONG = 4096; // characters that are parsed anew with each piece of a stream
-const GROWTH = 32; // or once it grew by one part in so many
+const LONG = 4096; // characters that are parsed again with each piece of a stream
+const GROWTH = 32; // or once it grew by 1/32
 
 /** The elements that a text can become. */
 export const ELEMENTS = [
@@ -27,7 +27,7 @@ export class Markdown {
     this.#container = container;
   }
 
-  /** Show a text that may grow at once again, at most some times a second where it is long; return whether it did. */
+  /** Show a growing text, a long one at most some times a second; return true if it was shown. */
   showGrowing(text) {
     const unsettled = this.#growing.unsettled(text);
     const isLittle = unsettled > LONG && text.length - this.#length < unsettled / GROWTH;
@@ -36,7 +36,7 @@ export class Markdown {
     return true;
   }
 
-  /** Show the text: blocks whose source is as before stay. */
+  /** Show the text; keep blocks with unchanged source. */
   show(text) {
     const blocks = this.#growing.parse(text);
     [this.#length, this.#shownMs] = [text.length, performance.now()];

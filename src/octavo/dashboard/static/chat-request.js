@@ -1,7 +1,7 @@
-// What is asked of the server: from a conversation and its settings to a request's body, to curl and to Python.
+// Requests: from a conversation and its settings to a body, to curl and to Python.
 // Pure. Does not: check ranges (the server does, and names the field) or send anything.
 
-/** The settings that are numbers: [name, label, step, hint]. An empty one is left to the model's own default. */
+/** The settings that are numbers: [name, label, step, hint]. An empty one takes the model's own default. */
 export const NUMBERS = [
   ["temperature", "Temperature", 0.1, "0 takes the likeliest token; higher is more varied"],
   ["top_p", "Top p", 0.05, "only the likeliest tokens that have this probability together"],
@@ -20,14 +20,14 @@ const OF_OPENAI = new Set([
   "logprobs", "top_logprobs", "response_format", "tools", "tool_choice", "reasoning_effort", "stream", "stream_options",
 ]);
 
-/** Settings as they are at first. */
+/** The default settings. */
 export const DEFAULTS = Object.freeze({
   ...Object.fromEntries(NUMBERS.map(([name]) => [name, ""])),
   system: "", stop: "", logprobs: false, top_logprobs: "5", response_format: "text", schema: "", tools: "",
   tool_choice: "auto", reasoning_effort: "", extra: "",
 });
 
-/** A setting that cannot be sent as it is. */
+/** A setting with an invalid value. */
 export class FieldError extends Error {
   constructor(field, message) {
     super(message);
@@ -86,19 +86,19 @@ function jsonOf(name, label, text, fits) {
 
 const unescaped = (line) => line.replace(/\\([nt\\])/g, (_, c) => ({ n: "\n", t: "\t", "\\": "\\" })[c]);
 
-/** Turn a conversation's messages into those of a request: what was picked of each answer, calls and their results. */
+/** Turn a conversation's messages into those of a request: the picked choice of each answer, calls and their results. */
 export function messagesOf(messages) {
   return messages.flatMap((message) => {
     if (message.role === "tool") return [{ role: "tool", tool_call_id: message.callId, content: message.content }];
     if (message.role !== "assistant") return [{ role: message.role, content: message.content }];
     const answer = shownAnswer(message);
     const calls = callsOf(answer).map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
-    if (!answer.content && !calls.length) return []; // nothing was said
+    if (!answer.content && !calls.length) return []; // an empty answer
     return [{ role: "assistant", content: answer.content, ...(calls.length ? { tool_calls: calls } : {}) }];
   });
 }
 
-/** Return the answer of a message that the conversation goes on with. */
+/** Return the answer of a message with which the conversation continues. */
 export const shownAnswer = (message) => message.answers[message.picked ?? message.from ?? 0];
 
 /** Return the calls of an answer that have a name. */
@@ -133,7 +133,7 @@ print()
 `;
 }
 
-/** Write a JSON value as Python has it. */
+/** Write a JSON value in Python's syntax. */
 export function pythonValue(value, depth = 0) {
   if (value === null) return "None";
   if (value === true) return "True";

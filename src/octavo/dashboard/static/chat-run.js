@@ -1,6 +1,6 @@
-// One request, from sending to its end: tries again where the server asks for it, and can be stopped.
-// Owns: the request's state and its clock. Does not: show anything; `onChange` is called whenever something changed.
-// Stages: waiting (sent, nothing said yet), refused (to be sent again), answering, ended.
+// One request, from sending to its end: it is retried if the server says so, and can be stopped.
+// Owns: the request's state and its clock. Does not: show anything; `onChange` is called after each change.
+// Stages: waiting (sent, no text yet), refused (to be sent again), answering, ended.
 
 import { Assembly, ServerError } from "./chat-answer.js";
 import { chat, countdown, engineTrouble, explain, MAX_RETRIES, retryDelay } from "./chat-client.js";
@@ -8,7 +8,7 @@ import { randomName } from "./chat-dom.js";
 import { seenRate, statsOf } from "./chat-stats.js";
 
 const WHY_EVERY_MS = 1000;
-const SILENT_MS = 1500; // without a chunk, before the server is asked whether its engine works
+const SILENT_MS = 1500; // without a chunk, before the server is asked for the engine's state
 const TROUBLE_EVERY_MS = 1000;
 const NOT_THERE = "The engine has not got it yet: its prompt is being read, or it waits for a place.";
 
@@ -16,37 +16,37 @@ export class Run {
   #abort = new AbortController();
   #skip = () => {};
 
-  /** `answers` are the answers that are to grow; those with text already are gone on with. */
+  /** `answers` are the answers to fill; those with text are continued. */
   constructor(conversation, message, answers, body, onChange) {
     Object.assign(this, { conversation, message, body, onChange });
     this.assembly = new Assembly(answers.length, performance.now());
     this.assembly.answers = answers;
     this.stage = "waiting";
     this.words = "";
-    this.reasons = null; // why it waits, when that was asked for
+    this.reasons = null; // why it waits, if requested
     this.requestId = null;
     this.trouble = ""; // why the engine makes no progress, while it makes none
     this.error = null;
-    this.heardMs = performance.now(); // when the server last said something of this request
+    this.heardMs = performance.now(); // when the server last sent anything of this request
     this.askedMs = 0;
   }
 
-  /** Tokens a second as they come, about. */
+  /** The approximate rate of tokens per second. */
   get rate() {
     return seenRate(this.assembly);
   }
 
-  /** Give it up; what was said stays. */
+  /** Stop it; keep the text so far. */
   stop() {
     this.#abort.abort(new DOMException("stopped", "AbortError"));
   }
 
-  /** Send again now what is waiting to be. */
+  /** Retry a refused request now. */
   tryNow() {
     this.#skip();
   }
 
-  /** Tell why it waits, anew each second, in `reasons`; or end that. */
+  /** Update `reasons`, why it waits, each second; or stop that. */
   async why() {
     if (this.reasons) {
       this.reasons = null;
@@ -63,7 +63,7 @@ export class Run {
     }
   }
 
-  /** Do it; never throws. */
+  /** Run the request; never throws. */
   async go() {
     const clock = setInterval(() => this.#tick(), 500);
     try {
@@ -121,13 +121,13 @@ export class Run {
     this.#say(waitedS < 1 ? "Waiting for the first token…" : `Waiting for the first token, ${Math.floor(waitedS)} s so far.`);
   }
 
-  // A stream says nothing while the engine is replaced: ask the server whether that is why.
+  // A stream is silent while the engine is replaced: ask the server if that is the reason.
   async #lookForTrouble() {
     const now = performance.now();
     if (this.stage === "refused" || now - this.heardMs < SILENT_MS || now - this.askedMs < TROUBLE_EVERY_MS) return;
     this.askedMs = now;
     const trouble = await engineTrouble();
-    if (this.heardMs > now || this.stage === "ended" || this.stage === "refused") return; // it went on meanwhile
+    if (this.heardMs > now || this.stage === "ended" || this.stage === "refused") return; // it continued meanwhile
     this.trouble = trouble ?? "";
     if (trouble) this.#say(`${trouble[0].toUpperCase()}${trouble.slice(1)}… The answer continues when it is ready.`);
     else this.onChange(this);
@@ -150,7 +150,7 @@ export class Run {
   }
 }
 
-// What became of an answer whose request failed.
+// The end of an answer whose request failed.
 function endOf(error) {
   if (!(error instanceof ServerError)) return "cut";
   if (error.status === 0) return error.code === "unreachable" ? "unsent" : "cut";

@@ -1,4 +1,4 @@
-// The panel of settings. Owns: its fields, and showing which of them was wrong. Does not: keep settings or send them.
+// The panel of settings. Owns: its fields, and marking an invalid one. Does not: keep settings or send them.
 
 import { make } from "./chat-dom.js";
 import { DEFAULTS, NUMBERS } from "./chat-request.js";
@@ -7,10 +7,10 @@ const SCHEMA_EXAMPLE = '{"type": "object", "properties": {"city": {"type": "stri
 const TOOLS_EXAMPLE = '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]';
 const EFFORTS = ["", "none", "minimal", "low", "medium", "high", "xhigh"];
 const CHOICES = ["auto", "none", "required"];
-// What the server calls a field -> what it is called here.
+// The server's name of a field -> its name here.
 const SPELLINGS = { response_format: "schema", max_completion_tokens: "max_tokens" };
 
-/** The fields in a form; `onChange` gets the settings whenever one changed. */
+/** The fields in a form; `onChange` is called with the settings after each change. */
 export class SettingsForm {
   #fields = new Map(); // name -> {input, error}
 
@@ -43,7 +43,7 @@ export class SettingsForm {
     form.addEventListener("submit", (event) => event.preventDefault());
   }
 
-  /** Return the settings as they stand. */
+  /** Return the current settings. */
   read() {
     const given = {};
     for (const [name, { input }] of this.#fields) given[name] = input.type === "checkbox" ? input.checked : input.value;
@@ -60,7 +60,7 @@ export class SettingsForm {
     this.#arrange();
   }
 
-  /** Mark the field that a request failed for; return its input, or null where it is none of these. */
+  /** Mark the field that a request failed for; return its input, or null if it is not in the form. */
   mark(param, message) {
     const root = (param ?? "").split(/[.[]/)[0];
     const field = this.#fields.get(SPELLINGS[root] ?? root);
@@ -71,7 +71,7 @@ export class SettingsForm {
     return field.input;
   }
 
-  /** Take all marks away. */
+  /** Remove all marks. */
   clear() {
     for (const { input, error } of this.#fields.values()) {
       input.removeAttribute("aria-invalid");
@@ -79,7 +79,7 @@ export class SettingsForm {
     }
   }
 
-  // Fields that say nothing without another are there only with it.
+  // Fields that have no effect without another are shown only with it.
   #arrange() {
     const row = (name) => this.#fields.get(name).input.closest(".field");
     row("schema").hidden = this.#fields.get("response_format").input.value !== "json_schema";

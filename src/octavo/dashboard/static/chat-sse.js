@@ -1,6 +1,6 @@
-// Server-sent events out of bytes, however the bytes are cut (WHATWG HTML, "Server-sent events").
+// Server-sent events from bytes (WHATWG HTML, "Server-sent events").
 // Owns: lines, fields, the end of an event. Does not: know what an event's data means.
-// Invariant: the same bytes give the same events, whatever the pieces they come in.
+// Invariant: the same bytes give the same events, however they are split into pieces.
 
 export const MAX_EVENT_CHARACTERS = 32 * 1024 * 1024;
 
@@ -12,12 +12,12 @@ export class SseParser {
   #held = 0; // characters of the event so far
   #skipsLineFeed = false; // the last character was a carriage return
 
-  /** Take bytes; return the events that they end: [{type, data}]. */
+  /** Add bytes; return the events that they complete: [{type, data}]. */
   push(bytes) {
     return this.#take(this.#decoder.decode(bytes, { stream: true }));
   }
 
-  /** Return whether something was begun that no empty line ended: the stream was cut. */
+  /** Return true if an event is incomplete: the stream was cut. */
   get isOpen() {
     return this.#data.length > 0 || this.#pieces.length > 0;
   }
@@ -64,7 +64,7 @@ export class SseParser {
   }
 }
 
-/** Yield the events of a response's body. Throws what its reader throws, and an Error where the body ends within one. */
+/** Yield the events of a response's body. Throws its reader's errors, and an Error if the body ends within an event. */
 export async function* readEvents(body) {
   const parser = new SseParser();
   const reader = body.getReader();

@@ -1,6 +1,6 @@
 // Figures of an answer: rates, times, probabilities, in words. Pure.
 
-/** Return what is kept of a finished request, from what the server told and what was seen here. */
+/** Return the stored figures of a finished request: the server's, and those measured here. */
 export function statsOf(assembly, nowMs) {
   const { usage, timings } = assembly;
   return {
@@ -19,7 +19,7 @@ export function statsOf(assembly, nowMs) {
   };
 }
 
-/** Return pieces a second as they came here, behind the first; null before there are two. */
+/** Return the rate of pieces per second after the first; null with fewer than two. */
 export function seenRate({ pieces, firstMs, lastMs }) {
   return pieces > 1 && lastMs > firstMs ? ((pieces - 1) * 1000) / (lastMs - firstMs) : null;
 }
@@ -31,14 +31,14 @@ export function seconds(value) {
   return value < 99.95 ? `${value.toFixed(value < 9.995 ? 2 : 1)} s` : `${Math.round(value)} s`;
 }
 
-/** Return a number with as many digits as say something. */
+/** Return a number as text, with three significant digits or as a whole number. */
 export function number(value) {
   return value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 }
 
 const ENDS = { stop: "ended by itself", length: "ended at the limit of tokens", tool_calls: "calls tools", stopped: "stopped", cut: "cut off", refused: "refused", failed: "failed", unsent: "not sent" };
 
-/** Return what is told of a request, as parts [{label, words, title}]. */
+/** Return the figures of a request, as parts [{label, words, title}]. */
 export function requestParts(stats) {
   const parts = [];
   const add = (label, words, title) => parts.push({ label, words, title });
@@ -55,7 +55,7 @@ export function requestParts(stats) {
   return parts;
 }
 
-/** Return what is told of one answer. */
+/** Return the figures of one answer. */
 export function answerParts(answer) {
   const parts = [];
   const doubt = perplexity(answer.tokens);

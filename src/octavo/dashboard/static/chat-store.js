@@ -1,6 +1,6 @@
 // Conversations, kept in this browser and nowhere else.
-// Owns: their form, their storage, files of them. Does not: show them, or send anything anywhere.
-// Invariants: what is read, from storage or a file, is checked member by member; one bad conversation harms no other.
+// Owns: their form, their storage, files of them. Does not: show them, or send them.
+// Invariants: data from storage or a file is checked member by member; one bad conversation does not affect others.
 
 import { randomName } from "./chat-dom.js";
 import { DEFAULTS } from "./chat-request.js";
@@ -19,7 +19,7 @@ export function newConversation(settings = DEFAULTS) {
   return { id: randomName(), title: "", created: now, updated: now, settings: { ...DEFAULTS, ...settings }, messages: [] };
 }
 
-/** Return a conversation's name: its own, or how it begins. */
+/** Return a conversation's name: its own, or its first words. */
 export function titleOf(conversation) {
   if (conversation.title) return conversation.title;
   const first = conversation.messages.find((message) => message.role === "user");
@@ -53,7 +53,7 @@ export class Store {
     return [...this.all.values()].sort((a, b) => b.updated - a.updated || (a.id < b.id ? -1 : 1));
   }
 
-  /** Keep a conversation. Returns false where it did not fit even without its log-probabilities. */
+  /** Store a conversation. Return false if it did not fit even without its log-probabilities. */
   save(conversation, hasChanged = true) {
     if (hasChanged) conversation.updated = Date.now();
     this.all.set(conversation.id, conversation);
@@ -62,7 +62,7 @@ export class Store {
     return this.#write(PREFIX + conversation.id, JSON.stringify(conversation)) || this.#write(PREFIX + conversation.id, JSON.stringify(withoutTokens(conversation)));
   }
 
-  /** Forget a conversation. */
+  /** Delete a conversation. */
   remove(id) {
     this.all.delete(id);
     this.storage?.removeItem(PREFIX + id);
@@ -173,7 +173,7 @@ function checkedAnswer(value) {
     reasoning: textOr(answer.reasoning, ""),
     calls: calls.filter((call) => call && isText(call.name)).map((call) => ({ id: textOr(call.id, ""), name: call.name, arguments: textOr(call.arguments, "") })),
     tokens: tokens.every(isToken) ? tokens : [],
-    finish: isText(answer.finish) ? answer.finish : "cut", // the page was left while it came
+    finish: isText(answer.finish) ? answer.finish : "cut", // the page was closed during the stream
     stats: checkedStats(answer.stats),
   };
   if (isText(answer.requestId)) kept.requestId = answer.requestId.slice(0, 128);

@@ -1,5 +1,5 @@
-// Where the time of an answer went, as the server tells it: phases as a bar, and the events of the request's life.
-// Owns: these elements. Does not: ask; `explain` does.
+// The time of an answer by the server's account: phases as a bar, and the request's events.
+// Owns: these elements. Does not: call the server; `explain` does.
 
 import { make } from "./chat-dom.js";
 import { seconds } from "./chat-stats.js";
@@ -15,7 +15,7 @@ export function phasesOf(spent) {
   return found.map((name) => ({ name, words: seconds(spent[name]), share: spent[name] / total }));
 }
 
-/** Return the events of a life: [{when, words}]. */
+/** Return the events of a request: [{when, words}]. */
 export function eventsOf(explanation) {
   const events = explanation.events ?? [];
   return events.map((event) => {
@@ -27,21 +27,21 @@ export function eventsOf(explanation) {
 
 const named = (name) => name.replace(/^num_/, "").replaceAll("_", " ");
 
-/** Shows the story of one answer when asked to. */
+/** The view of one answer's phases and events. */
 export class StoryView {
   constructor(explain) {
     this.explain = explain;
     this.element = make("div", { class: "story panel", hidden: true, role: "group", "aria-label": "Where the time went" });
   }
 
-  /** Show the story of a request, or hide it again; return whether it is shown. */
+  /** Show the events of a request, or hide them; return true if they are shown. */
   toggle(requestId) {
     this.element.hidden = !this.element.hidden;
     if (!this.element.hidden) this.#load(requestId);
     return !this.element.hidden;
   }
 
-  /** Hide it. */
+  /** Hide the view. */
   hide() {
     this.element.hidden = true;
   }

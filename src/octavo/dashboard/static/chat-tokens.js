@@ -1,5 +1,5 @@
-// An answer token by token, coloured by how sure the model was, with the likeliest others beside each.
-// Owns: the tokens' elements and the card of the one that is looked at. Does not: compute probabilities (chat-stats does).
+// An answer token by token, coloured by how sure the model was, with the likeliest others of each.
+// Owns: the tokens' elements and the card of the selected one. Does not: compute probabilities (chat-stats does).
 
 import { make } from "./chat-dom.js";
 import { percent, surprise, tokenTexts } from "./chat-stats.js";
@@ -33,7 +33,7 @@ export class TokensView {
     this.list.addEventListener("keydown", (event) => this.#key(event));
   }
 
-  /** Show the tokens; those that were shown stay. */
+  /** Show the tokens; keep the elements of those already shown. */
   show(tokens) {
     if (tokens.length < this.#tokens.length || tokens[0] !== this.#tokens[0]) {
       this.list.replaceChildren();

@@ -1,4 +1,4 @@
-// The messages of a conversation on the page. Owns: their elements, and that what did not change is left standing.
+// The messages of a conversation on the page. Owns: their elements, and keeping unchanged ones.
 // Does not: change a conversation or ask a server; it calls `actions` for that.
 
 import { button, copyButton, make, redrawn } from "./chat-dom.js";
@@ -8,9 +8,9 @@ import { number, requestParts } from "./chat-stats.js";
 import { StoryView } from "./chat-story.js";
 
 const NEAR_END = 48; // pixels
-const UNFINISHED = new Set(["length", "stopped", "cut", "refused", "failed", "unsent"]); // ends that can be gone on from
+const UNFINISHED = new Set(["length", "stopped", "cut", "refused", "failed", "unsent"]); // these can be continued
 
-/** Shows conversations in a container; `actions` are what buttons do. */
+/** Shows conversations in a container; `actions` are the buttons' handlers. */
 export class MessagesView {
   #views = new WeakMap(); // message -> its view
   #conversation = null;
@@ -133,7 +133,7 @@ class AssistantView {
     this.who = make("h2", {}, "Answer");
     this.versions = make("div", { class: "versions" });
     this.body = make("div", { class: "answers" });
-    this.figures = make("p", { class: "figures muted" }); // of the request, where its answers stand side by side
+    this.figures = make("p", { class: "figures muted" }); // of the request, if its answers are side by side
     this.state = make("div", { class: "state" });
     this.story = new StoryView(owner.actions.explain);
     this.buttons = make("div", { class: "buttons" });
@@ -188,7 +188,7 @@ class AssistantView {
     this.figures.replaceChildren(...figures(parts));
   }
 
-  // What a request waits for. The box is made once, so that its buttons keep the focus.
+  // The reason that a request waits. The box is made once, so that its buttons keep the focus.
   #showState(run) {
     const stage = run?.stage === "answering" && run.trouble ? "stalled" : (run?.stage ?? null);
     if (stage !== this.stage) {

@@ -1,5 +1,5 @@
-// The chat page. Owns: which conversation is shown, what its buttons and keys do, and which requests are open.
-// Does not: render, store or send by itself; the chat-*.js modules beside this one do, each its own part.
+// The chat page. Owns: the shown conversation, the actions of buttons and keys, and the open requests.
+// Does not: render, store or send; the other chat-*.js modules do.
 
 import { addressOf, explain, listModels } from "./chat-client.js";
 import { emptyAnswer } from "./chat-answer.js";
@@ -16,14 +16,14 @@ import { Panels } from "./chat-panels.js";
 import { make } from "./chat-dom.js";
 import { loadTheme } from "./theme.js";
 
-const SIGNED_IN = "octavo-signed-in"; // a cookie beside the session's own, which no script can read
+const SIGNED_IN = "octavo-signed-in"; // a second cookie: no script can read the session's
 const $ = (id) => document.getElementById(id);
 
 function storageOrNull() {
   try {
     return window.localStorage;
   } catch {
-    return null; // the browser keeps nothing for this page
+    return null; // the browser has no storage for this page
   }
 }
 
@@ -77,7 +77,7 @@ class Chat {
     this.#askServer();
   }
 
-  /** What the buttons of messages do. */
+  /** The handlers of the messages' buttons. */
   actions() {
     return {
       redraw: () => this.draw(),
@@ -117,19 +117,19 @@ class Chat {
     this.panels.closeDrawers();
   }
 
-  /** Begin a new conversation, with the settings of this one. */
+  /** Start a new conversation, with the settings of this one. */
   begin() {
     if (this.current.messages.length) this.current = newConversation(this.current.settings);
     this.open(this.current.id);
     $("text").focus();
   }
 
-  /** Send what is in the message field. */
+  /** Send the text in the message field. */
   send() {
     const text = $("text").value;
     if (!text.trim() || this.run) return;
     const last = this.current.messages.at(-1);
-    if (last?.role === "assistant" && last.picked === null) last.picked = last.from; // going on picks the first
+    if (last?.role === "assistant" && last.picked === null) last.picked = last.from; // continuing picks the first
     this.current.messages.push({ role: "user", content: text });
     if (!this.#answer()) {
       this.current.messages.pop();
@@ -145,7 +145,7 @@ class Chat {
     this.run?.stop();
   }
 
-  /** Answer again, beside the answers that there are; what followed is dropped. */
+  /** Add another answer to the existing ones; drop the messages after it. */
   regenerate(message = this.current.messages.findLast((one) => one.role === "assistant")) {
     if (this.run || !message) return;
     const index = this.current.messages.indexOf(message);
@@ -178,7 +178,7 @@ class Chat {
     this.#showContext();
   }
 
-  // At most once per frame, however fast the chunks come.
+  // At most once per frame, at any rate of chunks.
   #drawSoon(run) {
     if (run.conversation !== this.current || this.frame !== null) return;
     this.frame = requestAnimationFrame(() => {
@@ -188,7 +188,7 @@ class Chat {
     });
   }
 
-  // Answer the conversation as it stands: in a new message, or as further answers of one. False where it cannot be sent.
+  // Answer the conversation: in a new message, or as further answers of one. Return false if it cannot be sent.
   #answer(message = null) {
     const until = message ? this.current.messages.indexOf(message) : this.current.messages.length;
     const body = this.#body(messagesOf(this.current.messages.slice(0, until)));
@@ -239,7 +239,7 @@ class Chat {
     const { error } = run;
     if (error?.status === 401) {
       this.#takeBack(run);
-      location.reload(); // the form that asks for a key
+      location.reload(); // shows the login form
       return;
     }
     if (error) this.settings.mark(error.param, error.message);
@@ -247,7 +247,7 @@ class Chat {
     $("live").textContent = error ? "" : `Answer ended${count ? `, ${count} tokens` : ""}`;
   }
 
-  // What was not even begun is back in the message field when the page comes again.
+  // An unsent message is back in the message field when the page is opened again.
   #takeBack({ conversation, message }) {
     const { messages } = conversation;
     if (message.answers.length > 1 || messages.at(-1) !== message) return;
@@ -263,7 +263,7 @@ class Chat {
     this.draw();
   }
 
-  // Drop messages from an index on; the toast brings them back.
+  // Drop messages from an index on; the toast can restore them.
   #cut(index) {
     const { current } = this;
     if (index >= current.messages.length) return;

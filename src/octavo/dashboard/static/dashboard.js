@@ -1,4 +1,4 @@
-// The dashboard: what is shown, of which time, and every control. Drawing is in the views; what came is in the store.
+// The dashboard: the shown time and selection, and every control. The views draw; the store holds the data.
 import { hideTip } from "./canvas.js";
 import { count, element, moment, percent, readPalette, seconds, setText } from "./format.js";
 import { Lanes, requestFacts } from "./lanes.js";
@@ -12,11 +12,11 @@ import { Timeline } from "./timeline.js";
 import { loadTheme, toggleTheme } from "./theme.js";
 
 const VIEWS = ["steps", "pool", "queue", "lanes", "plots"];
-const LAG_S = 0.3; // behind what came last, so that live time flows
+const LAG_S = 0.3; // delay after the last frame, so that live time flows
 const MIN_SPAN_S = 0.002;
 const TOTALS_MS = 250;
-const RATE_S = 5; // that rates in the totals are of
-const FIRST_S = 60; // that times to the first token in the totals are of
+const RATE_S = 5; // window of the rates in the totals
+const FIRST_S = 60; // window of the times to the first token in the totals
 const COSTS = 600; // frames whose cost is kept
 
 const byId = (id) => document.getElementById(id);
@@ -27,7 +27,7 @@ class Dashboard {
     this.isLiveSource = false;
     this.hasServer = false;
     this.mode = "live"; // live, paused, playing
-    this.time = NaN; // the right end of what is shown
+    this.time = NaN; // the right end of the shown window
     this.span = 10;
     this.filter = "";
     this.chosen = "";
@@ -47,9 +47,9 @@ class Dashboard {
     requestAnimationFrame(this.tick);
   }
 
-  // --- what comes in
+  // --- input
 
-  /** Take frames in; those that come live are drawn with the next picture. */
+  /** Add frames; live ones are drawn with the next picture. */
   take(frames) {
     const began = performance.now();
     for (const frame of Array.isArray(frames) ? frames : [frames]) this.store.add(frame);
@@ -66,7 +66,7 @@ class Dashboard {
     this.feed.start();
   }
 
-  /** Show what a file holds, from its beginning to its end. */
+  /** Show a file, from its beginning to its end. */
   async openBytes(bytes, name) {
     this.feed.stop();
     const before = this.store;
@@ -142,7 +142,7 @@ class Dashboard {
     this.draw();
   }
 
-  /** To where the next or last step ends. */
+  /** Move to the end of the next or previous step. */
   stepBy(number) {
     const { steps } = this.store;
     if (!steps.count) return;
@@ -195,23 +195,23 @@ class Dashboard {
     this.render(performance.now());
   }
 
-  /** Draw what is shown; the cost of it, with that of taking in what came since the last time, is kept. */
+  /** Draw the views; record the cost of that and of adding frames since the last time. */
   render(began) {
     const view = this.view, name = this.shownView;
     const hasWritten = this.views[name].draw(view, this.palette, began) === true;
     this.scrub.draw(view, this.palette);
     this.#clock(view);
     const isDue = began - this.shownTotals > TOTALS_MS;
-    if (isDue && hasWritten) this.draw(); // one text a picture: the next one has the other
+    if (isDue && hasWritten) this.draw(); // one text per picture: the next picture gets the other
     else if (isDue) {
       this.#totals(view);
       this.shownTotals = began;
-    } else if (!this.later) this.later = setTimeout(() => { this.later = 0; this.draw(); }, TOTALS_MS); // words follow, too
+    } else if (!this.later) this.later = setTimeout(() => { this.later = 0; this.draw(); }, TOTALS_MS); // texts follow, too
     this.costs[this.numCosts++ % COSTS] = performance.now() - began + (this.takeMs || 0);
     this.takeMs = 0;
   }
 
-  /** Milliseconds of script that pictures cost: {number, p50, p95, most}. */
+  /** Return the script time of pictures in milliseconds: {number, p50, p95, most}. */
   cost() {
     const kept = this.costs.slice(0, Math.min(this.numCosts, COSTS));
     return { number: kept.length, p50: quantile(kept, 0.5), p95: quantile(kept, 0.95), most: quantile(kept, 1) };
@@ -250,7 +250,7 @@ class Dashboard {
     if (!byId("details").hidden) this.#detailFacts();
   }
 
-  /** Instead of empty views: that there was no request yet, and how to send one. */
+  /** Show, in place of empty views, that there was no request yet and how to send one. */
   #unused() {
     const isUnused = this.isLiveSource && this.store.isUnused, box = byId("unused");
     if (box.hidden === !isUnused) return;
@@ -312,7 +312,7 @@ class Dashboard {
 
   async #explain(name, place) {
     const answer = await fetch(`v1/requests/${encodeURIComponent(name)}/explain`).catch(() => null);
-    if (!answer?.ok || this.chosen !== name) return; // ended by now, or another tenant's: the decisions below say what is known
+    if (!answer?.ok || this.chosen !== name) return; // ended by now, or another tenant's: the decisions below have its facts
     const said = await answer.json();
     place.replaceChildren(element("h3", {}, "Why"), element("pre", { className: "explained" }, explanationText(said)));
   }
@@ -376,7 +376,7 @@ class Dashboard {
     byId("keys").showModal();
   }
 
-  /** Show or hide the header's controls on a narrow screen; elsewhere they are always there. */
+  /** Show or hide the header's controls on a narrow screen; on others they are always shown. */
   #menu(isOpen) {
     byId("menu").setAttribute("aria-expanded", String(isOpen));
     byId("actions").classList.toggle("open", isOpen);
@@ -388,7 +388,7 @@ class Dashboard {
     try { await this.openBytes(await fileBytes(file), file.name); } catch (error) { this.tell("trouble", `${file.name} cannot be shown: ${error.message}`); }
   }
 
-  /** Turn the wheel to zoom around the pointer, drag to move. The lanes scroll by the wheel: there it zooms with ctrl. */
+  /** Zoom around the pointer by the wheel, move by dragging. The lanes scroll by the wheel: there ctrl zooms. */
   #dragAndZoom(canvas) {
     const left = canvas.id === "timeline" ? 64 : 168;
     canvas.addEventListener("wheel", (event) => {
@@ -428,7 +428,7 @@ class Dashboard {
   }
 }
 
-/** The fields of a decision as a sentence. */
+/** Return the fields of a decision as a sentence. */
 function eventInWords(fields) {
   const said = [];
   if (fields.reason) said.push(reasonInWords(fields.reason));
@@ -441,21 +441,21 @@ function eventInWords(fields) {
   return said.length ? `: ${said.join("; ")}` : "";
 }
 
-/** What /v1/requests/{id}/explain says, as text: sentences where it has them, else its fields. */
+/** Return the answer of /v1/requests/{id}/explain as text: its sentences, else its fields. */
 function explanationText(said) {
   const sentences = said.explanations || [];
   return sentences.map((each) => (typeof each === "string" ? each : each.text || each.sentence || JSON.stringify(each, null, 2))).join("\n\n")
     || JSON.stringify(said, null, 2);
 }
 
-/** A command for a shell that sends a request to this server. */
+/** Return a shell command that sends a request to this server. */
 function firstRequest(model, usesKey) {
   const body = JSON.stringify({ model, messages: [{ role: "user", content: "Hello" }] }).replace(',"messages"', ',\n       "messages"').replaceAll("'", "'\\''");
   const key = usesKey ? ` \\\n  -H "Authorization: Bearer $OCTAVO_API_KEY"` : "";
   return `curl ${new URL("v1/chat/completions", document.baseURI).href} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${body}'`;
 }
 
-/** A cookie beside the session's own, which no script can read. */
+/** Return true if the second cookie of a login is set: no script can read the session's. */
 function hasSignedIn() { return document.cookie.includes("octavo-signed-in"); }
 
 loadTheme();

@@ -1,6 +1,6 @@
-// Numbers and times as people read them, and colours as the canvas needs them.
+// Numbers and times as text, and colours for the canvas.
 
-/** Seconds with the unit that suits: 850 µs, 12.3 ms, 4.56 s, 3:07 min. */
+/** Return seconds with a fitting unit: 850 µs, 12.3 ms, 4.56 s, 3:07 min. */
 export function seconds(value) {
   if (!Number.isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -11,7 +11,7 @@ export function seconds(value) {
   return `${Math.floor(value / 60)}:${String(Math.floor(value % 60)).padStart(2, "0")} min`;
 }
 
-/** A count: 950, 12.3 k, 4.5 M. */
+/** Return a count as text: 950, 12.3 k, 4.5 M. */
 export function count(value) {
   if (!Number.isFinite(value)) return "–";
   if (Math.abs(value) < 10_000) return String(Math.abs(value) < 10 && value % 1 ? value.toFixed(1) : Math.round(value));
@@ -22,13 +22,13 @@ export function percent(part, whole) {
   return whole > 0 && Number.isFinite(part) ? `${((100 * part) / whole).toFixed(part / whole < 0.0995 ? 1 : 0)} %` : "–";
 }
 
-/** A long name, its middle left out. */
+/** Return a long name without its middle. */
 export function shortName(name, most = 24) {
   const half = Math.floor((most - 1) / 2);
   return name.length > most ? `${name.slice(0, half)}…${name.slice(-half)}` : name;
 }
 
-/** A moment: the time of day where the clock has one, else seconds since the beginning. */
+/** Return a time as text: the time of day if the clock has one, else seconds since the beginning. */
 export function moment(time, began, zero) {
   if (!Number.isFinite(time)) return "–";
   if (began === null || began === undefined) {
@@ -39,7 +39,7 @@ export function moment(time, began, zero) {
   return `${date.toLocaleTimeString("en-GB")}.${String(date.getMilliseconds()).padStart(3, "0")}`;
 }
 
-/** An element with properties and children; text is text, never markup. */
+/** Make an element with properties and children; text is never markup. */
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -49,14 +49,14 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
-/** Bring a list's children in line with items: as few new nodes and changes as can be. `update` gets (node, item). */
+/** Update a list's children to items, with as few new nodes and changes as possible. `update` gets (node, item). */
 export function syncChildren(parent, items, make, update) {
   while (parent.children.length > items.length) parent.lastElementChild.remove();
   while (parent.children.length < items.length) parent.append(make());
   items.forEach((item, i) => update(parent.children[i], item));
 }
 
-/** Set a text, unless it is there already: layout is not done for nothing. */
+/** Set a text if it changed, to avoid a layout. */
 export function setText(node, text) { if (node.textContent !== text) node.textContent = text; }
 
 const COLOUR_NAMES = ["prefill", "decode", "draft", "swap", "idle", "schedule", "prepare", "forward", "sample", "emit", "free",
@@ -88,20 +88,20 @@ function hueOf(name) {
   return found;
 }
 
-/** A request's own colour: the same everywhere, and in every visit. */
+/** Return a request's colour: the same in every view and visit. */
 export function colourOf(name, isDark) {
   const [hue, saturation, more] = hueOf(name);
   return `hsl(${hue} ${saturation}% ${(isDark ? 48 : 40) + more}%)`;
 }
 
-/** The same as a pixel of ImageData, opaque: red in the lowest byte. */
+/** Return the same colour as an opaque pixel of ImageData: red in the lowest byte. */
 export function pixelOf(name, isDark) {
   const [hue, saturation, more] = hueOf(name), light = ((isDark ? 48 : 40) + more) / 100, reach = (saturation / 100) * Math.min(light, 1 - light);
   const of = (n) => { const k = (n + hue / 30) % 12; return Math.round(255 * (light - reach * Math.max(-1, Math.min(k - 3, 9 - k, 1)))); };
   return (255 << 24) | (of(4) << 16) | (of(8) << 8) | of(0);
 }
 
-/** A #rrggbb as a pixel of ImageData. */
+/** Return a #rrggbb as a pixel of ImageData. */
 export function hexPixel(colour) {
   const value = parseInt(colour.slice(1), 16);
   return (255 << 24) | ((value & 255) << 16) | (value & 0xff00) | (value >> 16);

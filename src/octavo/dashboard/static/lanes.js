@@ -32,7 +32,7 @@ export class Lanes {
       if (request.end < view.from || (this.hideEnded.checked && request.end <= view.to)) continue;
       if (this.app.matches(request.name, request.tenant, request.finish)) listed.push(request);
     }
-    if (this.app.mode === "live") { // who is here now on top, then those that ended last
+    if (this.app.mode === "live") { // open requests on top, then those that ended last
       const open = listed.filter((request) => Number.isNaN(request.end)), ended = listed.filter((request) => request.end >= 0);
       listed.splice(0, listed.length, ...open, ...ended.sort((a, b) => b.end - a.end));
     }
@@ -91,7 +91,7 @@ export class Lanes {
   }
 }
 
-/** The numbers of a request as rows. */
+/** Return the numbers of a request as rows. */
 export function requestFacts(request, now, doing) {
   const rows = doing ? [["there", doing]] : [];
   rows.push(["tenant", request.tenant || "–"], ["prompt, cached", `${count(request.prompt)}, ${count(request.cached)}`]);

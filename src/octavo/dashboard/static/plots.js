@@ -4,7 +4,7 @@ import { count, moment, seconds } from "./format.js";
 import { indexAbove, quantile } from "./store.js";
 
 const LEFT = 58, FOOT = 20, HEADER = 6;
-const MAX_SAMPLED = 64; // steps of one share of the window that a percentile is taken of
+const MAX_SAMPLED = 64; // steps of one bin of the window from which a percentile is taken
 const number = (value) => count(value), time = (value) => seconds(value), share = (value) => (Number.isFinite(value) ? `${value.toFixed(0)} %` : "–");
 
 /** Each plot: its canvas, unit, series [name, colour, value of a bin (store, from, to, t0, t1)]. */
@@ -34,7 +34,7 @@ function stepQuantile(store, from, to, q) {
   return quantile(Float64Array.from(values), q);
 }
 
-/** A quantile of the samples of a span of time; NaN of none. */
+/** Return a quantile of the samples in a span of time; NaN without samples. */
 export function sampleQuantile(columns, from, to, q) {
   const a = indexAbove(columns.t, from, columns.count), b = indexAbove(columns.t, to, columns.count);
   return quantile(columns.value.slice(a, b), q);
@@ -43,7 +43,7 @@ export function sampleQuantile(columns, from, to, q) {
 export class Plots {
   constructor(app) {
     this.app = app;
-    this.pointed = null; // a share of the width, while somebody points at any of them
+    this.pointed = null; // a share of the width, while the pointer is over any plot
     this.plots = PLOTS.map(([id, format, series]) => ({ surface: new Surface(document.getElementById(id), () => app.draw()), format, series }));
   }
 
@@ -87,7 +87,7 @@ export class Plots {
   }
 }
 
-/** A line through values; those that are none are left out, and lonely ones get a dot. */
+/** Draw a line through values; NaN is left out, and isolated values get a dot. */
 function line(context, values, colour, left, width, y) {
   context.strokeStyle = context.fillStyle = colour;
   context.lineWidth = 1.6;

@@ -1,18 +1,18 @@
-// View 2: the KV pool, a cell for each block (or for some): free, held by whom, shared, cached; and the host tier.
+// View 2: the KV pool, a cell for each block (or for some): free, held (by which request), shared, cached; and the host tier.
 import { Surface, hideTip, showTip } from "./canvas.js";
 import { colourOf, count, element, hexPixel, percent, pixelOf, setText, shortName, syncChildren } from "./format.js";
 
 const CELL_NAMES = ["free", "held by one", "shared", "cached"];
 const MAX_OWNERS = 40; // in the table
 
-/** Bytes of base64. */
+/** Return the bytes of base64. */
 function bytesOf(text) {
   const raw = atob(text || ""), found = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) found[i] = raw.charCodeAt(i);
   return found;
 }
 
-/** A look's cells and owners, decoded once. */
+/** Return a snapshot's cells and owners, decoded once. */
 function decodeLook(look) {
   if (!look.decoded) {
     look.decoded = look.groups.map((group) => {
@@ -29,7 +29,7 @@ export class Pool {
     this.surface = new Surface(document.getElementById("pool"), () => app.draw());
     this.legend = document.getElementById("pool-legend");
     this.owners = document.querySelector("#owners tbody");
-    this.chosen = ""; // the request whose blocks stand out
+    this.chosen = ""; // the request whose blocks are highlighted
     this.shown = null;
     this.places = [];
     this.small = document.createElement("canvas"); // a pixel a cell
@@ -84,7 +84,7 @@ export class Pool {
     this.#table(held, palette);
   }
 
-  /** One pixel a cell, enlarged, and lines between them: a thousand times cheaper than as many rectangles. */
+  /** Draw one pixel per cell, enlarged, and lines between them: a thousand times cheaper than rectangles. */
   #cells(group, names, place, palette) {
     const { context } = this.surface, { top, size, columns, held, kinds } = place, number = group.cells.length;
     const lines = Math.ceil(number / columns), small = this.small, faint = this.chosen ? 0x40ffffff : -1;

@@ -1,4 +1,4 @@
-// View 3: who waits, why, and with which numbers.
+// View 3: the waiting requests, with reasons and numbers.
 import { count, element, seconds, setText, syncChildren } from "./format.js";
 
 const REASONS = {
@@ -12,7 +12,7 @@ const REASONS = {
 };
 const COLUMNS = ["name", "tenant", "reason", "needed", "available", "waited", "tokens"];
 
-/** What a reason means, in words. */
+/** The meaning of each reason, in words. */
 export function reasonInWords(reason) { return REASONS[reason] || reason; }
 
 export class Queue {

@@ -1,4 +1,4 @@
-// The bar below: all the time there is, with who ran and waited, and the part that is shown.
+// The bar below: the whole time, with the running and waiting requests, and the shown part.
 import { Surface } from "./canvas.js";
 import { moment } from "./format.js";
 
@@ -12,7 +12,7 @@ export class Scrub {
     canvas.addEventListener("pointermove", (event) => { if (event.buttons & 1) go(event); });
   }
 
-  /** Where the pointer is, the window's end follows by half a window. */
+  /** Return the time at a place of the bar. */
   #timeAt(x) {
     const { store } = this.app;
     return store.begin + (x / Math.max(1, this.surface.width)) * (store.end - store.begin);
@@ -57,7 +57,7 @@ export class Scrub {
     return most;
   }
 
-  /** Ten times a second would be too much for who hears it: the value is in whole tenths. */
+  /** Set the value in whole tenths: ten changes a second would be too many for a screen reader. */
   #say(view, all) {
     const { canvas } = this.surface, now = (view.to - view.zero).toFixed(1);
     if (canvas.getAttribute("aria-valuenow") === now) return;

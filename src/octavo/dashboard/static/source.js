@@ -1,13 +1,13 @@
-// Where frames come from: the server's feed, a file, or the page itself.
+// Sources of frames: the server's feed, a file, or the page itself.
 
 const RETRY_MS = 1500;
-const BATCH = 2000; // frames that are added at once, before others get a turn
+const BATCH = 2000; // frames that are added at once, before other events run
 
-/** Splits a stream of server-sent events into their data; a part of one waits for the rest. */
+/** Splits a stream of server-sent events into their data; keeps an incomplete event for the next call. */
 export class EventParser {
   constructor() { this.rest = ""; }
 
-  /** Give [kind, data] of the events that a piece of text completes. */
+  /** Return [kind, data] of the events that a piece of text completes. */
   push(text) {
     const blocks = (this.rest + text).split("\n\n");
     this.rest = blocks.pop();
@@ -23,7 +23,7 @@ export class EventParser {
   }
 }
 
-/** Follows the server's feed until stopped. `tell` gets (state, words): "live", "trouble" or "refused". */
+/** Follows the server's feed until stopped. `tell` is called with (state, words): "live", "trouble" or "refused". */
 export class Feed {
   constructor(url, take, tell) {
     this.url = url;
@@ -74,7 +74,7 @@ export class Feed {
   }
 }
 
-/** Lines of a stream of bytes, gzipped or not, in batches. Raises SyntaxError for what are no frames. */
+/** Pass frames from bytes of JSON lines, gzipped or not, to `take` in batches. Throws SyntaxError for other data. */
 export async function readFrames(bytes, take) {
   const head = bytes.subarray(0, 2), isPacked = head[0] === 0x1f && head[1] === 0x8b;
   let stream = new Blob([bytes]).stream();
@@ -99,7 +99,7 @@ export async function readFrames(bytes, take) {
   return number;
 }
 
-/** Frames in the page itself, or null. */
+/** Return the frames in the page itself, or null. */
 export function embeddedFrames() {
   const holder = document.getElementById("frames");
   return holder ? unpackBase64(holder.textContent) : null;
@@ -111,10 +111,10 @@ function unpackBase64(text) {
   return found;
 }
 
-/** A chosen file's frames: JSON lines, gzipped or not, or a page that was written with frames in it. */
+/** Return a chosen file's frames: JSON lines, gzipped or not, or a page that was written with frames in it. */
 export async function fileBytes(file) {
   const bytes = new Uint8Array(await file.arrayBuffer());
-  if (bytes[0] !== 0x3c) return bytes; // it begins with no "<"
+  if (bytes[0] !== 0x3c) return bytes; // it does not begin with "<"
   const held = /<script type="application\/octet-stream" id="frames">([^<]*)</.exec(new TextDecoder().decode(bytes));
   if (!held) throw new SyntaxError("this page holds no frames");
   return unpackBase64(held[1]);

@@ -1,10 +1,10 @@
-// What came, as columns: steps, requests, looks at the queue and the pool. Knows frames (docs/statistics.md), draws nothing.
+// Received frames (docs/statistics.md) as columns: steps, requests, snapshots of the queue and the pool. Draws nothing.
 // Counts are kept as sums from the beginning, so that any span of time costs two look-ups.
 
 const LIVE_STEPS = 60_000; // kept of a live engine, about
 const FILE_STEPS = 300_000; // kept of a file
-const MAX_REQUESTS = 20_000; // the oldest ended ones go
-const MAX_LOOKS = 2_400; // looks at the queue, and at the pool: beyond, every other one goes
+const MAX_REQUESTS = 20_000; // beyond, the oldest ended ones are dropped
+const MAX_LOOKS = 2_400; // snapshots of the queue, and of the pool: beyond, every other one is dropped
 const MAX_SEGMENTS = 512; // of one request
 const MAX_EVENTS = 64; // of one request
 const MAX_SAMPLES = 100_000;
@@ -16,9 +16,9 @@ export const LANE_KINDS = ["queued", "prefill", "decode", "preempted", "swapped"
 const SUMS = ["prefill", "decode", "drafted", "accepted", "out", "busy", "idle", ...PARTS, "unknown", "swapOut", "swapIn",
   "copies", "preempted", "finished", "failed", "cachedTokens", "promptTokens"];
 const GAUGES = ["run", "wait", "swapped", "used", "cachedBlocks", "host", "number", "rows"];
-const TOTALS = ["finished", "preempted", "looked_up", "found"]; // since the engine began, as it says
+const TOTALS = ["finished", "preempted", "looked_up", "found"]; // since the engine's start, by its own count
 
-/** First index of sorted numbers whose value is above x, within [0, count). */
+/** Return the first index within [0, count) of sorted numbers whose value is above x. */
 export function indexAbove(values, x, count = values.length) {
   let low = 0, high = count;
   while (low < high) {
@@ -28,7 +28,7 @@ export function indexAbove(values, x, count = values.length) {
   return low;
 }
 
-/** The q-quantile of numbers that are sorted in place; NaN of none. */
+/** Return the q-quantile of numbers, which are sorted in place; NaN without numbers. */
 export function quantile(values, q) {
   if (!values.length) return NaN;
   values.sort();
@@ -75,19 +75,19 @@ export class Store {
   reset() {
     this.head = null;
     this.steps = new Columns(["t", "s", ...SUMS, ...GAUGES, ...TOTALS.map((name) => `all_${name}`)]);
-    this.totals = null; // the last that were told, and when
+    this.totals = null; // the last received, with their time
     this.totalsTime = NaN;
-    this.rows = []; // of each step: flat triples, or null where they go on
+    this.rows = []; // of each step: flat triples, or null if they continue
     this.events = []; // of each step: decisions, or null
     this.fails = [];
-    this.base = null; // sums before the first step that is kept
-    this.numDropped = 0; // steps that went
+    this.base = null; // sums before the first kept step
+    this.numDropped = 0; // steps dropped
     this.numAll = 0;
     this.sums = Object.fromEntries(SUMS.map((name) => [name, 0]));
     this.requests = new Map();
-    this.order = []; // requests as they came
+    this.order = []; // requests in order of arrival
     this.slots = new Map(); // slot -> {request, choice, prompt}
-    this.log = new Map(); // slot -> {times, names}: who had it from when on
+    this.log = new Map(); // slot -> {times, names}: its requests, from these times on
     this.current = []; // rows of the last step: [slot, next position, tokens]
     this.queues = [];
     this.pools = [];
@@ -114,51 +114,51 @@ export class Store {
     }
   }
 
-  /** Index behind the last step that began by then. */
+  /** Return the index after the last step that began by this time. */
   stepAt(time) { return indexAbove(this.steps.t, time, this.steps.count); }
 
-  /** Index of the step whose span holds a time, or -1. */
+  /** Return the index of the step whose span holds a time, or -1. */
   stepOver(time) {
     const index = this.stepAt(time) - 1;
     return index >= 0 && time <= this.steps.t[index] + this.steps.s[index] ? index : -1;
   }
 
-  /** A sum over the steps [from, to). */
+  /** Return a sum over the steps [from, to). */
   sum(name, from, to) {
     const column = this.steps[name];
     return to <= from ? 0 : column[to - 1] - (from > 0 ? column[from - 1] : this.before(name));
   }
 
-  /** Sums over the steps [from, to) of a window that begins at a time: of the first one's idle time the part in the window. */
+  /** Return sums over the steps [from, to) of a window that begins at a time; the first step's idle time counts from there. */
   idleWithin(begin, from, to) {
     if (to <= from) return 0;
     const first = this.sum("idle", from, from + 1);
     return Math.min(first, Math.max(0, this.steps.t[from] - begin)) + this.sum("idle", from + 1, to);
   }
 
-  /** Totals since the engine began, as they were at a time; null where the stream does not tell them. */
+  /** Return the totals since the engine's start, at a time; null if the stream does not have them. */
   totalsAt(time) {
     const last = this.stepAt(time) - 1;
     if (this.totals === null || last < 0 || time >= this.totalsTime) return this.totals;
     return Object.fromEntries(TOTALS.map((name) => [name, this.steps[`all_${name}`][last]]));
   }
 
-  /** Whether there was no request at all, as far as is known. */
+  /** Return true if no request is known. */
   get isUnused() { return this.head !== null && !this.numAll && !this.order.length && !this.totals?.finished; }
 
-  /** The sums behind each step, and (`before`) what they were before the first that is kept. */
+  /** Return the sums after each step, and (`before`) those before the first kept step. */
   sumsOf(name) { return this.steps[name]; }
 
   before(name) { return this.base ? this.base[name] : 0; }
 
-  /** The last look by then, or null. */
+  /** Return the last snapshot by this time, or null. */
   lookAt(looks, time) {
     let low = 0, high = looks.length;
     while (low < high) { const middle = (low + high) >> 1; if (looks[middle].t <= time) low = middle + 1; else high = middle; }
     return low ? looks[low - 1] : null;
   }
 
-  /** Rows of a step as [slot, position, tokens], also where its frame said that they go on. */
+  /** Return the rows of a step as [slot, position, tokens], also if its frame says that they continue. */
   rowsOf(index) {
     let from = index;
     while (from >= 0 && this.rows[from] === null) from -= 1;
@@ -235,7 +235,7 @@ export class Store {
     if (log.times.length > MAX_HOLDERS) { log.times.splice(0, MAX_HOLDERS / 2); log.names.splice(0, MAX_HOLDERS / 2); }
   }
 
-  /** Who had which slot at a time: slot -> name of a request. */
+  /** Return the request's name of each slot at a time. */
   holdersAt(time) {
     const found = new Map();
     for (const [slot, { times, names }] of this.log) {
@@ -265,7 +265,7 @@ export class Store {
         this.sums.promptTokens += request.prompt;
       }
     } else if (kind === "preempted") { request.preemptions += fields.by !== undefined; this.#segment(request, PREEMPTED, time); }
-    else if (kind === "swapped") this.#segment(request, SWAPPED, time); // told beside its preemption
+    else if (kind === "swapped") this.#segment(request, SWAPPED, time); // sent with its preemption
     else if (kind === "finished") this.#finish(request, time, fields.finish || "", fields.n || 0, fields.message || "");
   }
 
@@ -284,7 +284,7 @@ export class Store {
     request.kinds.push(kind); request.starts.push(time); request.ends.push(time);
   }
 
-  /** What waits does so until something happens to it. */
+  /** Extend the last segment of a request that is queued, preempted or swapped to a time. */
   #extend(request, time) {
     if (request.kind === QUEUED || request.kind >= PREEMPTED) request.ends[request.ends.length - 1] = time;
   }
@@ -323,7 +323,7 @@ export class Store {
     if (this.steps.count > this.maxSteps * 1.25) this.#dropSteps();
   }
 
-  /** Bring the lanes of a step's rows up to its end. */
+  /** Extend the lanes of a step's rows to its end. */
   #follow(frame, end, previous) {
     for (const row of this.current) {
       const holder = this.slots.get(row[0]);

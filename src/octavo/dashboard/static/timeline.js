@@ -1,10 +1,10 @@
-// View 1: the steps. How many tokens each had, where its time went, what was moved, how full the pool was.
+// View 1: the steps, with their tokens, phases of time, block moves, and the pool's use.
 import { Surface, hideTip, showTip, timeAxis } from "./canvas.js";
 import { count, element, percent, seconds, setText, syncChildren } from "./format.js";
 import { PARTS, quantile } from "./store.js";
 
 const GUTTER = 64, AXIS = 20;
-const TABLE_S = 0.25; // between two renewals of the table
+const TABLE_S = 0.25; // between two updates of the table
 
 export class Timeline {
   constructor(app) {
@@ -49,7 +49,7 @@ export class Timeline {
 
   #most() { return Math.max(1, this.app.store.head?.limits.max_batch_tokens || 1); }
 
-  /** The scale of tokens: what steps have in this window rarely comes near the bound. */
+  /** Return the scale of tokens: the largest step of this window (sampled), which is rarely near the bound. */
   #scale(from, to) {
     const { steps } = this.app.store;
     let most = 1;
@@ -93,7 +93,7 @@ export class Timeline {
     }
   }
 
-  /** Many steps a pixel: means of tokens, shares of time, moves. A pixel without a step's beginning shows the one that goes on. */
+  /** Draw many steps per pixel: mean tokens, shares of time, moves. A pixel without a step's beginning shows the current step. */
   #pixels(bands, palette, view, width) {
     const { context } = this.surface, store = this.app.store, span = (view.to - view.from) / width, number = Math.ceil(width);
     const most = this.#scale(store.stepAt(view.from), store.stepAt(view.to)), from = new Int32Array(number), to = new Int32Array(number);
@@ -132,7 +132,7 @@ export class Timeline {
     this.#moveBars(bands.moves, palette, from, to);
   }
 
-  /** Blocks out above, back in below, as bars against the most of them; a line where somebody was preempted. */
+  /** Blocks out above, back in below, as bars against the most of them; a line at each preemption. */
   #moveBars(band, palette, from, to) {
     const { context } = this.surface, store = this.app.store, middle = (band.top + band.bottom) / 2, reach = (band.bottom - band.top) / 2;
     for (const [name, colour, turn] of [["swapOut", palette.swap, -1], ["swapIn", palette.host, 1]]) {
@@ -220,7 +220,7 @@ export class Timeline {
     showTip(this.surface, `step ${store.steps.number[index]}`, this.factsOf(index, palette));
   }
 
-  /** The numbers of a step as rows. */
+  /** Return the numbers of a step as rows. */
   factsOf(index, palette) {
     const store = this.app.store, { steps } = store, of = (name) => store.sum(name, index, index + 1);
     const rows = [
@@ -238,7 +238,7 @@ export class Timeline {
     return rows;
   }
 
-  /** Where the time of the window went, as a table; and the step at its end in words. */
+  /** Show the window's time by phase, as a table, and the step at its end in words. */
   #renewTable(view, palette, from, to) {
     const store = this.app.store, { steps } = store;
     const first = store.stepAt(view.from), idle = store.idleWithin(view.from, first, to), all = store.sum("busy", first, to) + idle, number = to - first;

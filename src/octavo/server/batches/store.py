@@ -1,8 +1,8 @@
-"""Files and batches on disk: a folder with a small record beside each file's bytes.
+"""Files and batches on disk: a folder with a small record for each file.
 
 Owns: names, bounds (files, bytes, batches, age), which tenant has which file, the lock against a second server.
 Does not: run batches. All methods but reads from memory wait for the disk: call them off the event loop.
-Invariant: a record is written beside its place and renamed, so it is whole or absent. A file without a record belongs
+Invariant: a record is written under another name and renamed, so it is whole or absent. A file without a record belongs
 to no tenant, and is removed when the folder is opened, except for outputs of batches that are pending.
 """
 

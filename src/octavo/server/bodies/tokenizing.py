@@ -20,7 +20,7 @@ _OWN = ("model", "return_token_strs", "add_special_tokens")
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: give `prompt`, or `messages` with the fields that a chat completion takes beside them."""
+    """POST /tokenize: give `prompt`, or `messages` with a chat completion's other fields."""
 
     model: str | None = Field(None, description="the served model's name; may be left out")
     prompt: str | None = Field(None, max_length=MAX_TOKENIZED_CHARACTERS)

@@ -40,7 +40,7 @@ ANTHROPIC = StreamFormat("text/event-stream", b"", event("ping", {}), _error)
 
 
 class MessagesEncoder:
-    """One message. Facts of the spec: num_prompt_tokens, max_tokens, shows_thinking, format."""
+    """The encoder of /v1/messages. Facts of the spec: num_prompt_tokens, max_tokens, shows_thinking, format."""
 
     stream_format = ANTHROPIC
 

@@ -94,7 +94,7 @@ class ChunkStream:
 
 
 class ChatEncoder:
-    """Answers of /v1/chat/completions.
+    """The encoder of /v1/chat/completions.
 
     Facts: "format" (an AnswerFormat; without one all text is content), "num_prompt_logprobs" (how many are shown
     for each token of the prompt, in separate chunks).
@@ -246,7 +246,7 @@ def _fields(parts: Sequence[Part]) -> bytes:
 
 
 class CompletionEncoder:
-    """Answers of /v1/completions; the spec's `echoes` are the prompts' texts, put before each of the `n` choices.
+    """The encoder of /v1/completions; the spec's `echoes` are the prompts' texts, put before each of the `n` choices.
 
     A prompt's log-probabilities arrive with deltas of its first choice, before the answer; each of its choices shows
     them. Facts, each only if requested: "first_ids" (of each prompt), "num_echo" and "num_prompt_logprobs" (how many

@@ -37,7 +37,7 @@ OLLAMA = StreamFormat("application/x-ndjson", b"", b"", _error, has_ids=False)
 
 
 class OllamaEncoder:
-    """One answer. Facts of the spec: is_chat, format."""
+    """The encoder of /api/chat and /api/generate. Facts of the spec: is_chat, format."""
 
     stream_format = OLLAMA
     head = b""

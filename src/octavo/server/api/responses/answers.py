@@ -147,7 +147,7 @@ _TEXT_EVENT = (
 
 
 class ResponseEncoder:
-    """Answers of /v1/responses. `keep` is called with the whole answer before the last event is returned.
+    """The encoder of /v1/responses. `keep` is called with the whole answer before the last event is returned.
 
     Events up to the number `behind` are left out: the reader has them.
     """
