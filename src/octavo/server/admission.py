@@ -141,7 +141,7 @@ class AdmissionTicket:
 
 
 class AdmissionControl:
-    """Accepts or refuses requests. `is_by_priority`: the scheduler runs more urgent requests first."""
+    """The checks that accept or refuse requests. `is_by_priority`: the scheduler runs more urgent requests first."""
 
     def __init__(
         self,

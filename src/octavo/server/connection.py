@@ -122,7 +122,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._body_bytes = 0  # of this message
         self._other_bytes = 0  # of this message: all that is not its body
         self._num_headers = 0  # of this message, trailers included
-        self._fed_bytes = 0  # of bodies, in this reading
+        self._fed_bytes = 0  # of bodies, in the data being parsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for a head; refuse the connection if there is no place."""
@@ -156,7 +156,7 @@ class BoundedConnection(HttpToolsProtocol):
         scope = cast(dict[str, object], self.scope)
         scope[CUT] = self.cut_answer
         self._num_messages += 1
-        scope[JUDGED] = partial(self._judge, self._num_messages)  # by number: naming the scope would make a cycle
+        scope[JUDGED] = partial(self._judge, self._num_messages)  # by number: a reference to the scope would make a cycle
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a header: each costs time, however short. Trailers are counted, and dropped."""
@@ -169,7 +169,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the head, start the request, and start the timer for the body."""
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
-            self._is_upgrade = True  # data_received takes it from here
+            self._is_upgrade = True  # `_feed` handles it
             return
         self._refusal = self._fault_of_head()
         if self._refusal or len(self._cycles) > self.limits.max_pipelined:
@@ -178,7 +178,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._cycles.append(self.cycle)
         self._is_receiving = True
         self._settle()
-        self._expect_body(is_stranger=self.places.has_keys())  # until the key is found
+        self._expect_body(is_stranger=self.places.has_keys())  # until `_judge` is called
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Hold a request until all received data was parsed and, without keys, its body has arrived.

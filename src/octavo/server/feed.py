@@ -33,7 +33,7 @@ MAX_UNREAD_BYTES = 8 << 20  # for one watcher: some seconds of a busy engine, or
 POLL_S = 0.2
 TROUBLE_S = 1.0  # between two calls to an engine that does not answer
 ANSWER_S = 5.0
-LOOK_S = 0.25  # while a watcher does not read
+LOOK_S = 0.25  # between checks of a watcher that does not read
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "x-content-type-options": "nosniff"}
 _log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class FeedResponse(Response):
             else:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGoneError, OSError):
-            pass  # it closed the page
+            pass  # the page was closed
         finally:
             self._feed.leave(self._watcher)
 

@@ -51,7 +51,7 @@ class WrongKeys:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._times: OrderedDict[str, deque[float]] = OrderedDict()  # by network, the one quiet for longest first
+        self._times: OrderedDict[str, deque[float]] = OrderedDict()  # by network, least recent first
 
     def note(self, address: str) -> float:
         """Count one; return the seconds that the address must wait, 0 for its first MAX_WRONG_KEYS in a minute."""

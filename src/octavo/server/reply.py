@@ -43,7 +43,7 @@ RETRY_NOTE = (
     "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
     "continues a stream behind that event."
 )
-LOOK_S = 0.25  # while a client does not read
+LOOK_S = 0.25  # between checks of a client that does not read
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = logging.getLogger(__name__)
 

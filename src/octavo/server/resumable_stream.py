@@ -88,7 +88,7 @@ class LoggedChoice:
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what it takes in memory."""
+        """Approximate bytes in memory."""
         return len(self.text) + 4 * len(self.ends) + len(self.logprobs) * token_bytes(self._num_tops)
 
     @property
@@ -136,7 +136,7 @@ class TokenLog:
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what it takes in memory."""
+        """Approximate bytes in memory."""
         return sum(choice.num_bytes for choice in self.choices)
 
     def add(self, index: int, delta: TextDelta) -> None:

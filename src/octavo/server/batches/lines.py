@@ -37,7 +37,7 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is not a request, and why."""
+    """A line that is not a request, with the reason."""
 
     line: int
     custom_id: str | None
@@ -186,7 +186,7 @@ class AnsweredLines:
 
 
 def read_finished(output: Path, errors: Path) -> AnsweredLines:
-    """Read the outputs of an earlier run. Lines that are not answers are ignored."""
+    """Return the answered requests in an earlier run's outputs. Lines that are not answers are ignored."""
     found = AnsweredLines(set(), set())
     for path in (output, errors):
         for done in _done(path):

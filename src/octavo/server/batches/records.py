@@ -43,7 +43,7 @@ class FileRecord(msgspec.Struct):
 
 
 class LineError(msgspec.Struct):
-    """Why a batch failed, or one line of its input."""
+    """The error of a batch, or of one line of its input."""
 
     code: str
     message: str

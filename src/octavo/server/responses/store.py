@@ -108,7 +108,7 @@ class ResponseStore:
         """Store a response and the items that it answers, then evict responses beyond the bounds."""
         output = msgspec.json.encode(response["output"])
         rest = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
-        self.delete(tenant, response["id"])  # replace its state in progress
+        self.delete(tenant, response["id"])  # replaces its state in progress
         ids = (*given.ids, *(item["id"] for item in response["output"]))
         link = Link(given.items, output, ids, previous.link if previous is not None else None)
         stored = Stored(response["id"], link, rest, previous.response_id if previous else None, response["status"])
@@ -178,7 +178,7 @@ class ResponseStore:
         return found[0] if found is not None else None
 
     def _touch(self, shelf: _Shelf, stored: Stored) -> None:
-        """Count it as used, and those before it as used just before it."""
+        """Mark a response and those before it as used now, the oldest first."""
         chain: list[Stored] = []
         current: Stored | None = stored
         while current is not None:

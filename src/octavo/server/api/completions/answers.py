@@ -411,7 +411,7 @@ def timings_json(usages: Iterable[Usage | None]) -> Json:
 
 
 class IdPieces:
-    """Pieces that show a token by its id, as return_tokens_as_token_ids asks for."""
+    """Pieces that show a token by its id, for return_tokens_as_token_ids."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the id in vLLM's spelling."""

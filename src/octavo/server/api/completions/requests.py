@@ -65,7 +65,7 @@ class TextRequest(GenerationRequest):
         return await self.context.grammars.read_structure(self.structure)
 
     def field_names(self) -> dict[str, str]:
-        """Return the names of the sampling fields too."""
+        """Return the client's names of fields, including sampling fields."""
         return {**spellings(self.body), **super().field_names()}
 
     def _spec(self, identity: Identity, prompts: Sequence[Sequence[int]], own: Mapping[str, object]) -> AnswerSpec:
@@ -120,7 +120,7 @@ class ChatRequest(TextRequest):
         return [self.prompt]
 
     async def read_grammar(self) -> str:
-        """Return what the answer must obey: its structure, calls, or either of them after its reasoning."""
+        """Return the answer's grammar: its structure, calls, or either of them after its reasoning."""
         body, dialect, structure = self.body, self.context.dialect, self.structure
         has_calls = bool(body.usable_tools) and dialect.calls is not None
         if structure is not None and not has_calls and dialect.reasoning is None:
