@@ -156,7 +156,7 @@ class BoundedConnection(HttpToolsProtocol):
         scope = cast(dict[str, object], self.scope)
         scope[CUT] = self.cut_answer
         self._num_messages += 1
-        scope[JUDGED] = partial(self._judge, self._num_messages)  # by number: a reference to the scope would make a cycle
+        scope[JUDGED] = partial(self._judge, self._num_messages)  # by number: a reference to the scope makes a cycle
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a header: each costs time, however short. Trailers are counted, and dropped."""
