@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come. `time` is in seconds from the workload's start, tokens are counts.
+    """A request of a workload. `time` is in seconds from the workload's start, tokens are counts.
 
-    `output_tokens` is how many it will generate; of several `choices`, each of so many, the longest's. `keys` name
+    `output_tokens` is how many it will generate; with several `choices` (the tokens of each) the longest's. `keys` name
     the prompt's content, one for each full `key_tokens` tokens: equal keys at equal places mean equal prefixes (a
-    public trace's block ids, or a recording's block keys). `output_keys` go on behind them over prompt and output.
-    `follows`: index in the workload of the request after whose end this one comes, `time` seconds later (a
-    conversation's next turn); None: it comes at `time` itself.
+    public trace's block ids, or a recording's block keys). `output_keys` continue them over prompt and output.
+    `follows`: index in the workload of the request after whose end this one arrives, `time` seconds later (a
+    conversation's next turn); None: it arrives at `time` itself.
     """
 
     time: float
@@ -36,5 +36,5 @@ class Arrival:
 
 
 def choice_lengths(counts: Sequence[int]) -> tuple[int, ...]:
-    """Give an arrival's `choices`: tokens of each of several, at least one; none of a single one."""
+    """Return an arrival's `choices`: the tokens of each, at least 1; empty for a single choice."""
     return tuple(max(1, count) for count in counts) if len(counts) > 1 else ()

@@ -1,8 +1,8 @@
-"""From settings as `octavo serve` takes them to what a replica is made with: for a model, or as one that was recorded.
+"""Limits and other numbers of a replica, from `octavo serve`'s settings and a model, or from a recorded engine.
 
 Owns: the pool's size, the defaults that depend on the device, the words that describe an engine.
 Does not: parse flags (cli), or know a model's or a device's facts (costs).
-Invariant: of a recorded engine everything stays that nobody gave anew.
+Invariant: a recorded engine keeps every setting that is not given anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 from octavo.plugins import find_policy
 from octavo.simulator.costs import Hardware
 
-# Tokens in a step, sequences: what an engine takes where nobody says, as in assembly.
+# Tokens in a step, sequences: an engine's defaults, as in assembly.
 CPU_DEFAULTS, GPU_DEFAULTS = (512, 32), (8192, 256)
 
 
@@ -28,7 +28,7 @@ _RENAMED = {"enable_prefix_caching": "prefix_caching"}
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Where the numbers of a replica come from: `hardware`, or the limits of an engine that was `recorded`.
+    """The source of a replica's numbers: `hardware`, or the limits of an engine that was `recorded`.
 
     `price` is dollars an hour for one replica.
     """
@@ -42,14 +42,14 @@ class Blueprint:
 
     @staticmethod
     def of_hardware(hardware: Hardware) -> Blueprint:
-        """From facts."""
+        """Return the blueprint of a model on a device."""
         device = hardware.device.name if hardware.tp == 1 else f"{hardware.tp} x {hardware.device.name}"
         return Blueprint(hardware.model.name, device, 1, hardware.device.price * hardware.tp, hardware=hardware)
 
     def limits(
         self, scheduling: SchedulingConfig, cache: CacheConfig, given: Collection[str], max_model_len: int | None = None
     ) -> Limits:
-        """The numbers of one replica's scheduler. `given` names the settings that somebody gave. Raises ConfigError."""
+        """Return the limits of one replica's scheduler. `given`: names of the given settings. Raises ConfigError."""
         if self.recorded is not None:
             return _changed(self.recorded, scheduling, cache, given, max_model_len)
         assert self.hardware is not None
@@ -59,7 +59,7 @@ class Blueprint:
 def _changed(
     limits: Limits, scheduling: SchedulingConfig, cache: CacheConfig, given: Collection[str], max_model_len: int | None
 ) -> Limits:
-    """A recorded engine's limits with what was given in their place."""
+    """Return a recorded engine's limits, changed by the given settings."""
     for name in ("block_size", "kv_cache_bytes", "memory_fraction", "host_cache_bytes"):
         if name in given:
             raise ConfigError(
@@ -104,7 +104,7 @@ def _from_hardware(
 
 
 def describe(blueprint: Blueprint, limits: Limits) -> dict[str, str]:
-    """The engine in words, for a report."""
+    """Return a description of the engine for a report."""
     blocks = limits.num_blocks[0]
     told = {
         "model": blueprint.model,

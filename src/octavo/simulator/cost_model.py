@@ -1,4 +1,4 @@
-"""CostModel: how long a step takes; and StepShape, all of a plan that such a model may look at.
+"""CostModel: how long a step takes; and StepShape: all of a plan that a cost model may read.
 
 Owns: the protocol, the shape of a plan. Does not: know any device or model (costs does).
 """
@@ -15,9 +15,9 @@ from octavo.core.plan import ROW_SAMPLE, StepPlan
 class StepShape:
     """What a step computes, moves and reads.
 
-    `decode_kv` are the positions that each row of one token attends to, its own among them; `prefills` are (tokens,
-    positions before them) of the others, drafts too. `num_samples` rows give a token. Blocks are copied on the device,
-    swapped out and loaded as counted.
+    `decode_kv` are the positions that each one-token row attends to, its own included; `prefills` are (tokens,
+    positions before them) of the other rows, with drafts too. `num_samples` rows sample a token. The last three count
+    the blocks copied on the device, swapped out and loaded.
     """
 
     decode_kv: list[int]
@@ -29,33 +29,33 @@ class StepShape:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model."""
+        """Return the tokens that the model computes."""
         return len(self.decode_kv) + sum(count for count, _ in self.prefills)
 
 
 class CostModel(Protocol):
-    """Predicts steps. Deterministic: equal shapes take equal times."""
+    """Predicts step times. Deterministic: equal shapes take equal times."""
 
     name: str
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds that a device takes for a step, once it begins."""
+        """Return the seconds that a device takes for a step, once it begins."""
         ...
 
     def host_s(self, shape: StepShape) -> float:
-        """Seconds of scheduling and delivery for a step; with a depth of 2 they pass while the device computes."""
+        """Return the seconds of scheduling and delivery; with a depth of 2 the device computes meanwhile."""
         ...
 
 
 def shape_of(plan: StepPlan) -> StepShape:
-    """Read a plan's shape."""
+    """Return a plan's shape."""
     starts, counts = plan.starts, plan.counts
     decode_kv = [start + 1 for start, count in zip(starts, counts, strict=True) if count == 1]
     prefills = [(count, start) for start, count in zip(starts, counts, strict=True) if count > 1]
     return StepShape(
         decode_kv,
         prefills,
-        sum(map(ROW_SAMPLE.__and__, plan.flags)),  # which is 1: they are counted
+        sum(map(ROW_SAMPLE.__and__, plan.flags)),  # the flag is 1, so the sum counts the rows
         len(plan.copies) // 3,
         len(plan.swap_outs) // 3,
         len(plan.host_loads) // 3,

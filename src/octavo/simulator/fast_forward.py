@@ -1,7 +1,7 @@
-"""Fast forward: how long decode steps take in which nothing arrives, ends or waits for a block.
+"""Fast forward: the times of decode steps during which nothing arrives, ends or waits for a block.
 
-Owns: a step's price, and a DecodeRun: the times of turns looked ahead, and when to look again.
-Does not: change a scheduler (core.repeat makes such steps as one), or enter totals (replica).
+Owns: a step's price, and a DecodeRun: the predicted times of turns, and when to predict further.
+Does not: change a scheduler (core.repeat applies such steps together), or update totals (replica).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from octavo.core.plan import StepPlan
 from octavo.core.repeat import Repeat
 from octavo.simulator.cost_model import CostModel, StepShape, shape_of
 
-MORE_TURNS = 8  # looked ahead at once
+MORE_TURNS = 8  # predicted at once
 DecodeSeconds = Callable[[int, int, int], float]
 
 
 class StepPrices:
-    """Prices plans. Those of decode rows only are priced by their sums, where the cost model can."""
+    """Prices plans. Plans of decode rows only are priced from sums, if the cost model can."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
@@ -37,7 +37,7 @@ class StepPrices:
         return self._costs.step_s(shape), self._costs.host_s(shape)
 
     def host_s(self, num_rows: int) -> float:
-        """Return seconds on the host for a plan of so many decode rows."""
+        """Return seconds on the host for a plan of `num_rows` decode rows."""
         known = self._host.get(num_rows)
         if known is None:
             known = self._host[num_rows] = self._costs.host_s(StepShape([1] * num_rows, [], num_rows))
@@ -45,11 +45,11 @@ class StepPrices:
 
 
 class DecodeRun:
-    """Turns of repeating steps, looked ahead: when each begins and commits; of the plan it makes, its time and end.
+    """Predicted turns of repeating steps: when each begins and commits, and the time and end of the plan it makes.
 
-    `begins` has one entry more: when the turn after them begins. `host_s` passes after each commit of these plans.
-    `flying` is the plan in flight before the first turn, if any: its end and its host time. Each turn then commits the
-    plan of the turn before.
+    `begins` has one entry more: when the next turn begins. `host_s` passes after each commit of these plans. `flying`
+    is the plan in flight before the first turn, if any: its end and its host time. Each turn then commits the plan of
+    the turn before.
     """
 
     __slots__ = ("_decode_s", "_flying", "_until", "begins", "commits", "ends", "host_s", "steps", "steps_s")
@@ -70,7 +70,7 @@ class DecodeRun:
         self.more()
 
     def more(self) -> None:
-        """Look further ahead, MORE_TURNS at once, as far as they begin before `until`."""
+        """Predict up to MORE_TURNS more turns, as long as they begin before `until`."""
         done = len(self.steps_s)
         count = min(self.steps.max_steps - done, MORE_TURNS)
         if self._flying is None:
@@ -79,7 +79,7 @@ class DecodeRun:
             self._more_ahead(done, count, *self._flying)
 
     def _more_alone(self, done: int, count: int) -> None:
-        """Each plan is committed before the next is made."""
+        """Predict turns with one plan in flight: each plan is committed before the next is made."""
         host_s, at, decode_s, until = self.host_s, self.begins[-1], self._decode_s, self._until
         num_rows = self.steps.num_rows
         kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
@@ -97,7 +97,7 @@ class DecodeRun:
             kv_max += 1
 
     def _more_ahead(self, done: int, count: int, end: float, host_s: float) -> None:
-        """Each turn commits the plan before its own, which ends at `end`."""
+        """Predict turns with two plans in flight: each turn commits the plan before its own, which ends at `end`."""
         at, num_rows = self.begins[-1], self.steps.num_rows
         kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
         for _ in range(count):
@@ -118,28 +118,28 @@ class DecodeRun:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is nothing further to look at."""
+        """True if no further turn can be predicted."""
         return len(self.steps_s) == self.steps.max_steps or self.begins[-1] >= self._until
 
     @property
     def has_end(self) -> bool:
-        """Whether requests end in the last commit."""
+        """True if requests end in the last commit."""
         return bool(self.steps.ending) and len(self.steps_s) == self.steps.max_steps
 
     @property
     def next_at(self) -> float:
-        """When it has to be looked at again: requests end, or the next turn begins."""
+        """Return when the replica has to act: requests end, or the next turn begins."""
         return self.commits[-1] if self.has_end else self.begins[-1]
 
     @property
     def num_turns(self) -> int:
-        """Turns looked ahead."""
+        """Return the number of predicted turns."""
         return len(self.steps_s)
 
     def num_turns_before(self, at: float) -> int:
-        """Turns that begin before `at`."""
+        """Return the number of turns that begin before `at`."""
         return bisect_left(self.begins, at, hi=len(self.steps_s))
 
     def num_commits_before(self, at: float) -> int:
-        """Commits before `at`."""
+        """Return the number of commits before `at`."""
         return bisect_left(self.commits, at)

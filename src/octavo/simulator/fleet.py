@@ -1,9 +1,9 @@
-"""Replicas behind a router on one virtual clock.
+"""Replicas and their router on one virtual clock.
 
-Owns: the heap of what comes next, the workload's arrivals, who follows whom, deaths and restarts.
+Owns: the heap of next events, the workload's arrivals, which request follows which, deaths and restarts.
 Does not: step an engine (replica) or choose one (routers).
-Invariants: things happen in order of time, at one time deaths first, then arrivals, then replicas by number; a replica
-that has nothing to do is not looked at; each request ends exactly once.
+Invariants: events are in order of time, at equal times deaths first, then arrivals, then replicas by number; an idle
+replica is never advanced; each request ends exactly once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.simulator.setup import Setup
 from octavo.simulator.tally import Open, Tally
 from octavo.simulator.totals import Samples, SimulatedRun
 
-LOOK_EVERY = 1024  # events between two looks at whether to give up
+LOOK_EVERY = 1024  # events between two checks of `give_up`
 _FAILURE, _ARRIVAL, _REPLICA = 0, 1, 2
 
 
@@ -38,10 +38,10 @@ class Fleet:
         self._up = self._replicas[:]
         self._router = create_router(setup.router, setup.seed)
         self._heap: list[tuple[float, int, int]] = []
-        self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # by whom they follow
-        self._ends = array("d")  # of each arrival, by its place
-        self._coming: dict[int, Arrival] = {}  # in the heap
-        self._orphans: list[Open] = []  # nobody is up to serve them
+        self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # by the request that they follow
+        self._ends = array("d")  # of each arrival, by its index
+        self._coming: dict[int, Arrival] = {}  # arrivals in the heap
+        self._orphans: list[Open] = []  # requests that wait while no replica is up
         self._now = 0.0
         self._num_events = 0
         self._gave_up = False
@@ -50,7 +50,7 @@ class Fleet:
         self._stream: Iterator[tuple[int, Arrival]] = self._timed(workload)
 
     def run(self) -> SimulatedRun:
-        """Serve everything."""
+        """Simulate until every request has ended."""
         for number, failure in enumerate(self._setup.failures):
             heappush(self._heap, (failure.time, _FAILURE, number))
         self._pull()
@@ -71,7 +71,7 @@ class Fleet:
 
     def _advance(self, replica: Replica) -> None:
         if replica.next_at != self._now or not replica.is_up:
-            return  # what it was entered for has moved
+            return  # an outdated entry: the replica's next_at has changed
         ended = replica.advance()
         if replica.next_at != inf:
             heappush(self._heap, (replica.next_at, _REPLICA, replica.number))
@@ -97,7 +97,7 @@ class Fleet:
     # --- arrivals -----------------------------------------------------------------------------------
 
     def _timed(self, workload: Iterable[Arrival]) -> Iterator[tuple[int, Arrival]]:
-        """The arrivals that come at a time of their own; the others are noted behind whom they follow."""
+        """Yield the arrivals that have a time of their own; register the others under the request they follow."""
         if isinstance(workload, Sequence):
             for index, arrival in enumerate(workload):
                 if arrival.follows is not None:
@@ -109,7 +109,7 @@ class Fleet:
                 self._follow(index, arrival, index)
 
     def _follow(self, index: int, arrival: Arrival, end: int) -> None:
-        """Note a request behind the one it follows, or let it come if that has ended already."""
+        """Register a request under the one it follows, or enter it if that has ended already."""
         leader = arrival.follows
         assert leader is not None
         if not 0 <= leader < end or leader == index:
@@ -150,7 +150,7 @@ class Fleet:
             self._pull()
 
     def _send(self, entry: Open) -> None:
-        """Give a request to a replica; with none up it waits for one."""
+        """Give a request to a replica; keep it if none is up."""
         if not self._up:
             self._orphans.append(entry)
             return
@@ -162,7 +162,7 @@ class Fleet:
             heappush(self._heap, (replica.next_at, _REPLICA, replica.number))
 
     def _ended(self, entry: Open) -> None:
-        """Those who follow come a while later, and never at the very time of an end."""
+        """Enter the requests that follow this one, at a time strictly after its end."""
         if entry.index >= len(self._ends):
             self._ends.extend([NEVER] * (entry.index + 1 - len(self._ends)))
         self._ends[entry.index] = self._now
@@ -172,7 +172,7 @@ class Fleet:
     # --- deaths -------------------------------------------------------------------------------------
 
     def _fail(self, number: int) -> None:
-        """A replica dies, or comes back: failures are numbered, their restarts behind them."""
+        """Kill or revive a replica: number n is failure n, number n + len(failures) its restart."""
         failures = self._setup.failures
         failure = failures[number % len(failures)]
         replica = self._replicas[failure.replica]

@@ -1,7 +1,7 @@
-"""Goals: what a fleet has to reach, whether a run did, and whether one in the making still can.
+"""Goals: the objectives of a fleet, whether a run reached them, and whether an unfinished run still can.
 
 Owns: their grammar and judgement. Does not: simulate, or define the figures (summary does).
-Invariant: a run is given up only when its end cannot reach a goal any more.
+Invariant: a run is given up only when it can no longer reach a goal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.simulator.tally import Open, Tally
 from octavo.simulator.totals import SimulatedRun
 
 STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
-DEFAULT_SHARE = 0.99  # of requests that meet the bounds on each, where no goodput is said
+DEFAULT_SHARE = 0.99  # of requests that meet the bounds on each, if no goodput is given
 _HELP = (
     "give STATISTIC=SECONDS such as ttft_p99=1.0,tpot_p95=0.05, bounds on each request such as ttft=1.0,tpot=0.05 with "
     "goodput=SHARE of requests that meet them all, from 0 to 1"
@@ -35,20 +35,20 @@ class Goal:
 
     @property
     def name(self) -> str:
-        """As people write it."""
+        """Return the goal's name as users write it."""
         return f"{self.metric}_{self.statistic}"
 
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Bounds on statistics; and on each request, which a `share` of all that came has to meet (refused ones do not)."""
+    """Bounds on statistics, and on each request, which a `share` of all requests must meet (refused ones fail)."""
 
     goals: tuple[Goal, ...] = ()
     bounds: dict[str, float] = field(default_factory=dict)
     share: float = DEFAULT_SHARE
 
     def judge(self, run: SimulatedRun, price_per_hour: float = 0.0) -> Verdict:
-        """Whether a run reaches them, with its figures."""
+        """Return whether a run reaches the goals, with its figures."""
         facts = summarise(run, self.bounds, price_per_hour)
         values: list[tuple[str, float | None, float]] = []
         for goal in self.goals:
@@ -68,13 +68,13 @@ class Goals:
         return Verdict(not missed and not run.gave_up, min(margins, default=0.0), ", ".join(told), facts)
 
     def giving_up(self, num_requests: int) -> Callable[[Tally, float], bool]:
-        """A check for a run of so many requests: True once a goal is out of reach."""
+        """Return a check for a run of `num_requests` requests: True once a goal cannot be reached any more."""
         return _Hopeless(self, num_requests).check
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether all goals are reached, by what share of the tightest bound, in words, and all figures."""
+    """Whether all goals are reached, the smallest margin relative to its bound, a text, and all figures."""
 
     is_reached: bool
     margin: float
@@ -83,7 +83,7 @@ class Verdict:
 
 
 def read_goals(text: str) -> Goals:
-    """Read `ttft_p99=1.0,tpot_p95=0.05` or `ttft=1.0,tpot=0.05,goodput=0.95`. Raises ConfigError."""
+    """Parse `ttft_p99=1.0,tpot_p95=0.05` or `ttft=1.0,tpot=0.05,goodput=0.95`. Raises ConfigError."""
     goals: list[Goal] = []
     bounds: dict[str, float] = {}
     share = None
@@ -118,7 +118,7 @@ def _number(text: str) -> float:
 
 
 class _Hopeless:
-    """Counts requests beyond a bound; beyond it for good is also who waits for longer than that."""
+    """Counts the requests beyond each bound, those included that have already waited longer than it."""
 
     def __init__(self, goals: Goals, num_requests: int) -> None:
         self._limits: list[tuple[str, float, float]] = []  # metric, bound, requests that may be beyond it
@@ -135,7 +135,7 @@ class _Hopeless:
         self._read = 0
 
     def check(self, tally: Tally, now: float) -> bool:
-        """Whether too many are beyond some bound."""
+        """Return True if too many requests are beyond some bound."""
         out = tally.outcomes
         for place in range(self._read, len(out)):
             for number, (metric, bound, _) in enumerate(self._limits):
@@ -157,7 +157,7 @@ def _is_owed(entry: Open, metric: str) -> bool:
 
 
 def _latency(out: Outcomes, place: int, metric: str) -> float:
-    """A latency of an ended request; less than any bound where it has none."""
+    """Return a latency of an ended request; NEVER, which is below any bound, if it has none."""
     if metric == "ttft":
         return out.first_tokens[place] - out.arrivals[place] if out.first_tokens[place] != NEVER else NEVER
     if metric == "queue":

@@ -1,4 +1,4 @@
-"""Outcomes: what became of each request of a simulation, as packed columns (a million fit in a hundred megabytes).
+"""Outcomes: how each request of a simulation ended, as packed columns (a million fit in a hundred megabytes).
 
 Owns: the columns. Does not: judge (summary does).
 """
@@ -9,16 +9,16 @@ from array import array
 
 from octavo.core.request import FinishReason
 
-NEVER = -1.0  # a time that did not come
+NEVER = -1.0  # a time that was not reached
 
 
 class Outcomes:
     """One entry per request that ended, in the order of their ends.
 
     Times are seconds on the simulation's clock: `arrivals`, `starts` (first scheduled), `first_tokens`, `ends`, NEVER
-    where none came. `reasons` are FinishReasons, `indices` the requests' places in the workload, `replicas` who served
-    them, `tenants` indices into `tenant_names`. `cached` tokens were found, `preemptions` and `restarts` (by a
-    replica's failure) suffered. `output_tokens` are of all choices, `longest` of the longest one.
+    if not reached. `reasons` are FinishReasons, `indices` the requests' places in the workload, `replicas` the replicas
+    that served them, `tenants` indices into `tenant_names`. `cached` counts tokens found in the prefix cache,
+    `restarts` those by a replica's failure. `output_tokens` are of all choices, `longest` of the longest one.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class Outcomes:
         return len(self.indices)
 
     def tenant(self, name: str) -> int:
-        """A tenant's number."""
+        """Return a tenant's number."""
         number = self._tenant_of.setdefault(name, len(self.tenant_names))
         if number == len(self.tenant_names):
             self.tenant_names.append(name)
         return number
 
     def served(self, place: int) -> bool:
-        """Whether the entry ended as asked, not by an error, a timeout or a cancellation."""
+        """Return True if the entry ended as requested, not by an error, a timeout or a cancellation."""
         return self.reasons[place] in (FinishReason.STOP, FinishReason.LENGTH)

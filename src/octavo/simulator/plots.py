@@ -1,7 +1,7 @@
-"""Line charts as SVG text that takes its colours from the page around it, light or dark, and may stand alone.
+"""Line charts as SVG text in the colours of the surrounding page, light or dark, or as a file of their own.
 
 Owns: axes (linear or logarithmic), ticks, lines as steps or straight, a legend. Does not: write files, or compute.
-Same numbers: same text. Points are thinned to what a chart can show before they come here (series does).
+Equal numbers give equal text. The caller has already thinned the points to what a chart can show (series).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 290, 62, 30, 14, 62
-# Colours that hold on white and on near-black alike, told apart by the colour-blind too (Okabe and Ito, darkened).
+# Colours that are legible on white and on near-black and distinct for the colour-blind (Okabe and Ito, darkened).
 LIGHT = ("#0072b2", "#c8500a", "#007a5a", "#9b4f8a", "#8a6d00", "#c22d4a", "#3b6f8f", "#555555")
 DARK = ("#56b4e9", "#f08a4b", "#2fc49a", "#d39ac6", "#e6c84a", "#f2738c", "#8fc1e0", "#b8b8b8")
 _VARIABLES = ("--fg", "--muted", "--grid")
@@ -20,7 +20,7 @@ _VARIABLES = ("--fg", "--muted", "--grid")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A named run of (x, y). `colour` is its place among the colours; a bound is dashed."""
+    """A named line of (x, y) points. `colour` is its index among the colours; a bound is dashed."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What the axes are, and the lines. `is_log`: x in powers of ten, for spread-out latencies."""
+    """A chart's axes and lines. `is_log`: x in powers of ten, for widely spread latencies."""
 
     title: str
     x_name: str
@@ -42,13 +42,13 @@ class Chart:
 
 
 def draw(chart: Chart) -> str:
-    """One chart as an `svg` element for a page that has the style sheet's variables."""
+    """Return one chart as an `svg` element for a page that has the style sheet's variables."""
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title, quote=True)}">'
     return "\n".join([head, *_chart(chart), "</svg>"])
 
 
 def draw_alone(charts: Sequence[Chart], columns: int = 2) -> str:
-    """Charts in rows as one SVG file; it follows the reader's light or dark setting by itself."""
+    """Return charts in rows as one SVG file, which follows the viewer's light or dark setting."""
     columns = min(columns, len(charts)) or 1
     rows = -(-len(charts) // columns)
     width, height = WIDTH * columns, HEIGHT * rows
@@ -64,7 +64,7 @@ def draw_alone(charts: Sequence[Chart], columns: int = 2) -> str:
 
 
 def palette(colours: Sequence[str]) -> str:
-    """The lines' colours as style sheet variables."""
+    """Return the lines' colours as style sheet variables."""
     return "".join(f"--c{place}:{colour};" for place, colour in enumerate(colours))
 
 
@@ -89,14 +89,14 @@ class _Axes:
     is_log: bool
 
     def x(self, value: float) -> float:
-        """Place of a value, within the chart."""
+        """Return the x coordinate of a value, within the chart."""
         low, high = (math.log10(self.low), math.log10(self.high)) if self.is_log else (self.low, self.high)
         at = math.log10(max(value, self.low)) if self.is_log else value
         share = (at - low) / (high - low) if high > low else 0.5
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(1.0, max(0.0, share)), 1)
 
     def y(self, value: float) -> float:
-        """Height of a value."""
+        """Return the y coordinate of a value."""
         return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * min(value, self.top) / self.top, 1)
 
 
@@ -152,7 +152,7 @@ def _legend(lines: Sequence[Line]) -> list[str]:
 
 
 def _ticks(axes: _Axes) -> list[float]:
-    """About five round values; powers of ten on a logarithmic axis, or 1, 2, 5 times where there are few."""
+    """Return about five round values; on a logarithmic axis powers of ten, or 1, 2, 5 times these if they are few."""
     if axes.is_log:
         first, last = math.floor(math.log10(axes.low)), math.ceil(math.log10(axes.high))
         steps = (1, 2, 5) if last - first <= 2 else (1,)
@@ -164,7 +164,7 @@ def _ticks(axes: _Axes) -> list[float]:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 4, 5, 8 times a power of ten; 1 for nothing above 0."""
+    """Return the next of 1, 2, 4, 5, 8 times a power of ten; 1 for values not above 0."""
     if value <= 0 or not math.isfinite(value):
         return 1.0
     unit = 10.0 ** math.floor(math.log10(value))
@@ -172,7 +172,7 @@ def _round_up(value: float) -> float:
 
 
 def short(value: float) -> str:
-    """A number in few letters: 12k, 3.4M, 0.05."""
+    """Return a short text of a number: 12k, 3.4M, 0.05."""
     size = abs(value)
     for bound, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= bound:

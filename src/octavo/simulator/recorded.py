@@ -1,4 +1,4 @@
-"""A recording beside its simulations: what was, in a simulation's terms; and its own durations as a cost model.
+"""A recorded run in a simulation's terms, and the recorded durations as a cost model.
 
 Owns: recorded_run, and as_recorded, by which a simulation reproduces a recording's times. Does not: read files or fit.
 Invariant: as_recorded's times lie on a grid of 2 ** -20 s, so that sums of differences give the times themselves.
@@ -26,7 +26,7 @@ GRID = 2.0**20  # points in a second
 
 
 def need_policy(name: str) -> None:
-    """See that a recording's policy is here, plug-ins too. Raises ConfigError saying what to do."""
+    """Check that a recording's policy is installed, plug-ins too. Raises ConfigError with the remedy."""
     try:
         if not name.isidentifier():  # a file is data: it does not name modules to import
             raise ConfigError(f"{name!r} is no policy's name")
@@ -36,7 +36,7 @@ def need_policy(name: str) -> None:
 
 
 def recorded_run(recording: Recording) -> SimulatedRun:
-    """What a recording tells, as a Run of one replica. Raises what arrivals raises."""
+    """Return a recording as a SimulatedRun of one replica. Raises what arrivals raises."""
     totals = ReplicaTotals()
 
     def count(scheduler: Scheduler) -> None:
@@ -62,7 +62,7 @@ def recorded_run(recording: Recording) -> SimulatedRun:
 
 
 def merged(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:
-    """One entry for each request that went on in later lives of the engine."""
+    """Return one entry for each request, merging those that continued in later lives of the engine."""
     found: dict[str, RecordedRequest] = {}
     for one in requests:
         first = found.get(one.name)
@@ -80,7 +80,7 @@ def merged(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:
 
 
 def _outcomes(requests: list[RecordedRequest]) -> Outcomes:
-    """Those that ended, in the order of their ends."""
+    """Return the requests that ended, in the order of their ends."""
     out = Outcomes()
     ended = [(one.end, index, one) for index, one in enumerate(requests) if one.end is not None]
     for end, index, one in sorted(ended, key=lambda entry: entry[:2]):
@@ -102,12 +102,12 @@ def _outcomes(requests: list[RecordedRequest]) -> Outcomes:
 
 
 def _uses_device(plan: StepPlan) -> bool:
-    """Whether a simulation has the device work for a plan; telling an executor who ended is the host's."""
+    """Return True if a simulation gives the plan device time; reporting finished requests is host work."""
     return bool(plan.slots or plan.copies or plan.swap_outs or plan.host_loads)
 
 
 class RecordedCosts:
-    """Gives each step the time that it took, in the order of the recording. It is good for one simulation."""
+    """A CostModel of the recorded times, in the order of the recording. It can be used for one simulation."""
 
     name = "as recorded"
 
@@ -128,12 +128,12 @@ class RecordedCosts:
                 self._host.append(after - begun)
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds on the device of the next step. Raises ConfigError behind the last."""
+        """Return seconds on the device of the next step. Raises ConfigError after the last."""
         del shape
         return self._next(self._device)
 
     def host_s(self, shape: StepShape) -> float:
-        """Seconds of the host behind it."""
+        """Return seconds of the host after it."""
         del shape
         return self._next(self._host)
 
@@ -145,15 +145,16 @@ class RecordedCosts:
 
 
 def snap(time: float, origin: float) -> float:
-    """Seconds behind `origin`, on the grid."""
+    """Return seconds since `origin`, rounded to the grid."""
     return round((time - origin) * GRID) / GRID
 
 
 def as_recorded(recording: Recording) -> tuple[list[Arrival], RecordedCosts, float]:
-    """Arrivals and durations by which a simulation with the recorded limits and depth gives the recorded times.
+    """Return arrivals and durations that reproduce the recorded times, and their origin on the engine's clock.
 
-    Returns also their origin on the engine's clock. A request comes when the first plan is begun that knows it. Only a
-    recording of one life without failed steps, and of requests that ended by their lengths, is reproduced so.
+    The simulation must have the recorded limits and depth. A request arrives when the first plan that knows it begins.
+    Only a recording of one life without failed steps, and of requests that ended by their lengths, is reproduced
+    exactly.
     """
     segment = recording.segments[0]
     turns: list[float] = []

@@ -1,9 +1,9 @@
 """One engine under a virtual clock: the core's scheduler, stepped in the order of engine.loop.
 
-Owns: turns (commands, then plans up to the depth) and retirements (commit, delivery), and when they come.
-Does not: know other replicas, or who sends requests (fleet).
-Time: a plan is made at a turn's start; its device time follows the step in front of it; its commit is seen at the end
-of that; `host_s` passes behind each commit, and with two plans in flight the device computes meanwhile.
+Owns: turns (commands, then plans up to the depth) and retirements (commit, delivery), and their times.
+Does not: know other replicas, or the source of requests (fleet).
+Time: a plan is made at a turn's start; its device time begins after the previous step's; its commit is at the end of
+that; `host_s` passes after each commit, and with two plans in flight the device computes meanwhile.
 Invariant: depth, plans and times are those of a loop whose executor takes these times.
 """
 
@@ -23,7 +23,7 @@ from octavo.simulator.setup import Setup
 from octavo.simulator.tally import Open, Tally
 from octavo.simulator.totals import ReplicaTotals, Samples
 
-MIN_WAIT_S = 0.001  # as in engine.loop: an empty plan waits at least this long
+MIN_WAIT_S = 0.001  # as in engine.loop: after an empty plan the next is at least this much later
 
 
 @dataclass(slots=True)
@@ -37,9 +37,9 @@ class StepInFlight:
 
 
 class Replica:
-    """One engine, alive or dead. `next_at` is when something is to be done; nothing happens by itself.
+    """One engine, alive or dead. `next_at` is when `advance` must be called; nothing happens without it.
 
-    `load` counts the prompt tokens of requests given to it that have not ended, `num_open` the requests.
+    `load` counts the prompt tokens of its requests that have not ended, `num_open` those requests.
     """
 
     def __init__(self, number: int, setup: Setup, tally: Tally, samples: Samples) -> None:
@@ -66,14 +66,14 @@ class Replica:
         self._inbox: deque[Open] = deque()
         self._run: DecodeRun | None = None
         self._is_retiring = False
-        self._is_idle, self._idle_since = True, 0.0  # no turn begins before
-        self._free_at = 0.0  # when the device has done all that it was given
+        self._is_idle, self._idle_since = True, 0.0  # no turn begins before _idle_since
+        self._free_at = 0.0  # when the device has finished all its plans
         self.next_at = inf
 
     # --- commands -----------------------------------------------------------------------------------
 
     def give(self, entry: Open, at: float) -> None:
-        """A request comes at `at`; the next turn takes it in."""
+        """Queue a request that arrives at `at`; the next turn admits it."""
         entry.replica = self.number
         self._open[entry.name] = entry
         self.load += entry.arrival.prompt_tokens
@@ -86,18 +86,18 @@ class Replica:
             self._is_idle, self.next_at = False, max(at, self._idle_since)
 
     def die(self, at: float) -> list[Open]:
-        """It is gone with all it knew; returns who was open, with what they were given, in order of coming."""
+        """Drop the replica's state; return its open requests with their emitted tokens, in order of arrival."""
         run = self._run
         if run is not None:
             num_committed, num_begun = run.num_commits_before(at), run.num_turns_before(at)
             self._end_run(num_committed)
             if num_begun > num_committed:
-                self._make_plans(self.next_at)  # it dies with this plan in flight
+                self._make_plans(self.next_at)  # this plan is in flight at the death
         work = self.scheduler.open_work()
         outputs = {one.name: one.num_outputs for one in (*work.running, *work.waiting)}
         for entry in self._open.values():
             if entry.name in outputs:
-                if entry.counts:  # a request with several choices starts anew
+                if entry.counts:  # a request with several choices starts again from nothing
                     entry.counts = [0] * len(entry.counts)
                 else:
                     entry.emitted = outputs[entry.name]
@@ -111,12 +111,12 @@ class Replica:
         return lost
 
     def revive(self, at: float) -> None:
-        """It is back, with an empty cache."""
+        """Bring the replica back, with an empty cache."""
         self.is_up = True
         self._idle_since = at
 
     def close(self) -> None:
-        """Enter what the scheduler counted."""
+        """Add the scheduler's counts to the totals."""
         self._close_life()
 
     def _close_life(self) -> None:
@@ -132,7 +132,7 @@ class Replica:
     # --- time ---------------------------------------------------------------------------------------
 
     def advance(self) -> list[Open]:
-        """Do what is due at `next_at`; returns who ended by it."""
+        """Do what is due at `next_at`; return the requests that ended."""
         if self._run is not None:
             if self._run.is_whole:
                 return self._end_run(self._run.num_turns)
@@ -142,7 +142,7 @@ class Replica:
         return self._retire() if self._is_retiring else self._turn()
 
     def _turn(self) -> list[Open]:
-        """Take in commands, then plan up to the depth."""
+        """Admit queued requests, then plan up to the depth."""
         now, self._is_idle = self.next_at, False
         if now >= self._next_sample:
             self._sample(now)
@@ -194,7 +194,7 @@ class Replica:
             self._sink.admitted(request)
 
     def _launch(self, plan: StepPlan, now: float) -> None:
-        """Put a plan behind what the device has to do."""
+        """Queue a plan on the device."""
         step_s, host_s = self._prices.of(plan)
         end = max(now, self._free_at) + step_s
         self._free_at = end
@@ -210,7 +210,7 @@ class Replica:
         ended = self._noted(events.decisions) if events.decisions else []
         if self._sink is not None:
             self._sink.stepped(flight.plan, outcome, events)
-        for name, choice in due:  # the longest ends its request by itself
+        for name, choice in due:  # the longest choice ends the request by itself
             self.scheduler.end_choice(name, choice, now)
         totals.busy_s += flight.step_s
         totals.host_s += flight.host_s
@@ -234,7 +234,7 @@ class Replica:
     # --- repeating decode steps, made as one ----------------------------------------------------------
 
     def _begin_run(self, now: float) -> bool:
-        """Look ahead over steps in which running requests only decode; they are entered when their end is known."""
+        """Predict steps in which running requests only decode; they are applied when their number is known."""
         if self._prices.decode_s is None or len(self._flight) != self._setup.depth - 1:
             return False
         steps = self.scheduler.find_repeat()
@@ -249,7 +249,7 @@ class Replica:
         return True
 
     def _cut_run(self, run: DecodeRun, at: float) -> None:
-        """A request arrives: enter the turns that begin before. One whose commit ends requests is made by itself."""
+        """Apply the turns that begin before an arrival; plan separately the turn whose commit ends requests."""
         num_turns = run.num_turns_before(at)
         is_last = run.has_end and num_turns == run.num_turns
         self._end_run(num_turns - is_last)
@@ -257,7 +257,7 @@ class Replica:
             self._make_plans(self.next_at)
 
     def _end_run(self, num_turns: int) -> list[Open]:
-        """Enter so many turns of the run; the next one is made by itself. Returns the requests that ended."""
+        """Apply `num_turns` turns of the run; the next one is planned separately. Return the requests that ended."""
         run, self._run, totals = self._run, None, self.totals
         assert run is not None
         self.next_at = run.begins[num_turns]
@@ -279,7 +279,7 @@ class Replica:
             totals.busy_s += flying.step_s
             totals.host_s += flying.host_s
             del committed[-1]
-        for step_s in committed:  # one by one, as single steps add them
+        for step_s in committed:  # one by one, so that the sums round as single steps do
             totals.busy_s += step_s
             totals.host_s += run.host_s
         return self._noted(decisions) if decisions else []

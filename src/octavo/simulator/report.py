@@ -1,7 +1,7 @@
-"""A simulation's report: one HTML file with tables and plots, which needs nothing beside it.
+"""A simulation's report: one HTML file with tables and plots that needs no other file.
 
-Owns: what the page says and shows, for one setting or several side by side. Does not: compute figures (summary,
-series) or write files (cli). Invariants: no script, no network, light and dark; all text of users is escaped.
+Owns: the page's contents, for one setting or several side by side. Does not: compute figures (summary, series) or
+write files (cli). Invariants: no script, no network, light and dark; all text of users is escaped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TITLES = {"ttft": "Time to first token", "tpot": "Time per token", "e2e": "End t
 
 @dataclass(slots=True)
 class Case:
-    """One setting's outcome, reduced to what the report shows: its figures, and its curves by name."""
+    """One setting's run, reduced to what the report shows: its figures, and its curves by name."""
 
     label: str
     facts: Facts
@@ -59,7 +59,7 @@ class Case:
 
 
 def page(title: str, cases: Sequence[Case], settings: Mapping[str, str], remarks: Sequence[str]) -> str:
-    """The whole file."""
+    """Return the whole file."""
     body = [
         f"<h1>{escape(title)}</h1>",
         *(f'<p class="remark">{escape(remark)}</p>' for remark in remarks),
@@ -86,7 +86,7 @@ def page(title: str, cases: Sequence[Case], settings: Mapping[str, str], remarks
 
 
 def latency_charts(cases: Sequence[Case]) -> list[Chart]:
-    """Distributions, one line a case."""
+    """Return the charts of distributions, one line a case."""
     return [
         Chart(TITLES[name], "seconds", "% of requests", _lines(cases, f"cdf {name}"), is_log=True, top=100.0)
         for name in METRICS
@@ -94,7 +94,7 @@ def latency_charts(cases: Sequence[Case]) -> list[Chart]:
 
 
 def time_charts(cases: Sequence[Case]) -> list[Chart]:
-    """What went on, one line a case."""
+    """Return the charts over time, one line a case."""
     wanted = (
         ("ttft p50", "Time to first token, median by arrival", "seconds"),
         ("ttft p99", "Time to first token, p99 by arrival", "seconds"),
@@ -119,7 +119,7 @@ def time_charts(cases: Sequence[Case]) -> list[Chart]:
 
 
 def figures(facts: Facts) -> list[tuple[str, float | None, Callable[[float], str], int]]:
-    """Rows to compare: name, value, how it is written, and whether more (1) or less (-1) is better, 0 for neither."""
+    """Return rows to compare: name, value, formatter, and whether more (1) or less (-1) is better, 0 for neither."""
     rows: list[tuple[str, float | None, Callable[[float], str], int]] = []
     for name in METRICS:
         for point in ("mean", "p50", "p90", "p95", "p99"):
@@ -152,7 +152,7 @@ def figures(facts: Facts) -> list[tuple[str, float | None, Callable[[float], str
 
 
 def seconds(value: float) -> str:
-    """A duration in the unit that suits it."""
+    """Return a duration in a fitting unit."""
     if value == 0:
         return "0"
     if abs(value) < 1e-3:
@@ -161,17 +161,17 @@ def seconds(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A share in per cent."""
+    """Return a share in per cent."""
     return f"{100 * value:.1f} %"
 
 
 def plain(value: float) -> str:
-    """A number with four digits that count."""
+    """Return a number with four significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
 def whole(value: float) -> str:
-    """A count."""
+    """Return a count."""
     return f"{value:,.0f}"
 
 
@@ -184,7 +184,7 @@ def _lines(cases: Sequence[Case], name: str) -> list[Line]:
 
 
 def _figures(cases: Sequence[Case]) -> str:
-    """A row for each figure, a column for each case; the best of a row stands out where they differ."""
+    """Return a row for each figure, a column for each case; the best value of a row is bold if the values differ."""
     columns = [dict((name, (value, write, sign)) for name, value, write, sign in figures(case.facts)) for case in cases]
     rows = []
     for name, _, write, sign in figures(cases[0].facts):

@@ -1,4 +1,4 @@
-"""Arrivals as the core sees them: requests known by length, with the keys of their blocks.
+"""Arrivals as the core's requests, known by their lengths and the keys of their blocks.
 
 Owns: how a trace's keys become keys of the scheduler's blocks. Does not: read traces (workloads).
 Invariant: equal keys at equal places of a trace give equal block keys, different ones different block keys.
@@ -24,10 +24,10 @@ def _params(max_tokens: int, n: int) -> SamplingParams:
 
 
 def block_keys(arrival: Arrival, block_size: int) -> tuple[bytes, ...]:
-    """Keys of the full blocks of the prompt, and behind `output_keys` of the outputs, as far as the keys reach.
+    """Return keys of the prompt's full blocks; with `output_keys` also of the outputs', as far as the keys reach.
 
     A key covers `key_tokens` tokens and all before them, so a block is named by the key that covers its end, and by its
-    place. Where both sizes are the same, bytes stay as they are.
+    place. If both sizes are equal, bytes stay as they are.
     """
     keys, size, tokens = (*arrival.keys, *arrival.output_keys), arrival.key_tokens, arrival.prompt_tokens
     if not keys or size < 1:
@@ -54,14 +54,14 @@ def block_keys(arrival: Arrival, block_size: int) -> tuple[bytes, ...]:
 
 
 def own_keys(index: int, num_blocks: int) -> tuple[bytes, ...]:
-    """Keys that nobody else has."""
+    """Return block keys that no other request has."""
     return tuple(_OWN.pack(index, place, 1) for place in range(num_blocks))
 
 
 def make_request(name: str, arrival: Arrival, at: float, emitted: int, limits: Limits, own: int | None) -> Request:
-    """The core's request of an arrival that came `at`; `emitted` tokens of it were given in an earlier life.
+    """Return the core's request of an arrival at `at`, of which `emitted` tokens were given before a restart.
 
-    `own`: the number that its own keys are made of where the trace has none.
+    `own`: the number from which its keys are made if the trace has none; None: no keys.
     """
     size, keys = limits.block_size, None
     if limits.prefix_caching and arrival.keys:

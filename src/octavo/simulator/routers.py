@@ -1,7 +1,7 @@
-"""Routers: which replica gets a request, by name.
+"""Routers: the choice of a replica for each request, by name.
 
-Owns: the protocol, the registry, and what each router remembers. Does not: look into replicas beyond `load` (prompt
-tokens of requests that it was given and that have not ended) and `num_open` (how many those are).
+Owns: the protocol, the registry, and what each router remembers. Does not: read of a replica anything but `load`
+(prompt tokens of its requests that have not ended) and `num_open` (the number of those requests).
 Invariants: equal calls give equal choices for a seed; only replicas that are up are chosen; memory is bounded.
 """
 
@@ -17,10 +17,10 @@ from typing import Protocol, TypeVar
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 
-MAX_KEYS = 1_000_000  # prefix keys, and sessions, that a router remembers; the least recently used go first
+MAX_KEYS = 1_000_000  # prefix keys, and sessions, that a router remembers; the least recently used are dropped first
 _Key = TypeVar("_Key")
 LOAD_BOUND = 1.25  # times the mean load that a replica may have and still be preferred
-FEW_REQUESTS = 1  # with no more than so many, a replica is preferred whatever the mean is
+FEW_REQUESTS = 1  # with at most this many requests, a replica is preferred whatever the mean is
 
 
 class RouterTarget(Protocol):
@@ -38,87 +38,87 @@ class Router(Protocol):
     """Chooses among the replicas that are up, of which there is at least one."""
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """The replica for a request."""
+        """Return the replica for a request."""
         ...
 
 
 class Spread:
-    """The least loaded; of several the one that was given the least before, so that an idle fleet fills evenly."""
+    """Chooses the least loaded; of several the one that was given the least, so that an idle fleet fills evenly."""
 
     def __init__(self) -> None:
         self._given: dict[int, int] = {}
 
     def choose(self, targets: Sequence[RouterTarget], amount: int) -> RouterTarget:
-        """Choose one for an amount of whatever is to be spread."""
+        """Choose a replica, and count `amount` as given to it."""
         chosen = min(targets, key=lambda target: (target.load, self._given.get(target.number, 0)))
         self._given[chosen.number] = self._given.get(chosen.number, 0) + amount
         return chosen
 
 
 class RoundRobin:
-    """Each in turn."""
+    """Chooses each replica in turn."""
 
     def __init__(self, seed: int = 0) -> None:
         self._next = 0
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """The next one by number, after the one chosen last."""
+        """Return the next one by number, after the one chosen last."""
         chosen = next((target for target in targets if target.number >= self._next), targets[0])
         self._next = chosen.number + 1
         return chosen
 
 
 class Random:
-    """Any, each as likely."""
+    """Chooses at random, uniformly."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """A drawn one."""
+        """Return a replica drawn uniformly."""
         return targets[self._rng.randrange(len(targets))]
 
 
 class PowerOfTwo:
-    """The less loaded of two drawn ones (Mitzenmacher, The Power of Two Choices, 2001)."""
+    """Chooses the less loaded of two drawn at random (Mitzenmacher, The Power of Two Choices, 2001)."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """The first drawn where both have the same load."""
+        """Return the less loaded of two; the first drawn if both have the same load."""
         first = targets[self._rng.randrange(len(targets))]
         second = targets[self._rng.randrange(len(targets))]
         return second if second.load < first.load else first
 
 
 class LeastLoaded:
-    """The fewest prompt tokens of requests that have not ended; ties go to the lower number."""
+    """Chooses the fewest prompt tokens of requests that have not ended; ties go to the lower number."""
 
     def __init__(self, seed: int = 0) -> None:
         pass
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """The least loaded one."""
+        """Return the least loaded replica."""
         return least_loaded(targets)
 
 
 class LeastRequests:
-    """The fewest requests that have not ended, as web balancers count; ties go to the lower number."""
+    """Chooses the fewest requests that have not ended, as web balancers count; ties go to the lower number."""
 
     def __init__(self, seed: int = 0) -> None:
         pass
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """The one with the fewest."""
+        """Return the replica with the fewest open requests."""
         return min(targets, key=lambda target: target.num_open)
 
 
 class SessionRouter:
-    """A conversation stays where it began, at the replica that was least loaded then, until that dies.
+    """Keeps a session at the replica where it began, the least loaded then, until that dies.
 
-    Of several, that which had been given the fewest.
-    Requests without a session go by their tenant; without both, to the least loaded.
+    Of several equally loaded ones, it begins at the one that was given the fewest requests.
+    Requests without a session are kept together by tenant; those without both go to the least loaded.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -126,7 +126,7 @@ class SessionRouter:
         self._spread = Spread()
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """The session's own."""
+        """Return the session's replica."""
         name = f"s{arrival.session}" if arrival.session else f"t{arrival.tenant}" if arrival.tenant else ""
         if not name:
             return self._spread.choose(targets, 1)
@@ -137,12 +137,12 @@ class SessionRouter:
 
 
 class PrefixAffinityRouter:
-    """Choose the replica that last got the longest prefix of this prompt, unless its load exceeds the bound.
+    """Chooses the replica that last got the longest prefix of this prompt, unless its load exceeds the bound.
 
-    Then, and for a prompt whose first key is new, the least loaded one. The keys are the router's own memory of what
-    it sent where, as a router in front of servers has it (SGLang's cache-aware router, 2024); the bound on the load is
-    that of Mirrokni, Thorup and Zadimoghaddam (Consistent Hashing with Bounded Loads, 2018): LOAD_BOUND times the
-    mean, this request included.
+    Otherwise, and for a prompt whose first key is new, it chooses the least loaded. The keys are the router's own
+    memory of where it sent them, as a router in front of servers has it (SGLang's cache-aware router, 2024); the bound
+    on the load is that of Mirrokni, Thorup and Zadimoghaddam (Consistent Hashing with Bounded Loads, 2018): LOAD_BOUND
+    times the mean, this request included.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -150,7 +150,7 @@ class PrefixAffinityRouter:
         self._spread = Spread()
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """The one with the longest prefix within the bound."""
+        """Return the replica with the longest prefix within the bound."""
         homes = self._homes
         by_number = {target.number: target for target in targets}
         bound = _bound(arrival, targets)
@@ -173,13 +173,13 @@ class PrefixHash:
     gets the request (Mirrokni, Thorup and Zadimoghaddam, 2018). It remembers nothing.
     """
 
-    num_keys = 4  # of the prompt that are hashed, fewer where it has no more
+    num_keys = 4  # of the prompt that are hashed, fewer if it has fewer
 
     def __init__(self, seed: int = 0) -> None:
         self._salt = seed.to_bytes(8, "little", signed=True)
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """The first in the key's order that is within the bound."""
+        """Return the first replica in the key's order that is within the bound."""
         name = repr((list(arrival.keys[: self.num_keys]) or arrival.session or arrival.tenant,)).encode()
         bound = _bound(arrival, targets)
         order = sorted(targets, key=lambda target: self._weight(name, target.number))
@@ -193,19 +193,19 @@ class PrefixHash:
 
 
 def _bound(arrival: Arrival, targets: Sequence[RouterTarget]) -> float:
-    """The load that a preferred replica may have: LOAD_BOUND times the mean, this request included."""
+    """Return the load that a preferred replica may have: LOAD_BOUND times the mean, this request included."""
     return LOAD_BOUND * (sum(target.load for target in targets) + arrival.prompt_tokens) / len(targets)
 
 
 def least_loaded(targets: Sequence[RouterTarget]) -> RouterTarget:
-    """The one with the fewest tokens; ties go to the lower number."""
+    """Return the replica with the fewest tokens; ties go to the lower number."""
     return min(targets, key=_load)
 
 
 def _deepest_first(keys: Sequence[int] | Sequence[bytes], homes: OrderedDict[int | bytes, int]) -> list[int | bytes]:
-    """The keys that are known, the longest prefix first."""
+    """Return the keys that are known, the longest prefix first."""
     low, high = 0, len(keys)
-    while low < high:  # known keys come before unknown ones, but for what was forgotten
+    while low < high:  # known keys come before unknown ones, except for those dropped
         middle = (low + high) // 2
         if keys[middle] in homes:
             low = middle + 1
@@ -234,7 +234,7 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
 
 
 def create_router(name: str, seed: int) -> Router:
-    """Make the router of that name. Raises ConfigError with the known names."""
+    """Return a new router of that name. Raises ConfigError with the known names."""
     if name not in ROUTERS:
         raise ConfigError(f"router is {name!r}; choose one of {', '.join(sorted(ROUTERS))}")
     return ROUTERS[name](seed)

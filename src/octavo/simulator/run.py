@@ -1,6 +1,6 @@
 """simulate: a workload through one engine or a fleet, on a virtual clock.
 
-Owns: the one call, and how rarely garbage is looked for meanwhile. Does not: move time (fleet, replica), judge the
+Owns: the one call, and the rarer garbage collections during it. Does not: move time (fleet, replica), judge the
 outcome (summary) or know a device (costs).
 Invariant: equal workload and setup give an equal SimulatedRun, with fast_forward or without.
 """
@@ -18,14 +18,14 @@ from octavo.simulator.totals import ReplicaTotals, Samples, SimulatedRun
 
 __all__ = ["ReplicaFailure", "ReplicaSetup", "ReplicaTotals", "Samples", "Setup", "SimulatedRun", "simulate"]
 
-_YOUNG = 100_000  # objects made until the collector looks; Python's own 700 made a simulation a fifth slower
+_YOUNG = 100_000  # allocations between collections; Python's own 700 made a simulation a fifth slower
 
 
 def simulate(workload: Iterable[Arrival] | Sequence[Arrival], setup: Setup) -> SimulatedRun:
-    """Serve a workload to its end.
+    """Simulate a workload to its end.
 
-    `workload` is in order of time. Requests that follow another have their place anywhere in a sequence; in an iterator
-    behind that, in the order of when they can come at the earliest. Raises ConfigError where it is not so.
+    `workload` is in order of time. A request that follows another may be anywhere in a sequence; in an iterator it must
+    be after that one, in the order of the earliest times at which they can arrive. Raises ConfigError otherwise.
     """
     with _rare_collections():
         return Fleet(workload, setup).run()
@@ -34,7 +34,7 @@ def simulate(workload: Iterable[Arrival] | Sequence[Arrival], setup: Setup) -> S
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     before = gc.get_threshold()
-    if before[0]:  # 0: switched off, by whoever calls
+    if before[0]:  # 0: the caller has switched it off
         gc.set_threshold(max(before[0], _YOUNG), *before[1:])
     try:
         yield

@@ -1,7 +1,7 @@
 """Capacity search: the cheapest fleet that reaches given goals on a given workload.
 
-Owns: the space of settings, the order of trials, what was tried. Does not: judge a run (goals) or simulate.
-More replicas mostly serve better, but not always (a router may spread prefixes thinner), so the answer is no guess: the
+Owns: the space of settings, the order of trials, the list of trials. Does not: judge a run (goals) or simulate.
+More replicas mostly serve better, but not always (a router may spread prefixes thinner), so the answer is checked: the
 number found reaches the goals, one less was tried and does not, one more was tried and does.
 """
 
@@ -26,21 +26,21 @@ KNOBS = ("max_sequences", "max_batch_tokens", "policy", "router")
 
 @dataclass(frozen=True, slots=True)
 class SearchTrial:
-    """One simulation: the settings in words, how many replicas, and what came of it."""
+    """One simulation: its settings as text, its replicas, and the verdict."""
 
     label: str
     replicas: int
     verdict: Verdict
 
     def line(self) -> str:
-        """For people."""
+        """Return the trial as a line of text."""
         word = "reached" if self.verdict.is_reached else "missed"
         return f"{self.label}, {self.replicas} replica{'s' * (self.replicas > 1)}: {word}: {self.verdict.told}"
 
 
 @dataclass(slots=True)
 class Found:
-    """The cheapest fleet (None: nothing reaches the goals), its cost in the price's unit, and all that was tried."""
+    """The cheapest fleet (None: nothing reaches the goals), its cost in the price's unit, and all trials."""
 
     setup: Setup | None = None
     label: str = ""
@@ -52,7 +52,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked: `workload` gives the same `num_requests` arrivals each time; `price` is a replica's for an hour.
+    """A search: `workload` gives the same `num_requests` arrivals each time; `price` is one replica's for an hour.
 
     `setup.replicas` is the first number tried. `tell` gets a line for each trial.
     """
@@ -69,7 +69,7 @@ class Question:
 
 
 def read_space(text: str) -> dict[str, tuple[str, ...]]:
-    """Read `max_sequences=64|256,router=least_loaded|prefix_affinity`. Raises ConfigError naming the knobs."""
+    """Parse `max_sequences=64|256,router=least_loaded|prefix_affinity`. Raises ConfigError naming the knobs."""
     space: dict[str, tuple[str, ...]] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, _, rest = (part.strip() for part in word.partition("="))
@@ -96,7 +96,7 @@ def _check_value(name: str, value: str) -> None:
 
 
 def search(question: Question) -> Found:
-    """Try the space, the settings in the order given; of fleets of equal cost the one with the widest margin."""
+    """Try the space, the settings in the given order; of fleets of equal cost choose the one with the widest margin."""
     return _Search(question).run()
 
 
@@ -116,7 +116,7 @@ class _Search:
         return self._found
 
     def _try(self, chosen: dict[str, str]) -> None:
-        """Find the fewest replicas of one setting, unless it cannot beat what was found."""
+        """Find the fewest replicas of one setting, and keep it if it is better than the best so far."""
         label = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "as set"
         setup = self._with(chosen)
         tried: dict[int, Verdict] = {}
@@ -140,10 +140,10 @@ class _Search:
         return number < fewest or (number == fewest and verdict.margin > self._found.verdict.margin)
 
     def _fewest(self, reaches: Callable[[int], bool], label: str) -> int | None:
-        """Double or halve to a number that reaches the goals above one that does not; bisect; look at one more."""
-        low, high = 0, min(self._ask.setup.replicas, self._most)  # low misses (0 surely), high is to be tried
+        """Double or halve to a number that reaches the goals above one that does not; bisect; then try one more."""
+        low, high = 0, min(self._ask.setup.replicas, self._most)  # low misses (0 surely), high is tried next
         if self._found.setup is not None:
-            high = self._most  # no more than that is of use
+            high = self._most  # more than that cannot be better
         while not reaches(high):
             if high >= self._most:
                 return None

@@ -1,7 +1,7 @@
-"""What a simulation looks like over its time: distributions, latencies, queue, batch, memory, service by tenant.
+"""Curves of a simulation over its time: distributions, latencies, queue, batch, memory, service by tenant.
 
 Owns: reducing a run's columns to the few hundred points that a chart can show. Does not: draw (plots).
-Everything but memory is derived from the requests' own times, so it is exact at any scale.
+Everything but memory and batch is derived from the requests' own times, so it is exact at any scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Points = list[tuple[float, float]]
 
 
 def distribution(values: np.ndarray) -> Points:
-    """The cumulative distribution: (value, per cent of requests up to it)."""
+    """Return the cumulative distribution: (value, per cent of requests up to it)."""
     ordered = np.sort(values[~np.isnan(values)])
     if not len(ordered):
         return []
@@ -30,7 +30,7 @@ def distribution(values: np.ndarray) -> Points:
 
 
 def over_time(columns: Columns, name: str, point: float, span: float) -> Points:
-    """A percentile of a latency, by the time of arrival, in equal spans; empty spans are left out."""
+    """Return a percentile of a latency over the time of arrival, in equal spans; empty spans are left out."""
     values = columns.latency(name)
     buckets = _buckets(columns.arrivals, span)
     points = []
@@ -44,19 +44,19 @@ def over_time(columns: Columns, name: str, point: float, span: float) -> Points:
 
 
 def waiting(columns: Columns, span: float) -> Points:
-    """Requests that came and were not scheduled yet."""
+    """Return the number of requests that have arrived and are not yet scheduled."""
     gone = np.where(columns.starts == NEVER, columns.ends, columns.starts)
     return _level(columns.arrivals, gone, span)
 
 
 def running(columns: Columns, span: float) -> Points:
-    """Requests between their first step and their end, those preempted meanwhile among them."""
+    """Return the number of requests between their first step and their end, preempted ones included."""
     began = columns.starts != NEVER
     return _level(columns.starts[began], columns.ends[began], span)
 
 
 def output_rate(columns: Columns, span: float) -> Points:
-    """Tokens given a second: each request's, evenly between its first and its last."""
+    """Return output tokens a second: each request's are spread evenly between its first token and its end."""
     given = columns.firsts != NEVER
     grid = np.linspace(0, span, NUM_BUCKETS + 1)
     total = _ramps(columns.firsts[given], columns.ends[given], columns.outputs[given].astype(float), grid)
@@ -64,7 +64,7 @@ def output_rate(columns: Columns, span: float) -> Points:
 
 
 def prompt_rate(columns: Columns, span: float) -> Points:
-    """Prompt tokens a second, each at the request's first token."""
+    """Return prompt tokens a second, each request's at its first token."""
     given = columns.firsts != NEVER
     counts, edges = np.histogram(
         columns.firsts[given], NUM_BUCKETS, (0, span or 1.0), weights=columns.prompts[given].astype(float)
@@ -73,7 +73,7 @@ def prompt_rate(columns: Columns, span: float) -> Points:
 
 
 def memory(run: SimulatedRun, span: float) -> Points:
-    """Share of the KV pool that running requests hold, in per cent, the mean of all replicas' samples."""
+    """Return the share of the KV pool that running requests hold, in per cent, the mean of all replicas' samples."""
     blocks = max((one.num_blocks for one in run.replicas), default=0)
     if not len(run.samples) or not blocks:
         return []
@@ -86,7 +86,7 @@ def memory(run: SimulatedRun, span: float) -> Points:
 
 
 def batch(run: SimulatedRun, span: float) -> Points:
-    """Tokens computed in a step, the mean over all replicas' steps between samples."""
+    """Return the tokens computed in a step, the mean over all replicas' steps between samples."""
     tokens, steps = np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS)
     numbers = np.asarray(run.samples.replicas)
     for number in range(len(run.replicas)):
@@ -101,7 +101,7 @@ def batch(run: SimulatedRun, span: float) -> Points:
 
 
 def service(columns: Columns, tenant: int, grid: np.ndarray) -> np.ndarray:
-    """A tenant's service up to each time: prompts as they are first scheduled, twice the outputs as they come."""
+    """Return a tenant's service up to each time: prompts when first scheduled, twice the outputs when generated."""
     own = (columns.tenants == tenant) & (columns.starts != NEVER)
     starts = np.sort(columns.starts[own])
     order = np.argsort(columns.starts[own], kind="stable")
@@ -113,23 +113,23 @@ def service(columns: Columns, tenant: int, grid: np.ndarray) -> np.ndarray:
 
 
 def service_points(columns: Columns, tenant: int, span: float) -> Points:
-    """A tenant's service over time."""
+    """Return a tenant's service over time."""
     grid = np.linspace(0, span, NUM_BUCKETS + 1)
     return _points(grid, service(columns, tenant, grid))
 
 
 def service_gap(columns: Columns, tenants: Sequence[int], span: float) -> Points:
-    """How far the most and the least served of these tenants are apart."""
+    """Return the difference in service between the most and the least served of these tenants."""
     grid = np.linspace(0, span, NUM_BUCKETS + 1)
     rows = np.array([service(columns, tenant, grid) for tenant in tenants])
     return _points(grid, rows.max(axis=0) - rows.min(axis=0))
 
 
 def _level(ins: np.ndarray, outs: np.ndarray, span: float) -> Points:
-    """How many are between, at the highest of each span."""
+    """Return the number of requests that are in, the highest of each span."""
     times = np.concatenate([ins, outs])
     steps = np.concatenate([np.ones(len(ins)), -np.ones(len(outs))])
-    order = np.lexsort((steps, times))  # at one time, those who leave leave first
+    order = np.lexsort((steps, times))  # at equal times, those that leave are first
     levels = np.cumsum(steps[order])
     places = _buckets(times[order], span)
     highest = np.zeros(NUM_BUCKETS)
@@ -140,7 +140,7 @@ def _level(ins: np.ndarray, outs: np.ndarray, span: float) -> Points:
 
 
 def _ramps(begins: np.ndarray, ends: np.ndarray, amounts: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """The sum of all amounts up to each grid time, each given evenly between its two times."""
+    """Return the sum of all amounts up to each grid time, each spread evenly between its two times."""
     lengths = np.maximum(ends - begins, 1e-9)
     slopes = amounts / lengths
 

@@ -1,6 +1,6 @@
-"""Setup: what serves a simulated workload.
+"""Setup: the engines that serve a simulated workload.
 
-Owns: engines, their number, router, deaths, and what is watched; checks. Does not: know a device (costs does).
+Owns: engines, their number, router, deaths, and what is observed; checks. Does not: know a device (costs does).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReplicaFailure:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSetup:
-    """One replica that differs from the others."""
+    """The engine of one replica."""
 
     limits: Limits
     costs: CostModel
@@ -38,14 +38,14 @@ class ReplicaSetup:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What serves a workload.
+    """The engines of a simulation and how they are driven.
 
     `depth` plans are in flight in each replica, `max_waiting` requests wait at most (0: no bound). `router` is a name
     of routers.ROUTERS; `others` are replicas by number that differ from `limits` and `costs`. `make_sink` is called for
-    each scheduler made, and makes every step be planned by itself; else `fast_forward` computes unchanged decode steps
-    together, with the same outcome. `sample_s`: seconds between samples of each replica (0: none). With `own_keys`
-    prompts without keys get keys of their own, so that a request that was preempted finds what is left of its blocks.
-    `give_up` is asked now and then with what came of the requests and the time: True ends the run there.
+    each scheduler made, and makes every step be planned by itself; otherwise `fast_forward` computes unchanged decode
+    steps together, with the same outcome. `sample_s`: seconds between samples of each replica (0: none). With
+    `own_keys` prompts without keys get unique keys, so that a preempted request finds what is left of its blocks.
+    `give_up` is called from time to time with the tally and the time: True ends the run.
     """
 
     limits: Limits
@@ -76,7 +76,7 @@ class Setup:
                 raise ConfigError(f"others names replica {number}; there are 0 to {self.replicas - 1}")
 
     def of(self, number: int) -> ReplicaSetup:
-        """What a replica is made of."""
+        """Return the engine of a replica."""
         for other, setup in self.others:
             if other == number:
                 return setup

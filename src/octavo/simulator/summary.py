@@ -1,8 +1,8 @@
-"""What a simulation amounts to: percentiles, goodput, throughput, use of the machines, fairness, cost.
+"""The figures of a simulation: percentiles, goodput, throughput, use of the machines, fairness, cost.
 
 Owns: the figures and their definitions. Does not: draw or print (report, cli). Times are seconds, memory is in blocks.
 Percentiles are of the nearest rank. A mean's interval is of batch means: twenty batches in order of arrival, 95 %
-(Law and Kelton); it says how much a longer run might move the mean, not how true the cost model is.
+(Law and Kelton); it shows how much a longer run might move the mean, not how accurate the cost model is.
 Invariant: a request that was refused, or never answered, meets no objective.
 """
 
@@ -29,7 +29,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """An outcome's columns as numpy arrays, in order of arrival; the latencies NaN where a request has none."""
+    """Outcomes as numpy arrays, in order of arrival; a latency is NaN if a request has none."""
 
     arrivals: np.ndarray
     starts: np.ndarray
@@ -44,7 +44,7 @@ class Columns:
 
     @staticmethod
     def of(outcomes: Outcomes) -> Columns:
-        """Read them."""
+        """Convert outcomes."""
         order = np.argsort(_array(outcomes.arrivals, float), kind="stable")
         reasons = _array(outcomes.reasons, np.int8)[order]
         return Columns(
@@ -61,7 +61,7 @@ class Columns:
         )
 
     def latency(self, name: str) -> np.ndarray:
-        """Seconds by request: to the first token, per token after it, to the end, to being scheduled first."""
+        """Return seconds by request: ttft, tpot (per token after the first), e2e, or queue (to the first step)."""
         if name == "ttft":
             return np.where(self.firsts != NEVER, self.firsts - self.arrivals, np.nan)
         if name == "queue":
@@ -73,7 +73,7 @@ class Columns:
 
 
 def summarise(run: SimulatedRun, objectives: Mapping[str, float] | None = None, price_per_hour: float = 0.0) -> Facts:
-    """All figures of a run as plain values. `price_per_hour` is one replica's; objectives are seconds by name."""
+    """Return all figures of a run as plain values. `price_per_hour` is one replica's; objectives: seconds by name."""
     columns = Columns.of(run.outcomes)
     span = run.duration - float(columns.arrivals[0]) if len(columns.arrivals) else 0.0
     facts: Facts = {
@@ -93,7 +93,7 @@ def summarise(run: SimulatedRun, objectives: Mapping[str, float] | None = None, 
 
 
 def spread(values: np.ndarray) -> Facts:
-    """Count, mean with its interval, percentiles and the greatest of those that are numbers; None of no values."""
+    """Return count, mean with its interval, percentiles and maximum of the values that are not NaN."""
     given = values[~np.isnan(values)]
     if not len(given):
         return {"count": 0, "mean": None, **{f"p{point}": None for point in POINTS}, "max": None}
@@ -106,7 +106,7 @@ def spread(values: np.ndarray) -> Facts:
 
 
 def jain(values: np.ndarray) -> float:
-    """Jain's index of shares (Jain, Chiu and Hawe, 1984): 1 when all are equal, 1 / n when one has all."""
+    """Return Jain's index of shares (Jain, Chiu and Hawe, 1984): 1 if all are equal, 1 / n if one has all."""
     squares = float((values * values).sum())
     return float(values.sum()) ** 2 / (len(values) * squares) if squares else 1.0
 
@@ -140,7 +140,7 @@ def _throughput(columns: Columns, span: float) -> Facts:
 
 
 def _replicas(run: SimulatedRun, span: float) -> Facts:
-    """Use of the machines: shares of the span in which devices computed, and of the pool that was held."""
+    """Return the use of the machines: shares of the span in which devices computed, and of the pool that was held."""
     totals = run.replicas
     busy = [one.busy_s / span if span > 0 else 0.0 for one in totals]
     steps = sum(one.steps for one in totals)
@@ -172,7 +172,7 @@ def _preemptions(outcomes: Outcomes) -> Facts:
 
 
 def _tenants(outcomes: Outcomes, columns: Columns) -> Facts:
-    """Service is a prompt's tokens and twice the output's, as the fair policy counts; the 50 most served are listed."""
+    """Return service by tenant: prompt tokens and twice the output's, as the fair policy counts; the 50 most served."""
     names = outcomes.tenant_names
     service = np.bincount(columns.tenants, columns.prompts + 2.0 * columns.outputs, minlength=len(names))
     ttft, e2e = columns.latency("ttft"), columns.latency("e2e")
@@ -203,7 +203,7 @@ def _goodput(columns: Columns, span: float, objectives: Mapping[str, float]) -> 
     met = {name: ~(columns.latency(name) > bound) for name, bound in objectives.items()}
     good = columns.served.copy()
     for name, kept in met.items():
-        # An answer of one token has no pace to miss; without a first token there is no time to it.
+        # An answer of one token has no tpot to miss; without a first token there is no ttft.
         good &= kept & (~np.isnan(columns.latency(name)) if name != "tpot" else True)
     count, came = int(good.sum()), len(good)
     return {

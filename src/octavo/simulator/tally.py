@@ -1,6 +1,6 @@
-"""Tally: what becomes of each request while a simulation runs, and its entry in the outcomes at the end.
+"""Tally: the state of each request while a simulation runs, and its entry in the outcomes when it ends.
 
-Owns: open requests, and how decisions and tokens are read off a commit. Does not: drive anything.
+Owns: open requests, and reading decisions and tokens from a commit. Does not: drive anything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from octavo.simulator.outcomes import NEVER, Outcomes
 
 
 class Open:
-    """A request that came and has not ended. `emitted`: tokens given in earlier lives of its replicas."""
+    """A request that arrived and has not ended. `emitted`: tokens given before its replica's last death."""
 
     __slots__ = (
         "arrival", "at", "cached", "counts", "emitted", "first", "index", "name", "preemptions", "replica", "restarts",
@@ -27,7 +27,7 @@ class Open:
         self.start = NEVER
         self.first = NEVER
         self.emitted = 0
-        self.counts = [0] * len(arrival.choices)  # tokens of each, where there are several
+        self.counts = [0] * len(arrival.choices)  # tokens of each choice, if there are several
         self.cached = 0
         self.preemptions = 0
         self.restarts = 0
@@ -44,7 +44,7 @@ class Tally:
         self.last_end = 0.0
 
     def begin(self, index: int, arrival: Arrival, at: float) -> Open:
-        """A request came."""
+        """Add a request that arrives."""
         entry = Open(index, arrival, at)
         self.open[entry.name] = entry
         if arrival.choices:
@@ -52,7 +52,7 @@ class Tally:
         return entry
 
     def decided(self, decisions: tuple[Event, ...]) -> list[Open]:
-        """Take in decisions; returns who ended."""
+        """Record decisions; return the requests that ended."""
         ended = []
         for event in decisions:
             kind = event.kind
@@ -71,7 +71,7 @@ class Tally:
         return ended
 
     def given(self, events: Events) -> None:
-        """Note first tokens."""
+        """Record first tokens."""
         positions, at = events.positions, 0
         for _ in range(positions.count(0)):
             at = positions.index(0, at)
@@ -94,7 +94,7 @@ class Tally:
         return due
 
     def end(self, entry: Open, at: float, reason: FinishReason, num_tokens: int) -> None:
-        """Enter what became of a request."""
+        """Move a request to the outcomes."""
         del self.open[entry.name]
         self._several.pop(entry.name, None)
         self.last_end = max(self.last_end, at)

@@ -1,4 +1,4 @@
-"""Run: what came of a simulation, as requests' outcomes, replicas' totals and samples over time.
+"""SimulatedRun: requests' outcomes, replicas' totals and samples over time.
 
 Owns: the records. Does not: fill them (replica, fleet) or judge them (summary).
 """
@@ -15,9 +15,9 @@ from octavo.simulator.outcomes import Outcomes
 class ReplicaTotals:
     """What one replica did, over all its lives. Seconds, tokens and counts.
 
-    `busy_s`: the device computed; `host_s`: scheduling and delivery. `queried_tokens` of those admitted were looked up
-    in the prefix cache, `hit_tokens` found. `forwarded_steps` of the steps were computed together with others.
-    `max_blocks_used` is the most that running requests held of `num_blocks`, seen where a plan was made by itself.
+    `busy_s`: the device computed; `host_s`: scheduling and delivery. `queried_tokens` of admitted requests were looked
+    up in the prefix cache, `hit_tokens` were found. `forwarded_steps` of `steps` were computed together with others.
+    `max_blocks_used` is the most that running requests held of `num_blocks`, sampled when a plan was made by itself.
     """
 
     requests: int = 0
@@ -41,7 +41,7 @@ class Samples:
     """Columns of samples, at the first turn of a replica after each `sample_s`, in order of time.
 
     `running` and `waiting` are requests, `used` and `cached` blocks of the leading cache group: held by running
-    requests, and kept for their prefix alone. `steps` and `tokens` (computed) are of the replica's life so far.
+    requests, and kept for their prefix alone. `steps` and `tokens` (computed) count from the replica's last start.
     """
 
     def __init__(self) -> None:
@@ -60,9 +60,9 @@ class Samples:
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """What came of a simulation: each request's outcome, each replica's totals, the time of the last end (seconds).
+    """A simulation's result: each request's outcome, each replica's totals, the time of the last end (seconds).
 
-    With `gave_up` the requests that were open, and those to come, are not among the outcomes.
+    If `gave_up`, the requests that were open or had not arrived are not among the outcomes.
     """
 
     outcomes: Outcomes

@@ -27,7 +27,7 @@ KINDS = ("roofline", "table:DIR", "fitted:FILE.json", "fitted:RECORDING")
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a replica is made of: a model on `tp` devices, with blocks of `block_size` tokens."""
+    """The hardware of a replica: a model on `tp` devices, with blocks of `block_size` tokens."""
 
     model: ModelFacts
     device: DeviceFacts
@@ -36,11 +36,11 @@ class Hardware:
 
     @staticmethod
     def of(model: str, device: str, tp: int = 1, block_size: int = 16) -> Hardware:
-        """Look both up by name. Raises ConfigError naming what there is."""
+        """Look both up by name. Raises ConfigError naming the known ones."""
         return Hardware(model_facts(model), device_facts(device), tp, block_size)
 
     def pool_blocks(self, max_batch_tokens: int = 2048, memory_share: float = 0.9) -> int:
-        """KV blocks that fit (see memory.pool_blocks)."""
+        """Return the number of KV blocks that fit (see memory.pool_blocks)."""
         return pool_blocks(
             self.model, self.device, self.tp,
             block_size=self.block_size, max_batch_tokens=max_batch_tokens, memory_share=memory_share,
@@ -48,10 +48,10 @@ class Hardware:
 
 
 def cost_model(spec: str = "roofline", hardware: Hardware | None = None) -> CostModel:
-    """Make the cost model that `spec` names: one of KINDS, with *FACTOR behind it for slower or faster steps.
+    """Return the cost model that `spec` names: one of KINDS, with *FACTOR appended for slower or faster steps.
 
     Raises ConfigError, RecordingError.
-    Only the roofline and a table need hardware; a table with a whole profile.json does not.
+    Only the roofline and a table need hardware; a table with a complete profile.json does not.
     """
     stem, star, factor = spec.rpartition("*")
     if star:

@@ -1,8 +1,8 @@
-"""DeviceFacts: what a data sheet says about a device.
+"""DeviceFacts: a device's numbers from its data sheet.
 
 Owns: the facts, presets with their public numbers, and a probe of this machine.
 Does not: predict (roofline), or know models. Peaks are dense (no structured sparsity) with 32-bit accumulation.
-Prices are what a device is often rented for by the hour: a starting point to be replaced by one's own.
+Prices are common rents by the hour: a starting point to be replaced by one's own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class DeviceFacts:
     """A device: FLOP/s by the bytes of a weight (16, 8 and 4 bits; 0 = not in hardware), bytes/s, bytes.
 
     `link_bandwidth` (bytes/s a direction) and `link_s` (latency of an all-reduce) join devices of one replica,
-    `host_bandwidth` the host. `kernel_s` is what a layer loses between its kernels, `step_s` what a step costs beside
+    `host_bandwidth` the host. `kernel_s` is a layer's overhead between its kernels, `step_s` a step's overhead outside
     the layers, on the device and on the host before it. `price` is in dollars per hour. A measured device's `flops16`
-    is what 32 bits reach.
+    is its rate at 32 bits.
     """
 
     name: str
@@ -44,7 +44,7 @@ class DeviceFacts:
     is_measured: bool = False
 
     def flops(self, weight_bytes: float) -> float:
-        """Peak FLOP/s for weights of that many bytes each; wider units where the narrow ones do not exist."""
+        """Return peak FLOP/s for weights of that many bytes each; of wider units where narrow ones do not exist."""
         if weight_bytes < 0.75 and self.flops4:
             return self.flops4
         if weight_bytes <= 1.25 and self.flops8:
@@ -58,7 +58,7 @@ def _gpu(name: str, gib: float, gbs: float, tflops: tuple[float, ...], price: fl
 
 
 def _linked(device: DeviceFacts, gbs: float) -> DeviceFacts:
-    """Joined by NVLink or its like."""
+    """Return the device with the links of NVLink or the like."""
     return replace(device, link_bandwidth=gbs * GB, link_s=8e-6)
 
 
@@ -91,7 +91,7 @@ THIS = "this"
 
 
 def device_facts(name: str) -> DeviceFacts:
-    """Find a device by name; "this" measures the machine's CPU (half a second). Raises ConfigError naming all."""
+    """Return a device by name; "this" measures this machine's CPU (half a second). Raises ConfigError naming all."""
     short = name.lower().removesuffix("_sxm").replace("_", "-").replace(" ", "")
     if short in (THIS, "cpu"):
         return this_machine()
@@ -102,7 +102,7 @@ def device_facts(name: str) -> DeviceFacts:
 
 
 def this_machine() -> DeviceFacts:
-    """Measure what numpy's own products and copies reach here: the best of a few short runs."""
+    """Measure the rates of numpy's products and copies here: the best of a few short runs."""
     facts = machine.look()
     left, right = (np.ones((768, 768), np.float32) for _ in range(2))
     source, target = (np.ones(1 << 24, np.float32) for _ in range(2))

@@ -1,6 +1,6 @@
-"""Drift: whether an engine's steps still take what a fit says.
+"""Drift: detect that an engine's steps no longer take the time that a fit predicts.
 
-Owns: the comparison and the alarm. Does not: fit, or tell anybody (who reads the state does).
+Owns: the comparison and the alarm. Does not: fit, or report (the reader of the state does).
 The alarm is a two-sided cumulative sum (Page, "Continuous inspection schemes", Biometrika 41, 1954) of log(measured /
 predicted) over blocks of steps, in units of the spread that these blocks had when the fit was made.
 """
@@ -17,16 +17,16 @@ from octavo.simulator.cost_model import StepShape, shape_of
 from octavo.simulator.costs.fitted import Fit, Fitted
 
 BLOCK = 32  # steps that are compared together
-SLACK = 1.0  # spreads that a block may be off by without being counted
-BOUND = 8.0  # spreads beyond the slack, summed up, that raise the alarm
+SLACK = 1.0  # spreads by which a block may be off without being counted
+BOUND = 8.0  # spreads beyond the slack, summed, that raise the alarm
 LEAST_SPREAD = 0.03
-MEMORY = 0.2  # share of the last block in the ratio shown
+MEMORY = 0.2  # weight of the last block in the ratio shown
 
 
 class Drift:
-    """Compares steps with a fit. `ratio` is measured over predicted time, of late; 1.0 before the first block.
+    """Compares steps with a fit. `ratio` is recent measured over predicted time; 1.0 before the first block.
 
-    `is_drifting` from the alarm until the sum is back at 0. `num_alarms` counts them.
+    `is_drifting` is True from the alarm until the sum is back at 0. `num_alarms` counts the alarms.
     """
 
     def __init__(self, fit: Fit) -> None:
@@ -40,7 +40,7 @@ class Drift:
         self._measured = self._predicted = 0.0
 
     def add(self, shape: StepShape, seconds: float) -> None:
-        """Enter a step that took so long."""
+        """Add a step and its measured seconds."""
         self._measured += seconds
         self._predicted += self._costs.step_s(shape)
         self.num_steps += 1
@@ -61,7 +61,7 @@ class Drift:
             self.is_drifting = False
 
     def summary(self) -> dict[str, object]:
-        """The state as plain JSON values."""
+        """Return the state as plain JSON values."""
         return {
             "steps": self.num_steps,
             "ratio": self.ratio,
@@ -71,7 +71,7 @@ class Drift:
         }
 
     def __str__(self) -> str:
-        """The state in words."""
+        """Return the state as a sentence."""
         if self.num_steps < BLOCK:
             return f"{self.num_steps} steps: too few to compare with the fit"
         state = "they drift from the fit" if self.is_drifting else "no drift"
@@ -86,13 +86,13 @@ class DriftSink:
         self._free_from = 0.0
 
     def admitted(self, request: Request) -> None:
-        """Nothing to compare."""
+        """Do nothing: there is no step to compare."""
 
     def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Nothing to compare."""
+        """Do nothing: there is no step to compare."""
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Compare a step, from its plan or the end of the one before it, where that came later."""
+        """Compare a step, timed from its plan or from the end of the step before it, whichever is later."""
         begun = max(plan.now, self._free_from)
         self._free_from = events.time
         if plan.slots and isinstance(outcome, StepResult) and events.time > begun:
@@ -100,7 +100,7 @@ class DriftSink:
 
 
 def drift_of(steps: Iterable[RecordedStep], fit: Fit) -> Drift:
-    """Compare a recording's steps with a fit of another one."""
+    """Compare a recording's steps with a fit of another recording."""
     drift = Drift(fit)
     for step in steps:
         begun = step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)

@@ -1,7 +1,7 @@
-"""What a fit sees of a step: numbers whose weighted sum is its time.
+"""The features of a step: numbers whose weighted sum is its time.
 
 Owns: the features and their names. Does not: fit them (fitted does).
-Tokens are cut into stretches with a price each, so that a step may cost little more for the second token than for the
+Tokens are split into ranges with a price each, so that a step may cost little more for the second token than for the
 first, and in proportion from the hundredth on.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from octavo.simulator.cost_model import StepShape
 
-KNOTS = (0, 2, 8, 32, 128, 512)  # tokens where a stretch begins; the last one has no end
+KNOTS = (0, 2, 8, 32, 128, 512)  # tokens where a range begins; the last one has no end
 NAMES = (
     "step",
     *(f"token from {low}" for low in KNOTS),
@@ -25,7 +25,7 @@ HOST_NAMES = ("step", "row", "sample")
 
 
 def features(shape: StepShape) -> list[float]:
-    """One number for each of NAMES."""
+    """Return one number for each of NAMES."""
     pairs = sum(count * before + count * (count + 1) // 2 for count, before in shape.prefills)
     return [
         *_tokens(shape.num_tokens),
@@ -40,16 +40,16 @@ def features(shape: StepShape) -> list[float]:
 
 
 def decode_features(num_rows: int, kv_sum: int) -> list[float]:
-    """The same of a step of decode rows only."""
+    """Return the features of a step of decode rows only."""
     return [*_tokens(num_rows), num_rows, kv_sum, 0, 0, num_rows, 0, 0]
 
 
 def host_features(shape: StepShape) -> list[float]:
-    """One number for each of HOST_NAMES."""
+    """Return one number for each of HOST_NAMES."""
     return [1.0, len(shape.decode_kv) + len(shape.prefills), shape.num_samples]
 
 
 def _tokens(count: int) -> list[float]:
-    """1, and how many tokens lie in each stretch."""
+    """Return 1, and the number of tokens in each range."""
     ends = (*KNOTS[1:], count)
     return [1.0, *(float(max(0, min(count, end) - low)) for low, end in zip(KNOTS, ends, strict=True))]

@@ -1,9 +1,9 @@
 """Fitted: a step's time from the steps of a recording.
 
 Owns: which seconds of a recording are the device's and which the host's, the fit, its errors, and its file.
-Does not: read recordings (trace.recording), or watch an engine (drift).
-Device: from the plan's begin, or from the collection of the step before it where that came later, to the collection.
-Host: from there to the next plan, which an engine makes at once, be it empty.
+Does not: read recordings (observe.recording), or watch an engine (drift).
+Device: from the plan's begin, or from the collection of the step before it if that is later, to the collection.
+Host: from there to the next plan, which an engine makes at once, even if it is empty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HELD_OUT = 1 / 3
 
 @dataclass(frozen=True, slots=True)
 class Coefficient:
-    """Seconds per unit of a feature, with bounds that 95 of 100 resamples lie within."""
+    """Seconds per unit of a feature, with bounds that contain 95 of 100 resamples."""
 
     name: str
     value: float
@@ -42,9 +42,9 @@ class Coefficient:
 class Fit:
     """A fit of `num_steps` steps; written to and read from JSON.
 
-    `held_out_bias` and `held_out_error`: a fit on the first two thirds against the rest: (sum predicted - sum
-    measured) / sum measured, and the mean of |predicted - measured| / measured. `spread` is the standard deviation of
-    log(measured / predicted) over blocks of steps, in which drift is measured. `engine` says whose steps these are:
+    `held_out_bias` and `held_out_error` test a fit of the first two thirds on the rest: (sum predicted - sum measured)
+    / sum measured, and the mean of |predicted - measured| / measured. `spread` is the standard deviation of
+    log(measured / predicted) over blocks of steps, in which drift is measured. `engine` describes the recorded engine:
     `model`, `device`, `depth` and `limits` (the fields of Limits; one cache group only).
     """
 
@@ -59,7 +59,7 @@ class Fit:
 
     @property
     def limits(self) -> Limits | None:
-        """What the recorded engine's scheduler was made with; None where the fit does not say."""
+        """Return the Limits of the recorded engine's scheduler; None if the fit has none."""
         values = self.engine.get("limits")
         if not isinstance(values, dict):
             return None
@@ -72,15 +72,15 @@ class Fit:
             ) from error
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the fit as JSON."""
         path.write_text(self.as_json() + "\n", encoding="utf-8")
 
     def as_json(self) -> str:
-        """The fit as `save` writes it."""
+        """Return the fit as `save` writes it."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     def report(self) -> str:
-        """The fit in words: each coefficient in microseconds with its bounds, and the held-out error."""
+        """Return each coefficient in microseconds with its bounds, and the held-out error, as text."""
         lines = [f"fit of {self.num_steps} steps of {self.source}; microseconds, with bounds of 95 of 100 resamples"]
         for part, coefficients in (("device", self.device), ("host", self.host)):
             for one in coefficients:
@@ -109,11 +109,11 @@ class Fitted:
         self.decode_s: Callable[[int, int, int], float] | None = self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds on the device."""
+        """Return seconds on the device."""
         return _priced(features(shape), self._device)
 
     def host_s(self, shape: StepShape) -> float:
-        """Seconds of the host."""
+        """Return seconds of the host."""
         return _priced(host_features(shape), self._host)
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
@@ -130,7 +130,7 @@ def _priced(numbers: Sequence[float], prices: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class Observations:
-    """Features and seconds of the steps that gave something; `host_rows` and `host_s` of those a plan followed."""
+    """Features and seconds of steps that did not fail: the device's if they have rows, the host's if a plan follows."""
 
     rows: list[list[float]]
     seconds: list[float]
@@ -139,7 +139,7 @@ class Observations:
 
 
 def observe(recorded: Iterable[RecordedStep]) -> Observations:
-    """Take the device's and the host's seconds from steps."""
+    """Split steps into the device's and the host's seconds."""
     seen = Observations([], [], [], [])
     for step in recorded:
         if step.has_failed:
@@ -156,7 +156,7 @@ def observe(recorded: Iterable[RecordedStep]) -> Observations:
 
 
 def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps") -> Fit:
-    """Fit device and host. Raises ConfigError where there are too few steps to tell."""
+    """Fit device and host. Raises ConfigError if there are too few steps."""
     seen = observe(recorded)
     if len(seen.seconds) < MIN_STEPS:
         raise ConfigError(
@@ -181,7 +181,7 @@ def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps") -> Fit:
 
 
 def _extended(values: Array, rows: Array) -> Array:
-    """Give stretches of tokens that no step reached the price of the one before them."""
+    """Give ranges of tokens that no step reached the price of the range before them."""
     values = values.copy()
     for column in range(2, 1 + len(KNOTS)):
         if not rows[:, column].any():
@@ -194,14 +194,14 @@ def _coefficients(names: Sequence[str], values: Array, low: Array, high: Array) 
 
 
 def _spread(predicted: Array, seconds: Array, block: int = 32) -> float:
-    """Standard deviation of the log ratio over blocks of steps."""
+    """Return the standard deviation of the log ratio over blocks of steps."""
     starts = range(0, len(seconds) - block + 1, block)
     ratios = [float(np.log(seconds[at : at + block].sum() / predicted[at : at + block].sum())) for at in starts]
     return float(np.std(ratios)) if len(ratios) > 1 else 0.0
 
 
 def fit_recording(path: Path | str) -> Fit:
-    """Fit the steps of a recording's folder. Raises RecordingError, or ConfigError where it is too short."""
+    """Fit the steps of a recording's folder. Raises RecordingError, or ConfigError if it is too short."""
     recording = open_recording(path)
     header = recording.header
     engine: dict[str, object] = {"model": header.model, "device": header.device, "depth": header.depth}
@@ -213,7 +213,7 @@ def fit_recording(path: Path | str) -> Fit:
 
 
 def load_fit(path: Path | str) -> Fit:
-    """Read a fit's JSON. Raises ConfigError naming the file and what is wrong."""
+    """Read a fit's JSON. Raises ConfigError naming the file and the fault."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if values.pop("version") != VERSION:

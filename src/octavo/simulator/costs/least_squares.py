@@ -1,4 +1,4 @@
-"""Least squares with coefficients that are never negative, and how sure they are.
+"""Least squares with coefficients that are never negative, with confidence intervals.
 
 Owns: the solver, weights, resampling. Does not: know what the columns mean (fitted does).
 Solver: Bro and De Jong, "A fast non-negativity-constrained least squares algorithm", J. Chemometrics 11 (1997), the
@@ -19,13 +19,13 @@ BLOCK = 32  # neighbouring rows that are drawn together
 NUM_DRAWS = 100
 NUM_PASSES = 4
 TUNING = 1.345  # Huber's, for 95 % of least squares' efficiency under normal noise
-LEAST_OFF = 0.005  # nobody is told apart who is nearer than so
-LEVEL_CUT = 8.0  # in the level, a row counts at most so many times what is predicted
+LEAST_OFF = 0.005  # relative errors below this get the full weight
+LEVEL_CUT = 8.0  # in the level, a row counts at most this many times its prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Coefficients, and the bounds that 95 of 100 resamples lie within."""
+    """Coefficients, and bounds that contain 95 of 100 resamples."""
 
     values: Array
     low: Array
@@ -35,9 +35,9 @@ class Solution:
 def solve(columns: Array, wanted: Array, num_draws: int = NUM_DRAWS) -> Solution:
     """Fit wanted ~ columns @ values, values >= 0, by relative squares; [rows, columns] and [rows], wanted > 0.
 
-    The first pass weighs rows by what they took, which hiccups hardly move; the next ones by what the last predicts,
-    so that short steps count as long ones do, and less the farther they are from it (Huber); a last factor makes the
-    sum of the predictions that of the rows: hiccups come in all steps alike.
+    The first pass weighs rows by their measured times, which hiccups hardly move; each later pass weighs by the
+    previous predictions, so that short steps count as long ones do, and less the farther they are from it (Huber). A
+    last factor makes the predictions sum to the measured total: hiccups occur in all steps alike.
     """
     relative = columns / wanted[:, None]
     values = non_negative(relative.T @ relative, relative.sum(0))
@@ -71,7 +71,7 @@ def _levelled(grams: Array, moments: Array, sums: Array, totals: Array) -> Array
 
 
 def non_negative(gram: Array, moment: Array) -> Array:
-    """Minimise x' gram x - 2 moment' x over x >= 0, to relative 1e-10; columns that tell nothing get 0."""
+    """Minimise x' gram x - 2 moment' x over x >= 0, to relative 1e-10; columns without information get 0."""
     size = len(moment)
     scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     gram, moment = gram / np.outer(scale, scale), moment / scale
@@ -89,7 +89,7 @@ def non_negative(gram: Array, moment: Array) -> Array:
 
 
 def _inner(gram: Array, moment: Array, values: Array, is_free: npt.NDArray[np.bool_]) -> Array:
-    """Solve over the free columns, freeing from them whoever would go below 0."""
+    """Solve over the free columns; remove those from the free set that would fall below 0."""
     while True:
         trial = np.zeros_like(values)
         trial[is_free] = np.linalg.lstsq(gram[np.ix_(is_free, is_free)], moment[is_free], rcond=1e-12)[0]

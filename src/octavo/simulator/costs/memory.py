@@ -1,4 +1,4 @@
-"""How many KV blocks fit beside a model's weights.
+"""The number of KV blocks that fit beside a model's weights.
 
 Owns: that arithmetic, from facts. Does not: measure a device (executors do when they open).
 """
@@ -22,9 +22,9 @@ def pool_blocks(
     max_batch_tokens: int = 2048,
     memory_share: float = 0.9,
 ) -> int:
-    """Blocks of `block_size` tokens that `tp` devices hold in `memory_share` of their memory beside the weights.
+    """Return how many blocks of `block_size` tokens fit in `memory_share` of `tp` devices' memory beside the weights.
 
-    Raises ConfigError with the numbers where the weights leave no room for one sequence's beginning.
+    Raises ConfigError with the numbers if fewer than 16 fit.
     """
     given = device.memory_bytes * memory_share * tp
     fixed = 0.0 if device.is_measured else FIXED_BYTES * tp

@@ -1,4 +1,4 @@
-"""ModelFacts: what a model's shape says about bytes and arithmetic.
+"""ModelFacts: a model's bytes and arithmetic, from its shape.
 
 Owns: the facts, presets of well-known shapes, and reading them from a model's own files.
 Does not: know devices (devices) or times (roofline). Facts are of decoders with grouped-query attention and dense or
@@ -23,8 +23,8 @@ class ModelFacts:
     """A decoder's shape, in the words of its config file.
 
     `dtype` is one of DTYPE_BYTES: the linear layers' weights (int4 and fp4 with a scale per 16 to 32 values);
-    embeddings and the KV cache (`kv_bytes` per element) keep 2 bytes unless said. `weight_file_bytes`: size of the
-    weights where a file told it, 0 to derive it. With `num_experts` each token goes through `active_experts` of them,
+    embeddings and the KV cache (`kv_bytes` per element) take 2 bytes unless given. `weight_file_bytes`: size of the
+    weights if known from a file, 0 to derive it. With `num_experts` each token uses `active_experts` of them,
     of `expert_size`, in every layer. `windows` has each layer's sliding window, None for full; empty: all full.
     """
 
@@ -48,40 +48,40 @@ class ModelFacts:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's four projections."""
+        """Return the weights of one layer's four projections."""
         width = self.num_heads * self.head_dim
         return self.hidden_size * (2 * width + 2 * self.num_kv_heads * self.head_dim)
 
     @property
     def dense_weights(self) -> int:
-        """Weights of one layer that every token goes through."""
+        """Return the weights of one layer that every token uses."""
         return self.attention_weights + (0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one expert of one layer, 0 without experts."""
+        """Return the weights of one expert of one layer, 0 without experts."""
         return 3 * self.hidden_size * self.expert_size if self.num_experts else 0
 
     @property
     def layer_weights(self) -> int:
-        """All weights of one layer."""
+        """Return all weights of one layer."""
         return self.dense_weights + self.num_experts * self.expert_weights
 
     @property
     def head_weights(self) -> int:
-        """Weights of the output projection."""
+        """Return the weights of the output projection."""
         return self.vocab_size * self.hidden_size
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of all weights as they lie in memory."""
+        """Return the bytes of all weights in memory."""
         if self.weight_file_bytes:
             return float(self.weight_file_bytes)
         return self.num_layers * self.layer_weights * self.linear_bytes + self.embedding_bytes
 
     @property
     def linear_bytes(self) -> float:
-        """Bytes per weight of the layers."""
+        """Return the bytes per weight of the layers."""
         if self.weight_file_bytes:
             count = self.num_layers * self.layer_weights + self.head_weights * (1 if self.is_tied else 2)
             return self.weight_file_bytes / count
@@ -89,22 +89,22 @@ class ModelFacts:
 
     @property
     def head_bytes(self) -> float:
-        """Bytes of the output projection: quantised checkpoints keep it in 16 bits, files tell their mean."""
+        """Return the bytes of the output projection: 16 bits in quantised checkpoints, else the file's mean."""
         return self.head_weights * (self.linear_bytes if self.weight_file_bytes else max(2.0, DTYPE_BYTES[self.dtype]))
 
     @property
     def embedding_bytes(self) -> float:
-        """Bytes of embeddings and output projection."""
+        """Return the bytes of embeddings and output projection."""
         return self.head_bytes * (1 if self.is_tied else 2)
 
     @property
     def kv_bytes_per_token_layer(self) -> float:
-        """Bytes of keys and values of one position in one layer."""
+        """Return the bytes of keys and values of one position in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.kv_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of keys and values of one position."""
+        """Return the bytes of keys and values of one position."""
         return self.num_layers * self.kv_bytes_per_token_layer
 
 
@@ -162,9 +162,9 @@ PRESETS: dict[str, ModelFacts] = {
 
 
 def model_facts(name: str, *, is_offline: bool = True) -> ModelFacts:
-    """Find a model's facts: a preset, `preset:dtype` (llama-3.1-8b:fp8), or whatever `octavo serve` takes as a model.
+    """Return a model's facts: a preset, `preset:dtype` (llama-3.1-8b:fp8), or any model that `octavo serve` takes.
 
-    Nothing is downloaded unless `is_offline` is unset. Raises ConfigError naming the presets, ModelFileError for
+    Nothing is downloaded unless `is_offline` is False. Raises ConfigError naming the presets, ModelFileError for
     files that cannot be read.
     """
     stem, _, dtype = name.lower().rpartition(":") if ":" in name else (name.lower(), "", "")
@@ -193,7 +193,7 @@ def _facts_of(files: ModelFiles) -> ModelFacts:
 
 
 def facts_of_spec(name: str, spec: ModelSpec, weight_file_bytes: int = 0) -> ModelFacts:
-    """Take the facts from a specification; `weight_file_bytes` where its files are what is kept in memory."""
+    """Return the facts of a specification; `weight_file_bytes` if its files are kept in memory as they are."""
     return ModelFacts(
         name,
         spec.num_layers,

@@ -2,7 +2,7 @@
 
 Owns: the tree of axes and the interpolation. Does not: know what is measured.
 Each value of an axis has its own next axis, so that sweeps of several densities may be mixed in one table. Below an
-axis its first value holds, above it the last two are continued (times grow with sizes).
+axis its first value is used, above it the last two are extrapolated (times grow with sizes).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Ragged:
         self._root = _tree(sorted(points.items()), 0)
 
     def at(self, *place: float) -> float:
-        """The value at a place, never below 0."""
+        """Return the value at a point, never below 0."""
         return max(0.0, _value(self._root, place, 0))
 
 
@@ -32,7 +32,7 @@ class _Node:
 
 
 def _tree(points: Sequence[tuple[tuple[int, ...], float]], axis: int) -> _Node:
-    """Points, in order, that agree in all coordinates before `axis`."""
+    """Build the tree of sorted points that agree in all coordinates before `axis`."""
     groups: dict[int, list[tuple[tuple[int, ...], float]]] = {}
     for place, value in points:
         groups.setdefault(place[axis], []).append((place, value))

@@ -3,7 +3,7 @@
 Owns: bytes and arithmetic of a step's parts, and the efficiencies they are divided by.
 Does not: look facts up (models, devices).
 Each part takes the larger of bytes / bandwidth and FLOP / peak (Williams, Waterman and Patterson, "Roofline: an
-insightful visual performance model", CACM 2009), and parts follow each other.
+insightful visual performance model", CACM 2009), and the parts run one after another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.simulator.costs.models import ModelFacts
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Shares of a peak that kernels reach. One set for every device; docs/fidelity.md tells how far it carries."""
+    """Shares of a peak that kernels reach. One set for every device; docs/fidelity.md has its accuracy."""
 
     bandwidth: float = 0.80
     matmul: float = 0.70
@@ -29,10 +29,10 @@ class Efficiencies:
 
 
 class Roofline:
-    """A CostModel of known facts. `tp` devices share every layer; `block_size` in tokens prices copied blocks.
+    """A CostModel from facts. `tp` devices share every layer; `block_size` in tokens prices copied blocks.
 
     `decode_s(num_rows, kv_sum, kv_max)` is step_s of a plan of decode rows only, in constant time; None for a model
-    with sliding windows, whose time is no function of these.
+    with sliding windows, whose time is not a function of these.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class Roofline:
         head_flops = device.flops(model.head_bytes / model.head_weights) * share.matmul * tp
         self._head_read_s = model.head_bytes / self._bandwidth
         self._head_product_s = 2 * model.head_weights / head_flops
-        kv_tp = min(tp, model.num_kv_heads)  # beyond it heads' keys are read twice
+        kv_tp = min(tp, model.num_kv_heads)  # with more devices than KV heads, keys are read more than once
         self._kv_s = model.kv_bytes_per_token_layer / (device.bandwidth * share.attention_bandwidth * kv_tp)
         self._score_s = 4 * model.num_heads * model.head_dim / (device.flops16 * share.attention * tp)
         self._link_bandwidth = device.link_bandwidth * share.link
         self._block_bytes = model.kv_bytes_per_token * block_size / kv_tp
         self._windows = _count_windows(model)
-        self._decodes: dict[int, float] = {}  # of steps in which every token is a sample's: one entry per batch size
+        self._decodes: dict[int, float] = {}  # of steps in which every token is sampled: one entry per batch size
         self.decode_s: Callable[[int, int, int], float] | None = None if model.windows else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds on the device."""
+        """Return seconds on the device."""
         tokens = shape.num_tokens
         attention = sum(count * self._attention_s(shape, window) for window, count in self._windows)
         return self._linear_s(tokens, shape.num_samples) + attention + self._transfer_s(shape)
 
     def host_s(self, shape: StepShape) -> float:
-        """Seconds of scheduling and delivery: the device's cost per step, shared out over rows beyond a hundred."""
+        """Return seconds of scheduling and delivery: half of the device's `step_s`, and 0.5 % of it for each row."""
         return self.device.step_s * (0.5 + 0.005 * (len(shape.decode_kv) + len(shape.prefills)))
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
@@ -86,7 +86,7 @@ class Roofline:
         return self._linear_s(num_rows, num_rows) + attention + 0.0
 
     def _linear_s(self, tokens: int, samples: int) -> float:
-        """Projections, feed-forward, output head, the gaps between kernels, and what devices tell each other."""
+        """Return seconds of projections, feed-forward, output head, the gaps between kernels, and all-reduces."""
         if not tokens:
             return self.device.step_s
         known = self._decodes.get(tokens) if tokens == samples else None
@@ -102,7 +102,7 @@ class Roofline:
         return time_s
 
     def _attention_s(self, shape: StepShape, window: int | None) -> float:
-        """One layer's attention: what is read and what is multiplied, of decode rows and of chunks."""
+        """Return seconds of one layer's attention: reads and products, of decode rows and of chunks."""
         kv = sum(shape.decode_kv) if window is None else sum(min(length, window) for length in shape.decode_kv)
         time_s = max(kv * self._kv_s, kv * self._score_s)
         for count, before in shape.prefills:
@@ -114,14 +114,14 @@ class Roofline:
         return time_s
 
     def _reduce_s(self, tokens: int) -> float:
-        """One all-reduce of the step's activations, around a ring."""
+        """Return seconds of one ring all-reduce of the step's activations."""
         if self._tp == 1:
             return 0.0
         moved = 2 * (self._tp - 1) / self._tp * tokens * self.model.hidden_size * 2
         return self.device.link_s + moved / self._link_bandwidth
 
     def _transfer_s(self, shape: StepShape) -> float:
-        """Blocks copied on the device, and those that go to and come from the host."""
+        """Return seconds of blocks copied on the device, and of those moved to and from the host."""
         if not (shape.copied_blocks or shape.swapped_out_blocks or shape.loaded_blocks):
             return 0.0
         on_device = 2 * shape.copied_blocks * self._block_bytes / self._bandwidth
@@ -130,12 +130,12 @@ class Roofline:
 
 
 def _distinct(kinds: int, draws: int) -> float:
-    """How many of `kinds` experts are drawn at least once in that many even draws."""
+    """Return the expected number of distinct experts, of `kinds`, in that many uniform draws."""
     return kinds * (1.0 - (1.0 - 1.0 / kinds) ** draws) if kinds else 0.0
 
 
 def _count_windows(model: ModelFacts) -> list[tuple[int | None, int]]:
-    """Layers by their window."""
+    """Return (window, number of layers) pairs."""
     counts: dict[int | None, int] = {}
     for window in model.windows or (None,) * model.num_layers:
         counts[window] = counts.get(window, 0) + 1

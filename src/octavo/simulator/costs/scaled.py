@@ -1,6 +1,6 @@
-"""Scaled: another cost model's times, stretched and shifted.
+"""Scaled: another cost model's times, multiplied and shifted.
 
-Owns: that. Does not: find the numbers (who compares with a measurement does).
+Owns: that. Does not: find the numbers (the caller compares with measurements).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Scaled:
         self.decode_s: Callable[[int, int, int], float] | None = self._decode_s if self._inner is not None else None
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds on the device."""
+        """Return seconds on the device."""
         return max(0.0, self._costs.step_s(shape) * self._factor + self._added)
 
     def host_s(self, shape: StepShape) -> float:
-        """Seconds of the host, as the other says."""
+        """Return seconds of the host, which are the other model's."""
         return self._costs.host_s(shape)
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:

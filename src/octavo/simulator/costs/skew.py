@@ -1,4 +1,4 @@
-"""Skew: what decode rows of unequal lengths cost beyond rows that all have their mean.
+"""Skew: the extra cost of decode rows of unequal lengths over rows that all have their mean length.
 
 Owns: the table of shares and its buckets. Does not: know attention times (table does).
 A share a of 0 to 1 puts a step between the times at the mean and at the greatest length: t_mean + a (t_max - t_mean).
@@ -38,7 +38,7 @@ class Skew:
         self._default = total / weight if weight else 0.0
 
     def share(self, chunk: int, rows: int, kv: tuple[float, int, int], history: float) -> float:
-        """The share for a step with that chunk and history, `kv` being the decode rows' mean, least and greatest."""
+        """Return the share for a step with that chunk and history; `kv`: the decode rows' mean, least, greatest."""
         mean, least, greatest = kv
         if not self._shares or rows < 2 or least == greatest:
             return 0.0
@@ -48,7 +48,7 @@ class Skew:
 
 
 def _bound(label: str) -> float:
-    """The upper bound that a label gives, infinity for its overflow."""
+    """Return the upper bound that a label gives, infinity for its overflow."""
     match = _LABEL.fullmatch(label)
     if match is None:
         raise ConfigError(f"skew_fit has the label {label!r}; labels are as n<=128, sr>70%, kvB<=16k or kp=0")

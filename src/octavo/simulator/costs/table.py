@@ -2,8 +2,8 @@
 
 Owns: which operators a step runs and how often, and at which sizes. Does not: read files (table_files), or interpolate
 (ragged). Each of a layer's operators runs once for all the step's tokens, layernorm twice; embedding and the final norm
-once a step; those of per_sequence once a step for all its rows. Several chunks in a step: the longest meets the decode
-rows in the table, the others add what they take by themselves beyond the least chunk.
+once a step; those of per_sequence once a step for all its rows. With several chunks in a step, the longest is looked up
+together with the decode rows; each other one adds its own time less that of the smallest chunk.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class CostTable:
         self._least_chunk_s = self._chunks.at(1, 0, 0, 0)
         self._skew = Skew(files.skew)
         self._linear: dict[int, float] = {}
-        # With shares of skew a step depends on its least length, too: such plans are looked at as they are.
+        # With shares of skew a step depends on its least length too, which decode_s does not take.
         self.decode_s: Callable[[int, int, int], float] | None = None if files.skew else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds on the device."""
+        """Return seconds on the device."""
         rows = len(shape.decode_kv) + len(shape.prefills)
         if not rows:
             return self._profile.step_s
@@ -66,7 +66,7 @@ class CostTable:
         return self._linear_s(shape.num_tokens) + attention + per_row + self._profile.step_s
 
     def host_s(self, shape: StepShape) -> float:
-        """Seconds of the host, as the profile says."""
+        """Return seconds of the host, from the profile."""
         del shape
         return self._profile.host_s
 
@@ -77,7 +77,7 @@ class CostTable:
         return self._linear_s(num_rows) + attention + per_row + self._profile.step_s
 
     def _linear_s(self, tokens: int) -> float:
-        """All operators whose time is a function of the step's tokens, and the all-reduces behind them."""
+        """Return seconds of all operators whose time depends on the step's tokens, and of all-reduces."""
         sizes = self._profile.padded_tokens
         if sizes and tokens <= sizes[-1]:
             tokens = sizes[bisect_left(sizes, tokens)]
@@ -95,7 +95,7 @@ class CostTable:
         return profile.all_reduce_s + tokens * profile.hidden_size * 2 / profile.all_reduce_bandwidth
 
     def _attention_s(self, shape: StepShape) -> float:
-        """One layer's attention."""
+        """Return seconds of one layer's attention."""
         chunks = sorted(shape.prefills, reverse=True)
         more_s = sum(max(0.0, self._chunks.at(*_alone(chunk)) - self._least_chunk_s) for chunk in chunks[1:])
         if not shape.decode_kv:
@@ -110,7 +110,7 @@ class CostTable:
         return time_s + more_s
 
     def _met_s(self, rows: int, length: float, count: int, history: int) -> float:
-        """Decode rows of one length, with a chunk or without."""
+        """Return seconds of decode rows of one length, with a chunk or without."""
         if not count:
             return self._decodes.at(0, rows, 0, length)
         if self._mixed is None:
@@ -124,14 +124,14 @@ def _alone(chunk: tuple[int, int]) -> tuple[int, int, int, int]:
 
 
 def _times(layer: str, num_layers: int) -> int:
-    """How often an operator runs in a step."""
+    """Return how often an operator runs in a step."""
     if layer in ONCE:
         return 1
     return num_layers * (2 if layer in TWICE else 1)
 
 
 def completed(files: TableFiles, model: ModelFacts, device: DeviceFacts, tp: int) -> TableFiles:
-    """Fill in what a table's profile leaves out from facts: the model's sizes, and the device's links for `tp`."""
+    """Fill in from facts what a table's profile lacks: the model's sizes, and the device's links for `tp`."""
     known = files.profile
     profile = replace(
         known,

@@ -2,7 +2,7 @@
 
 Owns: finding and reading them, with errors that name file and line. Does not: predict (table).
 A table is a folder, or a folder and the beginning of its files' names: [PREFIX]dense.csv, per_sequence.csv and
-attention.csv, optionally skew_fit.csv and profile.json, each plain or .gz. docs/simulating.md tells their columns.
+attention.csv, optionally skew_fit.csv and profile.json, each plain or .gz. docs/simulating.md describes their columns.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_FILE_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a table's profile.json may say; all optional.
+    """The fields of a table's profile.json, all optional.
 
-    `num_layers` and `hidden_size`: the model's, where none is named beside the table. `padded_tokens`: the sizes that
-    steps are padded up to (captured graphs); larger steps are not. `all_reduce_s` and `all_reduce_bandwidth` (bytes/s):
-    one all-reduce of b bytes over `tp` devices takes all_reduce_s + b / all_reduce_bandwidth. `step_s` is lost in each
-    step between the operators, `host_s` is spent by the host.
+    `num_layers` and `hidden_size`: the model's, needed if no model is named beside the table. `padded_tokens`: the
+    sizes that steps are padded up to (captured graphs); larger steps are not. `all_reduce_s` and `all_reduce_bandwidth`
+    (bytes/s): one all-reduce of b bytes over `tp` devices takes all_reduce_s + b / all_reduce_bandwidth. `step_s` is
+    the overhead of each step between the operators, `host_s` the host's time.
     """
 
     num_layers: int = 0
@@ -42,7 +42,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class TableFiles:
-    """What was read: times in seconds by layer and size, and by attention's four sizes."""
+    """The table's times in seconds: by layer and size, and by attention's four sizes."""
 
     name: str
     dense: Mapping[str, Mapping[tuple[int, ...], float]]
@@ -56,7 +56,7 @@ ATTENTION_COLUMNS = ("prefill_chunk", "n_decode", "kv_prefill", "kv_decode")
 
 
 def read_table(where: str) -> TableFiles:
-    """Read a table. Raises ConfigError naming the file, the line and what is wrong."""
+    """Read a table. Raises ConfigError naming the file, the line and the fault."""
     if experts := _find(where, "moe.csv"):
         raise ConfigError(
             f"{experts}: this profile is of a mixture-of-experts model, whose experts a table cannot predict yet; "
@@ -112,7 +112,7 @@ def _text(path: Path) -> str:
 
 
 def _rows(where: str, file: str, columns: tuple[str, ...]) -> list[tuple[str, dict[str, str]]]:
-    """The file's rows, each with the place that an error names."""
+    """Return the file's rows, each with its position for errors."""
     path = _find(where, file)
     if path is None:
         raise ConfigError(f"cost table {where!r}: no {file} or {file}.gz there, in the folder or behind the prefix")

@@ -1,4 +1,4 @@
-"""Workloads: requests to come, generated or read from public traces and from one's own recordings."""
+"""Workloads: requests that are generated, or read from public traces and one's own recordings."""
 
 from octavo.simulator.workloads.catalogue import KINDS, SimulatedWorkload, open_workload
 from octavo.simulator.workloads.shaping import Shaping

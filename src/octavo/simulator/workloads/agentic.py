@@ -1,8 +1,8 @@
-"""Sessions of coding agents: requests that follow one another, over prompts that mostly repeat.
+"""Sessions of coding agents: requests that follow one another, with prompts that mostly repeat.
 
 Owns: the format of kv-cache-tester's sessions (a JSON line each: requests with t, in, out, api_time, think_time and
-runs of 64-token block ids), and the closed loop made of it. Does not: keep the recorded durations: a request comes
-the recorded pause after the one that it waited for, however long that takes here.
+runs of 64-token block ids), and the closed loop made of it. Does not: keep the recorded durations: a request arrives
+the recorded pause after the end of the one that it waited for, however long that takes here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from octavo.simulator.workloads.spec import Spec
 
 DEFAULT_BLOCK = 64
 MAX_BLOCKS = 1 << 24  # of one prompt
-_STRIDE = 1 << 40  # keys of one session: its ids are its own
+_STRIDE = 1 << 40  # keys of one session, whose ids are its own
 
 
 def agentic(spec: Spec, around: Surroundings) -> Source:
-    """The sessions of a file; `every` seconds apart, or at a `rate`, all at once unless told otherwise."""
+    """Return the sessions of a file; `every` seconds apart, or at a `rate`, by default all at once."""
     path = Path(spec.path)
     every = spec.number("every", 0.0, least=0.0)
     rate = spec.number("rate") if "rate" in spec.options else 0.0
@@ -41,7 +41,7 @@ def agentic(spec: Spec, around: Surroundings) -> Source:
 
 
 def _by_earliest(sessions: list[list[tuple[Arrival, int | None]]]) -> Iterator[Arrival]:
-    """All requests by the earliest time that each may come, as if answers took no time: parents before children."""
+    """Yield all requests by the earliest time at which each can arrive, as if answers took no time: parents first."""
     earliest: list[list[float]] = []
     for turns in sessions:
         times: list[float] = []
@@ -62,7 +62,7 @@ def _by_earliest(sessions: list[list[tuple[Arrival, int | None]]]) -> Iterator[A
 
 
 def _read_session(row: WorkloadRow, number: int, start: float, notes: Notes) -> list[tuple[Arrival, int | None]]:
-    """Requests with the place of the one that each waited for: of those that had ended, the last to end."""
+    """Return requests, each with the index of the one it waited for: of those that had ended, the last to end."""
     block = row.count("block_size") if "block_size" in row.values else DEFAULT_BLOCK
     if not block:
         raise row.fault("block_size", "give at least 1")
@@ -85,7 +85,7 @@ def _read_session(row: WorkloadRow, number: int, start: float, notes: Notes) -> 
 
 
 def _keys(row: WorkloadRow, base: int) -> Sequence[int]:
-    """Block ids from runs of (first, how many)."""
+    """Return block ids from runs of (first, count)."""
     runs = row.values.get("hash_runs", [])
     is_list = isinstance(runs, list) and all(isinstance(run, list) and len(run) == 2 for run in runs)
     if not is_list or not all(type(one) is int and 0 <= one < _STRIDE for run in runs for one in run):

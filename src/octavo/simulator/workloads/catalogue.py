@@ -1,7 +1,7 @@
-"""Workloads by their words: the kinds there are, opening one or several, and options that every kind takes.
+"""Workloads by their specifications: the known kinds, opening one or several, and options that every kind takes.
 
 Owns: the table of kinds, SimulatedWorkload. Does not: read a format or draw anything itself.
-Invariant: a workload may be iterated again and gives the same arrivals; it holds nothing but its words.
+Invariant: a workload may be iterated again and gives the same arrivals; it keeps only its specification.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Build = Callable[[Spec, Surroundings], Source]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a kind is built, what it is, and whether it reads a file, or has requests that follow others."""
+    """How a kind is built, its help, whether it reads a file, and whether its requests follow others."""
 
     build: Build
     text: str
@@ -61,7 +61,7 @@ KINDS: dict[str, Kind] = {
 
 
 class SimulatedWorkload:
-    """Arrivals, to be asked for as often as one likes; `notes` say what the last time left out or changed."""
+    """Arrivals that can be iterated repeatedly; `notes` count what the last iteration left out or changed."""
 
     def __init__(self, texts: Sequence[str], shape: Shaping) -> None:
         self.name = " + ".join(texts)
@@ -75,7 +75,7 @@ class SimulatedWorkload:
             self._has_followers = self._has_followers or kind.has_followers
 
     def arrivals(self) -> Iterator[Arrival] | list[Arrival]:
-        """What to simulate: a list where requests may follow others, as all who follow must be known; else a stream."""
+        """Return a list if requests may follow others, as all of those must be known at the start; else a stream."""
         return list(self) if self._has_followers else iter(self)
 
     def __iter__(self) -> Iterator[Arrival]:
@@ -85,9 +85,9 @@ class SimulatedWorkload:
 
 
 def open_workload(texts: str | Sequence[str], shape: Shaping | None = None) -> SimulatedWorkload:
-    """A workload from its words, `KIND:...` or the path of a recording; several are merged in time.
+    """Return a workload from its specification, `KIND:...` or a recording's path; several are merged in time.
 
-    Raises ConfigError for words that are not understood; what is wrong in a file is raised when it is read.
+    Raises ConfigError for a wrong specification; faults in a file are raised when it is read.
     """
     words = [texts] if isinstance(texts, str) else list(texts)
     if not words:
@@ -96,7 +96,7 @@ def open_workload(texts: str | Sequence[str], shape: Shaping | None = None) -> S
 
 
 def _open(text: str, seed: int, place: int) -> tuple[Kind, Source]:
-    """One workload's source, with what all kinds take: tenant, tenants, zipf, priority, ttft, tpot."""
+    """Return one workload's source with the options of all kinds: tenant, tenants, zipf, priority, ttft, tpot."""
     spec = Spec(text if text.partition(":")[0] in KINDS or not Path(text).is_dir() else f"recording:{text}")
     kind = KINDS.get(spec.kind)
     if kind is None:
@@ -128,7 +128,7 @@ def _sorted(source: Source) -> Source:
 
 
 def _dress(spec: Spec, around: Surroundings, source: Source) -> Source:
-    """Give requests a tenant, a priority and objectives."""
+    """Return the source with a tenant, a priority and objectives for its requests."""
     tenant, priority = spec.text_of("tenant"), spec.count("priority", 0)
     ttft, tpot = (spec.number(name) if name in spec.options else None for name in ("ttft", "tpot"))
     for name in ("ttft", "tpot"):

@@ -1,4 +1,4 @@
-"""When requests arrive: processes that give times from a rate and a generator of chance.
+"""Arrival processes: times of requests, from a rate and a random generator.
 
 Owns: the processes. Does not: say what arrives. Invariant: times never fall; the same state gives the same times.
 """
@@ -16,7 +16,7 @@ Times = Callable[[random.Random], Iterator[float]]
 
 
 def read_process(spec: Spec) -> Times:
-    """The process that a spec's kind and options name."""
+    """Return the process that a spec's kind and options name."""
     return _PROCESSES[spec.kind](spec)
 
 
@@ -37,7 +37,7 @@ def _constant(spec: Spec) -> Times:
 
 
 def _bursty(spec: Spec) -> Times:
-    """Gaps of a gamma distribution: a coefficient of variation of 1 is Poisson's, 2 twice as bursty."""
+    """Return gaps of a gamma distribution: a coefficient of variation of 1 is Poisson, 2 twice as bursty."""
     rate, shape = spec.number("rate"), spec.number("cv", 2.0) ** -2
     if not 1e-4 <= shape <= 1e4:
         raise ConfigError(f"workload {spec.text!r}: cv is {shape**-0.5:g}; give 0.01 to 100")
@@ -53,7 +53,7 @@ def _weibull(spec: Spec) -> Times:
 
 
 def _on_off(spec: Spec) -> Times:
-    """Poisson at `rate` for `on` seconds, nothing for `off` seconds, and again."""
+    """Return a process that is Poisson at `rate` for `on` seconds, silent for `off` seconds, and repeats."""
     rate, on_s, off_s = spec.number("rate"), spec.number("on", 10.0), spec.number("off", 10.0, least=0.0)
 
     def times(rng: random.Random) -> Iterator[float]:
@@ -66,7 +66,7 @@ def _on_off(spec: Spec) -> Times:
 
 
 def _mmpp(spec: Spec) -> Times:
-    """A Poisson process whose rate changes between `low` and `high` at exponential times (Markov-modulated)."""
+    """Return a Poisson process whose rate changes between `low` and `high` at exponential times (Markov-modulated)."""
     rates = (spec.number("high"), spec.number("low", least=0.0))
     stays = (spec.number("high_s", 10.0), spec.number("low_s", 30.0))
 
@@ -74,7 +74,7 @@ def _mmpp(spec: Spec) -> Times:
         now, state = 0.0, 1
         until = _exponential(rng) * stays[state]
         while True:
-            # Exponential gaps have no memory: at a change of rate the next one is drawn anew.
+            # Exponential gaps have no memory, so the gap is drawn anew at a change of rate.
             gap = _exponential(rng) / rates[state] if rates[state] else math.inf
             if now + gap < until:
                 now += gap
@@ -87,7 +87,7 @@ def _mmpp(spec: Spec) -> Times:
 
 
 def _wave(spec: Spec) -> Times:
-    """Poisson whose rate swings about `rate` by `swing` of it each `period` s (thinning: Lewis, Shedler 1979)."""
+    """Return a Poisson process whose rate varies by `swing` of it each `period` s (thinning: Lewis, Shedler 1979)."""
     rate, period = spec.number("rate"), spec.number("period", 86400.0)
     swing = spec.number("swing", 0.5, least=0.0)
     if swing > 1:
@@ -104,7 +104,7 @@ def _wave(spec: Spec) -> Times:
 
 
 def _burst(spec: Spec) -> Times:
-    """All at once."""
+    """Return a process in which all requests arrive at 0."""
 
     def times(rng: random.Random) -> Iterator[float]:
         while True:

@@ -1,6 +1,6 @@
-"""How long prompts, answers and pauses are: distributions by their words, `512`, `lognormal(512,0.8)`, ...
+"""Distributions of prompt, answer and pause lengths, written as `512`, `lognormal(512,0.8)`, ...
 
-Owns: the distributions and their reading. Does not: draw from a file's pairs (synthetic does), or know arrivals.
+Owns: the distributions and their parsing. Does not: draw from a file's pairs (synthetic does), or know arrivals.
 Invariant: a draw is a number of at least 0, decided by the generator's state alone.
 """
 
@@ -17,8 +17,8 @@ from octavo.simulator.workloads.spec import read_call, read_number
 
 Draw = Callable[[random.Random], float]
 
-# Deciles and tails of the public Azure traces of 2023 (Patel et al., Splitwise, ISCA 2024; CC-BY-4.0), measured:
-# (per cent, prompt tokens, output tokens). The marginals only: prompt and output are drawn apart.
+# Deciles and tails of the public Azure traces of 2023 (Patel et al., Splitwise, ISCA 2024; CC-BY-4.0), measured: (per
+# cent, prompt tokens, output tokens). The marginals only: prompt and output are drawn independently.
 AZURE_CONV = (
     (0, 2, 7), (1, 29, 16), (5, 181, 41), (10, 207, 54), (25, 396, 85), (50, 1020, 129), (75, 1189, 395),
     (90, 2735, 424), (95, 4083, 451), (99, 4142, 601), (99.9, 6212, 954), (100, 14050, 1000),
@@ -31,7 +31,7 @@ PAIRS = {"azure_conv": AZURE_CONV, "azure_code": AZURE_CODE}
 
 
 def read_distribution(text: str, where: str) -> Draw:
-    """A distribution from its words. Raises ConfigError naming `where`."""
+    """Parse a distribution. Raises ConfigError naming `where`."""
     name, words = read_call(text, where)
     if name in ("quantiles", "empirical"):
         return _read_quantiles(words, where)
@@ -45,9 +45,9 @@ def read_distribution(text: str, where: str) -> Draw:
 
 
 def quantiles(points: Sequence[tuple[float, float]], *, is_log: bool = False) -> Draw:
-    """Inverse transform over (per cent, value), straight lines between, or straight in the values' logarithms.
+    """Return a draw by inverse transform over (per cent, value), linear between points, or linear in log(value).
 
-    Below the first and above the last point, those values themselves.
+    Below the first and above the last point, it gives their values.
     """
     shares = [share / 100 for share, _ in points]
     values = [math.log(max(value, 1.0)) if is_log else value for _, value in points]
@@ -66,7 +66,7 @@ def quantiles(points: Sequence[tuple[float, float]], *, is_log: bool = False) ->
 
 
 def whole(draw: Draw, rng: random.Random, least: int = 1) -> int:
-    """A draw as a number of tokens."""
+    """Return a draw as a whole number of tokens."""
     return max(least, round(draw(rng)))
 
 

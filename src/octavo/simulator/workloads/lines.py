@@ -1,7 +1,7 @@
 """Rows of text files, plain or gzipped, one at a time, with errors that name the file, the line and the column.
 
 Owns: CSV with a header and JSON lines, their typed fields. Does not: know any trace's columns (their readers do).
-Invariant: whatever a file holds, a row is right or a ConfigError says where it is not.
+Invariant: for any file, a row is correct or a ConfigError names its fault.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-MAX_LINE = 16 << 20  # characters of a line: no known trace comes near
+MAX_LINE = 16 << 20  # characters of a line: those of all known traces are far shorter
 MAX_TOKENS = 1 << 30  # of one prompt or answer
 
 
 class WorkloadRow:
-    """One record's fields by name, and where it stands."""
+    """One record's fields by name, and its position in the file."""
 
     __slots__ = ("line", "path", "values")
 
@@ -31,13 +31,13 @@ class WorkloadRow:
         self.values = values
 
     def fault(self, name: str, remedy: str) -> ConfigError:
-        """The error for a field of this row."""
+        """Return the error for a field of this row."""
         value = self.values.get(name)
         shown = "missing" if value is None else repr(value)[:80]
         return ConfigError(f"{self.path}, line {self.line}, column {name}: {shown}; {remedy}")
 
     def count(self, name: str) -> int:
-        """A whole number of tokens, 0 or more; what a float column says without a fraction counts too."""
+        """Return a whole number of tokens, 0 or more; a float without a fraction is accepted too."""
         value = self.values.get(name)
         try:
             number = value if type(value) is int else _exact(value)
@@ -48,7 +48,7 @@ class WorkloadRow:
         return number
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number; `default` where the field is missing or empty."""
+        """Return a finite number; `default` if the field is missing or empty."""
         value = self.values.get(name)
         if default is not None and (value is None or value == ""):
             return default
@@ -61,19 +61,19 @@ class WorkloadRow:
         return number
 
     def text(self, name: str) -> str:
-        """A word; empty where the field is missing."""
+        """Return a text; empty if the field is missing."""
         value = self.values.get(name)
         return "" if value is None else str(value)
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A list of whole numbers of 0 or more."""
+        """Return a list of whole numbers of 0 or more."""
         value = self.values.get(name)
         if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 2**63 for one in value):
             raise self.fault(name, "give a list of whole numbers")
         return tuple(value)
 
     def rows(self, name: str) -> Iterator[WorkloadRow]:
-        """A list of objects, as rows of the same line."""
+        """Return a list of objects as rows of the same line."""
         value = self.values.get(name)
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
             raise self.fault(name, "give a list of objects")
@@ -81,7 +81,7 @@ class WorkloadRow:
 
 
 def csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[WorkloadRow]:
-    """Rows of a CSV file whose header has at least the wanted columns, in any order. No quoting: no trace needs it."""
+    """Yield rows of a CSV file whose header has at least the wanted columns, in any order; quoting is not read."""
     lines = numbered_lines(path)
     header = _names(next(lines, (0, ""))[1])
     missing = [name for name in wanted if name not in header]
@@ -96,7 +96,7 @@ def csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[WorkloadRow]:
 
 
 def csv_header(path: Path) -> list[str]:
-    """The names in a CSV file's first line."""
+    """Return the names in a CSV file's first line."""
     return _names(next(numbered_lines(path), (0, ""))[1])
 
 
@@ -105,7 +105,7 @@ def _names(line: str) -> list[str]:
 
 
 def json_rows(path: Path) -> Iterator[WorkloadRow]:
-    """Objects of a JSON-lines file."""
+    """Yield the objects of a JSON-lines file."""
     for number, line in numbered_lines(path):
         try:
             value = json.loads(line)
@@ -119,7 +119,7 @@ def json_rows(path: Path) -> Iterator[WorkloadRow]:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their numbers from 1. Raises ConfigError for what cannot be read."""
+    """Yield lines that are not blank, with their numbers from 1. Raises ConfigError if the file cannot be read."""
     number = 0
     try:
         with open(path, "rb") as file:

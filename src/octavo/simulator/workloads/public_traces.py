@@ -1,7 +1,7 @@
-"""Readers of public traces with one record a line: Azure, BurstGPT, Mooncake, LLMServingSim's lengths.
+"""Readers of public traces with one record a line: Azure, BurstGPT, Mooncake, LLMServingSim, VTC's results.
 
 Owns: their columns, units and quirks, one function each. Does not: check order or emptiness (Reader does).
-Files are read as they are asked for; nothing of one is kept.
+Files are read on iteration; nothing of one is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EPOCH = 738_000  # days before the traces: a float then keeps microseconds
 
 
 def azure(spec: Spec, around: Surroundings) -> Source:
-    """Azure's LLM inference traces of 2023 and 2024 (Patel et al., ISCA 2024): one CSV row a request."""
+    """Read Azure's LLM inference traces of 2023 and 2024 (Patel et al., ISCA 2024): one CSV row a request."""
     path, reader = Path(spec.path), Reader(spec)
 
     def source(notes: Notes) -> Iterator[Arrival]:
@@ -35,7 +35,7 @@ def azure(spec: Spec, around: Surroundings) -> Source:
 
 
 def burstgpt(spec: Spec, around: Surroundings) -> Source:
-    """BurstGPT (Wang et al., 2024): release 1's six columns, or release 2's eight with a session id.
+    """Read BurstGPT (Wang et al., 2024): release 1's six columns, or release 2's eight with a session id.
 
     A response of no token is a failure and is left out; `model=` keeps one model's requests, `log=` one log type's.
     """
@@ -60,7 +60,7 @@ def burstgpt(spec: Spec, around: Surroundings) -> Source:
 
 
 def mooncake(spec: Spec, around: Surroundings) -> Source:
-    """Mooncake's traces (Qin et al., FAST 2025), conversation and tool-and-agent alike: a block id per 512 tokens.
+    """Read Mooncake's traces (Qin et al., FAST 2025), conversation and tool-and-agent alike: a block id per 512 tokens.
 
     The id of a prompt's last block names a part of a block, which no cache keeps; it is dropped. With `round=up`
     prompts are lengthened to whole blocks instead, as in counts of hits by blocks.
@@ -82,13 +82,13 @@ def mooncake(spec: Spec, around: Surroundings) -> Source:
 
 
 def serving_sim(spec: Spec, around: Surroundings) -> Source:
-    """LLMServingSim's workloads: arrivals in nanoseconds, lengths, ids of 16-token prefix blocks."""
+    """Read LLMServingSim's workloads: arrivals in nanoseconds, lengths, ids of 16-token prefix blocks."""
     path, reader = Path(spec.path), Reader(spec)
 
     def source(notes: Notes) -> Iterator[Arrival]:
         reader.begin(notes)
         for row in json_rows(path):
-            # From the trace's own zero, not from the first request: it was measured so.
+            # Times are from the trace's own zero, not from the first request, as in its measurements.
             time = row.number("arrival_time_ns") / 1e9
             reader.time(row, "arrival_time_ns", time)
             if pair := reader.tokens(row.count("input_toks"), row.count("output_toks")):
@@ -100,7 +100,7 @@ def serving_sim(spec: Spec, around: Surroundings) -> Source:
 
 
 def service_log(spec: Spec, around: Surroundings) -> Source:
-    """A CSV of client, req_time, prompt_len, output_len, as in VTC's results (Sheng et al., OSDI 2024)."""
+    """Read a CSV of client, req_time, prompt_len, output_len, as in VTC's results (Sheng et al., OSDI 2024)."""
     path, reader = Path(spec.path), Reader(spec)
 
     def source(notes: Notes) -> Iterator[Arrival]:
@@ -114,7 +114,7 @@ def service_log(spec: Spec, around: Surroundings) -> Source:
 
 
 def _seconds(row: WorkloadRow) -> float:
-    """A time stamp of 2023 (seven digits, no zone) or 2024 (six digits, a zone)."""
+    """Parse a time stamp of 2023 (seven digits, no zone) or 2024 (six digits, a zone)."""
     text = row.text("TIMESTAMP")
     try:
         moment = datetime.fromisoformat(text)

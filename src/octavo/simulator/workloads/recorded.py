@@ -1,6 +1,6 @@
 """A recording of one's own server as a workload: its arrivals, lengths, block keys, tenants and objectives.
 
-Owns: what of a recorded request an arrival keeps. Does not: read recordings (octavo.observe.recording does).
+Owns: which fields of a recorded request an arrival keeps. Does not: read recordings (octavo.observe.recording does).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from octavo.simulator.workloads.spec import Spec
 
 
 def recording(spec: Spec, around: Surroundings) -> Source:
-    """The requests of a folder that `octavo serve --record` wrote, open loop, as long as they came to be."""
+    """Return the requests of a folder that `octavo serve --record` wrote, open loop, with their recorded lengths."""
     path = Path(spec.path)
 
     def source(notes: Notes) -> Iterator[Arrival]:
         requests = arrivals(open_recording(path))
         given: dict[str, tuple[int, ...]] = {}
-        for one in requests:  # of one that went on after a crash, the last life knows the whole answer
+        for one in requests:  # if a request continued after a crash, its last life has the whole answer
             before = given.get(one.name, ())
             given[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
         first = requests[0].arrival if requests else 0.0

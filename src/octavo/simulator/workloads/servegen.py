@@ -1,7 +1,7 @@
 """ServeGen's client pools (Xiang et al., 2025): each client's rate and burstiness by windows, and its length quantiles.
 
 Owns: reading the clients, drawing each one's requests, merging them in time. Does not: scale a rate (shaping does).
-Invariant: a window's mean rate is the one that was measured, whatever the shape of its gaps.
+Invariant: a window's mean rate is the measured one, whatever the shape of its gaps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Client:
     output: Draw
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """A renewal process on the clock of expected arrivals: gaps of mean 1, mapped to time by the rates."""
+        """Yield a renewal process on the clock of expected arrivals: gaps of mean 1, mapped to time by the rates."""
         starts = [window.start for window in self.windows]
         now, place = self.windows[0].start, 0
         while True:
@@ -63,7 +63,7 @@ class _Client:
 
 
 def servegen(spec: Spec, around: Surroundings) -> Source:
-    """The clients of a pool, each one a tenant."""
+    """Read the clients of a pool, each one a tenant."""
     path = Path(spec.path)
 
     def source(notes: Notes) -> Iterator[Arrival]:

@@ -1,4 +1,4 @@
-"""What is done to a workload before it runs: a window of it, a scaled rate, a limit, a longest length; and merging.
+"""Changes to a workload before it runs: a window of it, a scaled rate, a limit, a longest length; and merging.
 
 Owns: those, and keeping `follows` right when requests are left out or merged. Does not: draw or read.
 Invariant: every request left out or shortened is counted in the notes.
@@ -21,11 +21,11 @@ TOO_LONG = ("keep", "clip", "drop")
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """`start` and `end` in seconds of the workload's own time, `rate_scale` how many times as fast it comes then.
+    """A window, `start` to `end` in seconds of the workload's own time; `rate_scale` speeds up arrivals in it.
 
-    `limit` requests at most. Of a request longer than `max_len` tokens in all, with `too_long` clip: the prompt is
-    shortened, the answer too where it takes more than half; drop: it is left out; keep: the engine refuses the
-    prompt, or ends the answer there. Pauses of a closed loop are people's and tools' own: no scale changes them.
+    `limit` requests at most. For a request longer than `max_len` tokens in all, `too_long` is clip: the prompt is
+    shortened, the answer too if it takes more than half; drop: it is left out; keep: the engine refuses the
+    prompt, or ends the answer there. Pauses of a closed loop belong to users and tools: no scale changes them.
     """
 
     seed: int = 0
@@ -53,8 +53,8 @@ class Shaping:
 def shape(
     arrivals: Iterator[Arrival], shaping: Shaping, notes: Notes, *, has_followers: bool = True
 ) -> Iterator[Arrival]:
-    """What is left of a workload, its times from the window's start on. `has_followers`: some may follow others."""
-    places = array("q")  # of each request that came in, where it went; -1: nowhere
+    """Yield the shaped workload, its times from the window's start on. `has_followers`: some may follow others."""
+    places = array("q")  # new index of each request that came in; -1: left out
     number = 0
     for arrival in arrivals:
         places.append(-1)
@@ -68,7 +68,7 @@ def shape(
                 continue
         elif arrival.time >= shaping.end:
             if not has_followers:
-                return  # open arrivals come in order: nothing of the window is left
+                return  # open arrivals are in order: nothing of the window is left
             continue
         elif arrival.time < shaping.start:
             notes.add("before the window, left out")
@@ -84,7 +84,7 @@ def shape(
 
 
 def merge(sources: Sequence[Source], notes: Notes) -> Iterator[Arrival]:
-    """Several workloads as one, by the earliest time that each request may come."""
+    """Merge several workloads by the earliest time at which each request can arrive."""
     if len(sources) == 1:
         yield from sources[0](notes)
         return
@@ -104,7 +104,7 @@ def merge(sources: Sequence[Source], notes: Notes) -> Iterator[Arrival]:
 
 
 class _Stream:
-    """One of several workloads: its next arrival, and where its requests went in the whole."""
+    """One of several workloads: its next arrival, and its requests' indices in the merged workload."""
 
     def __init__(self, arrivals: Iterator[Arrival], number: int) -> None:
         self.number = number
@@ -115,7 +115,7 @@ class _Stream:
         self._times = array("d")
 
     def advance(self) -> bool:
-        """Look at the next one."""
+        """Fetch the next arrival; return False at the end."""
         self._next = next(self._arrivals, None)
         if self._next is None:
             return False
@@ -125,7 +125,7 @@ class _Stream:
         return True
 
     def take(self, index: int) -> Arrival:
-        """Hand it over, as request `index` of the whole."""
+        """Return the fetched arrival, as request `index` of the merged workload."""
         arrival = self._next
         assert arrival is not None
         self._places.append(index)
@@ -151,5 +151,5 @@ def _fit(arrival: Arrival, shaping: Shaping, notes: Notes) -> Arrival | None:
     notes.add("prompt tokens cut", arrival.prompt_tokens - prompt)
     notes.add("output tokens cut", arrival.output_tokens - output)
     keys = arrival.keys[: prompt // arrival.key_tokens] if arrival.key_tokens else ()
-    # What was generated behind a cut prompt is not what was generated: its keys go.
+    # What was generated after the whole prompt does not follow a cut one: its keys are dropped.
     return replace(arrival, prompt_tokens=prompt, output_tokens=output, keys=keys, output_keys=())

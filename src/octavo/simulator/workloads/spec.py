@@ -1,7 +1,7 @@
-"""The words of a workload: `KIND:key=value,...` for a generated one, `KIND:PATH,key=value,...` for a file.
+"""A workload's specification: `KIND:key=value,...` for a generated one, `KIND:PATH,key=value,...` for a file.
 
-Owns: taking the words apart, typed reading of the options, errors that name the option, its value and the remedy.
-Does not: know any kind (catalogue does). Invariant: an option that nobody asked for is an error, with a near name.
+Owns: splitting the text, typed reading of the options, errors that name the option, its value and the remedy. Does not:
+know any kind (catalogue does). Invariant: an option that its kind does not read is an error, with a near name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_SPEC = 4096  # characters
 
 
 class Spec:
-    """One workload's words, taken apart: `kind`, `path` (the first word without `=`; empty if none), `options`."""
+    """One workload's specification: `kind`, `path` (the first word without `=`; empty if none), `options`."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_SPEC:
@@ -40,14 +40,14 @@ class Spec:
                 self.options[name] = value.strip()
 
     def text_of(self, name: str, default: str = "") -> str:
-        """An option as it stands."""
+        """Return an option's text."""
         self._asked[name] = None
         return self.options.get(name, default)
 
     def number(
         self, name: str, default: float | None = None, *, above: float = 0.0, least: float | None = None
     ) -> float:
-        """A finite number greater than `above`, or of at least `least`. None as default: it must be given."""
+        """Return a finite number greater than `above`, or of at least `least`. Required if `default` is None."""
         text = self.text_of(name)
         if not text:
             if default is None and name not in self.options:
@@ -62,7 +62,7 @@ class Spec:
         return value
 
     def count(self, name: str, default: int, *, least: int = 0) -> int:
-        """A whole number of at least `least`."""
+        """Return a whole number of at least `least`."""
         text = self.text_of(name)
         if name not in self.options:
             return default
@@ -72,14 +72,14 @@ class Spec:
         return int(value)
 
     def choice(self, name: str, words: tuple[str, ...]) -> str:
-        """One of the words; the first unless given."""
+        """Return one of the words; the first unless given."""
         value = self.text_of(name, words[0])
         if value not in words:
             raise ConfigError(f"workload {self.text!r}: {unknown(name, value, words)}")
         return value
 
     def close(self) -> None:
-        """Raise ConfigError for options that nobody asked for."""
+        """Raise ConfigError for options that were never read."""
         for name in self.options:
             if name not in self._asked:
                 remedy = f"{self.kind} takes {', '.join(sorted(self._asked))}"
@@ -87,7 +87,7 @@ class Spec:
 
 
 def read_number(text: str) -> float | None:
-    """A number, `4K` and `2k` as settings have them (4096, 2000); None for anything else, NaN too."""
+    """Parse a number, with `4K` and `2k` as in settings (4096, 2000); None for anything else, NaN too."""
     units = {"k": 1e3, "m": 1e6, "K": 1024.0, "M": 1048576.0}
     unit = units.get(text[-1:], 0.0)
     try:
@@ -98,7 +98,7 @@ def read_number(text: str) -> float | None:
 
 
 def read_call(text: str, where: str) -> tuple[str, list[str]]:
-    """A word with arguments in brackets, `name(a,b)`; a bare number is `fixed(number)`. Raises ConfigError."""
+    """Split `name(a,b)` into its name and arguments; a bare number is `fixed(number)`. Raises ConfigError."""
     if read_number(text) is not None:
         return "fixed", [text]
     name, bracket, rest = text.partition("(")
@@ -108,7 +108,7 @@ def read_call(text: str, where: str) -> tuple[str, list[str]]:
 
 
 def _split(rest: str, text: str) -> Iterable[str]:
-    """The parts between commas, those within brackets left whole."""
+    """Yield the parts between commas that are outside of brackets."""
     depth, start = 0, 0
     for place, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")

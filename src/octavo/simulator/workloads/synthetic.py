@@ -22,12 +22,12 @@ from octavo.simulator.workloads.spec import Spec
 
 KEY_TOKENS = 16
 DEFAULT_REQUESTS = 1000
-MAX_PAIRS = 1_000_000  # of a trace whose lengths are drawn
+MAX_PAIRS = 1_000_000  # of a trace from which lengths are drawn
 _STRIDE = 1 << 32  # keys of one group, or of one conversation: no prompt has more blocks
 
 
 def open_loop(spec: Spec, around: Surroundings) -> Source:
-    """Requests that come when they do, whatever becomes of those before."""
+    """Return requests that arrive independently of the earlier ones."""
     times, lengths, prefixes, until = read_process(spec), _Lengths(spec, around), _Prefixes(spec), _Until(spec)
     if spec.kind == "all_at_once" and until.count is None:
         raise ConfigError(f"workload {spec.text!r} never ends; give requests=N")
@@ -43,7 +43,7 @@ def open_loop(spec: Spec, around: Surroundings) -> Source:
 
 
 def closed_loop(spec: Spec, around: Surroundings) -> Source:
-    """A number of users, each of whom asks again a while after the answer has ended."""
+    """Return requests of a number of users, each sending the next one a pause after its last answer."""
     users, think = spec.count("users", 8, least=1), _distribution(spec, "think", "fixed(0)")
     lengths, prefixes, until = _Lengths(spec, around), _Prefixes(spec), _Until(spec)
     if until.count is None:
@@ -52,7 +52,7 @@ def closed_loop(spec: Spec, around: Surroundings) -> Source:
 
     def source(notes: Notes) -> Iterator[Arrival]:
         chance, groups = around.rng(spec, "lengths"), around.rng(spec, "groups")
-        # By the earliest time that each may come, as if answers took none: a parent is always before its child.
+        # By the earliest time at which each can arrive, as if answers took none: a parent is always before its child.
         heap: list[tuple[float, int, float, int | None]] = [(0.0, user, 0.0, None) for user in range(users)]
         for index in range(number):
             nominal, user, pause, parent = heappop(heap)
@@ -66,7 +66,7 @@ def closed_loop(spec: Spec, around: Surroundings) -> Source:
 
 
 def conversations(spec: Spec, around: Surroundings) -> Source:
-    """Conversations that begin at a rate and go on for some turns, each a while after the answer before."""
+    """Return conversations that begin at a rate, each turn a pause after the answer before."""
     rate = spec.number("rate")
     turns, think = _distribution(spec, "turns", "geometric(4)"), _distribution(spec, "think", "exponential(10)")
     lengths, prefixes, until = _Lengths(spec, around), _Prefixes(spec), _Until(spec)
@@ -96,7 +96,7 @@ def conversations(spec: Spec, around: Surroundings) -> Source:
 
 @dataclass(slots=True)
 class _Talk:
-    """One conversation: how many tokens it has said, and when its next turn comes."""
+    """One conversation: how many tokens it has so far, and when its next turn comes."""
 
     serial: int
     turns_left: int
@@ -106,7 +106,7 @@ class _Talk:
     parent: int | None = None
 
     def turn(self, prompt: int, output: int, prefixes: _Prefixes, index: int) -> Arrival:
-        """The next turn: all that was said, and a new message."""
+        """Return the next turn: all earlier tokens, and a new message."""
         said = (self.said or prefixes.length) + prompt
         keys = self._keys(said + output, prefixes)
         arrival = Arrival(
@@ -124,7 +124,7 @@ class _Talk:
 
 
 class _Prefixes:
-    """What the prompts of a group begin with: `prefix` tokens, one of `groups`, drawn by Zipf's law."""
+    """The prefixes of groups: `prefix` tokens for each of `groups`, which are drawn by Zipf's law."""
 
     def __init__(self, spec: Spec) -> None:
         self.length = spec.count("prefix", 0)
@@ -133,19 +133,19 @@ class _Prefixes:
         self._zipf = Zipf(self.count, spec.number("group_zipf", 0.0, least=0.0))
 
     def group(self, rng: random.Random) -> int:
-        """A group."""
+        """Draw a group."""
         return self._zipf.draw(rng) if self.count > 1 else 0
 
     def name(self, group: int) -> str:
-        """The group as a tenant, where groups are tenants."""
+        """Return the group's tenant name if groups are tenants, else ""."""
         return f"group{group}" if self._as_tenants else ""
 
     def keys(self, group: int) -> range:
-        """Keys of its prefix's full blocks."""
+        """Return the keys of the group's full prefix blocks."""
         return range(group * _STRIDE, group * _STRIDE + self.length // KEY_TOKENS)
 
     def arrival(self, time: float, prompt: int, output: int, rng: random.Random) -> Arrival:
-        """A request of a drawn group; what follows the prefix is its own."""
+        """Return a request of a drawn group; the part after the prefix is its own."""
         group = self.group(rng)
         keys = self.keys(group) if self.length else ()
         size = KEY_TOKENS if self.length else 0
@@ -175,14 +175,14 @@ class _Lengths:
             )
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Prompt and output tokens."""
+        """Draw prompt and output tokens."""
         if self._pairs:
             return self._pairs[int(rng.random() * len(self._pairs))]
         return whole(self._prompt, rng), whole(self._output, rng)
 
 
 class _Until:
-    """Where a generated workload ends: after `requests`, or `duration` seconds, whichever is first."""
+    """The end of a generated workload: after `requests`, or `duration` seconds, whichever is first."""
 
     def __init__(self, spec: Spec) -> None:
         self.duration = spec.number("duration") if "duration" in spec.options else None
@@ -191,7 +191,7 @@ class _Until:
         self.count = spec.count("requests", default, least=1) or None
 
     def cut(self, times: Iterator[float]) -> Iterator[float]:
-        """The times up to the end."""
+        """Yield the times before the end."""
         for time in times if self.count is None else islice(times, self.count):
             if self.duration is not None and time >= self.duration:
                 return
@@ -199,7 +199,7 @@ class _Until:
 
 
 def _length(spec: Spec, name: str, default: str) -> Draw:
-    """A distribution of tokens. Raises ConfigError for one that is always 0."""
+    """Return a distribution of tokens. Raises ConfigError for one that is always 0."""
     draw, chance = _distribution(spec, name, default), random.Random(0)
     if not any(draw(chance) >= 0.5 for _ in range(64)):
         raise ConfigError(f"workload {spec.text!r}: {name} is {spec.text_of(name)!r}; give at least 1 token")

@@ -21,7 +21,7 @@ MAX_FILE = 1 << 30  # bytes
 
 
 def token_file(spec: Spec, around: Surroundings) -> Source:
-    """The requests of a file, all at once, or at a `rate`; a group follows the longest answer of the one before."""
+    """Return a file's requests, all at once, or at a `rate`; a group follows the longest answer of the group before."""
     path = Path(spec.path)
     rate = spec.number("rate") if "rate" in spec.options else 0.0
     spec.text_of("rate")
@@ -74,7 +74,7 @@ def _read_item(item: object, where: str) -> tuple[list[int], int]:
 
 
 def _keys(ids: Sequence[int]) -> tuple[int, ...]:
-    """A key for each full block that names it and all before it."""
+    """Return a key for each full block that names it and all before it."""
     keys, running = [], blake2b(digest_size=8)
     for start in range(0, len(ids) - KEY_TOKENS + 1, KEY_TOKENS):
         running.update(b"".join(one.to_bytes(4, "little") for one in ids[start : start + KEY_TOKENS]))
