@@ -1,4 +1,4 @@
-"""The composition root: from a Config to a running engine. The one module that wires executors and engine together.
+"""The composition root: opens a running engine from a Config. The only module that wires executors and engine together.
 
 Owns: the order of opening, defaults that depend on the device, LLM and AsyncLLM.
 Does not: compute, decide or serve. Importing it loads no torch; opening an engine does.
@@ -54,7 +54,7 @@ DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
 
 @dataclass(frozen=True, slots=True)
 class LocalEngine:
-    """An engine in this process: its loop, a client, sessions, the model's text side, and what it has."""
+    """An engine in this process: its loop, a client, sessions, the model's text side, and its capacity."""
 
     loop: EngineLoop
     client: LocalClient
@@ -75,7 +75,7 @@ def build_local(config: Config) -> LocalEngine:
 
 
 def opening(files: ModelFiles) -> AbstractContextManager[None]:
-    """Raise CapacityError with sizes and remedy where opening these files in the block runs out of memory."""
+    """Raise CapacityError with sizes and remedy if opening these files in the block runs out of memory."""
     return machine.needing_memory(files.name, sum(path.stat().st_size for path in files.weights))
 
 
@@ -102,21 +102,21 @@ def open_engine(
     *,
     is_own_process: bool = False,
 ) -> tuple[EngineLoop, Capacity]:
-    """Load the model, size the pool, and make a loop (not started).
+    """Load the model, size the pool, and return a loop (not started).
 
-    `load_tokenizer` is asked when the first request comes that has a grammar; without it, the model's is loaded then.
-    `is_own_process`: nothing but the engine is in this process, so that a script may kill it.
+    `load_tokenizer` is called at the first request with a grammar; without it, the model's tokenizer is loaded then.
+    `is_own_process`: this process runs nothing but the engine, so a script may kill it.
     Raises ConfigError, CapacityError, ModelFileError.
     """
-    find_policy(config.scheduling.policy)  # before the model is loaded for nothing
+    find_policy(config.scheduling.policy)  # fail before the model is loaded
     if config.recording.record is not None:
         from octavo.observe.recording.recorder import prepare_folder
 
         prepare_folder(Path(config.recording.record))
     drift = _read_baseline(config)
     files = files or find_files(config)
-    # An OpenMP library keeps a team of threads for each thread that ever used it, and stops spinning altogether
-    # when there are more of them than cores: steps were a fifth slower. So what opens the executor ends here.
+    # An OpenMP library keeps a team of threads for each thread that ever used it, and stops spinning altogether when
+    # there are more of them than cores: steps were a fifth slower. So the thread that opens the executor ends here.
     with opening(files), ThreadPoolExecutor(1, "octavo-open") as pool:
         executor, device, capacity = pool.submit(_open_executor, config, files, is_own_process).result()
     sizes = limits(config, capacity, device)
@@ -141,7 +141,7 @@ def open_engine(
 
 
 def _read_baseline(config: Config) -> DriftSink | None:
-    """What steps are compared with, if anything. Raises ConfigError."""
+    """Return a sink that compares steps with the baseline, if there is one. Raises ConfigError."""
     if config.statistics.drift_baseline is None:
         return None
     from octavo.simulator.costs.drift import DriftSink  # as below: a tenth of a cold start where nobody asks for it
@@ -153,7 +153,7 @@ def _read_baseline(config: Config) -> DriftSink | None:
 def _open_scheduler(
     config: Config, sizes: Limits, capacity: Capacity, clock: Clock
 ) -> tuple[Scheduler, Recorder | None]:
-    """A scheduler, and what records its calls if that is asked for. Raises ConfigError."""
+    """Return a scheduler, and the recorder of its calls if --record is given. Raises ConfigError."""
     if config.recording.record is None:
         return Scheduler(sizes), None
     from octavo.observe.recording import Header
@@ -189,7 +189,7 @@ def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> t
 
 
 def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple[Executor, str]:
-    """The executor for the configured device, and the device's kind. Loads torch. Raises ConfigError without it."""
+    """Return the executor for the configured device, and the device's kind. Loads torch; ConfigError without it."""
     limit_spinning()
     with machine.needing_torch():
         from octavo.executors.loading import choose_device
@@ -200,7 +200,7 @@ def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple
 
 
 def create_scripted(files: ModelFiles, can_die: bool = False) -> Executor:
-    """The executor of a scripted model. Loads no torch."""
+    """Return the executor of a scripted model. Loads no torch."""
     from octavo.executors.scripted_executor import ScriptedExecutor
 
     path = files.weights[0]
@@ -208,9 +208,9 @@ def create_scripted(files: ModelFiles, can_die: bool = False) -> Executor:
 
 
 def plan_memory(config: Config) -> MemoryPlan:
-    """What opening this configuration would take and give, without loading weights. Loads torch.
+    """Return the memory that this configuration would need and the pool it would have, without loading weights.
 
-    Raises ConfigError, ModelFileError, UnknownModelError.
+    Loads torch. Raises ConfigError, ModelFileError, UnknownModelError.
     """
     files = find_files(config)
     if files.kind == "scripted":
@@ -232,7 +232,7 @@ def remove_packed(folder: Path, sources: Path) -> int:
 
 
 def executor_spec(config: Config, device: str) -> ExecutorSpec:
-    """What the executor must provide room for."""
+    """Return the sizes for which the executor must have room."""
     batch_tokens, sequences = DEVICE_DEFAULTS[device]
     cache, scheduling = config.cache, config.scheduling
     return ExecutorSpec(
@@ -250,7 +250,7 @@ def executor_spec(config: Config, device: str) -> ExecutorSpec:
 
 
 def limits(config: Config, capacity: Capacity, device: str) -> Limits:
-    """The scheduler's numbers for an opened executor."""
+    """Return the scheduler's limits for an opened executor."""
     speculation = config.speculation
     sizes = Limits(
         block_size=capacity.block_size,
@@ -269,7 +269,7 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
 
 
 _ANYTHING = object()
-# Arguments of vLLM's LLM that are no setting here: values that ask for what is done anyway, what to say to others.
+# Arguments of vLLM's LLM that are no setting here: harmless values, and the remedy for all others.
 _ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
     "enforce_eager": ((_ANYTHING,), ""),  # steps are never captured
     "disable_log_stats": ((_ANYTHING,), ""),
@@ -305,8 +305,8 @@ _ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
 def config_from(model: str, values: dict[str, Any]) -> Config:
     """Return a Config from a model's name and settings: by field name, or by a flag's spelling with underscores.
 
-    None leaves a setting at its default. Arguments of vLLM that ask for nothing else than what is done are taken.
-    Raises ConfigError naming an unknown setting and those near it, or the value and what to give instead.
+    None leaves a setting at its default. Arguments of vLLM that change nothing here are accepted.
+    Raises ConfigError naming an unknown setting and near names, or a wrong value and the remedy.
     """
     fields = {key.replace("-", "_"): setting.name for setting in settings.SETTINGS for key in setting.keys}
     flags: dict[str, object] = {"model": model}
@@ -343,7 +343,7 @@ class LLM(OfflineEngine):
 
 
 class AsyncLLM(AsyncEngine):
-    """As LLM, for one event loop: `async for output in AsyncLLM("smollm2").generate("Hello")`.
+    """Generates like LLM, for one event loop: `async for output in AsyncLLM("smollm2").generate("Hello")`.
 
     The model is loaded here, which blocks the loop.
     """
@@ -353,7 +353,7 @@ class AsyncLLM(AsyncEngine):
 
 
 def engine_main() -> int:
-    """The engine process (see engine.process)."""
+    """Run the engine process (see engine.process)."""
     return run_engine_process(partial(open_engine, is_own_process=True))
 
 

@@ -28,7 +28,7 @@ from enum import Enum
 
 
 class ErrorKind(Enum):
-    """What went wrong, as it crosses processes and is kept. The value names the exception class, if there is one."""
+    """The kind of an error, as sent between processes and stored. The value is the exception class's name, if any."""
 
     CONFIG = "ConfigError"
     MODEL_FILE = "ModelFileError"
@@ -78,11 +78,11 @@ class UnknownModelError(OctavoError):
 
 
 class CapacityError(OctavoError):
-    """The memory given holds no useful KV pool. The message says what would fit."""
+    """The given memory holds no useful KV pool. The message says what would fit."""
 
 
 class RequestError(OctavoError):
-    """One request is at fault; nobody else is disturbed.
+    """One request is at fault; no other request is affected.
 
     `param` is the field at fault as the caller spelled it, `code` a stable word for programs.
     """
@@ -101,7 +101,7 @@ class InvalidRequestError(RequestError):
 
 
 class TooComplexError(InvalidRequestError):
-    """What the request holds takes too much time or memory to be looked at."""
+    """The request takes too much time or memory to parse or check."""
 
     code = "too_complex"
 
@@ -130,7 +130,7 @@ class DuplicateRequestError(RequestError):
 
 
 class BusyError(RequestError):
-    """The same request may be taken later; `retry_after_s` is an estimate of when, None where there is none."""
+    """The same request may be accepted later; `retry_after_s` is an estimate of when, None if there is none."""
 
     code = "busy"
 
@@ -152,13 +152,13 @@ class LoadShedError(BusyError):
 
 
 class WaitTooLongError(BusyError):
-    """The request could not start within the time that it, or the server, gives it."""
+    """The request could not start within its own time limit, or the server's."""
 
     code = "wait_too_long"
 
 
 class RateLimitError(BusyError):
-    """The key is at a limit of its own."""
+    """The key is at one of its limits."""
 
     code = "rate_limit_exceeded"
 
@@ -180,7 +180,7 @@ class ToolUnavailableError(EngineError):
 
 
 class InvariantError(OctavoError, AssertionError):
-    """A checked promise does not hold: a bug in Octavo."""
+    """An invariant is violated: a bug in Octavo."""
 
 
 _CLASSES: dict[ErrorKind, type[OctavoError]] = {  # every class has a kind
@@ -191,7 +191,7 @@ _CLASSES: dict[ErrorKind, type[OctavoError]] = {  # every class has a kind
 
 
 def kind_of(error: BaseException) -> ErrorKind:
-    """Return the kind of an error; one that is not Octavo's own is the engine's fault."""
+    """Return the kind of an error; ENGINE for exceptions that are not Octavo's."""
     return next((kind for kind, of_kind in _CLASSES.items() if type(error) is of_kind), ErrorKind.ENGINE)
 
 

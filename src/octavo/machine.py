@@ -1,7 +1,7 @@
 """What this process may use of the machine: cores, memory, CPU features, caches. Standard library only.
 
 Owns: reading affinity, limits (of the process, of cgroups v1 and v2), /proc and /sys on Linux, sysctl on macOS; the
-errors that say that torch or memory is missing.
+errors about missing torch or memory.
 Does not: import torch, choose thread counts or pool sizes (assembly does), or measure speed (bench).
 Invariant: every answer is at least 1 core and 1 byte; what cannot be read is left out, never guessed high.
 """
@@ -27,10 +27,10 @@ NO_TORCH = (
     "pip install torch --index-url https://download.pytorch.org/whl/cpu)"
 )
 _TORCH_BYTES = 900 << 20  # address space of Python, torch and its threads, measured
-# What libraries say when there is no memory for their code, threads or arrays.
+# Libraries' messages when there is no memory for their code, threads or arrays.
 _NO_MEMORY = ("allocate memory", "failed to map segment", "can't start new thread", "bad_alloc")
 _GIB = 2**30
-# What the CPU kernels dispatch on, in /proc/cpuinfo's words (x86-64, then arm64).
+# Features that the CPU kernels dispatch on, in /proc/cpuinfo's words (x86-64, then arm64).
 _FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx_vnni",
     "amx_tile", "amx_bf16", "amx_int8", "asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2",
@@ -53,7 +53,7 @@ class Machine:
 
 
 def look(root: Path = ROOT) -> Machine:
-    """Read everything. Takes about a millisecond on Linux."""
+    """Read all facts. Takes about a millisecond on Linux."""
     name, features = _cpu(root)
     total, available = usable_memory(root)
     logical = _affinity()
@@ -71,7 +71,7 @@ def look(root: Path = ROOT) -> Machine:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Physical cores within this process's affinity, capped by the cgroup's CPU quota; at least 1."""
+    """Return the physical cores within this process's affinity, capped by the cgroup's CPU quota; at least 1."""
     logical = _affinity()
     physical = {_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list") or str(cpu) for cpu in logical}
     quota = _cpu_quota(root)
@@ -82,7 +82,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def usable_memory(root: Path = ROOT) -> tuple[int, int]:
-    """Bytes in all and free now for this process: the machine's, capped by its cgroups' limits."""
+    """Return total and free bytes for this process: the machine's, capped by its cgroups' and address limits."""
     if sys.platform == "darwin":
         total = int(_sysctl("hw.memsize") or 1)
         return total, total // 2
@@ -105,7 +105,7 @@ def usable_memory(root: Path = ROOT) -> tuple[int, int]:
 
 @contextmanager
 def needing_torch() -> Iterator[None]:
-    """Raise ConfigError with the command that installs torch where an import in the block does not find it."""
+    """Raise ConfigError with the command that installs torch if an import in the block does not find it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -116,7 +116,7 @@ def needing_torch() -> Iterator[None]:
 
 @contextmanager
 def needing_memory(name: str, weight_bytes: int) -> Iterator[None]:
-    """Raise CapacityError with sizes and remedy where opening a model in the block runs out of memory."""
+    """Raise CapacityError with sizes and remedy if opening a model in the block runs out of memory."""
     free = usable_memory()[1]
     try:
         yield
@@ -134,7 +134,7 @@ def needing_memory(name: str, weight_bytes: int) -> Iterator[None]:
 
 
 def _address_limit(root: Path) -> int | None:
-    """Return the bytes of addresses that this process may have (ulimit -v), None where they are not limited."""
+    """Return the address space in bytes that this process may have (ulimit -v), None if it is not limited."""
     for line in _text(root / "proc/self/limits").splitlines():
         words = line.removeprefix("Max address space").split()
         if line.startswith("Max address space") and words[0].isdigit():
@@ -161,7 +161,7 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """The folders of this process's cgroup and its parents, for one controller, v2 and v1."""
+    """Return the folders of this process's cgroup and its parents, for one controller, v2 and v1."""
     folders: list[Path] = []
     base = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -186,7 +186,7 @@ def _cpu(root: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def listener_of(port: int, root: Path = ROOT) -> tuple[int, str] | None:
-    """Return the process id and name of the program that listens on a TCP port, None where /proc does not say."""
+    """Return the process id and name of the program that listens on a TCP port, None if /proc does not show it."""
     sockets = set()
     for table in ("tcp", "tcp6"):
         for line in _text(root / "proc/net" / table).splitlines()[1:]:
@@ -197,7 +197,7 @@ def listener_of(port: int, root: Path = ROOT) -> tuple[int, str] | None:
         try:
             if process.name.isdigit() and any(os.readlink(fd) in sockets for fd in (process / "fd").iterdir()):
                 return int(process.name), _text(process / "comm")
-        except OSError:  # another user's, or it ended
+        except OSError:  # the process is another user's, or has ended
             continue
     return None
 

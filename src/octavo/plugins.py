@@ -1,8 +1,8 @@
-"""Finds policies that others wrote: installed ones by their entry points, one's own by module:Class.
+"""Find third-party policies: installed ones by their entry points, local ones by module:Class.
 
-Owns: the entry point group `octavo.policies`, and what to say of a plug-in that does not load.
-Does not: keep the registry (octavo.core.policy) or ask policies anything. The core never looks for plug-ins.
-Invariant: a broken plug-in is named in the log, with the remedy, and stops nothing but its own choice.
+Owns: the entry point group `octavo.policies`, and the messages about a plug-in that does not load.
+Does not: keep the registry (octavo.core.policy) or call policies. The core never looks for plug-ins.
+Invariant: a broken plug-in is named in the log, with the remedy, and only its own use fails.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 @cache
 def load_policies() -> Mapping[str, str]:
-    """Register every installed policy, once per process. Gives those that failed, by entry point, with the reason."""
+    """Register every installed policy, once per process. Return those that failed, by entry point, with the reason."""
     failures: dict[str, str] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
         try:
             registry.register_policy(entry.load())
-        except Exception as error:  # somebody else's code
+        except Exception as error:  # a plug-in may raise anything
             failures[entry.name] = f"{type(error).__name__}: {error}"
             _log.warning(
                 "policy plug-in %s (%s, from %s) is left out: %s; mend or uninstall it",
@@ -43,9 +43,9 @@ def load_policies() -> Mapping[str, str]:
 
 
 def find_policy(name: str) -> str:
-    """The registered name of a policy given by name or as "module:Class", which is imported and registered.
+    """Return the registered name of a policy given by name or as "module:Class", which is imported and registered.
 
-    Raises ConfigError naming the known policies, or why this one does not load.
+    Raises ConfigError naming the known policies, or the reason why this one does not load.
     """
     failures = load_policies()
     if ":" in name:

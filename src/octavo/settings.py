@@ -1,8 +1,8 @@
-"""From spelled values to a Config: flags, OCTAVO_* variables, a config file, defaults, in that order.
+"""Parse settings into a Config: flags, OCTAVO_* variables, a config file, defaults, in that order.
 
 Owns: the table of settings derived from the config parts, reading one value of each type, precedence, origins.
 Does not: define settings (config), parse argv (cli), or check a setting against a model or machine (assembly).
-Invariant: every error names the setting as it was spelled, the value, and what to give instead.
+Invariant: every error names the setting as it was spelled, the value, and the remedy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from octavo.config.spelling import did_you_mean, unknown
 from octavo.errors import ConfigError
 
 PREFIX = "OCTAVO_"
-# The config file; where a server's own folders are made; SCRATCH_DIR was read by earlier versions and has no effect.
+# The config file; the folder of servers; SCRATCH_DIR was read by earlier versions and has no effect.
 _NO_SETTINGS = (PREFIX + "CONFIG", PREFIX + "RUN_DIR", PREFIX + "SCRATCH_DIR")
 _PARTS: dict[str, Any] = {
     "model": ModelConfig,
@@ -64,7 +64,7 @@ _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(?
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option: the field it fills, its spellings, its type, and what it allows."""
+    """One setting: its field, its spellings, its type, and its allowed values."""
 
     name: str
     part: str
@@ -81,22 +81,22 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Its name in files and in messages: the first flag without dashes."""
+        """Return its name in files and in messages: the first flag without dashes."""
         return self.flags[0].removeprefix("--")
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """Return its environment variable."""
         return PREFIX + self.key.upper().replace("-", "_")
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every spelling a file may use, with dashes."""
+        """Return every spelling that a file may use, with dashes."""
         long = [flag.removeprefix("--") for flag in self.flags if flag.startswith("--")]
         return (*dict.fromkeys((*long, self.name.replace("_", "-"))),)
 
     def read(self, value: object, spelled: str) -> Any:
-        """Check a value and give it the field's type. Raises ConfigError naming `spelled`, value and remedy."""
+        """Check a value and convert it to the field's type. Raises ConfigError naming `spelled`, value and remedy."""
         if value is None or (isinstance(value, str) and value.lower() in ("auto", "none", "null", "default")):
             if self.is_optional:
                 return None
@@ -116,7 +116,7 @@ class Setting:
         return result
 
     def remedy(self) -> str:
-        """What to give, as the end of a sentence."""
+        """Return what to give, as the end of a sentence."""
         if self.choices:
             return f"give one of {', '.join(self.choices)}"
         if self.kind is bool:
@@ -139,14 +139,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A Config, where each value came from (by field name), and remarks for the user."""
+    """A Config, the origin of each value (by field name), and remarks for the user."""
 
     config: Config
     origins: Mapping[str, str]
     remarks: tuple[str, ...] = ()
 
     def value(self, setting: Setting) -> Any:
-        """The value in force of one setting."""
+        """Return the value in force of one setting."""
         return getattr(getattr(self.config, setting.part), setting.name)
 
 
@@ -177,7 +177,7 @@ _BY_KEY: dict[str, Setting] = {key: setting for setting in SETTINGS for key in s
 def resolve(
     flags: Mapping[str, object], environ: Mapping[str, str], file: Mapping[str, object], path: str = ""
 ) -> Resolved:
-    """Merge the sources, first wins: flags (by field name), OCTAVO_* variables, file keys, defaults. Pure."""
+    """Merge the sources, the first wins: flags (by field name), OCTAVO_* variables, file keys, defaults. Pure."""
     given = {name: (value, _flag_of(name)) for name, value in flags.items()}
     remarks: list[str] = []
     for source in (_from_environ(environ, remarks), _from_file(file, path)):
@@ -202,7 +202,7 @@ def load_config(
 
 
 def load(flags: Mapping[str, object], environ: Mapping[str, str], config_file: str | Path | None) -> Resolved:
-    """As load_config, with origins and remarks. OCTAVO_CONFIG names the file when config_file is None."""
+    """Do as load_config, and return origins and remarks too. OCTAVO_CONFIG names the file when config_file is None."""
     config_file = config_file or environ.get(PREFIX + "CONFIG")
     if config_file is None:
         return resolve(flags, environ, {})
@@ -281,7 +281,7 @@ def _add(found: dict[str, tuple[object, str]], setting: Setting, value: object, 
 
 
 def _is_blank(value: object) -> bool:
-    """Return True if a secret, or one of several, is white space alone: a variable that was not filled in, mostly."""
+    """Return True if a secret, or one of several, is only white space: mostly a variable that was not filled in."""
     parts = value.split(",") if isinstance(value, str) else value
     return isinstance(parts, (list, tuple)) and any(isinstance(part, str) and not part.strip() for part in parts)
 
@@ -291,7 +291,7 @@ def _read_bool(value: object) -> bool | None:
 
 
 def whole_number(text: str) -> int | None:
-    """The number that a person wrote, such as 32K (32768) or 32k (32000); None where it is none."""
+    """Parse a whole number, such as 32K (32768) or 32k (32000); None if it is none."""
     return _read_int(text)
 
 

@@ -22,7 +22,7 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and how it is loaded."""
+    """The choice of a model, and how it is loaded."""
 
     model: str = option(
         "smollm2", "short name, folder, .gguf file, Hugging Face repository, or scripted:FILE", "--model", "-m"
@@ -62,13 +62,13 @@ class ModelConfig:
     )
 
     def shown_name(self, default: str) -> str:
-        """The first name under which it is served, else the default."""
+        """Return the first served name, else the default."""
         return self.served_model_name[0] if self.served_model_name else default
 
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """How conversations become prompts, and answers calls and reasoning."""
+    """Chat templates, and the parsing of tool calls and reasoning."""
 
     chat_template: str | None = option(
         None, "file with a jinja chat template to use instead of the model's", "--chat-template"
@@ -141,7 +141,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulingConfig:
-    """How steps are composed."""
+    """The order and composition of steps."""
 
     policy: str = option(
         "fcfs",
@@ -240,7 +240,7 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Tokens that are guessed and verified: fewer steps, the same text."""
+    """Speculation: guessed tokens are verified, which gives fewer steps and the same text."""
 
     speculate: str = option(
         "off",
@@ -258,7 +258,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True)
 class StatisticsConfig:
-    """What the engine keeps of its steps and requests."""
+    """Which figures of its steps and requests the engine keeps."""
 
     collect_statistics: bool = option(True, "keep figures of the last steps and requests", "--collect-statistics")
     memory_analysis: bool = option(
@@ -279,7 +279,7 @@ class StatisticsConfig:
 
 @dataclass(frozen=True, slots=True)
 class RecordingConfig:
-    """The engine's decisions in files, for octavo replay and octavo simulate (docs/recording.md)."""
+    """Recording of the engine's decisions, for octavo replay and octavo simulate (docs/recording.md)."""
 
     record: str | None = option(None, "folder to record every decision of the engine in", "--record")
     record_bytes: int = option(

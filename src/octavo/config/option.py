@@ -1,4 +1,4 @@
-"""What a setting is made of: its default, help, flags and bounds, as metadata of a dataclass's field.
+"""The definition of a setting: default, help, flags and bounds, as metadata of a dataclass's field.
 
 Owns: `option`. Does not: know a setting.
 """
@@ -18,9 +18,9 @@ def option(
     secret: bool = False,
     hidden: bool = False,
 ) -> Any:
-    """Define a setting: default, help, flags (the first is its name in files too), what is allowed, bounds included.
+    """Define a setting: default, help, flags (the first is its name in files too), choices and bounds.
 
-    A hidden one is accepted and not listed: it has no effect yet.
+    A hidden setting is accepted and not listed: it has no effect yet.
     """
     metadata = {"help": text, "flags": flags, "choices": choices, "low": within[0], "high": within[1]}
     return field(default=default, metadata=metadata | {"secret": secret, "hidden": hidden})

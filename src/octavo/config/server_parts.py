@@ -12,7 +12,7 @@ from octavo.config.option import option
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """The HTTP side."""
+    """Address, keys, processes and shutdown of the server."""
 
     host: str = option("127.0.0.1", "address to listen on", "--host")
     port: int = option(8000, "port to listen on", "--port", within=(0, 65535))
@@ -49,13 +49,13 @@ class ServingConfig:
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients must present a key."""
+        """True if clients must present a key."""
         return bool(self.api_key or self.api_key_file)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """How many may wait, and how long (docs/limits.md)."""
+    """How many requests may wait, and how long (docs/limits.md)."""
 
     max_waiting: int = option(
         1024,
@@ -80,7 +80,7 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True)
 class RetryConfig:
-    """What is kept of requests with an Idempotency-Key, so that they can be asked for again (docs/journal.md)."""
+    """What is kept of requests with an Idempotency-Key, for retries (docs/journal.md)."""
 
     journal: str | None = option(
         None, "folder of the journal, which carries requests with an Idempotency-Key over a restart", "--journal"
@@ -157,7 +157,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """What the server tells of itself beside its metrics (docs/observing.md)."""
+    """Traces and the log; metrics have no settings here (docs/observing.md)."""
 
     otlp_traces_endpoint: str | None = option(
         None, "URL that takes traces, such as http://127.0.0.1:4318/v1/traces (extra: otel)", "--otlp-traces-endpoint"

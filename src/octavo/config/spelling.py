@@ -1,6 +1,6 @@
 """Which known name a misspelled word means, and the message about an unknown word.
 
-Owns: the distance, its cutoff, the words of the message. Does not: know any names (callers pass them).
+Owns: the distance, its cutoff, the text of the message. Does not: know any names (callers pass them).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterable
 _EDIT_SHARE = 3  # one edit for this many characters
 _MAX_EDITS = 3
 _MIN_PREFIX = 4
-_LISTED = 12  # names that a message lists where none is near
+_LISTED = 12  # names that a message lists if none is near
 
 
 def near_names(word: str, names: Iterable[str], most: int = 2) -> list[str]:
     """Return the names that `word` probably means, best first: few typing errors, other word order, or an abbreviation.
 
-    Case, leading dashes, and `_` for `-` do not count. An abbreviation of more than `most` names means none of them.
+    Case, leading dashes, and `_` for `-` do not count. An abbreviation of more than `most` names matches none of them.
     """
     folded = _fold(word)
     exact, typed, begun = [], [], []
@@ -41,7 +41,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
 
 def unknown(kind: str, word: str, names: Iterable[str], remedy: str = "") -> str:
-    """Return the message about an unknown word: what it is, then the near name, else `remedy`, else the names."""
+    """Return the message about an unknown word: its kind, then the near name, else `remedy`, else the names."""
     names = list(dict.fromkeys(names))
     listed = f"give one of {', '.join(names)}" if 0 < len(names) <= _LISTED else ""
     end = did_you_mean(word, names) or remedy or listed

@@ -1,6 +1,7 @@
-"""The settings of what stands between a client and the server: browsers, certificates, proxies.
+"""The settings of browsers, certificates and proxies between a client and the server.
 
-Owns: fields, defaults, help, flags. Does not: read files or check them (server.cors, server.tls and server.root_path do).
+Owns: fields, defaults, help, flags.
+Does not: read files or check them (server.cors, server.tls and server.root_path do).
 """
 
 from __future__ import annotations
