@@ -1,5 +1,5 @@
-"""Measurements: offline throughput beside the memory floor, and the scheduler's own cost.
+"""Measurements of this engine, its scheduler, kernels and simulator, of servers, and of other engines beside it.
 
 Owns: workloads, running them, the numbers and their tables.
-Does not: drive other engines, or import torch before a model is run.
+Does not: import torch before a model is run.
 """

@@ -1,4 +1,4 @@
-"""When the requests of an online bench arrive: seconds from the start, from a rate and a seed.
+"""Arrival times of the requests of an online bench: seconds from the start, from a rate and a seed.
 
 Owns: the processes (gamma gaps: shape 1 is Poisson's, less is burstier; fixed gaps; all as soon as there is room).
 Does not: wait or send. Invariant: the same arguments give the same times on every machine.
@@ -36,11 +36,11 @@ class Arrivals:
 
     @property
     def is_open_loop(self) -> bool:
-        """Whether requests arrive when they do, whatever the server does."""
+        """True if requests arrive independently of the server."""
         return self.rate < math.inf
 
     def times(self) -> Iterator[float]:
-        """Arrival times, without end; the first is 0."""
+        """Yield arrival times without end; the first is 0."""
         draw, now = random.Random(self.seed), 0.0
         shape = self.shape or (BURSTY_SHAPE if self.kind == "bursty" else 1.0)
         while True:
@@ -50,7 +50,7 @@ class Arrivals:
                 now += gap / self.rate
 
     def describe(self) -> str:
-        """In words, for the report."""
+        """Return a description for the report."""
         if not self.is_open_loop:
             return "as soon as there is room"
         shape = "" if self.shape is None else f", gamma shape {self.shape:g}"

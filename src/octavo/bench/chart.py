@@ -1,7 +1,7 @@
 """Line charts as SVG text, without a library.
 
 Owns: axes (logarithmic in powers of two, or linear from 0), ticks, lines, a legend. Does not: write files.
-Same numbers: same text, so that a picture in the repository changes only with its numbers.
+Equal numbers give equal text, so that a picture in the repository changes only with its numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 420, 300, 62, 34, 18, 58
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A named run of (x, y) with x above 0; a floor or a bound is dashed."""
+    """A named line of (x, y) points with x above 0; a floor or a bound is dashed."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -26,7 +26,7 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart: what its axes are, and its lines."""
+    """One chart: its axes and its lines."""
 
     title: str
     x_name: str
@@ -35,7 +35,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel]) -> str:
-    """An SVG with the panels side by side."""
+    """Return an SVG with the panels side by side."""
     width = WIDTH * len(panels)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif"'
     parts = [head + ' font-size="11">', f'<rect width="{width}" height="{HEIGHT}" fill="white"/>']
@@ -82,7 +82,7 @@ def _panel(panel: Panel) -> list[str]:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 4, 8 times a power of ten; 1 for nothing above 0."""
+    """Return the next of 1, 2, 4, 8 times a power of ten; 1 for values not above 0."""
     if value <= 0:
         return 1.0
     unit = 10.0 ** math.floor(math.log10(value))

@@ -1,7 +1,7 @@
 """Several engines on the same workloads in turn, A B A B: figures of each, and ratios within each round.
 
 Owns: the rounds (all peers stay loaded, those not running are frozen), dropping a peer that fails, medians and ratios.
-Does not: know any peer. Every pass has a first token id of its own, so that no prefix of an earlier one helps.
+Does not: know any peer. Every pass has its own first token id, so that no prefix of an earlier pass helps.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ComparisonTask:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Return the task's name for tables."""
         return f"{self.workload.name}@{self.at_once}"
 
 
 @dataclass(slots=True)
 class PeerFigures:
-    """One peer's figures by task, a list entry a round, and why it stopped where it did."""
+    """One peer's figures by task, a list entry a round, and the error that stopped it, if any."""
 
     peer: Peer
     figures: dict[str, list[dict[str, float]]] = field(default_factory=dict)
@@ -56,11 +56,11 @@ class Comparison:
 
     @property
     def num_turns(self) -> int:
-        """Starts, and runs of a task by a peer."""
+        """Return the number of turns: a start of each peer, and each run of a task by a peer."""
         return len(self.standings) * (1 + self._rounds * len(self._tasks))
 
     async def run(self, advance: Callable[[str], object] = lambda text: None) -> None:
-        """Start all, run the rounds, end all. A peer that fails is left out from then on."""
+        """Start all peers, run the rounds, end all. A peer that fails is left out from then on."""
         try:
             for standing in self.standings:
                 advance(f"{standing.peer.name}: starting")
@@ -106,7 +106,7 @@ class Comparison:
 
 
 def make_comparison_report(standings: Sequence[PeerFigures], tasks: Sequence[ComparisonTask]) -> dict[str, Any]:
-    """Per peer and task the medians, and this engine's ratios to it: above 1 this engine is ahead."""
+    """Return per peer and task the medians, and this engine's ratios to it: above 1 this engine is ahead."""
     peers = []
     for standing in standings:
         own = _counterpart(standing, standings)
@@ -132,7 +132,7 @@ def make_comparison_report(standings: Sequence[PeerFigures], tasks: Sequence[Com
 
 
 def _counterpart(standing: PeerFigures, standings: Sequence[PeerFigures]) -> PeerFigures | None:
-    """This engine, behind a server where the peer is; None for this engine itself."""
+    """Return this engine, as a server if the peer is one; None for this engine itself."""
     if standing.peer.name in (ENGINE, SERVER):
         return None
     name = SERVER if standing.peer.is_server else ENGINE
@@ -140,7 +140,7 @@ def _counterpart(standing: PeerFigures, standings: Sequence[PeerFigures]) -> Pee
 
 
 def _ratios(own: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Of each figure, round by round; times are turned over, so that more is better."""
+    """Return ratios of each figure over the rounds; those of times are inverted, so that more is better."""
     ratios = {}
     for name in FIGURES:
         values = []

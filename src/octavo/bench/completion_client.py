@@ -1,7 +1,7 @@
-"""One streamed completion of any server with OpenAI's interface, and when its tokens came.
+"""One streamed completion of any server with OpenAI's interface, and when its tokens arrived.
 
-Owns: the request's body and bytes, the connection, what became of it. Does not: decide when to send, or judge.
-Invariant: whatever the server does, send() returns an Answer; only bad addresses and cancellation raise.
+Owns: the request's body and bytes, the connection, the result. Does not: decide when to send, or judge.
+Invariant: whatever the server does, send() returns a CompletionResult; only bad addresses and cancellation raise.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CompletionResult:
     """One request as its client saw it: perf_counter seconds of sending and of each chunk with a token.
 
     `error` is empty when the server finished it; `kind` of an error: refused, lost, failed, timeout. `status` is that
-    of an answer that is no stream. `texts` are those of the chunks, where they are kept. `last_id` is the last event's.
+    of an answer that is no stream. `texts` are those of the chunks, if kept. `last_id` is the last event's id.
     """
 
     sent: float
@@ -64,18 +64,18 @@ class CompletionResult:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens as the server counts them, else the chunks."""
+        """Return the output tokens as the server counts them, else the number of chunks."""
         return len(self.chunk_times) if self.usage_tokens is None else self.usage_tokens
 
     @property
     def has_failed(self) -> bool:
-        """Whether it counts as lost or failed."""
+        """True if it counts as refused, lost, failed or timed out."""
         return bool(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server: its address, the model's name there, a key, and what every body gets beside the usual."""
+    """A server: its address, the model's name there, a key, and extra fields of every body."""
 
     base_url: str
     model: str = ""
@@ -84,7 +84,7 @@ class Target:
     timeout_s: float = 600.0
 
     def address(self) -> tuple[str, int, bool, str]:
-        """Host, port, whether TLS, and the path before /v1. Raises ConfigError."""
+        """Return host, port, whether TLS is used, and the path before /v1. Raises ConfigError."""
         try:
             parts = urlsplit(self.base_url)
             port = parts.port
@@ -98,7 +98,7 @@ class Target:
 
 
 class CompletionClient:
-    """Sends completions to one server, each over a connection of its own."""
+    """Sends completions to one server, each over its own connection."""
 
     def __init__(self, target: Target, *, keeps_texts: bool = False) -> None:
         self._target = target
@@ -115,11 +115,11 @@ class CompletionClient:
 
     @property
     def url(self) -> str:
-        """Where the server is."""
+        """Return the server's URL."""
         return self._target.base_url
 
     def body(self, prompt: array[int] | str, max_tokens: int) -> bytes:
-        """The JSON of one request: greedy, end-of-sequence ignored, streamed with the usage at its end."""
+        """Return the JSON of one request: greedy, end-of-sequence ignored, streamed with the usage at its end."""
         body: dict[str, Any] = {
             "model": self._target.model,
             "prompt": prompt if isinstance(prompt, str) else prompt.tolist(),
@@ -136,7 +136,7 @@ class CompletionClient:
     async def send(
         self, body: bytes, advance: Callable[[int], object] = lambda tokens: None, *, headers: str = ""
     ) -> CompletionResult:
-        """Send one body of body(), with further header lines; give what came."""
+        """Send one body of body(), with further header lines; return the result."""
         answer = CompletionResult(time.perf_counter(), texts=[] if self._keeps_texts else None)
         try:
             async with asyncio.timeout(self._target.timeout_s):
@@ -152,7 +152,7 @@ class CompletionClient:
         return answer
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Fetch a path that lies beside /v1. Raises OSError, ProtocolError, TimeoutError."""
+        """Fetch a path beside /v1. Raises OSError, ProtocolError, TimeoutError."""
         parser = EventParser()
         async with asyncio.timeout(self._target.timeout_s):
             reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
@@ -188,7 +188,7 @@ class CompletionClient:
 
 
 def _note(answer: CompletionResult, event: bytes, now: float) -> None:
-    """Enter one event. A chunk without text and with a finish reason is an end that brings no token."""
+    """Record one event. A chunk without text and with a finish reason has no token."""
     if event == b"[DONE]":
         return
     chunk = _DECODE(event)

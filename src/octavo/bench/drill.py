@@ -1,9 +1,9 @@
 """A drill: greedy streams of a server while its engine is killed and stopped, compared with their unfaulted texts.
 
-Owns: the streams, the faults and when they come, judging each answer. Does not: find the server, or print.
-Invariants: a process that was stopped is let go on at the end, should it still be there; a stream that the server
-refused (busy, starting) is no loss and is asked for again. Where the api is killed too, streams have a key and go on
-from their last event over another connection, as a careful client's do.
+Owns: the streams, the faults and their times, judging each answer. Does not: find the server, or print.
+Invariants: a stopped process that still exists at the end is continued; a stream that the server refused (busy,
+starting) is no loss and is asked for again. If the api is killed too, streams have an Idempotency-Key and resume after
+their last event over another connection, as a careful client's do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from octavo.errors import EngineError
 REFUSED = (429, 503)
 RETRY_S = 0.25
 MAX_PROMPTS = 16
-MAX_CONNECTIONS = 50  # of one stream, where the api is killed
-# Fault -> whom it strikes, and with what.
+MAX_CONNECTIONS = 50  # of one stream, if the api is killed
+# Fault -> the role and the signal.
 FAULTS = {
     "kill_engine": ("engine", signal.SIGKILL),
     "stop_engine": ("engine", signal.SIGSTOP),
@@ -36,7 +36,7 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """What is done: `every_s` by kind of fault, and how many streams of how many tokens for how long."""
+    """The parameters of a drill: `every_s` by kind of fault, and the number, tokens and duration of streams."""
 
     every_s: dict[str, float]
     num_streams: int = 16
@@ -46,7 +46,7 @@ class Drill:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """An unfaulted text, and where its chunks end: a chunk is a token, unless several came at once."""
+    """An unfaulted text, and where its chunks end: a chunk is a token, unless several arrived at once."""
 
     text: str
     ends: tuple[int, ...]
@@ -54,7 +54,7 @@ class Expected:
 
     @classmethod
     def of(cls, answer: CompletionResult) -> Expected:
-        """What a finished answer said."""
+        """Return the text of a finished answer."""
         ends, length = [], 0
         for text in answer.texts or ():
             length += len(text)
@@ -64,7 +64,7 @@ class Expected:
 
 @dataclass(slots=True)
 class Outcome:
-    """What was found. Gaps are seconds between chunks of a stream; `fault_gaps` those in which a fault fell."""
+    """The results of a drill. Gaps are seconds between chunks of a stream; `fault_gaps` are those with a fault."""
 
     num_finished: int = 0
     num_refused: int = 0
@@ -80,12 +80,12 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was lost, doubled or changed."""
+        """True if no token was lost, doubled or changed."""
         return not (self.num_lost or self.num_duplicated or self.num_different)
 
 
 def judge(answer: CompletionResult, expected: Expected) -> tuple[int, int]:
-    """Tokens lost, and tokens that are too many or other ones."""
+    """Return the number of lost tokens, and of tokens that are too many or different."""
     got = "".join(answer.texts or ())
     same = next((i for i, pair in enumerate(zip(got, expected.text, strict=False)) if pair[0] != pair[1]), None)
     same = min(len(got), len(expected.text)) if same is None else same
@@ -99,7 +99,7 @@ def judge(answer: CompletionResult, expected: Expected) -> tuple[int, int]:
 
 
 def joined(before: CompletionResult, after: CompletionResult) -> CompletionResult:
-    """One answer that came over two connections."""
+    """Return one answer that arrived over two connections."""
     after.sent = before.sent
     after.chunk_times = before.chunk_times + after.chunk_times
     after.texts = [*(before.texts or ()), *(after.texts or ())]
@@ -110,12 +110,12 @@ def joined(before: CompletionResult, after: CompletionResult) -> CompletionResul
 
 
 def _is_cut(answer: CompletionResult) -> bool:
-    """Whether another connection may bring the rest."""
+    """Return True if another connection may get the rest."""
     return answer.kind in ("lost", "refused") or answer.status in REFUSED
 
 
 class Drilling:
-    """One run of a drill. `find` gives the process id of a role, None when there is none now; it may block."""
+    """One run of a drill. `find` returns the pid of a role, None if there is none now; it may block."""
 
     def __init__(self, drill: Drill, client: CompletionClient, find: Callable[[str], int | None]) -> None:
         self.drill = drill
@@ -129,7 +129,7 @@ class Drilling:
         self._end = 0.0
 
     async def run(self) -> Outcome:
-        """Take the unfaulted texts, then stream and make faults until the time is over. Raises EngineError."""
+        """Get the unfaulted texts, then stream and cause faults until the time is over. Raises EngineError."""
         bodies = [self._client.body(text, self.drill.max_tokens) for text in _prompts(self.drill.num_streams)]
         for answer in await asyncio.gather(*map(self._client.send, bodies)):
             if answer.has_failed:
@@ -150,7 +150,7 @@ class Drilling:
         return self.outcome
 
     async def _stream(self, index: int, bodies: Sequence[bytes]) -> None:
-        """Ask for one text after another; each is read to its end, also beyond the drill's."""
+        """Request one text after another until the drill's end; read each to its own end, also after that."""
         turn = index
         while time.perf_counter() < self._end:
             answer = await self._ask(bodies[turn % len(bodies)], f"{index}-{turn}")
@@ -162,7 +162,7 @@ class Drilling:
             turn += 1
 
     async def _ask(self, body: bytes, name: str) -> CompletionResult:
-        """One stream, over as many connections as it takes where the api is killed too."""
+        """Return one answer, over as many connections as needed if the api is killed too."""
         if "kill_api" not in self.drill.every_s:
             return await self._client.send(body)
         key = f"Idempotency-Key: {self._name}-{name}\r\n"
@@ -188,7 +188,7 @@ class Drilling:
         self._answers.append(answer)
 
     async def _make(self, kind: str, every_s: float) -> None:
-        """Make a fault of one kind again and again. None comes in the last moments: what it did could not be seen."""
+        """Cause faults of one kind repeatedly, but none in the last moments, when its effect could not be seen."""
         while (start := time.perf_counter()) + every_s < self._end:
             await asyncio.sleep(every_s)
             role, number = FAULTS[kind]

@@ -1,4 +1,4 @@
-"""What every report says of the engine it measured, under the same names.
+"""The facts about the measured engine that all reports share, under the same names.
 
 Owns: those names, the probe of the machine for the floor, this process's peak memory. Does not: measure the engine.
 """
@@ -16,7 +16,7 @@ from octavo.executors.protocol import Capacity
 
 
 def engine_facts(model: str, config: Config, capacity: Capacity) -> dict[str, Any]:
-    """Model, types, device and threads, as one report's first entries."""
+    """Return model, types, device and threads, the first entries of a report."""
     return {
         "model": model,
         "dtype": capacity.dtype,
@@ -28,7 +28,7 @@ def engine_facts(model: str, config: Config, capacity: Capacity) -> dict[str, An
 
 
 def memory_facts(capacity: Capacity) -> dict[str, Any]:
-    """Bytes of weights and cache."""
+    """Return the bytes of weights and of KV per token, and the number of KV blocks."""
     return {
         "weight_bytes": capacity.weight_bytes,
         "kv_bytes_per_token": capacity.kv_bytes_per_token,
@@ -37,7 +37,7 @@ def memory_facts(capacity: Capacity) -> dict[str, Any]:
 
 
 def floor_facts(floor: StepFloor) -> dict[str, Any]:
-    """The two rates that floors are computed from."""
+    """Return the two rates from which floors are computed."""
     return {
         "bandwidth_gb_per_s": round(floor.rates.bandwidth / 1e9, 2),
         "gemm_gflop_per_s": round(floor.rates.flops / 1e9, 1),
@@ -45,14 +45,14 @@ def floor_facts(floor: StepFloor) -> dict[str, Any]:
 
 
 def headline(report: dict[str, Any]) -> str:
-    """Model, types and threads in words."""
+    """Return model, types and threads as text."""
     words = [report["model"], report["dtype"]]
     words += [f"{name} {report[name]}" for name in ("quantization", "speculate") if report[name] not in (None, "none")]
     return ", ".join([*words, report["device"], f"{report['threads']} threads"])
 
 
 def probe_floor(capacity: Capacity) -> StepFloor:
-    """Probe the machine, as the model's device and type use it. Takes a second; loads torch."""
+    """Measure the machine's rates for the model's device and type. Takes a second; loads torch."""
     from octavo.bench.machine_probe import probe  # loads torch
 
     rates = probe(capacity.device, capacity.dtype, machine.look().cache_bytes, capacity.quantization)
@@ -60,13 +60,13 @@ def probe_floor(capacity: Capacity) -> StepFloor:
 
 
 def peak_memory_bytes() -> int:
-    """The most host memory that this process ever held."""
+    """Return the most host memory that this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _first(capacity: Capacity, config: Config, name: str) -> object:
-    """What the engine says it did, else the setting of that name in any part; None where neither knows of it."""
+    """Return the engine's own value, else the setting of that name in any part; None if there is neither."""
     parts = (config.model, config.scheduling, config.execution)
     found = (getattr(part, name) for part in (capacity, *parts) if hasattr(part, name))
     return next(found, None)

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 response with server-sent events, parsed as its bytes come.
+"""An incremental parser of an HTTP/1.1 response with server-sent events.
 
 Owns: status, chunked and plain bodies, the split into events. Does not: read a socket, or know what events mean.
 Written by hand because a client that measures must cost little: one pass over the bytes, no objects per header.
@@ -12,14 +12,14 @@ MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream, and of one event
 
 
 class ProtocolError(Exception):
-    """The server's bytes are no HTTP/1.1 response that is understood here."""
+    """The server's bytes are no HTTP/1.1 response that this parser understands."""
 
 
 class EventParser:
-    """Feed it bytes; it gives the data of the events that became complete.
+    """Takes bytes; returns the data of the events that became complete.
 
-    `status` is 0 until the head is there. A body that is no event stream is kept in `body`. `last_id` is that of the
-    last whole event that had one.
+    `status` is 0 until the head is complete. A body that is no event stream is kept in `body`. `last_id` is that of the
+    last complete event that had one.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class EventParser:
                 return
 
     def _begin_chunk(self) -> bool:
-        """Read the line with the next chunk's size, and the line end before it; False when it is not whole."""
+        """Read the line with the next chunk's size, and the line end before it; return False if it is incomplete."""
         start = 2 if self._is_behind_chunk else 0
         end = self._raw.find(b"\r\n", start)
         if end < 0:
@@ -106,7 +106,7 @@ class EventParser:
         return [data for data in map(self._data_of, whole) if data]
 
     def _data_of(self, event: bytes) -> bytes:
-        """The data lines of one event, joined; empty for comments."""
+        """Return the data lines of one event, joined; empty for comments."""
         if event.startswith(b"data:") and b"\n" not in event:
             return event[5:].strip()
         data = []

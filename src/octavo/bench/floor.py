@@ -1,4 +1,4 @@
-"""The memory floor: what a step costs at least on a machine of this bandwidth and arithmetic rate.
+"""The memory floor: the least time of a step on a machine of this bandwidth and arithmetic rate.
 
 Owns: the formula max(weight bytes / bandwidth, linear flops / rate) + KV bytes / bandwidth.
 Does not: measure the two rates (machine_probe does) or the steps.
@@ -27,7 +27,7 @@ class StepFloor:
     kv_bytes_per_token: int
 
     def seconds(self, num_query_tokens: int, num_kv_read: int) -> float:
-        """The floor of a step that computes so many tokens and reads so many cached positions."""
+        """Return the floor of a step that computes `num_query_tokens` and reads `num_kv_read` cached positions."""
         linear = max(
             self.weight_bytes / self.rates.bandwidth, num_query_tokens * self.linear_flops_per_token / self.rates.flops
         )

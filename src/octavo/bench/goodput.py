@@ -15,7 +15,7 @@ NAMES = ("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Bounds in seconds by name; none given: everything that was answered is good."""
+    """Bounds in seconds by name; without bounds, every answered request is good."""
 
     bounds_s: Mapping[str, float]
 
@@ -37,9 +37,9 @@ class Objectives:
         return cls(bounds)
 
     def are_met(self, seconds: Mapping[str, float]) -> bool:
-        """Whether a request's times keep every bound."""
+        """Return True if a request's times are within every bound."""
         return all(seconds[name] <= bound for name, bound in self.bounds_s.items())
 
     def describe(self) -> dict[str, float]:
-        """Milliseconds by name."""
+        """Return milliseconds by name."""
         return {name: bound * 1e3 for name, bound in self.bounds_s.items()}

@@ -1,8 +1,9 @@
-"""What the host does around a forward pass: the real engine on a model whose forward pass computes nothing.
+"""The host's time around a forward pass: the real engine on a model whose forward pass computes nothing.
 
 Owns: that model, and the split of a step by parts and by processor time. Does not: load weights, parse flags or print.
-The forward pass sleeps a while, as the native decoder leaves the interpreter to others; times are medians of decode
-steps with every row. Processor seconds of the step thread and of all others (streaming) say what a busy machine hides.
+The forward pass sleeps, which frees the interpreter for other threads as the native decoder does; times are medians of
+decode steps with every row. Processor seconds of the step thread and of all other threads (streaming) are valid on a
+busy machine too.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class HostCost:
     other_threads_us: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def measure(config: Config, rows: int, steps: int, params: SamplingParams, forward_s: float = 0.002) -> HostCost:
-    """Run `rows` requests for `steps` decode steps, each taken by a reader of its own. `params` as each one's."""
+    """Run `rows` requests with these `params` for `steps` decode steps, each read by its own task."""
     executor = _HostOnly(config, forward_s)
     capacity = executor.open(executor_spec(config, "cpu"))
     scheduler = Scheduler(limits(config, capacity, "cpu"))
@@ -82,7 +83,7 @@ async def _run(client: LocalClient, rows: int, tokens: int, params: SamplingPara
 
 
 class _Watch:
-    """Notes the times of steps in which every row decodes."""
+    """Records the times of steps in which every row decodes."""
 
     def __init__(self, loop: EngineLoop, rows: int) -> None:
         self._times = loop.step_times
@@ -91,19 +92,19 @@ class _Watch:
         self._marks: list[tuple[float, float]] = []  # processor seconds of this thread, of the process
 
     def admitted(self, request: Request) -> None:
-        """Nothing to note."""
+        """Do nothing: there is no step to record."""
 
     def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Nothing to note."""
+        """Do nothing: there is no step to record."""
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Note the step; its times are added right after."""
+        """Record the step; its times are added right after."""
         if plan.is_fast_path and len(plan.slots) == plan.num_query_tokens == self._rows:
             self._numbers.append(self._times.num_steps)
             self._marks.append((time.thread_time(), time.process_time()))
 
     def cost(self) -> HostCost:
-        """The medians behind the warm-up."""
+        """Return the medians after the warm-up."""
         numbers, marks = self._numbers[WARM_UP_STEPS:-1], self._marks[WARM_UP_STEPS:-1]
         taken = [dict(zip(PARTS, times, strict=True)) for number in numbers if (times := self._times.get(number))]
         for one in taken:
@@ -141,12 +142,12 @@ class _NoWeights:
         self._loaded = LoadedDecoder(decoder, "none")
 
     def load(self, max_model_len: int | None) -> LoadedDecoder:
-        """Give the decoder."""
+        """Return the decoder."""
         return self._loaded
 
 
 class _FreeDecoder:
-    """Hidden states and logits that are always the same."""
+    """A decoder that always returns the same hidden states and logits."""
 
     weight_bytes = 0
     linear_flops_per_token = 0
@@ -169,5 +170,5 @@ class _FreeDecoder:
         return self._hidden_TE[: len(token_ids_T)]
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Give the first rows."""
+        """Return the first rows."""
         return self._logits_RV[: len(hidden_NE)]

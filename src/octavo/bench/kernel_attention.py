@@ -1,8 +1,8 @@
-"""Times of the attention kernel by itself: one layer, its twin beside it, and the machine's own limits.
+"""Times of the attention kernel alone: one layer, its twin beside it, and the machine's own limits.
 
-Owns: the cases, and how they are timed. Does not: print (the CLI does), or measure the limits' meaning for a model.
-Invariants: the kernel and its twin take turns, and the best of each counts, so that other load on the machine hits
-both. Layers' pools are walked in turn, so that small cases are as cold as in a model.
+Owns: the cases, and how they are timed. Does not: print (the CLI does), or measure the machine's limits.
+Invariants: the kernel and its twin take turns, and the best time of each counts, so that other load on the machine
+affects both. Layers' pools are read in turn, so that small cases are as cold as in a model.
 Shapes: T tokens, H query heads, K KV heads, D head size.
 """
 
@@ -28,7 +28,7 @@ BUDGET_S = 0.6  # of one case
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Rows of a step: contexts and tokens of each, and how many first positions are the same blocks."""
+    """Rows of a step: contexts and tokens of each, and how many first positions are in the same blocks."""
 
     name: str
     contexts: tuple[int, ...]
@@ -38,7 +38,7 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of a model."""
+    """The attention heads of a model."""
 
     name: str
     num_heads: int
@@ -48,7 +48,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """What the machine gives: bytes a second read from memory, and operations a second of a large float32 product."""
+    """The machine's rates: bytes a second read from memory, and operations a second of a large float32 product."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -71,7 +71,7 @@ def measure(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     cases: Sequence[AttentionCase] = CASES,
 ) -> list[tuple[object, ...]]:
-    """Give rows of COLUMNS; with the threads that torch has now. Empty without the library."""
+    """Return rows of COLUMNS, measured with torch's current number of threads. Empty without the kernel library."""
     rows: list[tuple[object, ...]] = []
     for shape in shapes:
         for dtype in dtypes:
@@ -82,7 +82,7 @@ def measure(
 
 
 def batch_of(case: AttentionCase) -> AttentionBatch:
-    """Give the case as a step; shared positions are the first row's blocks."""
+    """Return the case as a step; shared positions are in the first row's blocks."""
     contexts, counts = np.array(case.contexts), np.array(case.counts)
     widths = -(-contexts // BLOCK)
     table = np.zeros((len(contexts), widths.max()), dtype=np.int64)
@@ -109,7 +109,7 @@ def batch_of(case: AttentionCase) -> AttentionBatch:
 
 
 def work_of(case: AttentionCase, shape: AttentionShape, itemsize: int) -> tuple[int, int]:
-    """Bytes of keys and values that one layer must read at least, and its multiply-adds, times two."""
+    """Return the bytes of keys and values that one layer must read at least, and twice its multiply-adds."""
     positions = sum(case.contexts) - (len(case.contexts) - 1) * case.shared
     seen = sum(
         count * context - count * (count - 1) // 2 for context, count in zip(case.contexts, case.counts, strict=True)
@@ -138,7 +138,7 @@ def _measure_case(
 
 
 def _best_of_each(backends: Sequence[AttentionBackend], batch: AttentionBatch, shape: AttentionShape) -> list[float]:
-    """Seconds of one layer, by backend; they take turns."""
+    """Return seconds of one layer, by backend; the backends take turns."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(batch.num_tokens, heads, shape.head_dim, generator=generator)

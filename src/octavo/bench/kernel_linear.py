@@ -2,7 +2,7 @@
 
 Owns: building the weights, timing in turn, the figures. Does not: parse flags or print.
 Invariants: every candidate of a case is timed in turn, round after round; a figure is the least of its rounds, so that
-what else the machine does counts little. Shapes: T tokens, E inputs, F outputs.
+other load on the machine counts little. Shapes: T tokens, E inputs, F outputs.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class LinearFigure:
 
     @property
     def gigabytes_per_s(self) -> float:
-        """Weight bytes read in a second, in 10^9."""
+        """Return the weight bytes read in a second, in 10^9."""
         return self.weight_bytes / self.seconds / 1e9
 
     @property
     def gigamacs_per_s(self) -> float:
-        """Multiply-adds in a second, in 10^9."""
+        """Return the multiply-adds in a second, in 10^9."""
         return self.num_products / self.seconds / 1e9
 
 
 def measure(layer: str, num_rows: int, num_threads: int, rounds: int = 5) -> list[LinearFigure]:
-    """Time all candidates on one layer, preparing of activations included. Needs the kernels."""
+    """Time all candidates on one layer, with the preparation of activations. Needs the kernels."""
     outputs, inputs = SHAPES[layer]
     x_TE = torch.randn(num_rows, inputs, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
@@ -73,7 +73,7 @@ def _least_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
             for _ in range(repeats[name]):
                 call()
             seconds = (time.perf_counter() - start) / repeats[name]
-            if round_index == 0:  # warms up, and says how often to repeat
+            if round_index == 0:  # the first round warms up and sets the number of repeats
                 repeats[name] = max(1, int(_LEAST_SECONDS / seconds))
             else:
                 least[name] = min(least[name], seconds)
@@ -102,7 +102,7 @@ def _kernels(outputs: int, x_TE: Tensor, num_threads: int) -> dict[str, tuple[Ca
         def call() -> PackedWeight:
             prepared = packed_linear.prepare(x_TE, packed.kind, num_threads if len(x_TE) > num_threads else 1)
             packed_linear.linear(descriptor, prepared, out_TF, num_threads=num_threads)
-            return packed  # which keeps its memory alive
+            return packed  # keeps its memory alive
 
         return call
 
@@ -111,7 +111,7 @@ def _kernels(outputs: int, x_TE: Tensor, num_threads: int) -> dict[str, tuple[Ca
 
 
 def _torch_paths(outputs: int, x_TE: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
-    """F.linear and oneDNN's prepacked form; torch's int4 where this build has it."""
+    """Return F.linear and oneDNN's prepacked form, and torch's int4 if this build has it."""
     weight_FE = torch.randn(outputs, x_TE.shape[1], generator=torch.Generator().manual_seed(1))
     low_FE, low_TE = weight_FE.bfloat16(), x_TE.bfloat16()
     paths: dict[str, tuple[Callable[[], object], int]] = {

@@ -1,8 +1,9 @@
-"""What it costs a step that its rows are held to a grammar.
+"""The cost of grammar masks in a step.
 
-Owns: the grammars, the two halves of a batch (held and free) and their turns. Does not: sum up (the table's reader
-does). The default model decodes as many held rows as free ones, alternately, by scheduler, grammars and executor as the
-engine has them; so a ratio is that of whole steps, with whatever of the masks the forward pass does not hide.
+Owns: the grammars, the two halves of a batch (with and without a grammar) and their turns. Does not: sum up (the reader
+of the table does). The default model decodes equally many constrained and free rows, alternately, with the engine's
+scheduler, grammars and executor; so a ratio is that of whole steps, with the part of the masks' cost that the forward
+pass does not hide.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ENDLESS = {"type": "array", "items": PERSON, "minItems": 1000}  # no output comp
 
 
 def tables(sizes: Sizes) -> list[KernelTable]:
-    """Milliseconds of a step, by rows."""
+    """Return milliseconds of a step, by rows."""
     limit_spinning()
     from octavo.executors.torch_executor import TorchExecutor  # torch reads at its import what was just set
 
@@ -89,7 +90,7 @@ class _Halves:
         self._prompt = prompt
 
     def run(self, count: int) -> tuple[list[float], list[float]]:
-        """Seconds of each step of the free and of the held half, in turns."""
+        """Return seconds of each step of the free and of the constrained half, run in turn."""
         grammar = compile_grammar("json_schema", json.dumps(ENDLESS))
         free = frozenset(self._admit(f"free {index}", "", index) for index in range(count))
         held = frozenset(self._admit(f"held {index}", grammar, index) for index in range(count))
@@ -114,7 +115,7 @@ class _Halves:
         return name
 
     def _step(self, half: frozenset[str]) -> bool:
-        """One step of a half; False when it was one of prompts."""
+        """Run one step of a half; return False if it computed prompts."""
         plan = self._scheduler.plan(0.0, half)
         ticket = submit(self._executor, plan, self._bank)
         events = self._scheduler.commit(plan, collect(self._executor, ticket), 0.0)

@@ -19,7 +19,7 @@ HIDDEN, GATED, VOCAB = 576, 3072, 49_152  # SmolLM2-135M's
 
 
 def tables(sizes: Sizes) -> list[KernelTable]:
-    """Microseconds a call, by rows."""
+    """Return tables of microseconds a call, by rows."""
     torch.set_num_threads(sizes.threads)
     with torch.inference_mode():
         return [_norms(sizes), _activations(sizes), _choices(sizes)]

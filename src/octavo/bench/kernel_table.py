@@ -1,7 +1,7 @@
-"""Kernels alone: what a table of their times is, and how one time is taken.
+"""The form of the kernel benches' tables, and how one time is measured.
 
-Owns: KernelTable, the sizes asked for, best_s. Does not: know a kernel.
-`octavo bench kernel` turns what kernel_rows, kernel_linear and kernel_attention measure into these tables.
+Owns: KernelTable, the requested sizes, best_s. Does not: know a kernel.
+`octavo bench kernel` turns the results of kernel_rows, kernel_linear and kernel_attention into these tables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Rows to measure with, threads, and the seconds that one time may take."""
+    """Numbers of rows to measure with, threads, and the seconds that one time may take."""
 
     rows: Sequence[int]
     threads: int
@@ -30,12 +30,12 @@ class KernelTable:
     rows: Sequence[Sequence[Any]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Rows by column names, for the JSON line."""
+        """Return rows by column names, for JSON."""
         return {"title": self.title, "rows": [dict(zip(self.columns, row, strict=True)) for row in self.rows]}
 
 
 def best_s(works: Sequence[Callable[[], object]], budget_s: float) -> list[float]:
-    """The shortest time of each work, in turn A B A B until the budget of all is spent; the first round not counted."""
+    """Return the shortest time of each work, in turn A B A B until the budget is spent, without the first round."""
     for work in works:
         work()
     best = [float("inf")] * len(works)

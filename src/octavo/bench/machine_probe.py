@@ -1,7 +1,7 @@
 """Short probes of this machine: memory bandwidth and the rate of a large matrix product, with torch.
 
 Owns: the two probes, about half a second each. Does not: keep results or judge them.
-Bandwidth is the better of a read (sum) and a copy (read and write) of a buffer that no cache holds.
+Bandwidth is the better of a read (sum) and a copy (read and write) of a buffer larger than any cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUDGET_S = 0.5
 
 
 def probe(device: str, dtype: str, cache_bytes: int = 0, quantization: str = "none") -> Rates:
-    """Measure both rates on the device with the threads that torch has now; types and codes are the model's."""
+    """Measure both rates on the device with torch's current number of threads, in the model's types."""
     with torch.inference_mode():
         bandwidth = _bandwidth(device, max(MIN_BUFFER_BYTES, 4 * cache_bytes))
         return Rates(bandwidth, _gemm_rate(device, dtype, quantization))
@@ -44,7 +44,7 @@ def _gemm_rate(device: str, dtype: str, quantization: str) -> float:
     kind = getattr(torch, dtype)
     x = torch.ones(rows, inner, dtype=kind, device=device)
     weight = torch.ones(outer, inner, dtype=kind, device=device)
-    # The engine's own ways of multiplying can beat torch's plain one; a floor below which it runs would be none.
+    # The engine's own products can be faster than torch's plain one, and it must not run below the floor.
     works: list[Callable[[], object]] = []
     if device == "cpu" and cpu.status().is_loaded and kind in _PACKED:
         works.append(_packed(_PACKED[kind] if quantization == "none" else WeightKind[quantization.upper()], x, outer))
@@ -55,7 +55,7 @@ def _gemm_rate(device: str, dtype: str, quantization: str) -> float:
 
 
 def _packed(kind: WeightKind, x_TE: torch.Tensor, outputs: int) -> Callable[[], object]:
-    """The native decoder's multiplication by a weight of this kind, activations prepared."""
+    """Return the native decoder's product with a weight of this kind and prepared activations."""
     threads = torch.get_num_threads() if cpu.status().is_parallel else 1
     weight = random_weight(kind, outputs, x_TE.shape[1])
     descriptor = weight.descriptor()
@@ -64,13 +64,13 @@ def _packed(kind: WeightKind, x_TE: torch.Tensor, outputs: int) -> Callable[[], 
 
     def multiply() -> PackedWeight:
         linear(descriptor, prepared, out_TF, num_threads=threads)
-        return weight  # which keeps its memory alive
+        return weight  # keeps its memory alive
 
     return multiply
 
 
 def _best(work: Callable[[], object], device: str) -> float:
-    """The shortest time of several runs within the budget, the first one not counted."""
+    """Return the shortest time of several runs within the budget, without the first one."""
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else _nothing
     work()
     synchronize()

@@ -2,7 +2,7 @@
 
 Owns: keeping N requests open, the times seen by the client, the record of one run.
 Does not: build the engine, probe the machine or print.
-Invariant: a run that lost or shortened a request raises; its numbers would be wrong.
+Invariant: a run that lost or shortened a request raises, as its numbers would be wrong.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class RunRecord:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Produced tokens a second, from the first submission to the last token."""
+        """Return output tokens a second, from the first submission to the last token."""
         return self.num_output_tokens / self.duration_s
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers of the report."""
+        """Return the numbers of the report."""
         steps = max(1, self.num_steps)
         total = self.step_s.get("step", 0.0)
         split = {part: self.step_s.get(part, 0.0) for part in PARTS}
@@ -89,7 +89,7 @@ class OfflineBench:
         await self.run(BenchWorkload("warm-up", ((item,),)))
 
     async def run(self, workload: BenchWorkload, advance: Callable[[int], object] = lambda tokens: None) -> RunRecord:
-        """One pass: groups in turn, `concurrency` requests open at a time. `advance` is told of each new token."""
+        """Run one pass: groups in turn, `concurrency` requests open at a time. `advance` counts new tokens."""
         self._num_passes += 1
         self.steps.take()
         record = RunRecord(num_prompt_tokens=workload.num_prompt_tokens, num_output_tokens=workload.num_output_tokens)
@@ -125,7 +125,7 @@ class OfflineBench:
                 if count == 0:
                     first = now
                     record.ttft_s.append(first - start)
-                    record.inter_token_s.extend([0.0] * (new - 1))  # tokens that came together with the first
+                    record.inter_token_s.extend([0.0] * (new - 1))  # tokens that arrived together with the first
                 else:
                     record.inter_token_s.extend([(now - last) / new] * new)
                 count, last = count + new, now
@@ -139,7 +139,7 @@ class OfflineBench:
 
 
 async def _gather(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all; when one fails end the others and raise its error."""
+    """Run all; if one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as tasks:
             for worker in workers:
@@ -149,7 +149,7 @@ async def _gather(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 def _subtract(record: RunRecord, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Fill in what the engine counted between two statistics."""
+    """Fill in the engine's counts between two statistics."""
     totals = after["steps"]["total_s"]
     record.step_s = {part: totals[part] - before["steps"]["total_s"][part] for part in totals}
     new, old = after["scheduler"], before["scheduler"]

@@ -1,6 +1,6 @@
-"""Load on a running server: requests arrive when they do, and each is timed from its arrival.
+"""Load on a running server: requests arrive on a schedule, and each is timed from its arrival.
 
-Owns: sending at the arrivals' times within the bounds, how late it was itself, its own processor time.
+Owns: sending at the arrivals' times within the bounds, the client's own delay and processor time.
 Does not: make arrivals or bodies, or report. Invariant: every body has an answer, or is counted as not sent.
 """
 
@@ -18,7 +18,7 @@ from octavo.bench.completion_client import CompletionClient, CompletionResult
 
 @dataclass(frozen=True, slots=True)
 class OnlineLoad:
-    """How requests come: arrivals, how many may be open at once (0: no bound), and when sending ends."""
+    """The schedule of requests: arrivals, how many may be open at once (0: no bound), and when sending ends."""
 
     arrivals: Arrivals
     max_concurrency: int = 0
@@ -27,7 +27,7 @@ class OnlineLoad:
 
 @dataclass(slots=True)
 class OnlineRun:
-    """What one run gave. `arrived` are perf_counter seconds; an answer's times count from its arrival."""
+    """The result of one run. `arrived` are perf_counter seconds; an answer's times count from its arrival."""
 
     answers: list[CompletionResult] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
@@ -38,22 +38,22 @@ class OnlineRun:
 
     @property
     def done(self) -> list[tuple[float, CompletionResult]]:
-        """Arrivals and answers of the requests that were finished with at least one token."""
+        """Return arrivals and answers of the requests that finished with at least one token."""
         pairs = zip(self.arrived, self.answers, strict=True)
         return [(at, answer) for at, answer in pairs if not answer.has_failed and answer.chunk_times]
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the finished requests."""
+        """Return the output tokens of the finished requests."""
         return sum(answer.num_tokens for _, answer in self.done)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of the finished requests, as the server counts them."""
+        """Return the prompt tokens of the finished requests, as the server counts them."""
         return sum(answer.num_prompt_tokens for _, answer in self.done)
 
     def failures(self) -> dict[str, int]:
-        """How many requests failed, by kind; and which ended with `no_tokens`."""
+        """Return the number of failed requests by kind; `no_tokens` are those that ended without a token."""
         counts: dict[str, int] = {}
         for answer in self.answers:
             kind = answer.kind or ("" if answer.chunk_times else "no_tokens")
@@ -62,19 +62,19 @@ class OnlineRun:
         return counts
 
     def ttft_s(self) -> list[float]:
-        """Arrival to first token."""
+        """Return the times from arrival to first token."""
         return [answer.chunk_times[0] - at for at, answer in self.done]
 
     def e2e_s(self) -> list[float]:
-        """Arrival to last token."""
+        """Return the times from arrival to last token."""
         return [answer.chunk_times[-1] - at for at, answer in self.done]
 
     def tpot_s(self) -> list[float]:
-        """Mean time of each request's tokens after the first; requests of one token have none."""
+        """Return the mean time of each request's tokens after the first; requests of one token have none."""
         return [_tpot(answer) for _, answer in self.done if answer.num_tokens > 1]
 
     def between_chunks_s(self) -> list[float]:
-        """Gaps between the chunks that carry tokens; a token a chunk is what most servers send."""
+        """Return the gaps between the chunks that carry tokens; most servers send one token a chunk."""
         gaps: list[float] = []
         for _, answer in self.done:
             times = answer.chunk_times
@@ -82,11 +82,11 @@ class OnlineRun:
         return gaps
 
     def late_s(self) -> list[float]:
-        """Arrival to sending: this client's own delay, and the wait for room under the bound."""
+        """Return the times from arrival to sending: this client's own delay, and the wait for room under the bound."""
         return [answer.sent - at for at, answer in zip(self.arrived, self.answers, strict=True)]
 
     def times_of(self, arrived: float, answer: CompletionResult) -> dict[str, float]:
-        """A finished request's times by the objectives' names."""
+        """Return a finished request's times by the objectives' names."""
         times = answer.chunk_times
         return {"ttft": times[0] - arrived, "tpot": _tpot(answer), "e2e": times[-1] - arrived}
 
@@ -97,7 +97,7 @@ async def run_online(
     load: OnlineLoad,
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> OnlineRun:
-    """Send the bodies and wait for their ends; `advance` is told of each new chunk with a token."""
+    """Send the bodies and wait for their ends; `advance` gets the number of new chunks with a token."""
     run, room = OnlineRun(), asyncio.Semaphore(load.max_concurrency or max(1, len(bodies)))
     tasks: list[asyncio.Task[CompletionResult]] = []
     num_open = 0

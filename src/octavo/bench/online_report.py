@@ -26,7 +26,7 @@ SPREADS = {
 
 @dataclass(frozen=True, slots=True)
 class OnlineMeasured:
-    """A run, what it was asked to be, and what is known of the server (`facts`)."""
+    """A run, its parameters, and the known facts about the server."""
 
     server: str
     workload: str
@@ -37,7 +37,7 @@ class OnlineMeasured:
 
 
 def make_online_report(measured: OnlineMeasured) -> dict[str, Any]:
-    """The numbers of one run."""
+    """Return the numbers of one run."""
     run, load, done = measured.run, measured.load, measured.run.done
     good = sum(measured.objectives.are_met(run.times_of(at, answer)) for at, answer in done)
     seconds, num_output = run.duration_s, run.num_output_tokens

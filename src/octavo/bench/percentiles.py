@@ -9,7 +9,7 @@ POINTS = (50, 90, 95, 99)
 
 
 def percentile(values: Iterable[float], point: float) -> float:
-    """The smallest value that at least `point` per cent of the values do not exceed; 0 of no values."""
+    """Return the smallest value that at least `point` per cent of the values do not exceed; 0 of no values."""
     ordered = sorted(values)
     if not ordered:
         return 0.0
@@ -17,6 +17,6 @@ def percentile(values: Iterable[float], point: float) -> float:
 
 
 def spread_ms(seconds: Iterable[float]) -> Mapping[str, float]:
-    """The points as {"p50": ...}, in milliseconds."""
+    """Return the percentiles of POINTS as {"p50": ...}, in milliseconds."""
     ordered = sorted(seconds)
     return {f"p{point}": round(percentile(ordered, point) * 1e3, 3) for point in POINTS}

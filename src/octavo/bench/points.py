@@ -1,6 +1,6 @@
-"""One point of a curve: so many requests of one length at once, what a user and a step of it see.
+"""One point of a curve: N requests of one length at once, with the times of its requests and steps.
 
-Owns: the workload of a point, the median of its runs, the least a prompt could take. Does not: choose points or draw.
+Owns: the workload of a point, the median of its runs, the least time of its prompts. Does not: choose points or draw.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Point:
     floor_fraction: float | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON line."""
+        """Return plain values, for JSON."""
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
     def row(self) -> tuple[object, ...]:
-        """For the table, in the order of COLUMNS."""
+        """Return the table row, in the order of COLUMNS."""
         reached = "" if self.floor_fraction is None else f"{self.floor_fraction:.1%}"
         values = (*asdict(self).values(),)[:-1]
         return (*("" if value is None else value for value in values), reached)
@@ -62,7 +62,7 @@ class Point:
 async def measure_point(
     bench: OfflineBench, shape: LoadShape, capacity: Capacity, runs: int, advance: Callable[[int], object]
 ) -> list[tuple[RunRecord, StepCounts]]:
-    """Run a shape `runs` times, each with prompts of its own, all requests open at once."""
+    """Run a shape `runs` times, each with its own prompts, all requests open at once."""
     seen = []
     for number in range(runs):
         seed = number * 1_000_003 + shape.at_once * 1009 + shape.num_prompt
@@ -75,7 +75,7 @@ async def measure_point(
 def make_point(
     shape: LoadShape, seen: list[tuple[RunRecord, StepCounts]], floor: StepFloor, max_batch_tokens: int
 ) -> Point:
-    """The median run (by throughput) of a shape."""
+    """Return the median run (by throughput) of a shape."""
     record, counts = sorted(seen, key=lambda pair: pair[0].output_tokens_per_s)[len(seen) // 2]
     step = counts.at_rows(shape.at_once, floor)
     return Point(
@@ -95,7 +95,7 @@ def make_point(
 
 
 def _prompts_floor_s(shape: LoadShape, floor: StepFloor, max_batch_tokens: int) -> float:
-    """The floor of the steps until half of the prompts, entered in order, are computed (the median first token)."""
+    """Return the floor of the steps until half of the prompts, in order, are computed (the median first token)."""
     left, seconds = (shape.at_once + 1) // 2 * shape.num_prompt, 0.0
     while left > 0:
         seconds += floor.seconds(min(left, max_batch_tokens), 0)

@@ -1,7 +1,7 @@
-"""A process started for a measurement, and what it started: their memory, and their end.
+"""A process started for a measurement, and its descendants: their memory, and their end.
 
 Owns: the session's processes (as /proc lists them), peaks, freezing and thawing, ending all of them.
-Does not: start anything that is not its own session's leader. Where there is no /proc, memory is not known.
+Does not: start anything but a session leader. Without /proc, memory is unknown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ END_TIMEOUT_S = 15.0
 
 
 class ProcessTree:
-    """A command in a session of its own, so that whatever it starts can be found and ended."""
+    """A command in its own session, so that its descendants can be found and ended."""
 
     def __init__(
         self, command: Sequence[str], log: IO[bytes], env: Mapping[str, str] | None = None, is_talking: bool = False
@@ -38,11 +38,11 @@ class ProcessTree:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return its exit status; None while it runs."""
         return self.process.poll()
 
     def members(self) -> list[int]:
-        """Ids of the processes of its session and of all they started, itself among them while it runs."""
+        """Return the pids of its session and of all descendants, its own included while it runs."""
         root, table = self.process.pid, list(_processes())
         found = {pid for pid, parent, session in table if root in (pid, session)}
         size = 0
@@ -52,19 +52,19 @@ class ProcessTree:
         return sorted(found)
 
     def peak_bytes(self) -> int:
-        """The sum of its processes' greatest resident sizes; 0 where that is not known. Shared pages count twice."""
+        """Return the sum of its processes' greatest resident sizes; 0 if unknown. Shared pages count twice."""
         return sum(_peak_of(pid) for pid in self.members())
 
     def freeze(self) -> None:
-        """Stop all its processes where they are, so that an idle peer spends nothing."""
+        """Stop all its processes, so that an idle peer uses no processor time."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Continue its processes."""
         self._signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Ask it to end, then end it and everything it started. Idempotent."""
+        """Terminate the command, then kill it and its descendants. Idempotent."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
@@ -81,7 +81,7 @@ class ProcessTree:
             self.process.stdout.close()
 
     def _signal(self, number: signal.Signals, known: Sequence[int] = ()) -> None:
-        """Signal its members, and of those known from before the ones that still run and have lost their parent."""
+        """Signal its members, and of the known pids those that still run and have lost their parent."""
         found = self.members() or ([self.process.pid] if self.returncode is None else [])
         orphans = {pid for pid, parent, _ in _processes() if parent == 1} if known else set()
         for pid in sorted({*found, *(orphans & set(known))}):
@@ -91,7 +91,7 @@ class ProcessTree:
 
 @contextlib.contextmanager
 def ending_with_this() -> Iterator[None]:
-    """Let SIGTERM unwind this process as Ctrl-C does, so that what it started is ended, frozen or not."""
+    """Let SIGTERM unwind this process as Ctrl-C does, so that the processes it started are ended, frozen or not."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -100,7 +100,7 @@ def ending_with_this() -> Iterator[None]:
 
 
 def _processes() -> Iterator[tuple[int, int, int]]:
-    """Every process with its parent and its session, from /proc."""
+    """Yield every process with its parent and its session, from /proc."""
     if not PROC.is_dir():
         return
     for entry in PROC.iterdir():

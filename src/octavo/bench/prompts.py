@@ -1,4 +1,4 @@
-"""What an online bench sends: prompts of token ids or text, from a file, from lengths, or from lines of text.
+"""The prompts of an online bench, as token ids or text: from a file, from lengths, or from lines of text.
 
 Owns: the choice and its checks, and changing ids so that no earlier pass's prefix helps. Does not: send.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from octavo.bench.workload import BenchWorkload, Item
 from octavo.errors import ConfigError
 
-FIRST_ID = 100  # the first id of a salted prompt; below it special tokens may lie
+FIRST_ID = 100  # the first id of a salted prompt; lower ids may be special tokens
 MAX_SALTS = 1000
 
 
@@ -25,18 +25,18 @@ class Prompts:
 
     @property
     def all(self) -> list[tuple[array[int] | str, int]]:
-        """Every prompt, in order."""
+        """Return every prompt, in order."""
         return [prompt for group in self.groups for prompt in group]
 
 
 def of_workload(workload: BenchWorkload) -> Prompts:
-    """A workload's token ids."""
+    """Return a workload's token ids as prompts."""
     groups = (tuple((item.prompt_token_ids, item.max_tokens) for item in group) for group in workload.groups)
     return Prompts(workload.name, tuple(groups))
 
 
 def read_texts(path: Path, num_output: int) -> Prompts:
-    """One prompt a line; empty lines are left out. Raises ConfigError."""
+    """Read one prompt a line; empty lines are left out. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -49,8 +49,9 @@ def read_texts(path: Path, num_output: int) -> Prompts:
 
 
 def salted(workload: BenchWorkload, number: int) -> BenchWorkload:
-    """The same work with another first id, one for all prompts of a pass: no prefix that an earlier pass left fits,
-    and prompts that share a prefix still do. Works on every engine, whatever its cache can be told.
+    """Return the same work with another first id, one for all prompts of a pass.
+
+    So no prefix of an earlier pass matches, and prompts that share a prefix still do, on every engine without its help.
     """
     first = FIRST_ID + number % MAX_SALTS
     groups = (tuple(_with_first(item, first) for item in group) for group in workload.groups)

@@ -25,7 +25,7 @@ _BY_ROWS = ("rows up to", "steps", "step ms", "host ms", "host share", "floor ms
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Everything that was seen: passes with what their steps computed, and the process's own numbers."""
+    """All measurements: passes with the counts of their steps, and the process's own numbers."""
 
     model: str
     config: Config
@@ -39,7 +39,7 @@ class Measured:
 
 
 def make_report(measured: Measured) -> dict[str, Any]:
-    """The numbers of the median run (by throughput), beside what was run on what."""
+    """Return the numbers of the median run (by throughput), with the engine and workload."""
     by_speed = sorted(measured.runs, key=lambda run: run[0].output_tokens_per_s)
     record, counts = by_speed[len(by_speed) // 2]
     floor_s, step_s = counts.floor_s(measured.floor), record.step_s.get("step", 0.0)
@@ -91,7 +91,7 @@ def show_report(console: Console, report: dict[str, Any]) -> None:
 
 
 def show_steps(console: Console, report: dict[str, Any]) -> None:
-    """Print where a step's time goes, and the steps that only decode, by rows."""
+    """Print the parts of a step's time, and the steps that only decode, by rows."""
     times, shares = report["step_ms"], report["step_share"]
     rows = [(part, times[part], f"{share:.1%}") for part, share in shares.items()]
     rows.append((f"whole step, mean of {report['steps']}", times["total"], "100.0%"))

@@ -1,6 +1,6 @@
-"""What a scheduler costs by itself: plan and commit of a step, and admission.
+"""The cost of a scheduler alone: plan and commit of a step, and admission.
 
-Owns: the medians, the targets, and the least that plain Python could do for so many rows. Does not: set loads up.
+Owns: the medians, the targets, and a bare Python loop over as many rows. Does not: set loads up.
 Invariant: several schedulers under one load are stepped in turn, so that they see the same machine.
 """
 
@@ -57,11 +57,11 @@ class Cost:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the step is within its target; None without one."""
+        """True if the step is within its target; None without one."""
         return None if self.target_us is None else self.step_us <= self.target_us
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
@@ -115,13 +115,13 @@ class _Counters:
 
 
 class BareLoop:
-    """The least that a plan and a commit are in plain Python: visit each row, fill four columns, count, take one id."""
+    """The least work of a plan and a commit in plain Python: visit each row, fill four columns, count, take one id."""
 
     def __init__(self, num_rows: int) -> None:
         self._rows = [_Counters() for _ in range(num_rows)]
 
     def time(self) -> float:
-        """Go through all rows once; seconds."""
+        """Visit all rows once; return seconds."""
         start = time.perf_counter()
         slots, starts, counts, flags = [], [], [], []
         for index, row in enumerate(self._rows):

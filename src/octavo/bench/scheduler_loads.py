@@ -1,4 +1,4 @@
-"""Loads under which the scheduler's own cost is measured, and a scheduler brought to where its steps are all alike.
+"""Loads under which the scheduler's own cost is measured, and a scheduler brought to a state of uniform steps.
 
 Owns: limits, requests and steps of each load (prompts of 120, block size 16, 8,192 tokens a step: as vLLM's scheduler
 is measured). Does not: run a model (results are made up, one id a sampling row) or sum up times.
@@ -23,13 +23,13 @@ from octavo.plugins import find_policy
 BLOCK_SIZE = 16
 NUM_PROMPT = 120
 NUM_OUTPUT = 2000
-MAX_STEPS = 1_000  # measured ones: no sequence comes to its end meanwhile
+MAX_STEPS = 1_000  # measured ones: no sequence ends during them
 BATCH_TOKENS = 8192
 CHUNK = 512
 NUM_TENANTS = 4
 MIN_BLOCKS = 40  # per sequence
 MAX_FILL_STEPS = 10_000
-SPARE_STEPS = 40  # besides those measured: warming up, and steps of another kind
+SPARE_STEPS = 40  # besides those measured: warm-up, and steps of another kind
 
 
 _IDS = array("i", range(40_000))
@@ -37,11 +37,11 @@ _IDS = array("i", range(40_000))
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """What a step of it holds besides plain decodes.
+    """The contents of a load's steps besides plain decodes.
 
     `num_choices`: sequences per request. `num_lengths`: how many lengths prompts have. `window`: tokens of a second,
-    sliding group; 0 = none. `num_fed`: prompt tokens of requests that come in one behind the other while it is
-    measured, the first `num_shared` of them the same in all; each ends with its first token.
+    sliding group; 0 = none. `num_fed`: prompt tokens of requests that run one after another during the measurement; the
+    first `num_shared` of them are equal in all; each ends with its first token.
     """
 
     name: str
@@ -54,7 +54,7 @@ class SchedulerLoad:
 
     @property
     def num_fed_per_step(self) -> int:
-        """Tokens of such a request that a step computes."""
+        """Return the tokens of such a request that a step computes."""
         return min(CHUNK, self.num_fed - self.num_shared)
 
 
@@ -77,7 +77,7 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadSetting:
-    """What is measured: a load with so many sequences that run and requests that wait, for `steps` steps."""
+    """A measurement: a load with `running` sequences and `waiting` requests, for `steps` steps."""
 
     load: SchedulerLoad
     running: int
@@ -87,12 +87,12 @@ class LoadSetting:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run all the time; as many as give at least `running` sequences."""
+        """Return the requests that always run; as many as give at least `running` sequences."""
         return -(-self.running // self.load.num_choices)
 
     @property
     def num_rows(self) -> int:
-        """Sequences that decode in each step."""
+        """Return the sequences that decode in each step."""
         return self.num_requests * self.load.num_choices
 
 
@@ -157,7 +157,7 @@ class Trial:
             self._admit(Request(f"{tag}{index}", ids, params, tenant=f"t{index % NUM_TENANTS}"))
 
     def _feed(self) -> None:
-        """Requests that come in one by one: with their keys, as a front gives them, and ahead of those who wait."""
+        """Queue the requests that run one after another, with keys as a front end gives them, before the others."""
         load = self.setting.load
         if not load.num_fed:
             return
@@ -176,13 +176,13 @@ class Trial:
 
 
 def make_ids(index: int, count: int) -> array[int]:
-    """A prompt that depends on its index from the first id on."""
+    """Return a prompt that depends on its index from the first id on."""
     first = index * 131 % len(_IDS)
     return (_IDS + _IDS[:count])[first : first + count] if first + count > len(_IDS) else _IDS[first : first + count]
 
 
 def num_blocks(setting: LoadSetting) -> int:
-    """Blocks for all positions that the load reaches, so that nobody is preempted or refused."""
+    """Return blocks for all positions that the load reaches, so that no request is preempted or refused."""
     load, rows, batch_tokens = setting.load, setting.num_rows, _batch_tokens(setting)
     fill_steps = rows * NUM_PROMPT // (batch_tokens - min(rows, batch_tokens // 2)) + SPARE_STEPS
     per_sequence = max(MIN_BLOCKS, (NUM_PROMPT + fill_steps + setting.steps + SPARE_STEPS) // BLOCK_SIZE + 1)

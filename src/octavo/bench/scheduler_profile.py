@@ -1,6 +1,6 @@
-"""Where the scheduler's time goes, by function.
+"""The scheduler's time by function.
 
-Owns: the profiler and what it says. Does not: time steps (the profiler slows calls down, so its steps are its own).
+Owns: the profiler and its figures. Does not: time steps (the profiler slows calls down, so it makes separate steps).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Spent:
     share: float
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def profile(setting: LoadSetting, most: int = 12) -> list[Spent]:
-    """Profile a scheduler of its own under this setting; the `most` costly functions, the dearest first."""
+    """Profile a new scheduler under this setting; return the `most` costly functions, the costliest first."""
     trial = Trial(setting)
     for _ in range(WARM_UP):
         trial.step()

@@ -1,6 +1,6 @@
-"""What a server tells of itself beside its completions: the model's name, and an Octavo's steps.
+"""A server's facts beside its completions: the model's name, and an Octavo's steps.
 
-Owns: reading /v1/models and the few lines of /metrics that are used. Does not: fail where a server has neither.
+Owns: reading /v1/models and the few lines of /metrics that are used. Does not: require /metrics of a server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PART = re.compile(r'^octavo_step_seconds_total\{[^}]*part="(\w+)"[^}]*\} (\S+)'
 
 
 async def first_model(client: CompletionClient) -> str:
-    """The name of the first model served. Raises EngineError where the server does not answer."""
+    """Return the name of the first model served. Raises EngineError if there is no answer or no model."""
     try:
         status, body = await client.get("/v1/models")
         names = [entry["id"] for entry in msgspec.json.decode(body)["data"]] if status == 200 else []
@@ -37,7 +37,7 @@ async def first_model(client: CompletionClient) -> str:
 
 
 async def step_totals(client: CompletionClient) -> dict[str, float]:
-    """Steps and seconds by part since its start; empty where the server tells none."""
+    """Return steps and seconds by part since the server's start; empty if it reports none."""
     try:
         status, body = await client.get("/metrics")
     except (OSError, ProtocolError, TimeoutError):
@@ -46,14 +46,14 @@ async def step_totals(client: CompletionClient) -> dict[str, float]:
 
 
 def read_step_totals(text: str) -> dict[str, float]:
-    """The same from the text of /metrics."""
+    """Return steps and seconds by part from the text of /metrics."""
     steps = _STEPS.search(text)
     parts = {part: float(value) for part, value in _PART.findall(text)}
     return {"steps": float(steps[1]), **parts} if steps and parts else {}
 
 
 def step_split(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
-    """Mean milliseconds of a step's parts between two totals; nothing where there were no steps."""
+    """Return mean milliseconds of a step's parts between two totals; empty if there were no steps."""
     steps = after.get("steps", 0.0) - before.get("steps", 0.0)
     if not before or not after or steps <= 0:
         return {}

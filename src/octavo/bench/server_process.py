@@ -1,4 +1,4 @@
-"""A server started for a measurement, on loopback: until it answers, what it says, and its end.
+"""A server started for a measurement, on loopback: its readiness, its output, and its end.
 
 Owns: the log, waiting for health, finding the address. Does not: know which server, or send requests.
 """
@@ -23,7 +23,7 @@ _PORT = "{port}"
 
 
 class ServerProcess:
-    """A running server: `base_url`, and how long it took to be ready."""
+    """A running server: `base_url`, and `startup_s`, the seconds until it was ready."""
 
     def __init__(self, tree: ProcessTree, log: tempfile._TemporaryFileWrapper[bytes], base_url: str) -> None:
         self.tree = tree
@@ -58,11 +58,11 @@ class ServerProcess:
         return server
 
     def said(self, pattern: str) -> re.Match[str] | None:
-        """The first place where its output matches."""
+        """Return the first match of a pattern in its output."""
         return re.search(pattern, self._text(), re.MULTILINE)
 
     def end(self) -> int:
-        """End it; give the peak of its memory in bytes (0: not known). Idempotent."""
+        """End the server; return the peak of its memory in bytes (0: unknown). Idempotent."""
         peak = self.tree.peak_bytes()
         self.tree.end()
         self._log.close()
@@ -94,6 +94,6 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has now; whoever asks next might get it too."""
+    """Return a port of loopback that is free now; another process may take it before the caller does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -1,6 +1,6 @@
-"""What a simulation costs: requests simulated in a second of one core, with unchanged decode steps together or not.
+"""The cost of a simulation: requests simulated in a second of one core, with unchanged decode steps together or not.
 
-Owns: the workload's and fleet's defaults, the measurement, and that both ways give the same outcome.
+Owns: the workload's and fleet's defaults, the measurement, and the check that both ways give the same outcome.
 Does not: simulate (simulator), or judge the machine: `bare_us` is a loop of plain Python timed beside it.
 """
 
@@ -27,7 +27,7 @@ MAX_MODEL_LEN, MAX_BATCH_TOKENS, MAX_SEQUENCES = 16384, 2048, 256
 
 @dataclass(frozen=True, slots=True)
 class SimulatorSetting:
-    """`rate` requests a second come to each of `replicas`; `check` of them are simulated both ways first."""
+    """`rate` requests a second arrive for each of `replicas`; `check` requests are simulated both ways first."""
 
     requests: int = 20_000
     replicas: int = 64
@@ -41,7 +41,7 @@ class SimulatorSetting:
 
 @dataclass(frozen=True, slots=True)
 class SimulatorCost:
-    """What it took. `bare_us`: adding up a thousand numbers before and behind, which says how busy the machine is."""
+    """The measured cost. `bare_us`: a sum over range(1000) before and after, which shows how busy the machine is."""
 
     requests: int
     wall_s: float
@@ -62,7 +62,7 @@ class SimulatorCost:
     outcome: str  # a digest of all outcomes
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""How long a cold process takes to its first token, again and again, beside the import of torch alone.
+"""The time of a cold process to its first token, repeated, beside the import of torch alone.
 
 Owns: starting the processes in turn, with a warm and with an empty weight cache, and their medians.
 Does not: time inside them (startup_child does). The disk's own cache is as warm as the runs before left it.
@@ -32,7 +32,7 @@ _BARE = {"python": "pass", "import torch": "import torch"}
 
 @dataclass(slots=True)
 class Startup:
-    """What was seen of one subject: whole processes in seconds, and of engines the parts and peaks."""
+    """The measurements of one subject: whole processes in seconds, and of engines the parts and peaks."""
 
     wall_s: list[float] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Startup:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def median_parts_ms(self) -> dict[str, float]:
-        """Medians of the parts that were told."""
+        """Return the medians of the parts that were measured."""
         names = [name for name in PARTS if any(name in parts for parts in self.parts)]
         return {
             name: round(statistics.median(parts[name] for parts in self.parts if name in parts) * 1e3, 1)
@@ -48,7 +48,7 @@ class Startup:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON line."""
+        """Return plain values, for JSON."""
         walls = self.wall_s
         report: dict[str, Any] = {"process_s": _spread(walls)}
         if self.parts:
@@ -93,7 +93,7 @@ def _bare(startup: Startup, code: str) -> None:
 
 
 def _engine(startup: Startup, config: Config, num_prompt: int, cache: Path, command: Sequence[str]) -> None:
-    """One cold process; its times are entered."""
+    """Run one cold process, and add its times."""
     env = {**os.environ, "OCTAVO_CACHE_DIR": str(cache)}
     begun = time.monotonic()
     words = [*command, repr(begun), str(num_prompt)]

@@ -1,4 +1,4 @@
-"""A cold process that opens an engine, makes one token, and tells when what was done.
+"""A cold process that opens an engine, makes one token, and reports the times of its parts.
 
 Owns: the marks. Does not: repeat or compare (bench startup does). Run as `python -m octavo.bench.startup_child BEGUN
 PROMPT_LENGTH` with a Config as a line of JSON on stdin; BEGUN is the parent's time.monotonic().
@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec  # noqa: E402
 from types import ModuleType  # noqa: E402
 from typing import Any  # noqa: E402
 
-# Where the engine loads weights and allocates the pool: (module, class or "", function), timed where they exist.
+# The functions that load weights and allocate the pool: (module, class or "", function), timed where they exist.
 _EXECUTOR_PARTS = {
     "weights": ("octavo.executors.loading", "DecoderChoice", "load"),
     "pool": ("octavo.executors.torch_executor", "TorchExecutor", "_allocate"),
@@ -29,14 +29,14 @@ _TEXT_PARTS = {"tokenizer": ("octavo.text.text_model", "TextModel", "load")}
 
 
 class TorchClock:
-    """A finder that times the first import of torch and leaves everything as it is."""
+    """A finder that times the first import of torch and changes nothing else."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds
         self._is_busy = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The ordinary spec of torch, whose execution is timed; None for all else."""
+        """Return the ordinary spec of torch, whose execution is timed; None for all else."""
         if name != "torch" or self._is_busy:
             return None
         self._is_busy = True
@@ -48,7 +48,7 @@ class TorchClock:
 
 
 def timed(function: Callable[..., Any], part: str, seconds: dict[str, float]) -> Callable[..., Any]:
-    """The function, with its time added to the part's."""
+    """Return the function, with its time added to the part's."""
 
     def run(*args: Any, **options: Any) -> Any:
         begun = time.monotonic()
@@ -61,7 +61,7 @@ def timed(function: Callable[..., Any], part: str, seconds: dict[str, float]) ->
 
 
 def time_parts(parts: Mapping[str, tuple[str, str, str]], seconds: dict[str, float]) -> None:
-    """Time the functions of these parts from now on; what is not there is not told. Imports their modules."""
+    """Time the functions of these parts from now on; a missing one is left out. Imports their modules."""
     for part, (module_name, class_name, name) in parts.items():
         if importlib.util.find_spec(module_name) is None:
             continue
@@ -74,7 +74,7 @@ def time_parts(parts: Mapping[str, tuple[str, str, str]], seconds: dict[str, flo
 
 
 def main() -> int:
-    """Open, run one request of one token, print one line of JSON."""
+    """Open the engine, run one request of one token, print one line of JSON."""
     begun, num_prompt = float(sys.argv[1]), int(sys.argv[2])
     seconds: dict[str, float] = {}
     sys.meta_path.insert(0, TorchClock(seconds))
@@ -92,7 +92,7 @@ def main() -> int:
     create = assembly.create_executor
 
     def create_timed(*args: Any) -> Any:
-        """As the function, in its own thread: torch is imported here, while the tokenizer loads in another."""
+        """Do as create_executor, in its own thread: torch is imported here, while the tokenizer loads in another."""
         limit_spinning()
         time_parts(_EXECUTOR_PARTS, seconds)
         return create(*args)

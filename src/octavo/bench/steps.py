@@ -1,4 +1,4 @@
-"""What every step computed, read and took, noted as it is committed: the input of the memory floor and the step split.
+"""Counts and times of every committed step: the input of the memory floor and the step split.
 
 Owns: the counts of the steps since they were last taken, and their sums by the number of rows. Does not: measure
 times (the loop does).
@@ -17,7 +17,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.observe.history import count_prefill
 from octavo.observe.series import PARTS, StepTimes
 
-DEVICE_PARTS = ("forward", "sample")  # the rest of a step is the host's: schedule, prepare, emit, and between them
+DEVICE_PARTS = ("forward", "sample")  # the host's are the others: schedule, prepare, emit, and the time between parts
 _NOT_TIMED = (0.0,) * len(PARTS)
 
 
@@ -37,11 +37,11 @@ class StepCounts:
         return len(self.num_query_tokens)
 
     def floor_s(self, floor: StepFloor) -> float:
-        """The sum of all steps' floors, in seconds."""
+        """Return the sum of all steps' floors, in seconds."""
         return sum(map(floor.seconds, self.num_query_tokens, self.num_kv_read))
 
     def by_rows(self, floor: StepFloor | None = None) -> list[dict[str, Any]]:
-        """Means over the timed steps that only decode, by rows: 1, 2, up to 4, up to 8, and so on."""
+        """Return means over the timed steps that only decode, by rows: 1, 2, up to 4, up to 8, and so on."""
         groups: dict[int, list[int]] = {}
         for index, rows in enumerate(self.num_rows):
             if self.is_decode[index] and self.seconds[index] is not _NOT_TIMED:
@@ -49,7 +49,7 @@ class StepCounts:
         return [{"rows_up_to": rows, **self._summary(groups[rows], floor)} for rows in sorted(groups)]
 
     def at_rows(self, rows: int, floor: StepFloor | None = None) -> dict[str, Any]:
-        """Means over the timed steps that only decode exactly so many rows; empty where there was none."""
+        """Return means over the timed steps that only decode, with exactly `rows` rows; empty if there was none."""
         steps = [
             index
             for index, count in enumerate(self.num_rows)
@@ -77,27 +77,27 @@ class StepCounts:
 class StepRecorder:
     """An EventSink that counts what each successful step with rows computes and reads.
 
-    A sink hears of a step just before its times are noted, so they are fetched when the next one comes.
+    A sink is called just before a step's times are recorded, so they are fetched at the next step.
     """
 
     def __init__(self) -> None:
         self.counts = StepCounts()
         self._times: StepTimes | None = None
-        self._find: Callable[[], tuple[float, ...]] | None = None  # the times of the step heard of last
+        self._find: Callable[[], tuple[float, ...]] | None = None  # fetches the times of the last step
 
     def watch(self, loop: EngineLoop) -> None:
-        """Be told of a loop's steps, with their times. Call before it starts."""
+        """Watch a loop's steps, with their times. Call before it starts."""
         self._times = loop.step_times
         loop.watch(self)
 
     def admitted(self, request: Request) -> None:
-        """Nothing to note."""
+        """Do nothing: there is no step to count."""
 
     def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Nothing to note."""
+        """Do nothing: there is no step to count."""
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Note one step; one without rows costs no pass over the weights."""
+        """Record one step; one without rows costs no pass over the weights."""
         self._settle()
         if plan.num_rows and isinstance(outcome, StepResult):
             counts = self.counts
@@ -108,7 +108,7 @@ class StepRecorder:
             self._find = self._finder()
 
     def take(self) -> StepCounts:
-        """Hand over the steps noted since the last time. Call while the engine is idle."""
+        """Return the steps recorded since the last call. Call while the engine is idle."""
         self._settle()
         counts, self.counts = self.counts, StepCounts()
         return counts

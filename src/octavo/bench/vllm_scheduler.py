@@ -1,7 +1,7 @@
-"""vLLM's own scheduler class under the decode load, where vLLM is installed.
+"""vLLM's own scheduler class under the decode load, if vLLM is installed.
 
 Owns: building it without a model's weights, and what counts as one of its steps. Does not: install vLLM, or compare.
-Written for vLLM 0.32, whose inner interfaces are not stable: whatever fails here is told, and stops nothing else.
+Written for vLLM 0.32, whose internal interfaces are not stable: a failure while building is a ConfigError.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _MODEL = {
 
 
 def is_installed() -> bool:
-    """Whether there is a vLLM to import."""
+    """Return True if vLLM can be imported."""
     return find_spec("vllm") is not None
 
 
 class VllmTrial:
-    """vLLM's scheduler, filled as ours is. Raises ConfigError when this vLLM is not the one this was written for."""
+    """vLLM's scheduler, filled as ours is. Raises ConfigError if it cannot be built, as with another vLLM."""
 
     name = "vllm"
 
@@ -66,7 +66,7 @@ class VllmTrial:
             raise ConfigError(f"vLLM's scheduler could not be built ({type(error).__name__}: {error})") from error
 
     def step(self) -> StepTime:
-        """Schedule one step and take its tokens in."""
+        """Schedule one step and update from its tokens."""
         start = time.perf_counter()
         output = self._scheduler.schedule()
         planned = time.perf_counter()
@@ -131,7 +131,7 @@ class VllmTrial:
         self._admit("w", self.setting.waiting)
 
     def _admit(self, tag: str, count: int) -> None:
-        """Queue requests; the keys of the prompt are made outside the time taken, as for ours."""
+        """Queue requests; the keys of the prompt are made outside the measured time, as for ours."""
         params = _vllm("sampling_params").SamplingParams(ignore_eos=True, max_tokens=NUM_OUTPUT, temperature=0.0)
         kind = _vllm("v1.request").Request
         for index in range(count):

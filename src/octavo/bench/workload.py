@@ -35,22 +35,22 @@ class BenchWorkload:
 
     @property
     def num_requests(self) -> int:
-        """Requests in all groups."""
+        """Return the requests in all groups."""
         return sum(map(len, self.groups))
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens in all groups."""
+        """Return the prompt tokens in all groups."""
         return sum(len(item.prompt_token_ids) for group in self.groups for item in group)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that will be produced."""
+        """Return the tokens that will be produced."""
         return sum(item.max_tokens for group in self.groups for item in group)
 
     @property
     def max_len(self) -> int:
-        """Positions of the longest request."""
+        """Return the positions of the longest request."""
         return max(len(item.prompt_token_ids) + item.max_tokens for group in self.groups for item in group)
 
 
@@ -74,7 +74,7 @@ def read_workload(path: Path) -> BenchWorkload:
 
 
 def draw_workload(num_requests: int, num_prompt: int, num_output: int, vocab_size: int, seed: int) -> BenchWorkload:
-    """Random prompts of one length; the same for the same arguments, on every machine and Python version."""
+    """Return random prompts of one length; equal arguments give equal prompts on every machine and Python version."""
     draw = random.Random(seed)
     items = (
         Item(array("i", (int(draw.random() * vocab_size) for _ in range(num_prompt))), num_output)

@@ -62,7 +62,7 @@ def recorded_run(recording: Recording) -> SimulatedRun:
 
 
 def merged(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:
-    """Return one entry for each request, merging those that continued in later lives of the engine."""
+    """Return one entry for each request, merging those that continued in later processes of the engine."""
     found: dict[str, RecordedRequest] = {}
     for one in requests:
         first = found.get(one.name)

@@ -1,1 +1,1 @@
-"""Other engines beside this one: an adapter a peer, and the scripts that run inside the peers' environments."""
+"""Other engines beside this one: an adapter for each peer, and the scripts that run inside the peers' environments."""

@@ -1,4 +1,4 @@
-"""A peer whose engine runs in its own Python, behind peers/host.py.
+"""A peer whose engine runs in its own Python, under peers/host.py.
 
 Owns: the process and its lines. Does not: know the engine.
 """
@@ -47,7 +47,7 @@ class EnginePeer:
         self._peak = 0
 
     async def start(self) -> None:
-        """Start the process; it says when the engine is open."""
+        """Start the process and wait until it reports that the engine is open."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (ended with the peer)
         try:
             self._tree = ProcessTree(self._command, self._log, self._env, is_talking=True)
@@ -61,7 +61,7 @@ class EnginePeer:
     async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
         """Send the requests as one line, and wait for the line of their times.
 
-        Raises EngineError if a request has another number of tokens than asked for: its times would not compare.
+        Raises EngineError if a request has another number of tokens than requested: its times would not compare.
         """
         requests = [
             {"prompt_token_ids": item.prompt_token_ids.tolist(), "max_tokens": item.max_tokens} for item in items
@@ -89,12 +89,12 @@ class EnginePeer:
             self._tree.freeze()
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Continue its processes."""
         if self._tree is not None:
             self._tree.thaw()
 
     def end(self) -> int:
-        """End its processes."""
+        """End its processes; return the peak of their memory in bytes."""
         if self._tree is not None:
             self._peak = max(self._peak, self._tree.peak_bytes())
             self._tree.end()

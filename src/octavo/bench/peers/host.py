@@ -1,9 +1,9 @@
 """Runs one engine inside its own environment, and times requests there. Stand-alone: imports nothing of Octavo.
 
 Usage: PYTHON host.py ENGINE_FILE OPTIONS_JSON. ENGINE_FILE is a file beside this one. Its class ENGINE(options) has
-`facts` and run(requests, at_once), which gives [seconds to the first token, seconds to the last, tokens] a request.
+`facts` and run(requests, at_once), which returns [seconds to the first token, seconds to the last, tokens] a request.
 Owns: the lines of JSON on stdin (requests) and stdout (answers); what an engine itself prints goes to stderr.
-Invariant: an engine that fails is told in a line with `error`, and ends the process.
+Invariant: the failure of an engine is reported in a line with `error`, and ends the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load_engine(path: Path) -> Any:
 
 
 def main() -> None:
-    """Open the engine, say so, then answer each line until stdin ends."""
+    """Open the engine, report that, then answer each line until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -45,7 +45,7 @@ def main() -> None:
             begun = time.perf_counter()
             requests = engine.run(asked["requests"], asked["at_once"])
             say(seconds=time.perf_counter() - begun, requests=requests)
-    except Exception as error:  # a shell: whatever another engine raises is told to who asked
+    except Exception as error:  # process boundary: report any exception of another engine
         say(error=f"{type(error).__name__}: {error}"[:2000])
         os._exit(1)
     os._exit(0)  # engines' background threads do not always end

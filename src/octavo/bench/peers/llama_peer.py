@@ -9,7 +9,7 @@ _SPARE_HTTP_THREADS = 4
 
 
 def make(binary: str, gguf: str, setup: PeerSetup) -> ServerPeer:
-    """`binary` is its llama-server, `gguf` the weights. Its context is shared out evenly among the slots."""
+    """Return the peer of `binary`, a llama-server, with `gguf` weights. Its context is divided among the slots."""
     threads, slots = str(setup.threads), setup.at_once
     command = [binary, "-m", gguf, "-t", threads, "-tb", threads, "-np", str(slots), "-c", str(setup.max_len * slots)]
     command += ["-b", "2048", "-ub", "512", "--host", "127.0.0.1", "--port", "{port}"]

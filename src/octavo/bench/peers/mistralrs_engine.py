@@ -1,6 +1,6 @@
 """mistral.rs in its own environment. Stand-alone: see host.py.
 
-Its interface takes text, not token ids: prompts are decoded, and cut until they are read back as no more tokens than
+Its interface takes text, not token ids: prompts are decoded, and cut until they are encoded to no more tokens than
 they had. Options: model (a .gguf file or a folder), threads, at_once, max_len, dtype. Written for the wheel 0.9.5.
 """
 
@@ -17,7 +17,7 @@ MAX_CUTS = 4
 
 
 class MistralrsHost:
-    """One Runner, asked by as many threads as requests are open."""
+    """One Runner, called by a thread for each open request."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,7 +33,7 @@ class MistralrsHost:
         self.facts = {"engine": "mistral.rs", "dtype": kind, "note": "prompts as text; first token as it tells it"}
 
     def run(self, requests: list[dict[str, Any]], at_once: int) -> list[list[float]]:
-        """Keep `at_once` threads asking until all are answered."""
+        """Run the requests on `at_once` threads."""
         asked = [(self._text(request["prompt_token_ids"]), request["max_tokens"]) for request in requests]
         results: list[list[float]] = [[] for _ in requests]
         numbers = iter(range(len(asked)))
@@ -48,7 +48,7 @@ class MistralrsHost:
                     return
                 try:
                     results[number] = self._one(*asked[number])
-                except Exception as error:  # whatever it raises ends the run
+                except Exception as error:  # any exception ends the run
                     failures.append(error)
 
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(at_once, len(asked)))]
@@ -79,4 +79,4 @@ class MistralrsHost:
         return str(text)
 
 
-ENGINE = MistralrsHost  # what peers/host.py looks for
+ENGINE = MistralrsHost  # read by peers/host.py

@@ -9,6 +9,6 @@ from octavo.bench.peers.peer import PeerSetup
 
 
 def make(python: str, weights: str, setup: PeerSetup) -> EnginePeer:
-    """`weights` is a GGUF file, or a folder of safetensors."""
+    """Return the peer; `weights` is a GGUF file, or a folder of safetensors."""
     options = {"model": str(Path(weights).absolute()), "threads": setup.threads, "at_once": setup.at_once}
     return EnginePeer("mistral.rs", python, "mistralrs_engine.py", options, timeout_s=setup.timeout_s)

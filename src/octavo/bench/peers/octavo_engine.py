@@ -12,7 +12,7 @@ from typing import Any
 
 
 class OctavoHost:
-    """One local engine and an event loop that stays."""
+    """One local engine and an event loop that stays open."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from octavo.assembly import build_local, config_from  # only here may a script of this folder import octavo
@@ -29,7 +29,7 @@ class OctavoHost:
         self.facts |= memory_facts(local.capacity)
 
     def run(self, requests: list[dict[str, Any]], at_once: int) -> list[list[float]]:
-        """One pass of the offline bench."""
+        """Run one pass of the offline bench."""
         from octavo.bench.workload import BenchWorkload, Item
 
         items = (Item(array("i", request["prompt_token_ids"]), request["max_tokens"]) for request in requests)
@@ -39,4 +39,4 @@ class OctavoHost:
         return [list(times) for times in record.requests]
 
 
-ENGINE = OctavoHost  # what peers/host.py looks for
+ENGINE = OctavoHost  # read by peers/host.py

@@ -1,6 +1,6 @@
-"""What a comparison needs of an engine, whatever it is: Peer, what it is started for, and what one run gave.
+"""The interface of an engine in a comparison: Peer, its setup, and the result of one run.
 
-Owns: the seam between the comparison and the adapters. Does not: start anything.
+Owns: the interface between the comparison and the adapters. Does not: start anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.bench.workload import Item
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """The same for every peer: threads, requests at once and the longest at most, type of float weights, patience."""
+    """The same for every peer: threads, most requests at once, longest request, type of float weights, timeout."""
 
     threads: int
     at_once: int
@@ -26,23 +26,23 @@ class PeerSetup:
 
 @dataclass(slots=True)
 class PeerRun:
-    """One pass: its seconds, and per request those to the first token and to the last, and its tokens."""
+    """One pass: its seconds, and per request the seconds to the first token and to the last, and its tokens."""
 
     seconds: float = 0.0
     requests: list[tuple[float, float, int]] = field(default_factory=list)
 
     def add(self, seconds: float, requests: Sequence[tuple[float, float, int]]) -> None:
-        """Count another group of the same pass."""
+        """Add another group of the same pass."""
         self.seconds += seconds
         self.requests += requests
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all requests."""
+        """Return the tokens of all requests."""
         return sum(tokens for _, _, tokens in self.requests)
 
     def figures(self) -> dict[str, float]:
-        """What is compared: throughput, and medians over the requests."""
+        """Return the compared figures: throughput, and medians over the requests."""
         token_s = [(last - first) / (tokens - 1) for first, last, tokens in self.requests if tokens > 1]
         return {
             "output_tokens_per_s": self.num_output_tokens / self.seconds if self.seconds else 0.0,
@@ -52,7 +52,7 @@ class PeerRun:
 
 
 class Peer(Protocol):
-    """An engine in processes of its own. Raises EngineError when it fails."""
+    """An engine in its own processes. Raises EngineError when it fails."""
 
     name: str
     is_server: bool  # compared with this engine's server, else with it without one
@@ -60,7 +60,7 @@ class Peer(Protocol):
     facts: dict[str, Any]
 
     async def start(self) -> None:
-        """Start it and wait until it is ready."""
+        """Start the engine and wait until it is ready."""
         ...
 
     async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
@@ -68,13 +68,13 @@ class Peer(Protocol):
         ...
 
     def freeze(self) -> None:
-        """Stop it where it is, so that it spends nothing while others run."""
+        """Stop its processes, so that they use nothing while other peers run."""
         ...
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Continue its processes."""
         ...
 
     def end(self) -> int:
-        """End it; the peak of its memory in bytes, 0 where that is not known. Idempotent."""
+        """End it; return the peak of its memory in bytes, 0 if unknown. Idempotent."""
         ...

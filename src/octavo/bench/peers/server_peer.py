@@ -1,6 +1,6 @@
-"""A peer behind HTTP: its server is started on loopback and driven by this package's client.
+"""A peer with an HTTP server: it is started on loopback and driven by this package's client.
 
-Owns: the server's process, and the turning of answers into a run. Does not: know the server.
+Owns: the server's process, and the conversion of answers to a run. Does not: know the server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ServerPeer:
         self._peak = 0
 
     async def start(self) -> None:
-        """Start the server and learn its model's name."""
+        """Start the server and get its model's name."""
         self._server = await ServerProcess.start(self._command, env=self._env, timeout_s=self._timeout_s)
         self.startup_s = self._server.startup_s
         target = Target(self._server.base_url, extra=self._extra, timeout_s=self._timeout_s)
@@ -51,7 +51,7 @@ class ServerPeer:
         self._client = CompletionClient(Target(target.base_url, model, "", self._extra, self._timeout_s))
 
     async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
-        """Send them, `at_once` open at a time. Raises EngineError for the first that failed or came short."""
+        """Send the requests, `at_once` open at a time. Raises EngineError for the first that failed or is too short."""
         bodies = [self._client.body(item.prompt_token_ids, item.max_tokens) for item in items]
         run = await run_online(self._client, bodies, OnlineLoad(Arrivals(), max_concurrency=at_once))
         for answer, item in zip(run.answers, items, strict=True):
@@ -61,7 +61,7 @@ class ServerPeer:
                 raise EngineError(f"{self.name} did not tell the usage of a request, or streamed nothing of it")
             if answer.usage_tokens != item.max_tokens:
                 raise EngineError(f"{self.name} gave {answer.usage_tokens} tokens of {item.max_tokens}")
-        # A chunk may carry no text while a character is incomplete, so tokens are counted as they were asked for.
+        # A chunk may carry no text while a character is incomplete, so the requested tokens are counted.
         times = [
             (answer.chunk_times[0] - answer.sent, answer.chunk_times[-1] - answer.sent, item.max_tokens)
             for answer, item in zip(run.answers, items, strict=True)
@@ -74,12 +74,12 @@ class ServerPeer:
             self._server.tree.freeze()
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Continue its processes."""
         if self._server is not None:
             self._server.tree.thaw()
 
     def end(self) -> int:
-        """End the server."""
+        """End the server; return the peak of its memory in bytes."""
         if self._server is not None:
             self._peak = self._server.end()
             self._server = None

@@ -50,7 +50,7 @@ class TransformersHost:
         self.facts = {"engine": f"transformers {transformers.__version__}", "dtype": options["dtype"]}
 
     def run(self, requests: list[dict[str, Any]], at_once: int) -> list[list[float]]:
-        """Keep `at_once` open until all have ended."""
+        """Keep `at_once` requests open until all have ended."""
         waiting = list(enumerate(requests))[::-1]
         index_of: dict[str, int] = {}
         begun: list[float] = [0.0] * len(requests)
@@ -81,4 +81,4 @@ class TransformersHost:
         return [[seen[0] - at, seen[-1] - at, len(seen)] for at, seen in zip(begun, times, strict=True)]
 
 
-ENGINE = TransformersHost  # what peers/host.py looks for
+ENGINE = TransformersHost  # read by peers/host.py

@@ -9,7 +9,7 @@ from octavo.bench.peers.peer import PeerSetup
 
 
 def make(python: str, weights: str, setup: PeerSetup) -> EnginePeer:
-    """`weights` is a folder of safetensors, or a GGUF file."""
+    """Return the peer; `weights` is a folder of safetensors, or a GGUF file."""
     options = {
         "model": str(Path(weights).absolute()),
         "threads": setup.threads,

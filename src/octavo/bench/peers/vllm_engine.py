@@ -42,7 +42,7 @@ class VllmHost:
         self.facts = {"engine": f"vllm {vllm.__version__}", "dtype": options["dtype"]}
 
     def run(self, requests: list[dict[str, Any]], at_once: int) -> list[list[float]]:
-        """Step until all have ended."""
+        """Add requests while fewer than `at_once` are open, and step until all have ended."""
         waiting = list(enumerate(requests))[::-1]
         added: dict[str, tuple[int, float]] = {}
         times: list[list[float]] = [[] for _ in requests]
@@ -59,7 +59,7 @@ class VllmHost:
                 self._engine.add_request(name, prompt, self._params(request["max_tokens"]))
                 num_open += 1
             for output in self._engine.step():
-                # Names come back as given, or with a suffix of the engine's own.
+                # Names are returned as given, or with a suffix that the engine adds.
                 index, _ = added.get(output.request_id) or added[output.request_id.partition("-")[0]]
                 now = time.perf_counter()
                 times[index] += [now] * sum(len(choice.token_ids) for choice in output.outputs)
@@ -71,4 +71,4 @@ class VllmHost:
         return self._sampling.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=kind)
 
 
-ENGINE = VllmHost  # what peers/host.py looks for
+ENGINE = VllmHost  # read by peers/host.py

@@ -1,4 +1,4 @@
-"""vLLM: its engine in its own Python, with the libraries its CPU build wants preloaded where they are found."""
+"""vLLM: its engine in its own Python, with the libraries that its CPU build needs preloaded if they are found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TCMALLOC = (
 
 
 def make(python: str, weights: str, setup: PeerSetup) -> EnginePeer:
-    """`python` is that of an environment with vLLM, `weights` a folder of safetensors."""
+    """Return the peer; `python` is that of an environment with vLLM, `weights` a folder of safetensors."""
     environment = Path(python).absolute().parent.parent
     found = [path for path in _TCMALLOC if Path(path).exists()][:1]
     found += [str(path) for path in sorted(environment.glob("lib/libiomp5.so"))]
