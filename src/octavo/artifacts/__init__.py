@@ -1,1 +1,1 @@
-"""Finds and reads model files: folders, GGUF files, repositories. No torch, no model code."""
+"""Find and read model files: folders, GGUF files, repositories. No torch, no model code."""

@@ -1,9 +1,9 @@
-"""The folder of the files that Octavo makes for itself and may lose at any time: weights packed for this machine.
+"""The folder of cache files, which may be deleted at any time: weights packed for this machine.
 
-Owns: where it is, how much is in it, and its bound: the least recently used files leave first.
+Owns: its path, its size, and its bound: the least recently used files are removed first.
 Does not: read or write the files' contents.
 Invariants: removing a file does not disturb a process that has it mapped; only regular files with the name of a cache
-file, or of one that is being written, count and are removed.
+file, or of one that is being written, are counted and removed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 SUFFIX = ".octavo"
 UNFINISHED = ".unfinished"
 _NAME = re.compile(rf"[0-9a-f]{{32}}({re.escape(SUFFIX)}|\.[a-z0-9_]{{8}}{re.escape(UNFINISHED)})")
-_ABANDONED_S = 3600.0  # a file not finished after an hour has no writer any more
+_ABANDONED_S = 3600.0  # a file unfinished after an hour has no writer any more
 
 
 def cache_folder(given: str | None) -> Path:
-    """Return the folder in force: the one given, else $OCTAVO_CACHE_DIR, else one below the user's cache folder."""
+    """Return the folder to use: the one given, else $OCTAVO_CACHE_DIR, else one below the user's cache folder."""
     if given := given or os.environ.get("OCTAVO_CACHE_DIR"):
         return Path(given).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -30,12 +30,12 @@ def cache_folder(given: str | None) -> Path:
 
 
 def used_bytes(folder: Path) -> int:
-    """Return the bytes of all cache files, unfinished ones included; 0 where there is no such folder."""
+    """Return the bytes of all cache files, including unfinished ones; 0 if there is no such folder."""
     return sum(size for _, size, _ in _files(folder))
 
 
 def make_room(folder: Path, max_bytes: int, keep: Path) -> None:
-    """Remove what is too much, oldest use first, but never `keep`; and what a dead writer left."""
+    """Remove files over the bound, least recently used first, but never `keep`; and abandoned unfinished files."""
     files = _files(folder)
     excess = sum(size for _, size, _ in files) - max_bytes
     for used, size, path in sorted(files):
@@ -47,13 +47,13 @@ def make_room(folder: Path, max_bytes: int, keep: Path) -> None:
 
 
 def touch(path: Path) -> None:
-    """Note that the file was used now; where it may not be changed, its age is that of its writing."""
+    """Set the file's time of use to now; do nothing if this is not permitted."""
     with contextlib.suppress(OSError):
         os.utime(path, follow_symlinks=False)
 
 
 def _files(folder: Path) -> list[tuple[float, int, Path]]:
-    """Time of last use, size and path of each cache file."""
+    """Return the time of last use, size and path of each cache file."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):

@@ -1,4 +1,4 @@
-"""Which of a repository's GGUF files is meant.
+"""Choose one of a repository's GGUF files.
 
 Owns: the order of preference, reading a quantisation from a file's name. Does not: list or download files.
 """
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from octavo.errors import UnknownModelError
 
-# The order where none is named: good answers for the size first. Only types that can be read are here: the K types
-# of other sizes hold blocks of Q2_K, Q3_K or Q5_K.
+# The order of preference if none is named: the best answers for the size first. Only types that can be read are here:
+# the K types of other sizes contain blocks of Q2_K, Q3_K or Q5_K.
 ORDER = ("Q4_K_M", "Q4_K_L", "Q4_K", "Q8_0", "Q6_K", "Q6_K_L", "Q4_1", "Q4_0", "BF16", "F16", "F32")
 SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 _LABEL = re.compile(r"(?:^|[-._])(I?Q\d[0-9A-Z_]*|TQ\d_\d|MXFP4[0-9A-Z_]*|BF16|FP?16|FP?32)$", re.IGNORECASE)
@@ -19,7 +19,7 @@ _SHOWN = 12  # names in a message
 
 
 def choose_file(repository: str, names: Iterable[str], quantization: str | None) -> str:
-    """Return the file of that quantisation, or the first of ORDER; of a split model the first part.
+    """Return the file of that quantisation, or the first in ORDER; for a split model its first part.
 
     Raises UnknownModelError listing what the repository has.
     """
@@ -43,7 +43,7 @@ def choose_file(repository: str, names: Iterable[str], quantization: str | None)
 
 
 def quantization_of(name: str) -> str:
-    """Return the quantisation that a file's name ends with, such as Q4_K_M; "" where it says none."""
+    """Return the quantisation at the end of a file's name, such as Q4_K_M; "" if there is none."""
     shard = SHARD.fullmatch(name)
     stem = (shard["stem"] if shard else name.removesuffix(".gguf")).rpartition("/")[2]
     match = _LABEL.search(stem)
@@ -66,13 +66,13 @@ def is_later_part(name: str) -> bool:
 
 
 def _is_model(name: str) -> bool:
-    """Return False for what repositories keep beside models: projectors of images, matrices of importance."""
+    """Return False for GGUF files that are no models: image projectors, importance matrices."""
     base = name.rpartition("/")[2].lower()
     return "mmproj" not in base and "imatrix" not in base
 
 
 def _chosen(repository: str, files: dict[str, list[str]], quantization: str | None) -> str:
-    """Return the key of `files` that is meant. Raises UnknownModelError."""
+    """Return the key of `files` to use. Raises UnknownModelError."""
     has = ", ".join(sorted(label for label in files if label)) or "files without a quantisation in their names"
     supported = [label for label in ORDER if label in files]
     if quantization is None or quantization.lower() == "latest":

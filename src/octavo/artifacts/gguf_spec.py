@@ -1,7 +1,7 @@
-"""ModelSpec from GGUF metadata and the tensor table.
+"""Read a ModelSpec from GGUF metadata and the tensor table.
 
-Owns: the metadata keys and the tensors that tell one variant from another.
-Does not: guess: whatever would change the arithmetic and is not known here is refused.
+Owns: the metadata keys and the tensors that identify variants of an architecture.
+Does not: guess: an unknown setting that would change the arithmetic is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _GENERATION_KEYS = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 _MAX_WINDOW_LAYERS = 1 << 16  # bounds the table of windows
-_GEMMA3_PATTERN = 6  # every sixth layer has full attention where the file says nothing
-_GEMMA3_27B_LAYERS = 62  # llama.cpp knows the one size whose scores are scaled by its width by its depth
+_GEMMA3_PATTERN = 6  # by default every sixth layer has full attention
+_GEMMA3_27B_LAYERS = 62  # as llama.cpp does, identify by depth the one size whose scores are scaled by its width
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -87,7 +87,7 @@ class _Metadata:
         raise ModelFileError(self.path, "is missing", tensor)
 
     def get(self, key: str) -> Any:
-        """The value of `<family>.<key>`; an array with one value for every layer counts as that value."""
+        """Return the value of `<family>.<key>`; an array of equal values (one per layer) counts as that value."""
         value = self.values.get(f"{self.family}.{key}")
         if isinstance(value, np.ndarray) and value.size and np.all(value == value[0]):
             return value[0].item()
@@ -112,7 +112,7 @@ class _Metadata:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The window of each layer. Qwen files may carry the key without using it, as their configurations do."""
+        """Return the window of each layer, () if none has one. Qwen files may have the key without using it."""
         window = None if self.family.startswith("qwen") else self.integer("attention.sliding_window", 0) or None
         layers = self.integer("block_count")
         if window is None:
@@ -149,7 +149,7 @@ def _refuse_unknown_arithmetic(reader: _Metadata) -> None:
 
 
 def _query_scalar(reader: _Metadata) -> float | None:
-    """What scores are divided by the root of, where it is not the head size: no key tells it."""
+    """Return the number by whose root scores are divided, None if it is the head size; no metadata key has it."""
     if reader.family != "gemma3" or reader.integer("block_count") != _GEMMA3_27B_LAYERS:
         return None
     return reader.integer("embedding_length") / max(reader.integer("attention.head_count"), 1)
@@ -170,7 +170,7 @@ def _rope_scaling(reader: _Metadata) -> RopeScaling | None:
 
 
 def _bulk_type(parts: list[GGUFFile]) -> tuple[str, str | None]:
-    """The type that holds most bytes, as (dtype, quantization)."""
+    """Return the type with most bytes, as (dtype, quantization)."""
     sizes: Counter[str] = Counter()
     for part in parts:
         for tensor in part.tensors.values():

@@ -1,7 +1,7 @@
-"""ModelSpec from config.json and generation_config.json.
+"""Read a ModelSpec from config.json and generation_config.json.
 
 Owns: the keys of Hugging Face configurations, old (rope_theta, torch_dtype) and new (rope_parameters, dtype).
-Does not: guess: whatever would change the arithmetic and is not known here is refused.
+Does not: guess: an unknown setting that would change the arithmetic is refused.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from octavo.errors import ModelFileError
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _MODEL_TYPES = {**{family: family for family in FAMILIES if family != "gemma3"}, "gemma3_text": "gemma3"}
-_MAX_WINDOW_LAYERS = 1 << 16  # of models whose layers differ in kind: bounds the table of kinds
+_MAX_WINDOW_LAYERS = 1 << 16  # of a model with windows: bounds the table of layer types
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# What transformers takes for keys that a family's file leaves out, where it is not Llama's.
+# transformers' defaults for keys that a family's file leaves out, if they are not Llama's.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {
         "num_attention_heads": 8,
@@ -131,7 +131,7 @@ def _refuse_unknown_arithmetic(config: _Config, family: str) -> None:
 
 
 def _rope_table(config: _Config) -> Mapping[str, Any]:
-    """The rope of the layers with full attention, which is that of all layers but in gemma3."""
+    """Return the rope parameters of layers with full attention; except in gemma3, those of all layers."""
     table = _rope_parameters(config)
     if _FULL in table or _SLIDING in table:
         table = table.get(_FULL) or {}
@@ -173,7 +173,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
 
 
 def _layer_windows(config: _Config, family: str) -> tuple[int | None, ...]:
-    """The window of each layer as transformers gives it, () where none has one."""
+    """Return the window of each layer, as in transformers; () if none has one."""
     is_qwen = family in ("qwen2", "qwen3")
     if (
         family == "llama"
@@ -200,7 +200,7 @@ def _layer_windows(config: _Config, family: str) -> tuple[int | None, ...]:
     is_known = isinstance(kinds, list) and all(kind in (_FULL, _SLIDING) for kind in kinds)
     if not is_known or len(kinds) != layers:
         raise unsupported(config.path, f"layer_types {str(kinds)[:99]} of {layers} layers")
-    if family == "mistral" and len(set(kinds)) > 1:  # transformers slides all of its layers, whatever the list says
+    if family == "mistral" and len(set(kinds)) > 1:  # transformers gives all layers a window regardless
         raise unsupported(config.path, "a mix of full and sliding-window layers in a mistral model")
     if _SLIDING not in kinds:
         return ()

@@ -1,7 +1,7 @@
 """Downloads from the Hugging Face hub, into its own cache.
 
-Owns: which files are fetched, what a repository has, what is cached, and turning the library's errors into ours.
-Does not: fetch anything that could run: no pickles, no Python.
+Owns: which files are fetched, listing a repository's and the cache's files, and converting the library's errors.
+Does not: fetch anything executable: no pickles, no Python.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MODEL_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 @dataclass(frozen=True, slots=True)
 class CachedRepository:
-    """A repository in the cache, in a format that can be served: its folder, bytes in all, and bytes per GGUF file."""
+    """A cached repository in a format that can be served: its folder, total bytes, and bytes per GGUF file."""
 
     name: str
     path: Path
@@ -28,7 +28,7 @@ class CachedRepository:
 
 
 def cached_repositories() -> list[CachedRepository]:
-    """Return what the cache holds of models that can be served, by name."""
+    """Return the cached models that can be served, by name."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
@@ -51,7 +51,7 @@ def cached_repositories() -> list[CachedRepository]:
 
 
 def is_cached(repository: str) -> bool:
-    """Return True if the cache holds anything of a repository."""
+    """Return True if any of a repository's files are cached."""
     from huggingface_hub import constants
 
     folder = f"models--{repository.replace('/', '--')}"
@@ -59,7 +59,7 @@ def is_cached(repository: str) -> bool:
 
 
 def remove_repository(name: str) -> None:
-    """Remove all that the cache holds of a repository."""
+    """Remove all of a repository's files from the cache."""
     from huggingface_hub import constants, scan_cache_dir
 
     cache = scan_cache_dir(constants.HF_HUB_CACHE)
@@ -81,12 +81,12 @@ def download_repository(repository: str, revision: str | None, gguf_pattern: str
 
 
 def cached_repository(repository: str, revision: str | None, gguf_pattern: str | None) -> Path:
-    """Return the local snapshot of a repository; no network is tried. Raises UnknownModelError."""
+    """Return the local snapshot of a repository, without using the network. Raises UnknownModelError."""
     return _snapshot(repository, revision, gguf_pattern, is_local=True)
 
 
 def list_files(repository: str, revision: str | None, is_offline: bool) -> list[str]:
-    """Return the names of a repository's files; those that are cached where offline or without a network.
+    """Return the names of a repository's files; offline, or without a network, those of its cached GGUF files.
 
     Raises UnknownModelError.
     """
@@ -98,14 +98,14 @@ def list_files(repository: str, revision: str | None, is_offline: bool) -> list[
         except errors.HfHubHTTPError as error:
             raise UnknownModelError(_why(repository, revision, error)) from error
         except (_client_error(), OSError) as error:
-            if not is_cached(repository):  # else the cache may have what is needed
+            if not is_cached(repository):  # else the cache may have the files
                 raise UnknownModelError(_why(repository, revision, error)) from error
     root = cached_repository(repository, revision, None)
     return [str(path.relative_to(root)) for path in root.rglob("*.gguf")]
 
 
 def _client_error() -> type[Exception]:
-    """Return the base of the errors of the hub's HTTP client, which is httpx, or httpx2 since its version 2."""
+    """Return the base class of the errors of huggingface_hub's HTTP client: httpx, or httpx2 since its version 2."""
     from huggingface_hub import errors
 
     return errors.HfHubHTTPError.__bases__[0]
@@ -133,7 +133,7 @@ def _snapshot(repository: str, revision: str | None, gguf_pattern: str | None, *
 
 
 def _why(repository: str, revision: str | None, error: Exception) -> str:
-    """Return why a repository cannot be had, and what to do."""
+    """Return why a repository cannot be fetched, and what to do."""
     from huggingface_hub import errors
 
     chain: BaseException | None = error

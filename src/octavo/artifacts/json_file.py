@@ -1,4 +1,4 @@
-"""A JSON object read from a model's folder.
+"""Read a JSON object from a model's folder.
 
 Owns: the size bound and the errors.
 """

@@ -1,4 +1,4 @@
-"""The model's specification, from whichever files it has.
+"""Read a model's specification from files of any supported kind.
 
 Owns: the choice between the readers, and the names that other packages import.
 """
@@ -20,7 +20,7 @@ __all__ = ["FAMILIES", "ModelSpec", "RopeScaling", "read_model_spec"]
 _DEFAULT_SAMPLING = {
     "temperature": 0.2,
     "top_p": 0.9,
-}  # what the default model's card recommends; its files say nothing
+}  # recommended by the default model's card; its files have no defaults
 
 
 def read_model_spec(files: ModelFiles) -> ModelSpec:

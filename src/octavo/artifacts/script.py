@@ -1,7 +1,7 @@
-"""The script of a scripted model: rules that say what is answered to which prompt.
+"""The script of a scripted model: rules that map prompts to answers.
 
-Owns: the file's format, its bounds, and which rule a prompt meets.
-Does not: tokenise or say anything (executors.scripted_executor does). The format is told in docs/testing.md.
+Owns: the file's format, its bounds, and which rule matches a prompt.
+Does not: tokenise or generate (executors.scripted_executor does). docs/testing.md describes the format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END_ID = 2  # <|im_end|>, which ends a turn
 HIDDEN_SIZE = 64  # of embeddings
 MAX_FILE_BYTES = 4 << 20
 MAX_RULES = 4096
-MAX_DELAY_MS = 2000.0  # an engine whose steps take 5 s is taken for dead
+MAX_DELAY_MS = 2000.0  # the watchdog ends an engine whose step takes 5 s
 
 Text = Annotated[str, Meta(max_length=65_536)]
 Delay = Annotated[float, Meta(ge=0.0, le=MAX_DELAY_MS)]
@@ -33,20 +33,20 @@ Logprob = Annotated[float, Meta(ge=-100.0, le=0.0)]
 
 
 class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A call of a function, said in the format of the model's template."""
+    """A tool call, written in the format of the model's template."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     arguments: dict[str, Any] = {}
 
     @property
     def text(self) -> str:
-        """As it is said."""
+        """The call as the model writes it."""
         said = json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
         return f"<tool_call>\n{said}\n</tool_call>"
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rule: what it looks for (all that is given must hold; nothing given: any prompt), and what is answered."""
+    """One rule: its conditions (all given ones must hold; without any it matches every prompt), and its answer."""
 
     contains: Text | None = None
     equals: Text | None = None
@@ -65,7 +65,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crash_after: Count | None = None
 
     def matches(self, asked: ScriptedRequest) -> bool:
-        """Whether a prompt meets it."""
+        """Return True if the rule matches a prompt."""
         text = asked.last if self.where == "last" else asked.prompt
         return (
             (self.role is None or self.role == asked.role)
@@ -75,7 +75,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def answer(self, asked: ScriptedRequest, choice: int = 0) -> str:
-        """What is said to a prompt: thoughts, then text, then calls."""
+        """Return the answer to a prompt: reasoning, then text, then calls."""
         says = self.say if isinstance(self.say, list) else [self.say or ""]
         text = asked.last if self.echo else says[choice % len(says)]
         calls = self.call if isinstance(self.call, list) else [self.call] if self.call is not None else []
@@ -85,7 +85,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRequest:
-    """A prompt as rules see it: all of its text, its last message and whose that is (a plain prompt: all, "user")."""
+    """A prompt to match: all of its text, its last message and that message's role (a plain prompt: all, "user")."""
 
     prompt: str
     last: str
@@ -93,7 +93,7 @@ class ScriptedRequest:
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole file. What meets no rule is echoed."""
+    """A script file. A prompt that matches no rule is echoed."""
 
     rules: Annotated[list[Rule], Meta(max_length=MAX_RULES)] = []
     step_ms: Delay = 0.0
@@ -101,7 +101,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[int, Meta(ge=16, le=1 << 20)] = 32_768
 
     def rule_for(self, asked: ScriptedRequest) -> Rule:
-        """The first rule that the prompt meets."""
+        """Return the first rule that matches the prompt."""
         return next((rule for rule in self.rules if rule.matches(asked)), _ECHO)
 
 
@@ -109,7 +109,7 @@ _ECHO = Rule(echo=True)
 
 
 def read_script(path: Path) -> Script:
-    """Read a .yaml, .json or .jsonl script; of the last, each line is a rule. Raises ModelFileError with the place."""
+    """Read a .yaml, .json or .jsonl (one rule a line) script. Raises ModelFileError with the place."""
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -140,7 +140,7 @@ def _lines(path: Path, text: str) -> dict[str, object]:
 
 
 def _value(path: Path, text: str) -> object:
-    """A mapping with `rules`, or the list of rules alone."""
+    """Parse a mapping with `rules`, or a list of rules."""
     try:
         if path.suffix == ".json":
             value = json.loads(text)
@@ -161,7 +161,7 @@ def _read_yaml(yaml: Any, text: str) -> object:
 
 
 def _check(path: Path, number: int, rule: Rule) -> None:
-    """What the types do not say."""
+    """Check what the types do not."""
     place = f"rules[{number}]"
     if rule.regex is not None:
         try:
@@ -175,7 +175,7 @@ def _check(path: Path, number: int, rule: Rule) -> None:
 
 
 def script_spec(path: Path) -> ModelSpec:
-    """The specification of a scripted model: sizes are of no importance, but for the length."""
+    """Return the specification of a scripted model, of which only the vocabulary, length and hidden size are used."""
     return ModelSpec(
         family="llama",
         vocab_size=VOCAB_SIZE,

@@ -1,4 +1,4 @@
-"""What a model is: sizes, rope, ids, as one frozen value.
+"""A model's specification: sizes, rope, ids, as one frozen value.
 
 Owns: ModelSpec and the checks that hold for every source.
 Does not: read files (model_spec.py does, through hf_spec.py and gguf_spec.py), or know torch.
@@ -18,7 +18,7 @@ _LARGEST = 1 << 24  # bounds every size, so that a damaged header cannot ask for
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. `kind` is "linear" or "llama3"; linear uses `factor` only.
+    """The scaling of rotary frequencies. `kind` is "linear" or "llama3"; linear uses `factor` only.
 
     llama3 (Llama 3.1's rule): wavelengths above original_max_len / low_freq_factor are divided by `factor`, those
     below original_max_len / high_freq_factor are kept, those between are interpolated.
@@ -33,13 +33,13 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder's shape. Made by model_spec.read_model_spec.
+    """The specification of a decoder, made by model_spec.read_model_spec.
 
     `attention_bias` means biases on q, k and v (never on the output). `dtype` is "float32", "float16" or "bfloat16";
-    a quantised checkpoint says "float32", what it dequantises to, and names its bulk type in `quantization`.
+    a quantised checkpoint has "float32", to which it dequantises, and its most frequent type in `quantization`.
     `rope_factors_tensor` names a GGUF tensor [head_dim / 2] whose values divide the inverse frequencies.
-    `layer_windows` gives each layer's sliding window, None for full attention; it is empty where all are full.
-    `sliding_rope_theta`, when given, is the unscaled rope of layers with a window; the others' is `rope_theta`, scaled.
+    `layer_windows` has each layer's sliding window, None for full attention; it is empty if all layers are full.
+    `sliding_rope_theta`, if given, is the unscaled rope of layers with a window; the others use `rope_theta`, scaled.
     Scores are divided by the root of `query_scalar`, None for head_dim. `generation` has the checkpoint's own
     sampling defaults.
     """
@@ -70,7 +70,7 @@ class ModelSpec:
     generation: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, path: Path) -> ModelSpec:
-        """Return self when the sizes fit together. Raises ModelFileError naming `path` and the field."""
+        """Return self if the sizes are consistent. Raises ModelFileError naming `path` and the field."""
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.type == "int" and not 1 <= value <= _LARGEST:
@@ -97,10 +97,10 @@ class ModelSpec:
                 raise ModelFileError(path, f"sliding_window is {window}; 1 or more is needed")
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens a query of this layer sees, itself included; None for all."""
+        """Return how many tokens a query of this layer sees, including itself; None for all."""
         return self.layer_windows[layer] if self.layer_windows else None
 
 
 def unsupported(path: Path, what: str) -> ModelFileError:
-    """The error for an architecture or feature that is not computed here."""
+    """Return the error for an unsupported architecture or feature."""
     return ModelFileError(path, f"{what} is not supported; supported families: {', '.join(FAMILIES)}")

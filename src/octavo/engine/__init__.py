@@ -1,1 +1,1 @@
-"""Runs the loop around the scheduler, keeps the ledger, and turns requests into streams."""
+"""The engine: the step loop around the scheduler, its process, and the protocol of its clients."""

@@ -22,17 +22,17 @@ Verb = Literal[
 ]  # fmt: skip
 
 
-@dataclass(slots=True)  # not frozen: one is made for each token of each request, and that costs four times as much
+@dataclass(slots=True)  # not frozen: one is made per token, and a frozen one costs four times as much
 class TokenOutput:
     """New ids of one choice since the last output: a snapshot, never an alias of live lists.
 
     `position` is the index of the first new id among the choice's outputs. `finish_reason` is set on the choice's last
     output, with `error` if something went wrong. `is_final` marks the last output of the whole request. That one has
-    queue_s (seconds from arrival to the first admission), cached_tokens (of the prompt, found in the cache then; what a
-    later engine finds does not count) and preempted (when it was out of the batch of the engine that ended it; from and
-    to, in seconds since its arrival). `logprobs` is None or aligned.
+    queue_s (seconds from arrival to the first admission), cached_tokens (tokens of the prompt found in the cache at the
+    first admission) and preempted (when it was preempted in the engine that ended it: from and to, in seconds since its
+    arrival). `logprobs` is None or aligned with `token_ids`.
     `first_at` is when the front end received the request's first id, on the monotonic clock.
-    `prompt_logprobs` arrives once, before or with the first id: (first position, entries). `pooled`, with the last
+    `prompt_logprobs` is sent once, before or with the first id: (first position, entries). `pooled`, in the last
     output of a request that wants it, is the state after the prompt: float32, scaled to length 1.
     """
 
@@ -53,13 +53,13 @@ class TokenOutput:
 
     @property
     def message(self) -> str | None:
-        """The text of its error."""
+        """The text of the error, None without one."""
         return None if self.error is None else self.error.message
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The engine took the request: the max_tokens in force, and whether it was capped to what fits."""
+    """The engine accepted the request with this max_tokens; `capped` if it was reduced to what fits."""
 
     request_id: str
     max_tokens: int
@@ -67,36 +67,36 @@ class Accepted:
 
 
 class EngineClient(Protocol):
-    """Submit, cancel, outputs, statistics. Safe to call from any task of one event loop."""
+    """The interface of an engine's client. Safe to call from any task of one event loop."""
 
     async def submit(self, request: Request) -> Accepted:
-        """Hand a request over. Raises AdmissionError, DuplicateRequestError, EngineDeadError."""
+        """Submit a request. Raises AdmissionError, DuplicateRequestError, EngineDeadError."""
         ...
 
     def outputs(
         self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
     ) -> AsyncIterator[TokenOutput]:
-        """Outputs of an accepted request, ending after the final one; one reader per request.
+        """Yield the outputs of an accepted request, to the final one; one reader per request.
 
-        A slow reader gets what came meanwhile as one output, or several of at most `max_ids` ids. `final_only` wakes
-        the reader at the end only.
+        A slow reader gets the ids of several steps in one output, or in several of at most `max_ids` ids. With
+        `final_only` the reader is woken only at the end.
         """
         ...
 
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> int:
-        """End requests in whatever state, or only one choice of them; return how many were open."""
+        """End requests in any state, or only one choice of them; return how many were open."""
         ...
 
     async def statistics(self) -> Mapping[str, object]:
-        """Engine counters and gauges as plain JSON values."""
+        """Return engine counters and gauges as plain JSON values."""
         ...
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """Return the statistics; pause, resume, drain, cancel every request (-> how many), reset the prefix cache
         (-> bool), explain a request or, without one, all (-> see observe.explainer), reset the statistics (-> bool),
-        export them (-> tables by name, see metrics.export), frames behind a cursor (-> see docs/statistics.md)."""
+        export them (-> tables by name, see metrics.export), return frames after a cursor (see docs/statistics.md)."""
         ...
 
     async def close(self) -> None:

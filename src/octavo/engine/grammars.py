@@ -1,9 +1,9 @@
-"""What the step loop does for requests that are held to a grammar.
+"""The step loop's support for requests with a grammar.
 
-Owns: requests whose grammar is being built, off the loop, before they are admitted; masks on their way into a step.
+Owns: requests whose grammar is being built, off the loop, before they are admitted; passing masks to a step.
 Does not: follow grammars (grammar.bank does) or apply masks (the executor does).
 Invariants: a request is passed on once, to be admitted or refused; one that is cancelled while its grammar is built is
-admitted and ended at once, so that it has its end like any other; rows of a grammar are never sampled without masks.
+admitted and ended at once, so that it has one end like any other; rows with a grammar are never sampled without masks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class GrammarBuilds:
         self._bank = bank
         self._wake = wake
         self._begun_at: dict[str, float] = {}
-        self._ends: dict[str, FinishReason] = {}  # of those cancelled meanwhile
+        self._ends: dict[str, FinishReason] = {}  # of requests cancelled meanwhile
 
     def begin(self, request: Request, now: float, then: Callable[[Built], None]) -> None:
         """Call `then` with a request's matcher, None if it has no grammar. From any thread.
 
-        A grammar is built by a thread of its own, which calls: so no step waits for it.
+        A thread of its own builds grammars and calls `then`, so that no step waits for it.
         """
         if not request.params.grammar:
             then(None)
@@ -43,15 +43,15 @@ class GrammarBuilds:
             then(InvalidRequestError("this engine holds outputs to no grammar; leave it out", "grammar"))
         else:
             self._begun_at[request.request_id] = now
-            self._wake()  # an idle loop has to wake from time to time while a grammar is built
+            self._wake()  # an idle loop must wake regularly while a grammar is built
             self._bank.prepare(request, then)
 
     def cancel(self, request_ids: Iterable[str], reason: FinishReason) -> None:
-        """Have requests whose grammars are being built end when they are admitted."""
+        """Mark requests whose grammars are being built to end when they are admitted."""
         self._ends.update((name, reason) for name in request_ids if name in self._begun_at)
 
     def finish(self, request: Request, built: Built) -> FinishReason | None:
-        """A request may be admitted: return why it is to end at once, or None. Raises the error of its grammar."""
+        """Forget a request's build; return why the request must end at once, or None. Raises the grammar's error."""
         self._begun_at.pop(request.request_id, None)
         ends_as = self._ends.pop(request.request_id, None)
         if isinstance(built, RequestError):
@@ -59,9 +59,9 @@ class GrammarBuilds:
         return ends_as
 
     def wake_by(self, until: float | None, now: float) -> float | None:
-        """Return until when an idle loop may wait, given until when it would: the watchdog must see that it runs.
+        """Return the time until which an idle loop may wait, at most `until`, so that the watchdog sees that it runs.
 
-        Not shortened once a grammar has taken MAX_BUILD_S: only a new engine ends a thread that never returns.
+        It is not shortened once a build has taken MAX_BUILD_S: only a new engine ends a thread that never returns.
         """
         begun_at = min(list(self._begun_at.values()), default=None)
         if begun_at is None or now - begun_at >= MAX_BUILD_S:
@@ -70,7 +70,7 @@ class GrammarBuilds:
 
 
 class MaskedTicket:
-    """A ticket of a step with masked rows, and which of these can follow their grammar no further, by row."""
+    """The ticket of a step with masked rows, and the failures of their grammars, by row."""
 
     __slots__ = ("failures", "ticket")
 
@@ -80,7 +80,7 @@ class MaskedTicket:
 
 
 def submit(executor: Executor, plan: StepPlan, bank: GrammarBank | None) -> Ticket:
-    """Submit a plan, its masks made meanwhile and supplied before it samples. Raises what the executor does."""
+    """Submit a plan; compute its masks meanwhile, and supply them before it samples. Raises the executor's errors."""
     masks = None if bank is None or bank.is_empty else bank.begin(plan)
     ticket = executor.submit(plan)
     if masks is None:
@@ -91,7 +91,7 @@ def submit(executor: Executor, plan: StepPlan, bank: GrammarBank | None) -> Tick
 
 
 def collect(executor: Executor, ticket: Ticket) -> StepResult:
-    """Collect a ticket of `submit`. Raises what the executor does."""
+    """Collect a ticket of `submit`. Raises the executor's errors."""
     if not isinstance(ticket, MaskedTicket):
         return executor.collect(ticket)
     result = executor.collect(ticket.ticket)

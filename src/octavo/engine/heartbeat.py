@@ -1,10 +1,10 @@
-"""The heartbeat: a page of shared memory that the step loop writes, and that is read also when the loop is dead.
+"""The heartbeat: a page of shared memory that the step loop writes, and that can be read when the loop is dead.
 
 Owns: the page's layout, writing and reading it, how long a step may take. Does not: judge or kill (see watchdog).
-Invariants: a reader gets a beat or a batch exactly as it was written, or the one before it, also when the writer was
-killed in the middle: each is written alternately to two places, with a checksum, and the newest that is whole counts.
+Invariants: a reader gets a beat or a batch exactly as it was written, or the one before it, even if the writer was
+killed while writing: each is written alternately to two places, with a checksum, and the newest valid one counts.
 A batch is written before the step that runs it begins.
-Cost: 3 to 6 us for a step whose batch stays as it is, 20 to 200 us where it changed (1 to 256 rows; two busy cores).
+Cost: 3 to 6 us for a step with an unchanged batch, 20 to 200 us if it changed (1 to 256 rows; two busy cores).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import msgspec
 
 from octavo.core.plan import StepPlan
 
-MIN_STEP_S = 5.0  # what any step may take
-COMMANDS_S = 5.0  # taking in requests, or an export of statistics
+MIN_STEP_S = 5.0  # that any step may take
+COMMANDS_S = 5.0  # to admit requests, or to export statistics
 MARGIN = 10.0  # how many times the predicted seconds a step may take
-LONG_CONTEXT = 4096  # tokens from which attention over them may be most of a step; below, the margin has room for it
+LONG_CONTEXT = 4096  # tokens of context from which attention may dominate a step; below, MARGIN covers it
 
 _BEAT = struct.Struct("<QIIQQdQ")  # number, epoch, phase, step, steps committed, deadline, number of the batch
 _BATCH = struct.Struct("<QI")  # number, bytes of ids
@@ -43,19 +43,19 @@ _MEMORY = "/dev/shm"
 
 
 class Phase(IntEnum):
-    """What the loop does."""
+    """The loop's current activity."""
 
     IDLE = 0
     COMMANDS = 1
     STEP = 2
 
 
-_IDLE, _COMMANDS, _STEP = map(int, Phase)  # plain ones are packed four times as fast
+_IDLE, _COMMANDS, _STEP = map(int, Phase)  # plain ints are packed four times as fast
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One beat. `deadline` is when the next must have come, on the monotonic clock; None while idle."""
+    """One beat. `deadline` is the latest time of the next one, on the monotonic clock; None while idle."""
 
     number: int
     epoch: int
@@ -68,8 +68,8 @@ class Beat:
 
 @contextmanager
 def page_file() -> Iterator[int]:
-    """Yield the descriptor of a file for a page. It has no name, and is in memory if it can be: a page on a disk makes
-    the loop wait while it is written back.
+    """Yield the descriptor of a nameless file for a page, in memory if possible: with a page on a disk the loop would
+    wait while it is written back.
     """
     with TemporaryFile(dir=_MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None) as file:
         os.ftruncate(file.fileno(), PAGE_BYTES)
@@ -77,7 +77,7 @@ def page_file() -> Iterator[int]:
 
 
 class HeartbeatPage:
-    """The shared page, mapped from an open file. One process writes, any number read."""
+    """The shared page, mapped from an open file. One process writes; any number may read."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, PAGE_BYTES)
@@ -99,12 +99,12 @@ class HeartbeatPage:
         self._map[at : at + len(body) + _CRC.size] = body + _CRC.pack(crc32(body))
 
     def beat(self) -> Beat | None:
-        """The newest whole beat; None before the first."""
+        """Return the newest valid beat; None before the first."""
         beats = [found for at in (0, _BEAT_PLACE) if (found := self._read_beat(at)) is not None]
         return max(beats, key=lambda found: found.number, default=None)
 
     def batch(self, number: int) -> tuple[str, ...] | None:
-        """The ids of a batch; None when it is not there whole."""
+        """Return the ids of a batch; None if it is no longer on the page, or damaged."""
         at = _BATCHES_AT + (number & 1) * _BATCH_PLACE
         found, size = _BATCH.unpack(self._map[at : at + _BATCH.size])
         if found != number or size > _MOST_IDS_BYTES:
@@ -119,7 +119,7 @@ class HeartbeatPage:
             return None
 
     def close(self) -> None:
-        """Unmap it. Idempotent."""
+        """Unmap the page. Idempotent."""
         self._map.close()
 
     def _read_beat(self, at: int) -> Beat | None:
@@ -133,7 +133,7 @@ class HeartbeatPage:
 
 @dataclass(slots=True)
 class _Kind:
-    """What steps of one size took of late: tokens, seconds, and the weight of their contexts."""
+    """Recent averages of steps of one size: tokens, seconds, and the weight of their contexts."""
 
     tokens: float
     seconds: float
@@ -141,10 +141,10 @@ class _Kind:
 
 
 class StepLimits:
-    """How long a step may take, from what others took: sizes are powers of two of its tokens.
+    """Time limits of steps, from the times of earlier steps, by size: powers of two of the number of tokens.
 
-    A size not seen yet is predicted from those that were: no step takes longer than a larger one, nor than a smaller
-    one times the ratio of their tokens. Where a row's context is long, the prediction grows with it.
+    A size not seen yet is predicted from the others: no step takes longer than a larger one, nor than a smaller
+    one times the ratio of their tokens. For long contexts the prediction grows with the context.
     """
 
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
@@ -153,7 +153,7 @@ class StepLimits:
             self.note(num_tokens, seconds)
 
     def limit(self, num_tokens: int, context: int = 0) -> float:
-        """Return the seconds that a step of so many tokens may take; `context` is the longest of its rows'."""
+        """Return the seconds that a step of `num_tokens` may take; `context` is the longest of its rows'."""
         kind, weight = self._kinds.get(num_tokens.bit_length() or 1), _weight(context)
         if kind is not None and num_tokens <= kind.tokens and weight <= kind.weight:
             seconds = kind.seconds
@@ -163,8 +163,8 @@ class StepLimits:
         return max(MIN_STEP_S, MARGIN * seconds)
 
     def note(self, num_tokens: int, seconds: float, context: int = 0) -> None:
-        """Note what a step took. A slower one counts at once, a faster one little by little."""
-        num_tokens, weight = max(num_tokens, 1), _weight(context)  # a step of effects alone has none
+        """Record a step's time. A slower step counts at once, a faster one gradually."""
+        num_tokens, weight = max(num_tokens, 1), _weight(context)  # a step with effects only has no tokens
         kind = self._kinds.get(num_tokens.bit_length())
         if kind is None or seconds > kind.seconds:
             self._kinds[num_tokens.bit_length()] = _Kind(num_tokens, seconds, weight)
@@ -183,7 +183,7 @@ def _weight(context: int) -> float:
 
 
 class HeartbeatWriter:
-    """Writes the page as the loop runs; all methods belong to the loop's thread."""
+    """Writer of the page; all methods belong to the loop's thread."""
 
     def __init__(self, page: HeartbeatPage, epoch: int, now: Callable[[], float] = monotonic) -> None:
         self._page = page
@@ -194,20 +194,20 @@ class HeartbeatWriter:
         self._step = 0
         self._num_committed = 0
         self._batch = 0
-        # Tokens, longest context, limit, begun, whose rows.
+        # Tokens, longest context, limit, time of begin, requests with rows.
         self._flight: deque[tuple[int, int, float, float, tuple[str, ...]]] = deque()
-        self._allowed = 0.0  # seconds that all of it may take
+        self._allowed = 0.0  # seconds that all plans in flight may take
         self._last_end = 0.0
-        self._slots: object = None  # of the plan whose batch is on the page; None: write it anew
+        self._slots: object = None  # of the plan whose batch is on the page; None: write it again
         self._names: tuple[str, ...] = ()  # that plan's requests
         self._owners: dict[int, str] = {}
 
     def warmed_up(self, seconds: Mapping[int, float]) -> None:
-        """Note what steps of so many tokens took before there were requests."""
+        """Set the times of warm-up steps, by number of tokens."""
         self._limits = StepLimits(seconds)
 
     def step_begins(self, plan: StepPlan) -> None:
-        """A plan is about to be submitted."""
+        """Write a beat: a plan is about to be submitted."""
         if plan.new_sequences or plan.slots != self._slots:
             self._write_batch(plan)
         num_tokens, now = plan.num_query_tokens, self._now()
@@ -219,7 +219,7 @@ class HeartbeatWriter:
         self._beat(_STEP, now + self._allowed)
 
     def step_ended(self, is_committed: bool) -> None:
-        """The oldest plan in flight was committed, or it failed, and with it all that were in flight."""
+        """Write a beat: the oldest plan in flight was committed, or it failed and all in flight were discarded."""
         now = self._now()
         if is_committed:
             num_tokens, context, limit, begun, _ = self._flight.popleft()
@@ -235,11 +235,11 @@ class HeartbeatWriter:
         self._beat(_STEP, now + self._allowed + MIN_STEP_S)
 
     def commands_begin(self) -> None:
-        """Commands are about to be carried out."""
+        """Write a beat: commands are about to run."""
         self._beat(_COMMANDS, self._now() + self._allowed + COMMANDS_S)
 
     def idle(self) -> None:
-        """There is nothing to do."""
+        """Write a beat: the loop has nothing to do."""
         self._beat(_IDLE, 0.0)
 
     def _write_batch(self, plan: StepPlan) -> None:

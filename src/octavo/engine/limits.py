@@ -1,4 +1,4 @@
-"""The scheduler's numbers as configured, for an engine that runs and for one that is simulated alike.
+"""The scheduler's limits from the settings, for running and simulated engines.
 
 Owns: which setting becomes which limit. Does not: size a pool (executors and the simulator's facts do).
 """
@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 
 
 def configured_limits(scheduling: SchedulingConfig, cache: CacheConfig, policy: str, sizes: Limits) -> Limits:
-    """Return the limits of an engine of certain `sizes`: blocks, lengths, tokens and sequences at once, groups."""
+    """Return the limits of an engine; `sizes` has its blocks, lengths, tokens and sequences per step, and groups."""
     return replace(
         sizes,
         policy=policy,
@@ -35,7 +35,7 @@ def configured_limits(scheduling: SchedulingConfig, cache: CacheConfig, policy: 
 
 
 def read_tenant_weights(spelled: Iterable[str]) -> tuple[tuple[str, float], ...]:
-    """Read TENANT=WEIGHT, each. Raises ConfigError."""
+    """Read texts of the form TENANT=WEIGHT. Raises ConfigError."""
     return tuple(map(_tenant_weight, spelled))
 
 

@@ -2,7 +2,7 @@
 
 Owns: plan -> submit -> collect -> commit -> deliver, up to `depth` plans in flight; recovery from failed steps.
 Does not: decide (scheduler), compute (executor), or know sockets, asyncio and text.
-Invariants: each admitted request gets exactly one end, also when the engine stops or dies; a loop without work waits on
+Invariants: each admitted request gets exactly one end, even if the engine stops or dies; a loop without work waits on
 a condition; once started, only this thread calls scheduler and executor.
 """
 
@@ -32,12 +32,12 @@ from octavo.observe.series import StepTimes
 from octavo.observe.sink import EventSink, FanOutSink
 
 _LOG = logging.getLogger(__name__)
-MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline just missed cannot spin
+MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline just missed causes no busy loop
 Reply = Callable[[object], None]  # called once, in the loop's thread or the caller's: a value or an Exception
 
 
 def ignore(*_: object) -> None:
-    """Drop an answer."""
+    """Do nothing."""
 
 
 class Clock:
@@ -52,7 +52,7 @@ class Clock:
 
 @dataclass(slots=True)
 class PlanInFlight:
-    """A plan, its ticket or why it could not be submitted, seconds spent on scheduling, and when that began."""
+    """A plan, its ticket or the error of its submission, the seconds of scheduling, and when that began."""
 
     plan: StepPlan
     ticket: Ticket
@@ -62,11 +62,11 @@ class PlanInFlight:
 
 
 class EngineLoop:
-    """Runs an opened executor under a scheduler.
+    """The step loop of a scheduler and an opened executor.
 
     `receive` gets the Events of each step, in the loop's thread. `max_waiting` bounds the queue (0 = no bound):
-    beyond it submit answers QueueFullError. Without a `bank` of grammars, requests that have one are refused. Verbs may
-    be called from any thread; each answers through `reply`.
+    beyond it submit replies QueueFullError. Without a `bank`, requests with a grammar are refused. Methods may
+    be called from any thread; each replies through `reply`.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class EngineLoop:
         self.clock = clock or Clock()
         self.instruments = FanOutSink()
         self.step_times = StepTimes()
-        self.sections: dict[str, Callable[[], object]] = {}  # more of the statistics, read in the loop's thread
-        self.verbs: dict[str, Callable[[str], object]] = {}  # more of control; both are set before start
-        self.closers: list[Callable[[], object]] = [executor.close]  # called in the end
-        self.heartbeat: HeartbeatWriter | None = None  # notes what the loop does; set before start
+        self.sections: dict[str, Callable[[], object]] = {}  # more statistics, read in the loop's thread
+        self.verbs: dict[str, Callable[[str], object]] = {}  # further verbs of control; set both before start
+        self.closers: list[Callable[[], object]] = [executor.close]  # called at the end
+        self.heartbeat: HeartbeatWriter | None = None  # set before start
         self.warm_up: Callable[[], Mapping[int, float]] = dict  # runs before the first turn; set before start
         self.num_turns = 0
         self.num_discarded = 0
@@ -111,12 +111,12 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def attach(self, receive: Callable[[Events], None], ended: Callable[[], None] | None = None) -> None:
-        """Send events there, and call `ended` after the last. Call before start."""
+        """Set the receiver of events, and `ended`, which is called after the last. Call before start."""
         self._receive = receive
         self._ended = ended or ignore
 
     def watch(self, sink: EventSink) -> None:
-        """Give a sink all events. Call before start."""
+        """Add a sink for all events. Call before start."""
         self.instruments.add(sink)
 
     def start(self) -> None:
@@ -129,7 +129,7 @@ class EngineLoop:
                 self._thread.start()
 
     def wait_warm(self) -> bool:
-        """Wait until the warm-up is over; False where it failed. Call after start."""
+        """Wait until the warm-up is over; return False if it failed. Call after start."""
         self._is_warm.wait()
         return self._failure is None
 
@@ -143,7 +143,7 @@ class EngineLoop:
             self._end()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end; True when it came. Idempotent, and harmless from the loop's own thread."""
+        """Wait for the loop's end; return True if it has ended. Idempotent, and harmless in the loop's own thread."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
@@ -152,7 +152,7 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be submitted."""
+        """True if requests can be submitted."""
         return not (self._has_ended or self._is_stopping)
 
     @property
@@ -161,18 +161,18 @@ class EngineLoop:
         return self._failure
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Hand a request over; answers Accepted, a RequestError or an EngineError."""
+        """Submit a request; replies Accepted, a RequestError or an EngineError."""
         admit = partial(self._admit, request, reply)
         self._builds.begin(request, self.clock.now(), lambda built: self._post(partial(admit, built), reply))
 
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
-        """End requests in whatever state, or only one choice of them; unknown and finished ones are ignored."""
+        """End requests in any state, or only one choice of them; unknown and finished ones are ignored."""
         self._post(partial(self._cancel, tuple(request_ids), reason, choice), ignore)
 
     def control(self, verb: Verb | str, argument: str, reply: Reply) -> None:
-        """Answers the verb's value (see EngineClient.control), or an EngineError."""
+        """Run a verb; replies its value (see EngineClient.control), or an EngineError."""
         self._post(lambda: reply(self._control(verb, argument)), reply)
 
     def _post(self, command: Callable[[], object], reply: Reply) -> None:
@@ -214,7 +214,7 @@ class EngineLoop:
     def _run_commands(self) -> None:
         if self._inbox and self.heartbeat is not None:
             self.heartbeat.commands_begin()
-        for _ in range(len(self._inbox)):  # those that are posted meanwhile wait for a step
+        for _ in range(len(self._inbox)):  # commands posted meanwhile wait for a step
             command, reply = self._inbox.popleft()
             try:
                 command()
@@ -284,7 +284,7 @@ class EngineLoop:
         return StepFailure(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
 
     def _discard_later_plans(self) -> None:
-        """Collect what was submitted after a failed plan, in order; its results are void."""
+        """Collect the plans submitted after a failed one, in order, and discard their results."""
         while self._in_flight:
             later = self._in_flight.popleft()
             self.num_discarded += 1
@@ -302,7 +302,7 @@ class EngineLoop:
                 self.clock.wait(self._condition, until)
 
     def _deliver(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Send the events of a commit, and tell those that follow requests."""
+        """Send the events of a commit to the client, the grammar bank, the suspects and the instruments."""
         if self._bank is not None:
             self._bank.committed(events)
         self._send(self._outbox.committed(events))
@@ -312,7 +312,7 @@ class EngineLoop:
         self.instruments.stepped(plan, outcome, events)
 
     def _deliver_decisions(self, decisions: tuple[Event, ...]) -> None:
-        """Send decisions that were made outside a commit, and note them."""
+        """Send decisions that were made outside a commit, as for a commit."""
         if decisions:
             self._send(self._outbox.decided(decisions))
             self._note_decisions(decisions)
@@ -329,7 +329,7 @@ class EngineLoop:
             self.instruments.decided(decisions)
 
     def _recover(self, plan: StepPlan, failure: StepFailure) -> None:
-        """After a failed step: retry it, make it smaller, halve it, or fail the one suspect that is left."""
+        """Prepare the next plan after a failed step: retry, a smaller step, or half of it; or fail the culprits."""
         names = [self._owners[slot] for slot in plan.slots]
         memory_tokens = plan.num_query_tokens if failure.is_memory else 0
         culprits = self._suspects.failed([name for name in names if name in self._outbox], memory_tokens)
@@ -404,7 +404,7 @@ class EngineLoop:
         return {"scheduler": values, "loop": loop, "steps": self.step_times.summary(), **more}
 
     def _end(self) -> None:
-        """Answer every request, then release the executor."""
+        """End every request, then release the executor."""
         if self._failure is None:
             self._finish_requests()
         reason = FinishReason.CANCELLED if self._failure is None else FinishReason.ERROR
@@ -421,7 +421,7 @@ class EngineLoop:
             attempt(close)
 
     def _finish_requests(self) -> None:
-        """Finish the steps in flight, cancel what is left through the scheduler, and send the ends."""
+        """Finish the steps in flight, cancel the remaining requests through the scheduler, and send their ends."""
         try:
             while self._in_flight:
                 self._finish_step()
@@ -439,7 +439,7 @@ class EngineLoop:
 
 
 def attempt(action: Callable[[], object]) -> None:
-    """Run one of the last actions of an engine; log its error, so that the others still run."""
+    """Run one action of an engine's shutdown; log its error, so that the other actions still run."""
     try:
         action()
     except Exception:  # the shell: there is nothing left to answer

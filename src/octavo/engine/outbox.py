@@ -1,7 +1,7 @@
-"""The Outbox: which requests of an engine are open, and which events its client gets.
+"""The Outbox: which requests of an engine are open, and which events are sent to its client.
 
-Owns: the promise of one end for each open request. Does not: know sockets, asyncio or text; it runs in the engine's
-thread. Admissions, preemptions and resumptions wait for the next commit or end, so that they cost no message.
+Owns: the guarantee of one end for each open request. Does not: know sockets, asyncio or text; it runs in the engine's
+thread. Admissions, preemptions and resumptions are sent with the next commit or end, so that they cost no message.
 Invariant: every request opened here gets exactly one FINISHED event, and no token after it.
 """
 
@@ -26,7 +26,7 @@ def finished(
     stop_token_id: int | None = None,
     time: float = 0.0,
 ) -> Event:
-    """Return the end of a request, or of one choice of it, that no scheduler decided."""
+    """Return the end of a request, or of one of its choices, that was not decided by a scheduler."""
     kind = EventKind.FINISHED if choice is None else EventKind.CHOICE_FINISHED
     return Event(
         kind, request_id, time, 0, finish_reason=reason, stop_token_id=stop_token_id, error=error, choice=choice or 0
@@ -34,7 +34,7 @@ def finished(
 
 
 class Outbox:
-    """Follows the open requests through events, and leaves out what a client has no use for."""
+    """Filter of events for the client, which tracks the open requests."""
 
     def __init__(self) -> None:
         self._open: dict[str, None] = {}
@@ -52,30 +52,30 @@ class Outbox:
         return tuple(self._open)
 
     def open(self, request_id: str) -> None:
-        """A request was admitted: it will get one end."""
+        """Add an admitted request, which will get one end."""
         self._open[request_id] = None
 
     def committed(self, events: Events) -> Events:
-        """Return what to send of a commit. Its columns are shared, not copied."""
+        """Return the events of a commit to send. The columns are shared, not copied."""
         if not events.decisions and not self._held:
             return events
         self._take(events.decisions)
         return replace(events, decisions=self._release())
 
     def decided(self, decisions: tuple[Event, ...]) -> Events | None:
-        """Return what to send of decisions taken outside a commit; None where all of it can wait."""
+        """Return the events to send of decisions made outside a commit; None if all of them can wait."""
         if not self._take(decisions):
             return None
         return Events(decisions[-1].step, decisions[-1].time, decisions=self._release())
 
     def end_all(self, now: float, reason: FinishReason, error: FinishError) -> Events:
-        """End every open request here, whatever the scheduler knows."""
+        """End every open request, without the scheduler."""
         ends = tuple(finished(request_id, reason, error, time=now) for request_id in self._open)
         self._open.clear()
         return Events(0, now, decisions=self._release() + ends)
 
     def _take(self, decisions: Iterable[Event]) -> bool:
-        """Keep what is to be sent; return True if there is an end among it."""
+        """Hold the decisions to send; return True if one of them is an end."""
         has_end = False
         for event in decisions:
             if event.kind not in _SENT or event.request_id not in self._open:

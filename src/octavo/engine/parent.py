@@ -1,7 +1,7 @@
 """End this process when its parent ends.
 
-Owns: the watch over stdin, which the parent holds open while it runs. Does not: clean up.
-Invariant: on Linux the end comes even to a process that is stopped, or whose interpreter is busy.
+Owns: the watch on stdin, which the parent holds open while it runs. Does not: clean up.
+Invariant: on Linux this ends even a process that is stopped, or whose interpreter is busy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """From now on, end this process as soon as stdin ends. Call after the last line was read from it."""
+    """End this process as soon as stdin ends. Call this after the last line was read from stdin."""
     if sys.platform == "linux":
         _ask_the_kernel()
     threading.Thread(target=_watch, name="octavo-parent", daemon=True).start()

@@ -1,7 +1,7 @@
-"""What runs inside the engine process around any executor.
+"""The engine process around any executor.
 
 Owns: arguments, the config line, the end with the parent, stack dumps, the exit status.
-Does not: know which executor; assembly (or a test) says how to open one.
+Does not: know which executor; assembly (or a test) passes a function that opens the engine.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from octavo.executors.protocol import Capacity
 from octavo.observe.log import num_dropped_lines, set_up_log
 
 EXIT_FAILED = 1  # the engine could not be opened; the parent knows why
-DUMP_SIGNAL = signal.SIGUSR1  # every thread's stack to stderr; also while a step hangs, for no Python code runs for it
+DUMP_SIGNAL = signal.SIGUSR1  # every thread's stack to stderr; works while a step hangs, as it needs no Python code
 
 Open = Callable[[Config], tuple[EngineLoop, Capacity]]
 
 
 def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None) -> int:
-    """Serve an engine on a connection until the client or the parent is gone. Returns the exit status."""
+    """Serve an engine on a connection until the client or the parent has ended; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m octavo.assembly", description="an engine process")
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the connection to the client")
     parser.add_argument("--page", type=int, required=True, help="descriptor of the heartbeat's page")
@@ -49,13 +49,13 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
         try:
             engine, capacity = open_engine(config)
         except (OctavoError, OSError, MemoryError, ImportError, RuntimeError) as error:
-            if not isinstance(error, OctavoError):  # those say what is wrong in their message, which the parent shows
+            if not isinstance(error, OctavoError):  # the parent shows the message of an OctavoError
                 logging.getLogger(__name__).exception("the engine cannot start")
             server.fail(error)
             return EXIT_FAILED
         engine.heartbeat = HeartbeatWriter(HeartbeatPage(args.page), args.epoch)
         engine.sections["log"] = lambda: {"dropped": num_dropped_lines()}
-        gc.freeze()  # what exists now lives as long as this process: the collector need not walk it between steps
+        gc.freeze()  # present objects exist as long as this process: the collector need not scan them between steps
         server.serve(engine, capacity)
         return EXIT_FAILED if engine.failure is not None else 0
     finally:

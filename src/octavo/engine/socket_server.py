@@ -1,4 +1,4 @@
-"""The engine process's end of the connection to its client.
+"""The engine process's side of the connection to its client.
 
 Owns: reading commands, writing reports; the thread that writes. Does not: decode models or decide.
 Invariants: a malformed frame is dropped and counted, an impossible length ends the connection; the end of the
@@ -25,11 +25,11 @@ from octavo.executors.protocol import Capacity
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 18
-MAX_LOGGED_DROPS = 20  # dropped frames that make a line in the log; all are counted
+MAX_LOGGED_DROPS = 20  # dropped frames that are logged; all are counted
 
 
 class EngineServer:
-    """Serves one EngineLoop to one client. Made before the engine is loaded."""
+    """The server of one EngineLoop for one client. Make it before the engine is loaded."""
 
     def __init__(self, connection: socket.socket, epoch: int) -> None:
         self.epoch = epoch
@@ -70,7 +70,7 @@ class EngineServer:
         self._connection.close()
 
     def _handle(self, engine: EngineLoop, body: bytes) -> bool:
-        """Act on one frame; False when it was the last."""
+        """Act on one frame; return False if it was the last."""
         try:
             message = wire.decode_to_engine(body)
         except wire.WireError as error:
@@ -100,12 +100,12 @@ class EngineServer:
         return True
 
     def _deliver(self, engine: EngineLoop, events: Events) -> None:
-        """In the engine's thread. A loop that died ends all its requests; the client resumes them instead."""
+        """Send events, in the engine's thread. A failed loop's ends are not sent: the client resumes its requests."""
         if engine.failure is None:
             self._send(events)
 
     def _engine_ended(self, engine: EngineLoop) -> None:
-        """In the engine's thread: tell the client why, and wake the reader, so that the process ends too."""
+        """Send the reason of a failure, in the engine's thread, and wake the reader, so that the process ends too."""
         if engine.failure is not None:
             self._send(wire.ErrorReply.of(self.epoch, EngineDeadError(engine.failure)))
         with contextlib.suppress(OSError):  # the client closed it first
@@ -121,17 +121,17 @@ class EngineServer:
             self._send(wire.Answer(self.epoch, to, value))
 
     def _send(self, message: wire.FromEngine | Events | None) -> None:
-        """Queue for the writer, from any thread. What waits here is bounded by what the open requests may make."""
+        """Queue a message for the writer, from any thread. The open requests' outputs bound the queue."""
         self._outgoing.put(message)
 
     def _write_all(self) -> None:
         while (message := self._outgoing.get()) is not None:
             try:
                 self._connection.sendall(self._encode(message))
-            except OSError as error:  # the client is gone; the reader sees the same and stops the engine
+            except OSError as error:  # the client has ended; the reader sees this too and stops the engine
                 _LOG.warning("the engine cannot write to its client: %s", error)
                 break
-            except Exception:  # the shell: a front end that waits for ever is worse than one whose engine ended
+            except Exception:  # the shell: end the connection rather than leave the front end waiting
                 _LOG.exception("the engine cannot write what it has to say")
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)

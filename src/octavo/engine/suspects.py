@@ -1,12 +1,12 @@
-"""After failed steps: find the request that makes them fail, or make steps smaller where memory was short.
+"""After failed steps: find the request that makes them fail, or make steps smaller if memory ran out.
 
-Suspects finds one request, by a retry and then by halves: a group runs alone until each member has made progress (a
+Suspects finds one request, by a retry and then by bisection: a group runs alone until each member has made progress (a
 committed token, or its end) or a step fails again. A request is failed when it failed alone twice in a row, so that a
-fault that passes fails no request; for want of memory, when it did so MEMORY_TRIES times and steps cannot be smaller.
-StepLimit halves the tokens of a step after it ran out of memory, and doubles them again when steps went well.
+transient fault fails no request; if memory ran out, when it did so MEMORY_TRIES times and steps cannot be smaller.
+StepLimit halves the tokens of a step after it ran out of memory, and doubles them again when steps succeed.
 Does not: plan, cancel or talk to an executor.
 Invariants: a member with progress is cleared; a group only gets smaller, so a search ends; the limit is never below
-MIN_TOKENS, is lifted in the end, and is tried less and less often where each try fails.
+MIN_TOKENS and is removed in the end; larger steps are tried less and less often if each attempt fails.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 from octavo.core.plan import ROW_BEAM, StepPlan
 
-MAX_FAILURES = 128  # steps failed in a row, of whatever requests, after which all of the failing plan are ended
+MAX_FAILURES = 128  # failed steps in a row, of any requests, after which all requests of the failing plan are ended
 MEMORY_TRIES = 8
-MAX_CULPRITS = 32  # requests ended in a row without one committed token: then the executor is at fault
+MAX_CULPRITS = 32  # requests failed in a row without a committed token, after which the executor is at fault
 MIN_TOKENS = 8
-FIRST_PAUSE = 32  # steps that must go well before the limit is doubled; each failure doubles that
+FIRST_PAUSE = 32  # steps that must succeed before the limit is doubled; each failure doubles this number
 MAX_PAUSE = 4096
 
 
 class StepLimit:
-    """Tokens in one step at most; None = as configured. `apply` gets each change."""
+    """The maximum of tokens in one step; None = as configured. `apply` is called with each change."""
 
     def __init__(self, apply: Callable[[int | None], object]) -> None:
         self.tokens: int | None = None
@@ -35,7 +35,7 @@ class StepLimit:
         self._left = 0  # steps until the limit is doubled
 
     def shrink(self, num_tokens: int) -> bool:
-        """A step of so many tokens ran out of memory. False when it was too small for a smaller one to help."""
+        """Halve the limit after a step of `num_tokens` ran out of memory; return False if it was too small to halve."""
         if num_tokens <= MIN_TOKENS:
             return False
         self._pause = FIRST_PAUSE if self._num_free >= MAX_PAUSE else min(2 * self._pause, MAX_PAUSE)
@@ -45,7 +45,7 @@ class StepLimit:
         return True
 
     def stepped(self) -> None:
-        """A step went well."""
+        """Record a step that succeeded; double the limit after enough of them."""
         if self.tokens is None:
             self._num_free += 1
             return
@@ -60,16 +60,16 @@ class StepLimit:
 
 
 class Suspects:
-    """The state of the search. `only` is what the next plan may contain; None means no search.
+    """The state of the search. `only` has the requests that the next plan may contain; None means no search.
 
-    `limit_step` gets the tokens that a step may have after one ran out of memory.
+    `limit_step` is called with the maximum of tokens of a step after one ran out of memory.
     """
 
     def __init__(self, limit_step: Callable[[int | None], object] = lambda _: None) -> None:
         self.step_limit = StepLimit(limit_step)
         self._groups: list[list[str]] = []  # the last one runs alone
-        self._failed_alone: str | None = None  # by the last failed step
-        self._num_alone = 0  # steps in a row in which it did
+        self._failed_alone: str | None = None  # in the last failed step
+        self._num_alone = 0  # failed steps in a row in which it ran alone
         self._num_failures = 0
         self._num_culprits = 0
 
@@ -80,13 +80,13 @@ class Suspects:
 
     @property
     def is_executor_broken(self) -> bool:
-        """Whether so much failed without a token that no request can be at fault."""
+        """True if so many failures occurred without a token that the requests cannot be the cause."""
         return self._num_culprits >= MAX_CULPRITS or self._num_failures > 2 * MAX_FAILURES
 
     def failed(self, ids: Iterable[str], memory_tokens: int = 0) -> tuple[str, ...]:
-        """Note a failed step with rows of `ids`; return those to end (mostly none, or one).
+        """Record a failed step with rows of `ids`; return the requests to fail (usually none, or one).
 
-        `memory_tokens`: it ran out of memory with so many tokens.
+        `memory_tokens`: the tokens of a step that ran out of memory, else 0.
         """
         if self.step_limit.shrink(memory_tokens):
             return ()
@@ -117,7 +117,7 @@ class Suspects:
         self.cleared(ids)
 
     def stepped(self, plan: StepPlan, owners: Mapping[int, str], ids: Iterable[str] = ()) -> None:
-        """A step succeeded, and gave `ids` tokens. A beam search gets its own at its end; its step is its progress."""
+        """Record a successful step with tokens for `ids`. A beam search has its tokens last: a row is progress."""
         self.step_limit.stepped()
         if self._groups or self._num_failures or self._num_culprits:
             beams = [owners[slot] for slot, flags in zip(plan.slots, plan.flags, strict=True) if flags & ROW_BEAM]
@@ -125,14 +125,14 @@ class Suspects:
                 self.progressed(progressed)
 
     def cleared(self, ids: Iterable[str]) -> None:
-        """Take requests out of the search, as when they ended."""
+        """Remove requests from the search, for example when they ended."""
         if self._groups:
             cleared = set(ids)
             groups = ([i for i in group if i not in cleared] for group in self._groups)
             self._groups = [group for group in groups if group]
 
     def set_aside(self, only: frozenset[str]) -> None:
-        """The group that runs alone cannot run now (its plan was empty): give it up; the next failure starts again."""
+        """Drop the group that runs alone: it cannot run now (its plan was empty). A failure starts a new search."""
         if self._groups and frozenset(self._groups[-1]) == only:
             self._groups.pop()
 

@@ -1,8 +1,8 @@
 """Steps that an engine runs before it is ready, one of each kind.
 
-Owns: what is run, and how long each took. The watchdog has a prediction for the first request from it, and the
+Owns: which steps are run, and their times. The watchdog predicts the first request's steps from them, and the
 first request does not wait for weights to be paged in, threads to be started and kernels to be chosen.
-Does not: touch the engine's own scheduler; its own ends with no sequence and no block, and caches nothing.
+Does not: touch the engine's own scheduler; the warm-up's scheduler ends with no sequence and no block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.executors.protocol import Executor
 from octavo.grammar.masks import Masks
 
 MAX_PROMPT = 64  # tokens of the prompt
-MIN_PROMPT = 16  # the same where a token takes long
+MIN_PROMPT = 16  # the same if a token takes long
 PROMPT_S = 2.0  # if computed token by token
 
 _GREEDY = SamplingParams(max_tokens=2, temperature=0.0, seed=0)
@@ -42,9 +42,9 @@ _SAMPLED = SamplingParams(
 
 
 def warm_up(limits: Limits, executor: Executor, has_masks: bool, now: Callable[[], float]) -> dict[int, float]:
-    """Run a decode, a prompt, and rows that are sampled and masked; return the last seconds by the tokens of a step.
+    """Run a decode, a prompt, and rows that are sampled and masked; return the seconds of the last step of each size.
 
-    What does not fit into a small pool is left out, as is all after a step that ran out of memory.
+    Steps that do not fit into a small pool are left out, as are all after a step that ran out of memory.
     """
     trial = _Trial(limits, executor, now)
     kinds = [_SAMPLED] if limits.max_sequences > 1 or not has_masks else []
@@ -55,13 +55,13 @@ def warm_up(limits: Limits, executor: Executor, has_masks: bool, now: Callable[[
         one_s = trial.seconds.get(1, 0.0)
         trial.run(int(min(max(PROMPT_S / max(one_s, 1e-9), MIN_PROMPT), MAX_PROMPT)), _GREEDY)
         trial.run(2, *kinds)
-    except MemoryError:  # the step loop makes steps smaller where a request meets it
+    except MemoryError:  # the step loop makes steps smaller if this happens to a request
         trial.abandon()
     return trial.seconds
 
 
 class _Trial:
-    """Runs requests through a scheduler of its own, to their ends; `seconds` has the last of each size of step."""
+    """Runner of requests through a scheduler of its own; `seconds` has the last time of each step size."""
 
     def __init__(self, limits: Limits, executor: Executor, now: Callable[[], float]) -> None:
         self.seconds: dict[int, float] = {}
@@ -73,7 +73,7 @@ class _Trial:
         self._anything = Masks(np.zeros(1, dtype=np.int64), np.full((1, words), -1, dtype=np.int32))
 
     def run(self, num_tokens: int, *kinds: SamplingParams) -> None:
-        """Run a prompt of so many tokens for each of these. Only the first may have a grammar: its mask allows all."""
+        """Run a prompt of `num_tokens` for each of `kinds`. Only the first may have a grammar: its mask allows all."""
         ids = array("i", [index % self._limits.vocab_size for index in range(num_tokens)])
         with contextlib.suppress(AdmissionError):
             for number, params in enumerate(kinds):
@@ -89,6 +89,6 @@ class _Trial:
                 self.seconds[plan.num_query_tokens] = self._now() - begun
 
     def abandon(self) -> None:
-        """Free what the executor holds after a step that failed."""
+        """Free the executor's slots after a step that failed."""
         slots = array("i", range(self._limits.max_sequences))
         self._executor.collect(self._executor.submit(StepPlan(0, 0.0, freed_slots=slots)))

@@ -3,7 +3,7 @@
 Owns: the structs, their conversion from and to Request and Events (the only one), size caps, the splitting of a byte
 stream. Does not: read or write sockets. Lengths are little-endian; packed ids in this machine's order, which
 both ends share.
-Invariant: bytes from outside give a checked struct or a WireError, nothing else; every frame names its epoch.
+Invariant: decoding bytes returns a checked struct or raises WireError; every frame has its epoch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BlockKey = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BY
 
 
 class Submit(_Message):
-    """A request, whole. Ids are packed 32-bit; `None` stays None."""
+    """A whole request. Ids are packed as 32-bit numbers; None stays None."""
 
     request_id: str
     prompt_token_ids: bytes | None
@@ -71,7 +71,7 @@ class Submit(_Message):
         return cls(epoch, **values | packed | {"wants": int(request.wants)})
 
     def request(self) -> Request:
-        """Unpack it. Raises WireError, InvalidRequestError."""
+        """Unpack the request. Raises WireError, InvalidRequestError."""
         if not 0 < self.wants < 8:
             raise WireError(f"wants is {self.wants}")
         values = {name: getattr(self, name) for name in _REQUEST_FIELDS}
@@ -92,7 +92,7 @@ class CancelRequests(_Message):
 
 
 class Ask(_Message):
-    """A question or an order, answered by an Answer or an ErrorReply with its number."""
+    """A verb with its argument, answered by an Answer or an ErrorReply with its number."""
 
     number: int
     verb: Verb | str
@@ -100,11 +100,11 @@ class Ask(_Message):
 
 
 class Close(_Message):
-    """Answer all requests and end."""
+    """The command to end all requests and the engine."""
 
 
 class Starting(_Message):
-    """The engine process runs, and opens the engine now: its first frame."""
+    """The engine process's first frame: it starts to open the engine."""
 
 
 class Ready(_Message):
@@ -130,7 +130,7 @@ class ErrorReply(_Message):
         return cls(epoch, kind_of(error), message, param, to)
 
     def error(self) -> OctavoError:
-        """Return it as an exception."""
+        """Return the error as an exception."""
         return error_of(self.kind, self.message, self.param)
 
 
@@ -191,7 +191,7 @@ _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
-    """One frame, with its length. Raises WireError over the size cap."""
+    """Return one frame, with its length. Raises WireError over the size cap."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a {type(message).__name__} message of {len(body)} bytes; frames hold {MAX_FRAME_BYTES}")
@@ -209,14 +209,14 @@ def decode_from_engine(body: bytes) -> FromEngine:
 
 
 class FrameSplitter:
-    """Cuts a byte stream into frame bodies; holds at most one incomplete frame."""
+    """Splitter of a byte stream into frame bodies; holds at most one incomplete frame."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Bodies complete by now. Raises WireError at a length over the cap: the stream is then of no use."""
+        """Yield the bodies that are complete. Raises WireError for a length over the cap, which ends the stream."""
         self._buffer += data
         start = 0
         try:

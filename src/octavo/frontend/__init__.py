@@ -1,1 +1,1 @@
-"""What outlives an engine: open requests, the processes of engines, sessions of text, the journal."""
+"""The front end, which outlives its engines: open requests, engine processes, sessions of text, the journal."""

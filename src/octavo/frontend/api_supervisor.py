@@ -1,11 +1,11 @@
-"""ApiSupervisor: a small parent that keeps one child serving on an open socket.
+"""ApiSupervisor: a small parent process that keeps one child serving on an open socket.
 
 Owns: starting the child (it inherits the socket, reads its task from stdin, and reports its state through a pipe),
 forwarding signals, restarting a child that died after it was ready, the exit status.
 Does not: know what the child does, accept a connection, or load anything heavy.
 Invariants: the socket stays open from the first child to the last, so that connections wait instead of being refused;
-a child that could not start is not started again; no child outlives `run`. The child's stdin never gets a second line:
-its end means that the parent is gone.
+a child that could not start is not started again; no child outlives `run`. Only one line is written to the child's
+stdin: its end means that the parent has ended.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from octavo.frontend.restarts import RestartBudget, describe_status
 
 EXIT_ENGINE_FAILED = 4  # the engine could not be kept alive
-EXIT_GAVE_UP = 5  # the child died again and again
+EXIT_GAVE_UP = 5  # the child died too often
 READY = b"r"  # the child serves
-ANSWERED = b"a"  # it gave an answer: it was useful
+ANSWERED = b"a"  # it sent an answer: it was useful
 ALIVE = b"."  # its event loop runs; sent every ALIVE_S
 ALIVE_S = 5.0
-STALL_S = 60.0  # without ALIVE from a child that sends it, until it is killed and replaced
+STALL_S = 60.0  # without ALIVE from a child that sends it, before it is killed and replaced
 LATE_S = 2 * ALIVE_S  # checks further apart than this mean that this process, or the machine, was stopped
 STOP_GRACE_S = 15.0  # beyond the drain time, before a child that does not end is killed
 HURRY_S = 10.0  # the same, after a second signal
@@ -38,8 +38,8 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `make_line` returns the task of the nth child, from 1; `passed` are signals that are forwarded to a
-    child that is ready and that end nothing; `name` is for messages; `stderr` is the child's, None: inherited.
+    """The child to run. `make_line` returns the task of the nth child, from 1; `passed` are signals that are forwarded
+    to a ready child and do not end it; `name` is for messages; `stderr` is the child's, None: inherited.
 
     `listener` is a file descriptor; the child gets it and its end of the pipe as --listener and --status.
     """
@@ -55,7 +55,7 @@ class ChildSpec:
 
 @dataclass(slots=True)
 class _Child:
-    """One child process and what it reported."""
+    """One child process and its reports."""
 
     process: subprocess.Popen[bytes]
     status_fd: int
@@ -67,7 +67,7 @@ class _Child:
     checked_at: float = 0.0
 
     def read_status(self) -> bool:
-        """Read what it reports; return True if it became ready."""
+        """Read the child's report; return True if it became ready."""
         report = os.read(self.status_fd, 256)
         self.is_open = bool(report)
         was_ready = self.is_ready
@@ -98,7 +98,7 @@ class _Child:
 
 
 class ApiSupervisor:
-    """Runs one child at a time, again after each death. Use from the main thread, once."""
+    """Runner of one child at a time, with a new one after each death. Use from the main thread, once."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class ApiSupervisor:
                 self._stops += [number for number in received if number not in self._spec.passed]
 
     def _delay_s(self, child: _Child, status: int) -> float | None:
-        """Return the seconds until the next child, None after the last one; report why this one ended."""
+        """Return the seconds until the next child, None if there is none; report why this one ended."""
         could_not_start = not child.is_ready and self._num_started == 1
         if self._stops or status in _FINAL or could_not_start:
             return None
@@ -225,7 +225,7 @@ class ApiSupervisor:
 
     def _exit_status(self, child: _Child, status: int) -> int:
         if self._stops and not child.is_ready and self._num_started == 1:
-            return 128 + self._stops[0]  # ended while starting, as a shell has it
+            return 128 + self._stops[0]  # ended while starting; the status is a shell's
         if self._stops or status in _FINAL:
             return 128 - status if status < 0 else status
         if child.is_ready or self._num_started > 1:
@@ -237,7 +237,7 @@ class ApiSupervisor:
 
 
 def _reap_orphans(own_pid: int) -> None:
-    """As the first process of a container, reap the orphans that the kernel gave this process as children."""
+    """Reap orphans that the kernel made children of this process, if it is the first process of a container."""
     if os.getpid() != 1:
         return
     with contextlib.suppress(ChildProcessError):
@@ -251,7 +251,7 @@ def _stops_in(numbers: bytes) -> list[int]:
 
 @contextlib.contextmanager
 def _wakeups() -> Iterator[int]:
-    """Yield a descriptor from which the number of each signal to stop, and SIGCHLD, is read."""
+    """Yield a descriptor from which the numbers of arriving stop signals and SIGCHLD are read."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)

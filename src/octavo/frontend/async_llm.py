@@ -1,7 +1,7 @@
-"""The library's asynchronous face: whole answers and streams of text over Sessions.
+"""The library's asynchronous interface: whole answers and streams of text over Sessions.
 
-Owns: prompts in their accepted forms, default parameters, cancelling what a caller abandons.
-Does not: build an engine (assembly does), or use threads but for writing a file.
+Owns: prompts in their accepted forms, default parameters, cancelling requests that a caller abandons.
+Does not: build an engine (assembly does), or use threads except to write a file.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ AnyPrompt = Prompt | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 AnyParams = SamplingParams | Mapping[str, Any] | None
 OnDelta = Callable[[TextDelta], None]
-_NOTHING_SAMPLED = SamplingParams(seed=0)  # so that it draws no seed: those of later requests stay
+_NOTHING_SAMPLED = SamplingParams(seed=0)  # so that it draws no seed, and later requests keep theirs
 
 
 class AsyncEngine:
-    """Generates from prompts and conversations. All methods belong to one event loop."""
+    """Asynchronous generation from prompts and conversations. All methods belong to one event loop."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
 
     @property
     def default_params(self) -> SamplingParams:
-        """What is used where no params are given: the model's own generation config."""
+        """The parameters used if none are given: the model's own generation config."""
         return self.read_params(None)
 
     async def generate(
         self, prompt: AnyPrompt, sampling_params: AnyParams = None, request_id: str | None = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt, giving the answer so far whenever it grew; the last one has `finished` set.
+        """Continue a prompt, yielding the answer so far whenever it grew; the last one has `finished` set.
 
         `async for output in llm.generate("Hello", params, "my-id")`. Leaving the loop early (and closing it) cancels
-        the request. Of best_of > n only the end is given. Options are those of Sessions.submit.
+        the request. With best_of > n only the final answer is yielded. Options are those of Sessions.submit.
         """
         async with self._opened(prompt, sampling_params, {**options, "request_id": request_id}) as (text, session):
             builder = _builder(session, text)
@@ -81,7 +81,7 @@ class AsyncEngine:
         return builder.output(session.prompt_logprobs)
 
     async def embed(self, prompt: AnyPrompt, **options: Any) -> EmbeddingOutput:
-        """Give a prompt's vector (docs/apis.md); options are those of Sessions.submit. Raises EngineError."""
+        """Return a prompt's vector (docs/apis.md); options are those of Sessions.submit. Raises EngineError."""
         async with self._opened(prompt, _NOTHING_SAMPLED, {**options, "wants": Want.POOL}) as (text, session):
             *_, last = await session.collect()
             return embedding_output(session.request_id, text, session.prompt_token_ids, last)
@@ -91,7 +91,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt, delta by delta; leaving the loop early (and closing it) cancels the request.
 
-        Choices are interleaved, beams are given at the end. Raises InvalidRequestError for best_of > n.
+        Choices are interleaved, beams are yielded at the end. Raises InvalidRequestError for best_of > n.
         """
         async with self._opened(prompt, sampling_params, options, is_streamed=True) as (_, session):
             async for delta in session:
@@ -138,19 +138,19 @@ class AsyncEngine:
         return ids
 
     async def statistics(self) -> Mapping[str, object]:
-        """Engine counters and gauges as plain JSON values."""
+        """Return engine counters and gauges as plain JSON values."""
         return await self.sessions.client.statistics()
 
     async def export_statistics(self) -> Mapping[str, Table]:
-        """Tables of the last steps and requests (docs/statistics.md). Raises EngineError when nothing is collected."""
+        """Return tables of the last steps and requests (docs/statistics.md). Raises EngineError if not collected."""
         return cast(Mapping[str, Table], await self.sessions.client.control("export_statistics"))
 
     async def reset_statistics(self) -> None:
-        """Forget the figures of steps and requests; totals since the start stay. Raises EngineError as above."""
+        """Drop the figures of steps and requests; totals since the start are kept. Raises EngineError as above."""
         await self.sessions.client.control("reset_statistics")
 
     async def save_statistics(self, path: str | PathLike[str]) -> None:
-        """Write the tables as lines of JSON, replacing the file whole. Raises EngineError, OSError."""
+        """Write the tables as lines of JSON, replacing the file atomically. Raises EngineError, OSError."""
         tables = await self.export_statistics()
         await asyncio.to_thread(save_json_lines, path, tables)
 
@@ -180,9 +180,9 @@ class AsyncEngine:
             await session.cancel()
 
     def read_params(self, given: object) -> SamplingParams:
-        """Return the parameters in force: a SamplingParams as it is; a dict's fields over the model's own defaults.
+        """Return the parameters to use: a SamplingParams unchanged; a dict's fields over the model's own defaults.
 
-        max_tokens left out is 16.
+        The default of max_tokens is 16.
 
         Raises InvalidRequestError.
         """
@@ -194,13 +194,13 @@ class AsyncEngine:
         raise InvalidRequestError(f"sampling_params is a {kind}; give SamplingParams(...) or a dict", "sampling_params")
 
     def chat_params(self, given: object) -> SamplingParams:
-        """As read_params, but of an answer in a chat: max_tokens left out of a dict is as many as fit."""
+        """Return the parameters as read_params does, for a chat: without max_tokens in a dict, as many as fit."""
         if given is None or isinstance(given, Mapping):
             given = {"max_tokens": None, **(given or {})}
         return self.read_params(given)
 
     def _read_prompt(self, prompt: AnyPrompt) -> tuple[str | None, Sequence[int]]:
-        """The text, if the prompt is given as text, and its ids."""
+        """Return the prompt's text, None if it is given as ids, and its ids."""
         if isinstance(prompt, Mapping):
             known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
             if not known or set(prompt) - {"prompt", "prompt_token_ids"}:
@@ -220,7 +220,7 @@ def _builder(session: Session, prompt: str | None) -> OutputBuilder:
 
 
 async def _watched(session: Session, on_delta: OnDelta) -> list[TextDelta]:
-    """Collect deltas, showing each to a callback; one that raises ends this request."""
+    """Collect deltas, passing each to a callback; an error of the callback ends this request."""
     deltas: list[TextDelta] = []
     failure: FinishError | None = None
     async for delta in session:
@@ -228,7 +228,7 @@ async def _watched(session: Session, on_delta: OnDelta) -> list[TextDelta]:
         if failure is None:
             try:
                 on_delta(delta)
-            except Exception as error:  # the caller's code: whatever it raises is this request's end
+            except Exception as error:  # the caller's code: any error ends only this request
                 failure = FinishError(ErrorKind.REQUEST, f"the callback raised {type(error).__name__}: {error}")
                 await session.cancel(FinishReason.ERROR)
     if failure is None:

@@ -1,8 +1,8 @@
-"""The engine in a process of its own, seen from its parent.
+"""The parent's side of an engine process.
 
 Owns: starting it (it inherits a connection and its heartbeat page, and reads its config as a line of JSON from its
-stdin, which then stays open: its end says that the parent is gone), waiting until it is ready, ending it. Its stderr
-passes through. Does not: judge, restart it, or import torch.
+stdin, which then stays open: its end means that the parent has ended), waiting until it is ready, ending it. It
+inherits stderr. Does not: judge, restart it, or import torch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ COMMAND = (sys.executable, "-m", "octavo.assembly")
 BEGIN_LIMIT_S = 60.0  # to import
 OPEN_LIMIT_S = 600.0  # to load a model and run a step of each kind
 STOP_TIMEOUT_S = 5.0
-KILL_LIMIT_S = 15.0  # for a killed process to be gone
+KILL_LIMIT_S = 15.0  # for a killed process to end
 DUMP_S = 0.3  # for the stacks to be written
 
 _LOG = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """A running engine process: `client` talks to it, `capacity` says what it has, `page` what it does."""
+    """A running engine process: its `client`, its `capacity`, and the `page` of its heartbeat."""
 
     def __init__(self, process: asyncio.subprocess.Process, page: HeartbeatPage, client: SocketClient) -> None:
         self.capacity: Capacity
@@ -56,9 +56,9 @@ class EngineProcess:
         receive: Receive,
         open_limit_s: float = OPEN_LIMIT_S,
     ) -> EngineProcess:
-        """Start an engine and wait until it is ready. Raises what kept it from opening, or EngineDeadError.
+        """Start an engine and wait until it is ready. Raises the error of its opening, or EngineDeadError.
 
-        `receive` gets its events.
+        `receive` is called with its events.
         """
         ours, theirs = socket.socketpair()
         client = await SocketClient.over(ours, epoch, receive)
@@ -78,7 +78,7 @@ class EngineProcess:
         try:
             await engine._open(config, open_limit_s)
         except BaseException as error:
-            if not isinstance(error, OctavoError):  # else it has said why, and ends by itself
+            if not isinstance(error, OctavoError):  # else it has sent the reason, and ends by itself
                 engine.kill()
             await engine.close()
             if isinstance(error, TimeoutError):
@@ -109,35 +109,35 @@ class EngineProcess:
         return self._process.returncode
 
     def describe_exit(self) -> str:
-        """How it ended, in words."""
+        """Return how the process ended, in words."""
         status = self._process.returncode
         return "it still runs" if status is None else describe_status(status)
 
     def kill(self) -> None:
-        """End it at once (SIGKILL)."""
+        """Kill the process (SIGKILL)."""
         self._signal(signal.SIGKILL)
 
     async def dump(self) -> None:
-        """Have it write its threads' stacks to stderr, stopped or hung as it may be."""
+        """Make the process write its threads' stacks to stderr, even if it is stopped or hangs."""
         if self._process.returncode is None:
             self._signal(DUMP_SIGNAL)
             self._signal(signal.SIGCONT)
             await asyncio.sleep(DUMP_S)
 
     def _signal(self, number: int) -> None:
-        """Not by subprocess's own method: that one may reap the process, and asyncio then never learns its status."""
+        """Send a signal, not by subprocess's method, which may reap the process, so that asyncio misses its status."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     async def kill_and_wait(self) -> None:
-        """Kill it, and wait until everything that it had sent was read. Its page can still be read. Idempotent."""
+        """Kill the process, and wait until all its messages were read. Its page can still be read. Idempotent."""
         if not await self._killed():
             self.client.abandon()
         await self.client.ended()
 
     async def _killed(self) -> bool:
-        """Kill it and wait for its end; False when it does not come: in the kernel, with a device that is gone."""
+        """Kill the process and wait for its end; return False if it hangs in the kernel, on a device."""
         self.kill()
         try:
             async with asyncio.timeout(KILL_LIMIT_S):
@@ -148,18 +148,18 @@ class EngineProcess:
         return True
 
     async def reap(self) -> None:
-        """Kill it, and let go of what belongs to it. Idempotent."""
+        """Kill the process, and close its page and stdin. Idempotent."""
         await self.kill_and_wait()
         self.let_go()
 
     def let_go(self) -> None:
-        """Close its page and stdin; it has ended. Idempotent."""
+        """Close the page and stdin of a process that has ended. Idempotent."""
         self.page.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
 
     async def close(self) -> None:
-        """Let it answer its requests, and end it; by force after STOP_TIMEOUT_S. Idempotent."""
+        """Let the engine end its requests and itself; kill it after STOP_TIMEOUT_S. Idempotent."""
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self.client.close()

@@ -1,9 +1,9 @@
-"""EngineSpawner: starts one engine process after another; with a standby the next one is open already.
+"""EngineSpawner: starts one engine process after another; with a standby the next one is already open.
 
 Owns: the numbers of epochs, the standby, how often another engine may be started, what every later engine must have in
 common with the first. Does not: watch an engine that it returned.
 Invariants: epochs grow in the order in which engines are returned; later engines have the first one's KV blocks, so
-that what was admitted once can be admitted again; no process is left by close().
+that a request that was admitted once can be admitted again; no process is left after close().
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from octavo.frontend.restarts import RestartBudget
 from octavo.frontend.socket_client import Receive
 
 _LOG = logging.getLogger(__name__)
-LATER_OPEN_S = 120.0  # that every later engine has to open, or OPEN_MARGIN times what the first one took
+LATER_OPEN_S = 120.0  # for every later engine to open, or OPEN_MARGIN times the first one's time
 OPEN_MARGIN = 10.0
-STANDBY_DELAY_S = 1.0  # between looks whether the resumed requests have gone on: they need the whole machine first
-STANDBY_LATEST_S = 10.0  # then they share it with the standby that opens
-STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # before a standby that died, or did not open, is tried again
+STANDBY_DELAY_S = 1.0  # between checks that the resumed requests progress: they need the whole machine first
+STANDBY_LATEST_S = 10.0  # after this they share the machine with the opening standby
+STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # before another standby is tried after one died or did not open
 
 
 class EngineSpawner:
-    """Starts engines with one configuration and command; their events go to `receive`."""
+    """Starter of engines with one configuration and command; `receive` is called with their events."""
 
     def __init__(self, config: Config, command: Sequence[str], receive: Receive) -> None:
         self._config = config
@@ -44,7 +44,7 @@ class EngineSpawner:
         self._capacity: Capacity | None = None
         self._open_limit_s = OPEN_LIMIT_S
         self._standby: asyncio.Task[EngineProcess] | None = None  # done once it is open
-        self._keeping: asyncio.Task[None] | None = None  # opens standbys, as long as none is needed
+        self._keeping: asyncio.Task[None] | None = None  # opens standbys until one is needed
 
     @property
     def standby(self) -> EngineProcess | None:
@@ -54,7 +54,7 @@ class EngineSpawner:
         return task.result() if task is not None and has_opened else None
 
     async def replace(self, was_useful: bool) -> EngineProcess:
-        """Start the successor of an engine that died. Raises EngineDeadError when too many died without use."""
+        """Start the next engine after one died. Raises EngineDeadError if too many died before they were useful."""
         while (wait_s := self.budget.ended(time.monotonic(), random.random(), was_useful=was_useful)) is not None:
             await asyncio.sleep(wait_s)
             try:
@@ -68,9 +68,9 @@ class EngineSpawner:
         )
 
     async def next(self) -> EngineProcess:
-        """Return the standby, the engine that is being opened, or a fresh one. Raises what kept it from opening.
+        """Return the standby, once it is open, or a new engine. Raises the error of its opening.
 
-        An engine that cannot hold what the first one held is refused (EngineDeadError).
+        An engine with less capacity than the first one is refused (EngineDeadError).
         """
         if self._keeping is not None:
             self._keeping.cancel()
@@ -85,7 +85,7 @@ class EngineSpawner:
         return await self._start()
 
     def prepare(self, is_settled: Callable[[], bool]) -> None:
-        """Open a standby once the current engine is settled, or at the latest. It is replaced when it dies."""
+        """Open a standby once the current engine is settled, or after STANDBY_LATEST_S. It is replaced when it dies."""
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(is_settled), name="octavo-standby")
 
@@ -127,7 +127,7 @@ class EngineSpawner:
         return engine
 
     async def _keep(self, is_settled: Callable[[], bool]) -> None:
-        """Keep a standby open. Requests do not depend on it, so its failures only make it wait."""
+        """Keep a standby open. Requests do not depend on it, so after failures it only waits."""
         latest = time.monotonic() + STANDBY_LATEST_S
         await asyncio.sleep(STANDBY_DELAY_S)
         while not is_settled() and time.monotonic() < latest:
@@ -149,7 +149,7 @@ class EngineSpawner:
 
 
 def _holds(capacity: Capacity, needed: Capacity) -> bool:
-    """Return True if whatever fits one engine fits the other."""
+    """Return True if every request that fits an engine of the needed capacity fits this one."""
     return (
         all(have >= want for have, want in zip(capacity.num_blocks, needed.num_blocks, strict=True))
         and capacity.max_model_len >= needed.max_model_len

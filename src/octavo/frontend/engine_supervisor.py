@@ -1,9 +1,9 @@
-"""EngineSupervisor: one EngineClient over engine processes that follow one another.
+"""EngineSupervisor: one EngineClient over successive engine processes.
 
-Owns: which engine is current, the end of one that stalls, the change to the next one, orders that later engines must
+Owns: which engine is current, killing one that stalls, the change to the next one, orders that later engines must
 follow too. Does not: start processes (engine_spawner), keep requests (open_requests), or judge (watchdog, restarts).
-Invariants: while requests are open there is an engine, or one on its way, or all of them have been answered; an engine
-that was given up is dead before the next one begins.
+Invariants: while requests are open there is an engine, or one is being started, or all of them have been ended; an
+engine that was given up is dead before the next one begins.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from octavo.frontend.watchdog import LOOK_S, Watchdog
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-MAX_GAPS = 256  # recoveries whose seconds the report tells
+MAX_GAPS = 256  # recoveries whose seconds are in the report
 
 
 class EngineState(Enum):
-    """Whether there is an engine."""
+    """The state of the current engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -45,10 +45,10 @@ class EngineState(Enum):
 
 
 class EngineSupervisor:
-    """Keeps an engine running and its requests alive. Made by start(); lives in one event loop.
+    """Supervisor of an engine, which restarts it and resumes its requests. Made by start(), for one event loop.
 
-    `failed` is set when there will be no other engine, `failure` says why. `capacity` is the first engine's, and what
-    every later one holds at least.
+    `failed` is set when there will be no other engine, `failure` says why. `capacity` is the first engine's, which
+    every later one has at least.
     """
 
     def __init__(self, config: Config, command: Sequence[str], observer: LedgerObserver | None) -> None:
@@ -64,10 +64,10 @@ class EngineSupervisor:
         self._has_standby = config.serving.standby
         self._engine: EngineProcess
         self._running: asyncio.Task[None] | None = None
-        self._killed = ""  # why, when the engine is being killed on purpose
-        self._died_at: float | None = None  # since when no request got a token for want of an engine
+        self._killed = ""  # the reason while the engine is being killed on purpose
+        self._died_at: float | None = None  # since when no request got a token because there was no engine
         self._gaps: deque[float] = deque(maxlen=MAX_GAPS)
-        self._orders: dict[Verb, bool] = {}  # pause, drain: whether the current engine has the order
+        self._orders: dict[Verb, bool] = {}  # pause, drain -> True if the current engine has the order
         self._num_malformed = self._num_stale = 0  # frames of engines that ended
         self._is_closing = False
 
@@ -75,7 +75,7 @@ class EngineSupervisor:
     async def start(
         cls, config: Config, *, command: Sequence[str] = COMMAND, observer: LedgerObserver | None = None
     ) -> EngineSupervisor:
-        """Start the first engine. Raises what kept it from opening, or EngineDeadError; nothing is left then."""
+        """Start the first engine. Raises the error of its opening, or EngineDeadError; then no process is left."""
         supervisor = cls(config, command, observer)
         engine = await supervisor.spawner.next()
         supervisor.capacity = engine.capacity
@@ -95,17 +95,17 @@ class EngineSupervisor:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the engine is idle, or its steps come in time."""
+        """True if the engine is idle, or its steps are in time."""
         if self.state is not EngineState.READY or not self._engine.client.is_alive:
             return False
         beat = self._engine.page.beat()
         return beat is None or beat.deadline is None or time.monotonic() <= beat.deadline
 
     def report(self) -> dict[str, object]:
-        """Return what happened so far. Gaps are seconds from an engine's end to the next token, or to the next engine
-        if no open request waits for a token."""
+        """Return the state, and counts since the start. Gaps are seconds from an engine's end to the next token, or to
+        the next engine if no open request waits for a token."""
         rejections, client = self.requests.rejections, self._engine.client
-        is_current = self.requests.engine is client  # else its frames are in the sums already
+        is_current = self.requests.engine is client  # else its frames are already in the sums
         return {
             "state": self.state.value,
             "epoch": self.epoch,
@@ -125,7 +125,7 @@ class EngineSupervisor:
         }
 
     def kill(self, why: str) -> None:
-        """End the engine's process at once, on purpose: no request is suspected for it. Nothing where there is none."""
+        """Kill the engine's process on purpose: no request becomes a suspect. Do nothing if there is no engine."""
         if self.state is EngineState.READY:
             self._killed = why
             self._engine.kill()
@@ -133,7 +133,7 @@ class EngineSupervisor:
     # --- EngineClient
 
     async def submit(self, request: Request) -> Accepted:
-        """Hand a request over; waits while there is no engine. Raises RequestError, EngineDeadError."""
+        """Submit a request; waits while there is no engine. Raises RequestError, EngineDeadError."""
         self._check_usable()
         if "drain" in self._orders:
             raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
@@ -163,7 +163,7 @@ class EngineSupervisor:
         return await self._client_or_raise().control(verb, argument)
 
     def restore(self, requests: Iterable[OpenRequest]) -> None:
-        """Put back requests of an earlier front end, ended ones too, and resume the others.
+        """Add the requests of an earlier front end, and resume those that have not ended.
 
         Raises DuplicateRequestError, EngineDeadError.
         """
@@ -172,7 +172,7 @@ class EngineSupervisor:
             self.requests.restore(state)
 
     async def close(self) -> None:
-        """Let the engine answer its requests, end it and its standby. Idempotent."""
+        """Let the engine end its requests, end it and its standby. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -196,7 +196,7 @@ class EngineSupervisor:
                 self._fail(f"{type(error).__name__}: {error}")
 
     async def _watch(self, engine: EngineProcess) -> str:
-        """Wait until the engine has ended, or stalls: then say how."""
+        """Wait until the engine has ended, or stalls; return how it stalls, "" if it ended."""
         watchdog = Watchdog(time.monotonic())
         while engine.client.is_alive and engine.returncode is None:
             await engine.client.ended(LOOK_S)
@@ -216,7 +216,7 @@ class EngineSupervisor:
         return ""
 
     async def _recover(self, engine: EngineProcess, stall: str) -> None:
-        """The engine ended, or has to: note which requests may be the cause, and go on with another."""
+        """Kill the engine if it has not ended, note which requests may be the cause, and start another."""
         self.state = EngineState.RECOVERING
         self._died_at = self._died_at or time.monotonic()
         await engine.kill_and_wait()
@@ -231,14 +231,14 @@ class EngineSupervisor:
         _LOG.warning("epoch %d began with %d open requests", self.epoch, len(self.requests))
 
     def _examine(self, engine: EngineProcess, what: str) -> bool:
-        """Take from a dead engine what it left: counts, suspects. Returns True if it had done a step."""
+        """Take counts and suspects from a dead engine; return True if it had done a step, or was killed on purpose."""
         client, beat = engine.client, engine.page.beat()
         asked = [state for name in client.unanswered if (state := self.requests.get_open(name)) is not None]
         batch = tuple(state.request.request_id for state in asked if state.request.params.grammar)  # built beside steps
         if beat is not None and beat.phase is Phase.STEP:
             batch += engine.page.batch(beat.batch) or ()
         elif beat is not None and beat.phase is Phase.COMMANDS:
-            batch = client.unanswered  # it died of taking one of them in
+            batch = client.unanswered  # it died while it admitted one of them
         engine.let_go()
         self._num_malformed += client.num_malformed
         self._num_stale += client.num_stale
@@ -281,7 +281,7 @@ class EngineSupervisor:
         self.failed.set()
 
     async def _while_expiring(self, awaitable: Awaitable[_T]) -> _T:
-        """Wait, and meanwhile end the requests whose time is over: there is no engine that would."""
+        """Wait, and meanwhile end the requests whose time is over, since there is no engine to end them."""
         task = asyncio.ensure_future(awaitable)
         try:
             while not task.done():
@@ -296,7 +296,7 @@ class EngineSupervisor:
     # --- orders and explanations
 
     def _post_orders(self) -> None:
-        """Pause or drain the current engine, once it has all requests that it resumes."""
+        """Pause or drain the current engine, once it has all resumed requests."""
         if not self.requests.is_holding:
             for verb, is_posted in tuple(self._orders.items()):
                 if not is_posted and self.state is EngineState.READY:
@@ -320,7 +320,7 @@ class EngineSupervisor:
             raise EngineDeadError(self.failure)
 
     def _explain_held(self, name: str) -> dict[str, object] | None:
-        """Explain an open request that no engine has; None for any other."""
+        """Explain an open request that no engine has; return None for any other."""
         is_ready, state = self.state is EngineState.READY, self.requests.get_open(name)
         if state is None or (is_ready and self.requests.has_engine(name)):
             return None
@@ -332,7 +332,7 @@ class EngineSupervisor:
         return {**told, "text": f"{name} waits: {why}", "public_text": f"waits: {why}"}
 
     def _with_epochs(self, answer: object) -> object:
-        """Add the engine's epoch, and the one in which the request came, to an explanation."""
+        """Add the engine's epoch, and the epoch of the request's arrival, to an explanation."""
         if not isinstance(answer, dict) or "text" not in answer:
             return answer
         epoch, state = self.epoch, self.requests.get(answer["id"])

@@ -1,10 +1,10 @@
 """Journal: requests with an Idempotency-Key and every id generated for them, on disk, for the next server process.
 
-Owns: when records are written, synced, compacted and forgotten, and serving without a disk that fails.
+Owns: when records are written, synced, compacted and dropped, and serving without the journal if its disk fails.
 Does not: serve a request, know the file format (journal_files does), or combine records (journal_state does).
 Belongs to one event loop's thread.
-Invariants: a record is written before what it holds is sent; `synced` returns only when all written so far is as
-durable as `--journal-sync` promises, or the journal is suspended; no disk error ever reaches a request.
+Invariants: a record is written before its data is sent; `synced` returns only when all records written so far are as
+durable as `--journal-sync` promises, or the journal is suspended; no disk error ever fails a request.
 While suspended, the requests stay in memory; a new snapshot then brings the folder up to date.
 """
 
@@ -43,15 +43,15 @@ from octavo.frontend.journal_files import (
 from octavo.frontend.journal_state import JournaledRequest, JournaledRun, recover
 from octavo.frontend.open_request import OpenRequest
 
-SYNC_S = 0.010  # least time between two syncs
+SYNC_S = 0.010  # minimum time between two syncs
 RETRY_S = 5.0  # from a disk error to the next attempt
-MAX_RESTARTS = 3  # in a row without a token for a request: it may be what ends the server
+MAX_RESTARTS = 3  # in a row without a token for a request: it may be the cause of the server's crashes
 COMPACT_BYTES = 4 << 20  # smaller journals are not compacted
 _log = logging.getLogger(__name__)
 
 
 def open_journal(config: Config) -> Journal | None:
-    """Open the journal that the settings ask for, if any. Blocks while it reads what is there. Raises ConfigError."""
+    """Open the journal of the settings, if any. Blocks while it reads the folder. Raises ConfigError."""
     retry, model = config.retry, config.model
     if retry.journal is None:
         return None
@@ -101,7 +101,7 @@ class Journal:
         self._num_bytes = 0  # in all segments that count
         self._retry_at = 0.0
         self._num_written = self._num_durable = 0  # records
-        self._syncs = asyncio.Lock()  # one at a time; of one segment before those of the next
+        self._syncs = asyncio.Lock()  # one sync at a time; those of a segment before those of the next
         self._synced_at = 0.0
         self._renewal: asyncio.Task[None] | None = None
         self._begin()
@@ -170,11 +170,11 @@ class Journal:
             self.forget(request.run)
 
     async def synced(self) -> None:
-        """Wait until what was written so far is as durable as promised."""
+        """Wait until all records written so far are as durable as promised."""
         target = self._num_written
         while self._is_synced and self._segment is not None and self._num_durable < target:
             async with self._syncs:
-                if self._num_durable < target:  # else the sync that this one waited for has done it
+                if self._num_durable < target:  # else the sync that held the lock has done it
                     await asyncio.sleep(max(0.0, self._synced_at + SYNC_S - self._now()))
                     await self._sync()
 
@@ -186,7 +186,7 @@ class Journal:
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     def close(self) -> None:
-        """Write no more; what is open stays open in the folder, for the next server process. Idempotent."""
+        """Write no more; open requests stay open in the folder, for the next server process. Idempotent."""
         if self.is_closed:
             return
         if self._segment is not None:
@@ -200,7 +200,7 @@ class Journal:
         self._lock = -1
 
     def _drop_unusable(self) -> None:
-        """Drop runs that were not opened whole, of which no client had an answer, and those that got no tokens."""
+        """Drop runs of which not all requests were opened (no client has an answer), and those that got no tokens."""
         for run in [number for number, run in self.state.runs.items() if not run.is_whole]:
             self.state.drop(run)
         for run in self.state.count_restart(MAX_RESTARTS):
@@ -211,7 +211,7 @@ class Journal:
             request.has_gap = False
 
     def _is_loose(self) -> bool:
-        """Return True if more than half of the segments is of no use any more."""
+        """Return True if more than half of the segments' bytes are obsolete."""
         return self._num_bytes > COMPACT_BYTES and self._num_bytes > 2 * self.state.num_bytes
 
     def _write(self, record: Record) -> None:
@@ -219,13 +219,13 @@ class Journal:
         self._put(record)
 
     def _put(self, record: Record) -> None:
-        """Write a record that is applied to the state already."""
+        """Write a record that is already applied to the state."""
         if self._segment is None:
             return
         try:
             data = packed(record)
             self._segment.add(data)
-        except RecordTooLargeError as error:  # it is served, but the next server process will not know it
+        except RecordTooLargeError as error:  # the request is served, but the next server process will not know it
             _log.warning("journal: left out: %s", error)
             return
         except OSError as error:
@@ -292,7 +292,7 @@ class Journal:
         try:
             async with self._syncs:
                 head, segment = self._next_segment()
-                # From here to the next await nothing changes, so the snapshot and the new segment meet without a gap.
+                # Nothing changes before the next await, so there is no gap between the snapshot and the new segment.
                 unfinished = [run for run in self.state.runs.values() if not run.is_ended]
                 ended = [run for run in self.state.runs.values() if run.is_ended]
                 records = chain(tuple(_records(unfinished)), _records(ended))

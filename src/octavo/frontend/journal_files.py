@@ -1,4 +1,4 @@
-"""The journal on the disk: a folder of numbered segments, and the records in them.
+"""The journal on disk: a folder of numbered segments, and the records in them.
 
 Owns: file names, modes (the folder 0700, files 0600: they hold prompts and answers), the lock, whole writes, syncs; the
 records, their size cap and checksums, and reading a segment's bytes. Does not: decide when to write, sync or compact
@@ -7,7 +7,7 @@ A record is `u32 length | u32 crc32 | msgpack` of a tagged struct. Lengths and c
 covers the length too; packed ids are in this machine's order: a journal stays on the machine that wrote it.
 Invariants: a segment is only appended to; a snapshot gets its name when it is whole and on the disk, and only then are
 the segments deleted that it replaces; one process holds the lock; a file that is not a segment is neither read nor
-deleted; whatever the bytes, reading gives the longest prefix of whole, checked records and never raises.
+deleted; for any bytes, reading returns the longest prefix of whole, valid records and never raises.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MARK_END = _MARK_AT + len(_MARK)
 _NAME = re.compile(r"journal-(\d{8})\.(seg|tmp)")
 _BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 _WRITE_BYTES = 1 << 20
-SAME_CLOCK_S = 1.0  # clocks that drifted by less are taken as the same boot where the boot has no name
+SAME_CLOCK_S = 1.0  # if the boot has no name, clocks that drifted by less are of the same boot
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -68,9 +68,9 @@ class Head(_Record):
 
 
 class Began(_Record):
-    """A run: one HTTP request with a key, made of `num_requests` requests. `facts` are the server's own.
+    """A run: one HTTP request with a key, made of `num_requests` requests. `facts` are opaque data of the server.
 
-    `body_hash` says whether a later request with the same key is the same; `at` is on the monotonic clock.
+    `body_hash` shows whether a later request with the same key is the same; `at` is on the monotonic clock.
     `num_restarts`: server processes in a row that resumed it and got no token for it.
     """
 
@@ -94,7 +94,7 @@ class Opened(_Record):
 
 
 class LoggedEvents(_Record):
-    """What one `Events` says of journaled requests: its columns, with numbers for names, and its decisions."""
+    """The part of one `Events` about journaled requests: its columns, with numbers for names, and its decisions."""
 
     at: float
     numbers: bytes = b""
@@ -134,7 +134,7 @@ def _checksum(length: int, body: bytes | memoryview) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A segment as read: its whole records, and where and why reading stopped before the end, if it did.
+    """The contents of a segment: its whole records, and where and why reading stopped before the end, if it did.
 
     `is_torn`: only the last record is incomplete, as after a crash of the writer.
     """
@@ -147,7 +147,7 @@ class Contents:
 
     @property
     def head(self) -> Head | None:
-        """The first record, where it is one of a segment."""
+        """The first record, None if it is no Head."""
         first = self.records[0] if self.records else None
         return first if isinstance(first, Head) else None
 
@@ -191,15 +191,15 @@ class Disk:
     """The system calls that fail on a full disk; tests replace them."""
 
     def open(self, path: Path) -> int:
-        """Create a file of this user alone; it must not exist."""
+        """Create a file that only this user can access; it must not exist."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
-        """write(2)."""
+        """Call write(2)."""
         return os.write(fd, data)
 
     def sync(self, fd: int) -> None:
-        """fdatasync(2)."""
+        """Call fdatasync(2)."""
         os.fdatasync(fd)
 
 
@@ -220,7 +220,7 @@ class BootClock:
         return cls(boot, time.monotonic(), time.time())
 
     def shift_from(self, head: Head) -> float:
-        """Return what to add to a segment's monotonic times. The wall clock is used only across boots."""
+        """Return the seconds to add to a segment's monotonic times. The wall clock is used only across boots."""
         shift_s = (self.mono - self.wall) - (head.mono - head.wall)
         is_same = self.boot == head.boot if self.boot else abs(shift_s) < SAME_CLOCK_S
         return 0.0 if is_same else shift_s
@@ -243,15 +243,15 @@ def lock_folder(folder: Path, option: str) -> int:
 
 
 class JournalSegment:
-    """One open segment. Every `add` is one write(2), or a few where the kernel takes only a part."""
+    """One open segment. Every `add` is one write(2), or a few if the kernel accepts only a part."""
 
     def __init__(self, path: Path, head: Head, disk: Disk) -> None:
-        """Create it with its head. Raises OSError."""
+        """Create the segment with its head. Raises OSError."""
         self.path = path
         self.num_bytes = 0
         self._disk = disk
         self._fd = disk.open(path)
-        self._lock = threading.Lock()  # syncs run in other threads; the descriptor stays while one does
+        self._lock = threading.Lock()  # syncs run in other threads; the descriptor stays open during a sync
         try:
             self.add(packed(head))
         except OSError:
@@ -259,7 +259,7 @@ class JournalSegment:
             raise
 
     def add(self, data: bytes) -> None:
-        """Append whole records. Raises OSError; then what was written of them is cut off, where that is possible."""
+        """Append whole records. Raises OSError; the bytes written of them are then cut off, if possible."""
         view = memoryview(data)
         try:
             while view:
@@ -271,13 +271,13 @@ class JournalSegment:
         self.num_bytes += len(data)
 
     def sync(self) -> None:
-        """Wait until all of it is on the disk. Raises OSError."""
+        """Wait until the whole segment is on the disk. Raises OSError."""
         with self._lock:
             if self._fd >= 0:
                 self._disk.sync(self._fd)
 
     def close(self) -> None:
-        """Close it. Idempotent."""
+        """Close the segment. Idempotent."""
         with self._lock:
             if self._fd >= 0:
                 with contextlib.suppress(OSError):
@@ -285,7 +285,7 @@ class JournalSegment:
                 self._fd = -1
 
     def discard(self) -> None:
-        """Close and delete it."""
+        """Close and delete the segment."""
         self.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -297,7 +297,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def write_snapshot(folder: Path, head: Head, records: Iterable[Record], disk: Disk) -> int:
-    """Write a segment that replaces all before it, then delete those; return its size. Raises OSError."""
+    """Write a segment that replaces all earlier ones, then delete those; return its size. Raises OSError."""
     path = segment_path(folder, head.number)
     unfinished = path.with_suffix(".tmp")
     _delete(unfinished)
@@ -339,13 +339,13 @@ def numbered(folder: Path, kind: str = "seg") -> list[tuple[int, Path]]:
 
 
 def delete_unfinished(folder: Path) -> None:
-    """Delete snapshots that were not finished. Raises OSError when the folder cannot be read."""
+    """Delete unfinished snapshots. Raises OSError if the folder cannot be read."""
     for _, path in numbered(folder, "tmp"):
         _delete(path)
 
 
 def read_segment(path: Path) -> tuple[Contents, str | None]:
-    """Read a segment, as far as it can be; return what was read, and a warning for the log."""
+    """Read a segment as far as possible; return its contents, and a warning for the log."""
     try:
         if not _is_segment(path):
             return Contents((), 0, 0), f"{path.name} is not a segment of a journal and is left alone"

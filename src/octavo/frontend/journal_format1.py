@@ -1,6 +1,6 @@
-"""Records of journals of format 1 that format 2 writes otherwise, read once at the start.
+"""Records of journals of format 1 that differ in format 2, read once at the start.
 
-Owns: their structs, and what they say as decisions. Does not: read files, or write any of this.
+Owns: their structs, and their conversion to decisions. Does not: read files, or write such records.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EndedRequest(_Entry):
 
 
 class Appended(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """What one `Events` added: columns of packed 32-bit numbers, then ends and admissions."""
+    """The changes of one `Events`: columns of packed 32-bit numbers, then ends and admissions."""
 
     at: float
     numbers: bytes
@@ -63,7 +63,7 @@ class Appended(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=
     starts: tuple[StartedRequest, ...] = ()
 
     def token_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Return its log-probabilities as core has them."""
+        """Return the log-probabilities in core's form."""
         if self.logprobs is None:
             return None
         return [None if entry is None else TokenLogprobs(*entry) for entry in self.logprobs]
@@ -88,7 +88,7 @@ class Appended(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=
 
 
 def _error(end: EndedChoice | EndedRequest) -> FinishError | None:
-    """Return an end's error; where its kind was not written, the text begins with it."""
+    """Return an end's error; if its kind was not written, the text begins with it."""
     if end.message is None:
         return None
     kind = end.kind

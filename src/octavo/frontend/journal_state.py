@@ -2,8 +2,8 @@
 
 Owns: which requests are journaled, their events as records, applying records, reading a journal's folder at the start.
 Does not: write files, or decide what is kept.
-While the journal is written, the ledger changes the OpenRequests and they are only read here; a restart makes them from
-the records, by the same methods that the ledger uses.
+While the journal is written, the ledger changes the OpenRequests and this module only reads them; a restart rebuilds
+them from the records, with the same methods that the ledger uses.
 Invariants: a choice's ids have no gap; a request whose records have a gap keeps the ids before it and stays open, so
 that it is resumed and never answered with a hole; applying a record twice changes nothing.
 """
@@ -51,8 +51,8 @@ _LOGPROB_BYTES = 24
 class JournaledRequest:
     """One request of a run; its ids and ends are those of `state`, which it shares with the ledger.
 
-    `number` names it in records. `logprobs` are those of all ids, by choice, where they were requested: a reader takes
-    the ledger's away. `ended_at` is on the monotonic clock, None while it is open in the journal.
+    `number` names it in records. `logprobs` are those of all ids, by choice, if they were requested: a reader removes
+    the ledger's. `ended_at` is on the monotonic clock, None while the request is open in the journal.
     """
 
     run: int
@@ -61,7 +61,7 @@ class JournaledRequest:
     state: OpenRequest
     logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     ended_at: float | None = None
-    has_gap: bool = False  # records of it are missing: later ones are ignored
+    has_gap: bool = False  # some of its records are missing: later ones are ignored
 
     @property
     def request(self) -> Request:
@@ -70,7 +70,7 @@ class JournaledRequest:
 
     @property
     def end(self) -> Event | None:
-        """Its end, None while it is open in the journal."""
+        """The request's end, None while it is open in the journal."""
         return None if self.ended_at is None else self.state.end
 
     @property
@@ -86,7 +86,7 @@ class JournaledRequest:
         return _REQUEST_BYTES + 4 * self.request.num_prompt_tokens + per_token * self.num_tokens
 
     def append(self, choice: int, position: int, token_id: int, entry: TokenLogprobs | None, at: float) -> None:
-        """Append the next id of a choice from a record; ignore one that is held already, or cannot be placed."""
+        """Append the next id of a choice from a record; ignore an id that is already held, or does not follow."""
         page = self.state.page(choice)
         if page is None or self.has_gap or self.ended_at is not None or position != len(page.ids):
             self.has_gap |= page is not None and position > len(page.ids)
@@ -105,7 +105,7 @@ class JournaledRequest:
     def records(self) -> Iterator[Record]:
         """Yield the records that make it anew. Raises WireError for a request that is too large."""
         state, name = self.state, self.request.request_id
-        # The keys of its blocks follow from its ids, and take more room than they do.
+        # The keys of its blocks can be computed from its ids, and take more space than these.
         submit = Submit.of(0, replace(self.request, block_keys=None))
         yield Opened(self.run, self.index, self.number, submit)
         for choice, page in state.pages.items():
@@ -170,7 +170,7 @@ class JournaledRun:
 
 
 class JournalState:
-    """All runs of a journal, oldest first. `num_faults` counts records that could not be placed."""
+    """All runs of a journal, oldest first. `num_faults` counts records that could not be applied."""
 
     def __init__(self) -> None:
         self.runs: dict[int, JournaledRun] = {}
@@ -197,17 +197,17 @@ class JournalState:
             self.close(request)
 
     def close(self, request: JournaledRequest) -> None:
-        """Take nothing more for a request."""
+        """Accept no more records of a request."""
         if self.open.get(request.request.request_id) is request:
             del self.open[request.request.request_id]
 
     def stop_open(self) -> None:
-        """Take nothing more from records for open requests, since some may be missing from here on."""
+        """Accept no more records of open requests, since some may be missing from here on."""
         for request in self.open.values():
             request.has_gap = True
 
     def begin_process(self) -> None:
-        """Note that a server process began with this state: later tokens are its own."""
+        """Mark the begin of a server process: later tokens are its own."""
         for run in self.runs.values():
             run.num_before = run.num_tokens
 
@@ -224,7 +224,7 @@ class JournalState:
     # --- events, while the journal is written
 
     def record_of(self, events: Events, at: float) -> LoggedEvents | None:
-        """Return what the events say of journaled requests as a record, None where it is nothing."""
+        """Return the part of the events about journaled requests as a record, None if there is none."""
         found = [self.open.get(name) for name in events.request_ids]
         if None in found:
             events = without(events, [index for index, request in enumerate(found) if request is None])
@@ -249,14 +249,14 @@ class JournalState:
         )
 
     def _take_decision(self, event: Event, at: float) -> bool:
-        """Note the end of a journaled request; return False for a decision that is not recorded."""
+        """Set the end of a journaled request; return False for a decision that is not recorded."""
         request = self.open.get(event.request_id)
         if request is None or event.kind not in _RECORDED:
             return False
         if event.kind is EventKind.FINISHED:
             self.close(request)
             if event.error is not None and event.error.kind is ErrorKind.ENGINE_DEAD:
-                return False  # no engine is left: it stays open on the disk, for the next server process
+                return False  # no engine is left: the request stays open on the disk, for the next server process
             request.ended_at = at
         return True
 
@@ -332,7 +332,7 @@ class JournalState:
 
 @dataclass(slots=True)
 class Recovery:
-    """What a folder held: the state, warnings for the log, and the first number that is free."""
+    """The contents of a folder: the state, warnings for the log, and the first free number."""
 
     state: JournalState = field(default_factory=JournalState)
     warnings: list[str] = field(default_factory=list)
@@ -340,7 +340,7 @@ class Recovery:
 
 
 def recover(folder: Path, model: str, clock: BootClock) -> Recovery:
-    """Read every segment that was not replaced. Raises OSError when the folder cannot be read."""
+    """Read every segment that was not replaced. Raises OSError if the folder cannot be read."""
     result = Recovery()
     delete_unfinished(folder)
     segments: list[tuple[int, Path, Contents]] = []

@@ -1,7 +1,7 @@
 """EngineClient for an engine loop in this process.
 
-Owns: the hand-over from the engine's thread to the event loop's: one wake-up for all that a step brought.
-Does not: protect from crashes; an engine that dies takes the process's model with it.
+Owns: passing calls from the engine's thread to the event loop's, with one wake-up for all calls of a step.
+Does not: protect from crashes: an engine that dies is not replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EPOCH = 1  # an engine in this process has no successor
 
 
 class LocalClient:
-    """Talks to an EngineLoop, which it attaches to; starts it at the first request."""
+    """Client of an EngineLoop, to which it attaches; it starts the loop at the first request."""
 
     def __init__(self, engine: EngineLoop) -> None:
         self.epoch = _EPOCH
@@ -40,7 +40,7 @@ class LocalClient:
         engine.attach(partial(self._hand_over, self.requests.accept, _EPOCH))
 
     async def submit(self, request: Request) -> Accepted:
-        """Hand a request over. Raises RequestError, EngineDeadError; cancelled while waiting, the request is too."""
+        """Submit a request. Raises RequestError, EngineDeadError. If this task is cancelled, so is the request."""
         self._bind()
         return await self.requests.submit(request)
 
@@ -66,7 +66,7 @@ class LocalClient:
     async def close(self) -> None:
         """Stop the engine; every open request is answered first. Idempotent."""
         self._engine.stop()
-        while not self._engine.join(0):  # no thread waits for it: at the interpreter's end none can be started
+        while not self._engine.join(0):  # polled: at the interpreter's end no thread can be started to wait
             await asyncio.sleep(JOIN_POLL_S)
         self._drain()
         if self._loop is not None and not self._loop.is_closed():
@@ -74,7 +74,7 @@ class LocalClient:
         self._loop = None
 
     def _bind(self) -> None:
-        """Serve the running event loop; a new one (a second asyncio.run) takes over from a closed one."""
+        """Attach to the running event loop; a new loop (a second asyncio.run) may replace a closed one."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             assert self._loop is None or self._loop.is_closed(), "one client serves one event loop"
@@ -90,7 +90,7 @@ class LocalClient:
         return answer
 
     def _hand_over(self, action: Callable[..., object], *arguments: Any) -> None:
-        """From any thread: make this call in the event loop, with one wake-up for all that are pending."""
+        """Make this call in the event loop, from any thread, with one wake-up for all pending calls."""
         self._pending.append((action, arguments))
         if self._is_woken or self._loop is None:
             return
@@ -110,10 +110,10 @@ class LocalClient:
 
 
 class LoopWakeup:
-    """Calls `callback` in the loop's thread after any number of wakes, from any thread; `attach` moves it to a loop.
+    """Wake-up of an event loop, which calls `callback` in the loop's thread after one or more wakes from any thread.
 
     asyncio's own wake-up releases the interpreter's lock: the woken thread takes it and may keep it for a whole switch
-    interval, which is 5 ms of a step that takes 10, while the step thread waits to go on.
+    interval, which is 5 ms of a step that takes 10, while the step thread waits for it.
     """
 
     def __init__(self, callback: Callable[[], None]) -> None:
@@ -126,15 +126,15 @@ class LoopWakeup:
         self._close = weakref.finalize(self, _close, self._reading, self._writing)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call back in this loop, whose thread calls this."""
+        """Call back in this loop from now on. Call this in the loop's thread."""
         loop.add_reader(self._reading, self._readable)
 
     def detach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call back no more. Idempotent."""
+        """Stop calling back in this loop. Idempotent."""
         loop.remove_reader(self._reading)
 
     def wake(self) -> None:
-        """Wake the loop. A full pipe has woken it already."""
+        """Wake the loop. If the pipe is full, the loop is already awake."""
         self._write(self._writing, b"!", 1)
 
     def _readable(self) -> None:

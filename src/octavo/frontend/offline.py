@@ -1,4 +1,4 @@
-"""The library's synchronous face: batches of prompts in, answers in input order out.
+"""The library's synchronous interface: batches of prompts, answered in input order.
 
 Owns: a thread with an event loop, batches with a progress bar, iterators over streams.
 Does not: know more of the engine than AsyncEngine does.
@@ -28,7 +28,7 @@ _P = TypeVar("_P")
 _Answer = TypeVar("_Answer", bound=RequestOutput | EmbeddingOutput)
 Params = AnyParams | Sequence[AnyParams]
 _TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools")
-# Other arguments that vLLM's methods have: what to do instead. None is taken as left out.
+# Other arguments of vLLM's methods, with what to do instead. None counts as left out.
 _ELSEWHERE = {
     "lora_request": "adapters are not supported",
     "priority": "give it to AsyncLLM.generate, or serve with --policy priority",
@@ -42,7 +42,7 @@ Advance = Callable[[RequestOutput | EmbeddingOutput], None]
 
 
 class OfflineEngine:
-    """Generates in batches. Safe to use from several threads; close() or leave the context when done."""
+    """Synchronous generation in batches. Safe to use from several threads; close() or leave the context when done."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._engine = AsyncEngine(sessions)
@@ -99,9 +99,9 @@ class OfflineEngine:
     def embed(
         self, prompts: AnyPrompt | Sequence[AnyPrompt], use_tqdm: bool = True, **others: Any
     ) -> list[EmbeddingOutput]:
-        """Give each prompt's vector (docs/apis.md), in input order; prompts are those of generate.
+        """Return each prompt's vector (docs/apis.md), in input order; prompts are those of generate.
 
-        The first one that is refused or fails raises its error, and the others are cancelled.
+        The first prompt that is refused or fails raises its error, and the others are cancelled.
         """
         _, shown = _named("embed", None, use_tqdm, others)
         listed = _as_list(prompts)
@@ -127,23 +127,23 @@ class OfflineEngine:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What is used where no params are given: the model's own generation config."""
+        """The parameters used if none are given: the model's own generation config."""
         return self._engine.default_params
 
     def statistics(self) -> Mapping[str, object]:
-        """Engine counters and gauges as plain JSON values."""
+        """Return engine counters and gauges as plain JSON values."""
         return self._wait(self._engine.statistics())
 
     def export_statistics(self) -> Mapping[str, Table]:
-        """Tables of the last steps and requests (docs/statistics.md). Raises EngineError when nothing is collected."""
+        """Return tables of the last steps and requests (docs/statistics.md). Raises EngineError if not collected."""
         return self._wait(self._engine.export_statistics())
 
     def reset_statistics(self) -> None:
-        """Forget the figures of steps and requests; totals since the start stay. Raises EngineError as above."""
+        """Drop the figures of steps and requests; totals since the start are kept. Raises EngineError as above."""
         self._wait(self._engine.reset_statistics())
 
     def save_statistics(self, path: str | PathLike[str]) -> None:
-        """Write the tables as lines of JSON, replacing the file whole. Raises EngineError, OSError."""
+        """Write the tables as lines of JSON, replacing the file atomically. Raises EngineError, OSError."""
         self._wait(self._engine.save_statistics(path))
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class OfflineEngine:
             return self._wait(_all(answer, range(len(prompts)), advance))
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run in the event loop's thread; an interrupt here cancels it there."""
+        """Run a coroutine in the event loop's thread, and wait; an interrupt cancels it."""
         if not self._close.alive:
             work.close()
             raise RuntimeError("this engine is closed")
@@ -225,7 +225,7 @@ async def _all(answer: Callable[[_P], Awaitable[_Answer]], prompts: Sequence[_P]
 
 
 def _named(method: str, params: Params, use_tqdm: object, others: dict[str, Any]) -> tuple[Params, bool]:
-    """Return the sampling parameters and whether a bar is shown, whichever of their names they were given by.
+    """Return the sampling parameters and whether a bar is shown, given by any of their names.
 
     Raises InvalidRequestError for any other argument, with what to give instead.
     """
@@ -253,7 +253,7 @@ def _spread(params: object, count: int) -> list[object]:
 
 
 def _as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
-    """A single prompt is a text, a mapping, or a list that begins with a token id; anything else is a list of them."""
+    """Return prompts as a list. One prompt is a text, a mapping, or a list that begins with a token id."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
@@ -272,14 +272,14 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     if loop.is_closed() or not thread.is_alive() or thread is threading.current_thread():
-        return  # collected in its own thread: it cannot wait for itself, and ends with the process
+        return  # finalized in its own thread, which cannot wait for itself and ends with the process
     asyncio.run_coroutine_threadsafe(_close_all(engine), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
 
 
 async def _close_all(engine: AsyncEngine) -> None:
-    """Close the engine, and let open readers see the end."""
+    """Close the engine, and let open readers read the end."""
     await engine.close()
     rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if rest:
@@ -292,6 +292,6 @@ async def _close_all(engine: AsyncEngine) -> None:
 def _bar(total: int, is_shown: bool) -> AbstractContextManager[Advance]:
     if not (is_shown and sys.stderr.isatty()):
         return nullcontext(lambda _: None)
-    from octavo.frontend.progress import batch_bar  # rich costs 50 ms to import: only where it shows
+    from octavo.frontend.progress import batch_bar  # rich takes 50 ms to import: only if a bar is shown
 
     return batch_bar(total)

@@ -1,9 +1,9 @@
-"""One request of the front end: as sent, a page of ids per choice, its end, and the request as a later engine gets it.
+"""One request of the front end: as submitted, a page of ids per choice, its end, and the request that resumes it.
 
-Owns: the pages, the reader's place in them, what was given of prompt scores, the request as it resumes.
-Does not: judge epochs or wait (see open_requests).
-Invariants: a choice has one end and takes nothing after it; a prompt score is kept once; what was true at the first
-admission (queue, cached tokens) stays true under later engines.
+Owns: the pages, the reader's position in them, the prompt scores received, the request for a later engine.
+Does not: check epochs (see open_requests).
+Invariants: a choice has one end and accepts nothing after it; a prompt score is kept once; the figures of the first
+admission (queue time, cached tokens) do not change under later engines.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.outbox import finished
 
-MAX_PREEMPTIONS_TOLD = 32  # of one request, with their times
+MAX_PREEMPTIONS_TOLD = 32  # of one request that are kept, with their times
 
 
 def num_choices(params: SamplingParams) -> int:
-    """Return the choices that the engine gives: of a beam search those asked for, else all that are made."""
+    """Return the number of choices that the engine outputs: of a beam search `n`, else all that are generated."""
     return params.n if params.beam_width else params.num_sequences
 
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One choice: its ids, those read so far, and its end. `logprobs` are those of the ids not yet read."""
+    """One choice: its ids, how many were read, and its end. `logprobs` are those of the unread ids."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     num_read: int = 0
@@ -38,19 +38,19 @@ class Page:
 
     @property
     def has_news(self) -> bool:
-        """Whether the reader lacks something of it."""
+        """True if the reader has not read all ids and the end."""
         return self.num_read < len(self.ids) or (self.end is not None and not self.is_end_read)
 
 
 class OpenRequest:
-    """One request: as sent (its seed set), a page per choice, and its end. Pages are made as their choices turn up.
+    """One request: as submitted (with a seed), a page per choice, made at the choice's first event, and its end.
 
-    `epoch` is that of its arrival, 0 where an earlier front end took it. `has_progress`: it got a token in this epoch,
-    if only one that was here already; `num_crashes` are the engines that died with it in their batch since its last
-    token. `requested_ends` are ends asked for, by choice (None = the whole request), which an engine that died may not
+    `epoch` is that of its arrival, 0 if an earlier front end accepted it. `has_progress`: it got a token in this epoch,
+    even one that was already held; `num_crashes` are the engines that died with it in their batch since its last
+    token. `requested_ends` are cancellations, by choice (None = the whole request), which an engine that died may not
     have received. `queue_s` and `cached_tokens` are those of its first admission, None and 0 before it. `max_tokens` is
-    what the engine decided on, 0 before it accepted the request. `answer` is what its submit waits for, `waiter` what
-    its reader waits for, for any output or (`final_only`) for the end.
+    the engine's decision, 0 before it accepted the request. `answer` is the future of its submit, `waiter` that of
+    its reader, for any output or (`final_only`) for the end.
     """
 
     __slots__ = (
@@ -69,7 +69,7 @@ class OpenRequest:
         self.preempted: tuple[tuple[float, float], ...] = ()
         self.end: Event | None = None
         self.is_read = False
-        self.is_abandoned = False  # it has no reader any more
+        self.is_abandoned = False  # it no longer has a reader
         self.answer: Future[Accepted] | None = None
         self.waiter: Future[None] | None = None
         self.final_only = False
@@ -89,28 +89,28 @@ class OpenRequest:
 
     @property
     def has_several(self) -> bool:
-        """Whether the engine runs several sequences for it: such a request begins anew in a later epoch."""
+        """True if the engine runs several sequences for it: such a request starts over in a later epoch."""
         params = self.request.params
         return params.num_sequences > 1 or params.beam_width > 0
 
     @property
     def ended_choices(self) -> list[int]:
-        """Choices that ended before the request."""
+        """Choices that have ended."""
         return [choice for choice, page in self.pages.items() if page.end is not None]
 
     @property
     def num_unread(self) -> int:
-        """Tokens that its reader has not taken."""
+        """Number of tokens that its reader has not read."""
         return sum(len(page.ids) - page.num_read for page in self.pages.values())
 
     def page(self, choice: int) -> Page | None:
-        """The page of a choice; None when the request has no such choice."""
+        """Return the page of a choice; None if the request has no such choice."""
         if choice not in self.pages and 0 <= choice < self._num_choices:
             self.pages[choice] = Page()
         return self.pages.get(choice)
 
     def note(self, event: Event) -> None:
-        """Take a decision that ends nothing: it was admitted, preempted, or resumed."""
+        """Apply a decision other than an end: the request was admitted, preempted, or resumed."""
         if event.kind == EventKind.ADMITTED and self.queue_s is None:
             self.queue_s = max(0.0, event.time - self.request.arrival)
             self.cached_tokens = event.cached_tokens
@@ -126,10 +126,10 @@ class OpenRequest:
         self._out_since = None
 
     def end_choice(self, end: Event) -> bool:
-        """End one choice; False where it cannot: ended, or unknown.
+        """End one choice; return False if it has ended, or is unknown.
 
-        The engine ends the last one with its request. One that begins the request anew does not know which are over,
-        and may end the last one first: its reader gets that end together with the request's.
+        The engine ends the last choice with its request. An engine that starts the request over does not know which
+        choices have ended, and may end the last one first: its reader gets that end together with the request's.
         """
         page = self.page(end.choice)
         if page is None or page.end is not None:
@@ -139,7 +139,7 @@ class OpenRequest:
         return True
 
     def is_last(self, choice: int) -> bool:
-        """Whether all other choices have ended."""
+        """Return True if this choice is open and all others have ended."""
         page = self.page(choice)
         return page is not None and page.end is None and self._num_ended + 1 >= self._num_choices
 
@@ -153,9 +153,9 @@ class OpenRequest:
             page.end = page.end or end
 
     def add_scores(self, first: int, entries: tuple[TokenLogprobs, ...]) -> bool:
-        """Add log-probabilities of prompt positions from `first` on; chunks come in order. False: none was new.
+        """Add log-probabilities of prompt positions from `first` on, in order; return False if none was new.
 
-        What an earlier epoch gave already is left out, and so is what does not follow on it.
+        Those received in an earlier epoch are left out, and so are chunks after a gap.
         """
         known = self.next_score - first
         if known < 0 or known >= len(entries):
@@ -167,14 +167,14 @@ class OpenRequest:
         return True
 
     def begin_epoch(self) -> None:
-        """Another engine serves it: what the last one noted about its batches is void."""
+        """Reset the state that belongs to one engine: progress and preemptions."""
         self.has_progress = False
         self.preempted, self._out_since = (), None
 
     def resumed(self) -> Request:
-        """Return the request as the next engine gets it: after what was emitted, without what was done already.
+        """Return the request for the next engine, with the ids emitted so far, and without work that is done.
 
-        One of several sequences starts anew: the ids that come again are those held here.
+        A request of several sequences starts over: the engine generates the ids held here again.
         """
         request = self.request
         if self.queue_s is None and not self.pages[0].ids and self.next_score == request.score_from:
@@ -194,7 +194,7 @@ class OpenRequest:
         )
 
     def implied_end(self) -> Event | None:
-        """Return the end that the ids held here imply, None while there is none: an engine would refuse to go on."""
+        """Return the end implied by the ids held here, None if there is none: an engine would refuse to resume it."""
         request, params, ids = self.request, self.request.params, self.pages[0].ids
         if self.has_several or not ids:
             return None
@@ -207,10 +207,10 @@ class OpenRequest:
         return None
 
     def take(self, max_ids: int = sys.maxsize) -> list[TokenOutput]:
-        """Return what the reader lacks, one output per choice, of at most `max_ids` new ids each. The last is final."""
+        """Return the unread outputs, one per choice, of at most `max_ids` new ids. The request's last one is final."""
         end, pages = self.end, self.pages
         if end is None and self._num_ended == self._num_choices:
-            return []  # the last choice ends with its request, so that an output is left that can be final
+            return []  # the last choice ends with its request, so that one output is left to be final
         outputs = [self._take_page(choice, max_ids) for choice in sorted(pages) if pages[choice].has_news]
         if outputs and self._scores:
             outputs[0] = replace(outputs[0], prompt_logprobs=(self._scores_from, tuple(self._scores)))
@@ -229,14 +229,14 @@ class OpenRequest:
         return outputs
 
     def wait(self, final_only: bool) -> Future[None]:
-        """Return a future that is done when there is something to take, or only at the end."""
+        """Return a future that is done when there are outputs to take, or with `final_only` at the end."""
         assert self.waiter is None or self.waiter.done(), "a request has one reader"
         self.final_only = final_only
         self.waiter = get_running_loop().create_future()
         return self.waiter
 
     def wake(self) -> None:
-        """Wake the reader, if it waits for what came."""
+        """Wake the reader; with `final_only` only if the request has ended."""
         waiter = self.waiter
         if waiter is not None and not waiter.done() and (self.end is not None or not self.final_only):
             waiter.set_result(None)

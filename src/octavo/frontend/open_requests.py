@@ -1,12 +1,13 @@
 """The open requests of a front end, which outlive its engines.
 
-Owns: what was asked, every id that came back, the reader, and which engine has it. This is the ledger: an output counts
-if its epoch is current and its position is next; a later engine resumes what is here. A request in the batch of an
-engine that died is resumed; after ALONE_AFTER deaths without a token it runs alone, after MAX_CRASHES it is failed.
+Owns: each request, every id received for it, its reader, and whether an engine has it. This is the ledger: an output
+is accepted if its epoch is current and its position is next; a later engine resumes the open requests. A request in the
+batch of an engine that died is resumed; after ALONE_AFTER deaths without a token it runs alone, after MAX_CRASHES it
+is failed.
 Does not: start, watch or end engines (engine_supervisor does); one request's record is in open_request.
-Invariants: append first, then tell the observer, then wake the reader; a choice's ids have no gap and no duplicate; a
-slow reader finds one larger output, never a queue; a submit is answered once; a request that was cancelled, or whose
-time is over, is sent to no other engine; while one runs alone no other is sent.
+Invariants: append first, then call the observer, then wake the reader; a choice's ids have no gap and no duplicate; a
+slow reader gets one larger output, never a queue; a submit is answered once; a request that was cancelled, or whose
+time is over, is sent to no other engine; while a suspect runs alone no other request is sent.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from octavo.errors import (
 from octavo.frontend.open_request import OpenRequest
 
 _LOG = logging.getLogger(__name__)
-ALONE_AFTER = 2  # engines that died with a request in their batch, none with a token of it, before it runs alone
+ALONE_AFTER = 2  # engines that died with a request in their batch, without a token for it, before it runs alone
 MAX_CRASHES = 3  # the same, before it is failed
-MAX_UNREAD = 1024  # ended requests that were not read to the end; the oldest is dropped beyond
+MAX_UNREAD = 1024  # ended requests that were not read to the end; beyond this the oldest is dropped
 
 
 class EngineLink(Protocol):
-    """The current engine: `epoch` numbers it."""
+    """The connection to the current engine, whose number is `epoch`."""
 
     epoch: int
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
-        """Send a request; the future has the engine's answer, or what ended the engine.
+        """Send a request; return a future of the engine's answer, or of the error that ended the engine.
 
-        Raises InvalidRequestError when it is too large to be sent, EngineDeadError.
+        Raises InvalidRequestError if it is too large to be sent, EngineDeadError.
         """
         ...
 
@@ -63,24 +64,24 @@ class EngineLink(Protocol):
 
 
 class LedgerObserver(Protocol):
-    """Gets every change, in the event loop's thread, in order."""
+    """Observer of every change, called in the event loop's thread, in order."""
 
     def opened(self, state: OpenRequest) -> None:
-        """A request was recorded; no engine has seen it yet."""
+        """Handle a new request, before it is sent to an engine."""
         ...
 
     def appended(self, events: Events) -> None:
-        """This was accepted, and nothing else of what came with it. Ends that were made here are among it."""
+        """Handle accepted events: an engine's, without rejected parts, and ends made by the front end."""
         ...
 
     def forgotten(self, request_id: str) -> None:
-        """A request was dropped: refused by the engine, or read to its end."""
+        """Handle a dropped request: refused by the engine, or read to its end."""
         ...
 
 
 @dataclass(slots=True)
 class Rejections:
-    """What was dropped and counted."""
+    """Counts of dropped events and requests."""
 
     stale_epochs: int = 0  # events of an engine that was given up
     duplicates: int = 0  # ids at a position already held
@@ -93,8 +94,8 @@ class Rejections:
 class OpenRequests:
     """All open requests of one front end, oldest first, and the ended ones not yet read. For one event loop.
 
-    `engine` is the current one, None while there is none. `resumes`: another follows one that died, so that requests
-    which it did not answer wait for the next.
+    `engine` is the current one, None while there is none. `resumes`: an engine that dies is replaced, and requests that
+    it did not answer wait for the next one.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class OpenRequests:
         self.rejections = Rejections()
         self.num_resumed = 0
         self.num_failed_suspects = 0
-        self._held: dict[str, OpenRequest] = {}  # not sent to the engine yet: suspects first, then oldest first
+        self._held: dict[str, OpenRequest] = {}  # not yet sent to the engine: suspects first, then oldest first
         self._alone: OpenRequest | None = None  # the suspect that was sent, until it has a token or its end
         self._now = now
         self._observer = observer
@@ -140,19 +141,19 @@ class OpenRequests:
 
     @property
     def is_holding(self) -> bool:
-        """Whether requests are held until one that runs alone has a token or its end."""
+        """True while requests are held until one that runs alone has a token or its end."""
         return self._alone is not None
 
     def has_engine(self, request_id: str) -> bool:
-        """Return True if an engine was sent this request, so that it is the one to end it."""
+        """Return True if this request was sent to the current engine, which then has to end it."""
         return self.engine is not None and request_id not in self._held
 
     # --- requests are submitted, read and dropped
 
     async def submit(self, request: Request) -> Accepted:
-        """Record a request, send it, and wait for the engine's answer: that of a later one, if need be.
+        """Record a request, send it, and wait for the engine's answer, or that of a later engine.
 
-        Raises RequestError; EngineDeadError when there will be no engine. If this task is cancelled, so is the request.
+        Raises RequestError; EngineDeadError if there will be no engine. If this task is cancelled, so is the request.
         """
         state, name = self.add(request), request.request_id
         state.answer = asyncio.get_running_loop().create_future()
@@ -185,7 +186,7 @@ class OpenRequests:
         return state
 
     def restore(self, state: OpenRequest) -> None:
-        """Put in a request of an earlier front end, ended or to be resumed; the observer knows it.
+        """Add a request of an earlier front end, ended or to be resumed; the observer already knows it.
 
         Raises DuplicateRequestError.
         """
@@ -203,18 +204,18 @@ class OpenRequests:
             self._observer.forgotten(request_id)
 
     def forget_ended(self, state: OpenRequest) -> None:
-        """Drop this very request once it has ended; one that reuses its id stays."""
+        """Drop this request if it has ended, but not another one that reuses its id."""
         if self._ended.get(state.request.request_id) is state:
             self.forget(state.request.request_id)
 
     def abandon(self, state: OpenRequest) -> None:
-        """Drop a request without a reader once it ends. A second reader has its own reference to it."""
+        """Drop a request that has lost its reader, now or once it ends. A second reader has its own reference to it."""
         state.is_abandoned = True
         if state.end is not None:
             self.forget_ended(state)
 
     def outputs(self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize) -> OutputReader:
-        """Return the outputs of one request, for one reader. Raises RequestError at once when it is not open here."""
+        """Return the outputs of one request, for one reader. Raises RequestError at once if it is not open here."""
         state = self.get(request_id)
         if state is None:
             raise RequestError(f"no request {request_id!r} is open here, or it was read to its end", "request_id")
@@ -223,7 +224,7 @@ class OpenRequests:
     # --- what engines send
 
     def accept(self, epoch: int, events: Events) -> None:
-        """Append events and wake their readers. What does not fit is dropped and counted."""
+        """Append events and wake their readers. Events that are not accepted are dropped and counted."""
         if epoch != self.epoch:
             self.rejections.stale_epochs += 1
             return
@@ -251,7 +252,7 @@ class OpenRequests:
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> int:
-        """End requests, or one choice of them: at once where no engine has them. Returns how many are open here."""
+        """End requests, or one choice of them, at once if no engine has them; return how many are open here."""
         sent, count = [], 0
         for name in tuple(request_ids):
             state = self._open.get(name)
@@ -259,7 +260,7 @@ class OpenRequests:
                 continue
             count += 1
             if self.has_engine(name):
-                state.requested_ends.setdefault(choice, reason)  # the engine may die before it hears of it
+                state.requested_ends.setdefault(choice, reason)  # the engine may die before it receives this
                 sent.append(name)
             else:
                 self.end(name, reason, choice=choice)
@@ -268,7 +269,7 @@ class OpenRequests:
         return count
 
     def expire(self, now: float) -> None:
-        """End requests that no engine has and whose time is over."""
+        """End requests whose time is over and which no engine has."""
         for state in self:
             request, name = state.request, state.request.request_id
             if self.has_engine(name):
@@ -283,7 +284,7 @@ class OpenRequests:
     def end(
         self, request_id: str, reason: FinishReason, error: FinishError | None = None, choice: int | None = None
     ) -> None:
-        """End a request here, or one choice of it: the engine will not."""
+        """End a request, or one choice of it, without the engine."""
         state = self._open.get(request_id)
         if state is None:
             return
@@ -296,7 +297,7 @@ class OpenRequests:
             state.wake()
 
     def finish(self, state: OpenRequest, end: Event) -> None:
-        """End an open request here with this event."""
+        """End an open request with this event, without the engine."""
         del self._open[end.request_id]
         self._keep_ended(state, end)
         self._tell(Events(0, end.time, decisions=(end,)))
@@ -308,7 +309,7 @@ class OpenRequests:
         self._release(end.request_id)
 
     def end_all(self, reason: FinishReason, refusal: OctavoError) -> None:
-        """End every open request here, and refuse submits that were never answered: there will be no engine."""
+        """End every open request, and refuse submits that were not answered: there will be no engine."""
         self.engine = None
         for state in self:
             settle(state.answer, refusal)
@@ -317,7 +318,7 @@ class OpenRequests:
     # --- engines follow one another
 
     def begin_epoch(self, engine: EngineLink) -> int:
-        """Send all open requests to a new engine: crash suspects first, then oldest first. Return how many they are."""
+        """Send all open requests to a new engine: crash suspects first, then oldest first; return their number."""
         if engine.epoch <= self.epoch:
             raise ValueError(f"epoch {engine.epoch} does not follow {self.epoch}")
         self.epoch = engine.epoch
@@ -331,8 +332,8 @@ class OpenRequests:
         return len(self._open)
 
     def lose_engine(self, batch: Iterable[str]) -> None:
-        """The engine died with these requests in its batch: count a crash for each without progress, fail
-        those with MAX_CRASHES, and end what was cancelled meanwhile."""
+        """Handle the death of the engine with these requests in its batch: count a crash for each without progress,
+        fail those with MAX_CRASHES, and end those that were cancelled meanwhile."""
         self.engine = self._alone = None
         self._held.clear()
         names = frozenset(batch)
@@ -360,7 +361,7 @@ class OpenRequests:
             self._send(self.engine, state)
 
     def _send_held(self) -> None:
-        """Send the held requests; after a suspect, which runs alone, the next once it has a token or its end."""
+        """Send the held requests; a suspect runs alone, so stop after it until it has a token or its end."""
         while self.engine is not None:
             alone = self._alone
             if alone is not None and not alone.has_progress and self.get_open(alone.request.request_id) is alone:
@@ -374,7 +375,7 @@ class OpenRequests:
             self._send(self.engine, state)
 
     def _send(self, engine: EngineLink, state: OpenRequest) -> None:
-        """Send a request as it resumes. Its answer comes later, or never when the engine dies first."""
+        """Send a request in its resumed form. The engine answers later, or never if it dies first."""
         end = state.implied_end()
         if end is not None:
             self.finish(state, end)
@@ -385,7 +386,7 @@ class OpenRequests:
             self._refused(state, error)
             return
         answer.add_done_callback(partial(self._answered, state))
-        if state.has_several:  # it starts anew, and what is over here would run again
+        if state.has_several:  # it starts over, and would run the ended choices again
             for choice in state.ended_choices:
                 engine.post_cancel((state.request.request_id,), FinishReason.STOP, choice)
 
@@ -400,7 +401,7 @@ class OpenRequests:
         settle(state.answer, answer.result())
 
     def _refused(self, state: OpenRequest, error: BaseException) -> None:
-        """The engine refused a request: its submitter gets the error, or it ends with it if it was resumed."""
+        """Handle a refusal by the engine: a waiting submit raises the error, a resumed request ends with it."""
         if self._resumes and isinstance(error, EngineDeadError):
             return  # the supervisor notices its death, and the request is sent to the next one
         if state.answer is not None and not state.answer.done():
@@ -409,7 +410,7 @@ class OpenRequests:
             self.end(state.request.request_id, FinishReason.ERROR, FinishError(kind_of(error), str(error)))
 
     def _release(self, name: str) -> None:
-        """A request that ended or was dropped no longer makes others wait."""
+        """Remove an ended or dropped request from the held ones, and send those that waited for it."""
         self._held.pop(name, None)
         if self._alone is not None:
             self._send_held()
@@ -419,7 +420,7 @@ class OpenRequests:
             self._observer.appended(events)
 
     def _append_tokens(self, events: Events, touched: dict[str, OpenRequest]) -> list[int]:
-        """Append tokens; return the places of those that were not."""
+        """Append tokens; return the indexes of rejected ones."""
         logprobs, now = events.logprobs, self._now()
         rejected: list[int] = []
         columns = zip(events.request_ids, events.choices, events.positions, events.token_ids, strict=True)
@@ -453,7 +454,7 @@ class OpenRequests:
             self.rejections.late += 1
 
     def _take_decisions(self, decisions: Iterable[Event], touched: dict[str, OpenRequest]) -> tuple[Event, ...]:
-        """Take decisions in order; return those that were taken."""
+        """Apply decisions in order; return those that were accepted."""
         kept = []
         for event in decisions:
             state = self._open.get(event.request_id)
@@ -483,7 +484,7 @@ class OpenRequests:
 
 
 class OutputReader(AsyncIterator[TokenOutput]):
-    """The outputs of one request, with at most `max_ids` new ids each. Without it the request has no reader."""
+    """The outputs of one request, with at most `max_ids` new ids each. Deleting it abandons the request."""
 
     def __init__(self, requests: OpenRequests, state: OpenRequest, final_only: bool, max_ids: int) -> None:
         self._requests = requests
@@ -512,12 +513,12 @@ class OutputReader(AsyncIterator[TokenOutput]):
 
     @property
     def num_unread(self) -> int:
-        """Tokens that the reader has not taken."""
+        """Number of tokens that the reader has not read."""
         return self._state.num_unread
 
 
 def settle(answer: asyncio.Future[Any] | None, value: object) -> None:
-    """Give a future that waits its value or its exception; one that is done keeps what it has."""
+    """Set a pending future's result or exception; do nothing if it is done or None."""
     if answer is None or answer.done():
         return
     if isinstance(value, Exception):
@@ -528,7 +529,7 @@ def settle(answer: asyncio.Future[Any] | None, value: object) -> None:
 
 
 def without(events: Events, places: Iterable[int]) -> Events:
-    """Return the events without the tokens at these places."""
+    """Return the events without the tokens at these indexes."""
     dropped = frozenset(places)
     kept = [index for index in range(len(events.request_ids)) if index not in dropped]
     logprobs = events.logprobs

@@ -1,8 +1,8 @@
-"""Outputs of requests: text deltas, and the whole answers that they add up to.
+"""Outputs of requests: text deltas, and the whole answers made of them.
 
-Owns: TextDelta and Usage, RequestOutput, CompletionOutput and EmbeddingOutput, how deltas join, and which choices
+Owns: TextDelta and Usage, RequestOutput, CompletionOutput and EmbeddingOutput, joining deltas, and which choices
 best_of keeps. Does not: make text, run anything, or wait.
-Invariant: of best_of choices the n of highest mean log-probability are kept, ties to the lower index.
+Invariant: of best_of choices the n with the highest mean log-probability are kept, ties to the lower index.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from octavo.errors import EngineError
 _ID_BYTES = 4
 _ENTRY_BYTES = 240  # of one token's log-probabilities
 _TOP_BYTES = 72  # of each alternative's
-MAX_SLICE = 256  # tokens given to a reader at once, so that what is made of them stays small
+MAX_SLICE = 256  # tokens given to a reader at once, to bound the size of a message
 Scores = tuple[int, tuple[TokenLogprobs, ...]]  # of the prompt: first position, entries
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request used: tokens (of all choices generated), and seconds from its submission.
+    """The usage of a request: tokens (of all generated choices), and seconds from its submission.
 
-    `preempted`: the times that it was out of the batch, from and to.
+    `preempted`: the times during which it was preempted, from and to.
     """
 
     prompt_tokens: int
@@ -41,13 +41,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text and ids of one choice. Its last delta alone has `finish_reason`, `stop_reason` and `error`.
+    """New text and ids of one choice. Only its last delta has `finish_reason`, `stop_reason` and `error`.
 
     Text is delayed while a character or a possible stop string is incomplete. `logprobs` is None or
     aligned with token_ids. `error` says what went wrong, for reasons other than STOP and LENGTH. `usage` is set on
-    the last delta of the whole request. `cumulative_logprob`, with a choice's last delta, is the sum over all its ids
-    where each one's log-probability is known. `prompt_logprobs` are some of the prompt's (first position, entries),
-    before any of the answer; `pooled`, with the last delta where requested, is the state after the prompt (float32).
+    the last delta of the whole request. `cumulative_logprob`, in a choice's last delta, is the sum over all its ids
+    if each one's log-probability is known. `prompt_logprobs` are some of the prompt's (first position, entries),
+    before any of the answer; `pooled`, in the last delta if requested, is the state after the prompt (float32).
     """
 
     choice: int
@@ -64,7 +64,7 @@ class TextDelta:
 
     @property
     def message(self) -> str | None:
-        """The text of its error."""
+        """The text of the error, None without one."""
         return None if self.error is None else self.error.message
 
 
@@ -90,7 +90,7 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
 
 
 def best_choices(deltas: Iterable[TextDelta], count: int) -> list[TextDelta]:
-    """Keep the best choices of an ended request, best first, numbered from 0; the last one carries the usage."""
+    """Return the best choices of an ended request, best first, numbered from 0; the last one has the usage."""
     whole = [joined(each) for each in by_choice(deltas)]
     usage = next((delta.usage for delta in whole if delta.usage is not None), None)
     kept = sorted(whole, key=_rank)[:count]
@@ -107,12 +107,12 @@ def _rank(delta: TextDelta) -> tuple[bool, float, int]:
 
 
 def slice_tokens(num_logprobs: int | None) -> int:
-    """Return the most tokens given to a reader at once, where each has so many alternatives with log-probabilities."""
+    """Return the maximum of tokens given to a reader at once, with `num_logprobs` alternatives each."""
     return MAX_SLICE if num_logprobs is None else max(1, MAX_SLICE // (1 + num_logprobs))
 
 
 def token_bytes(num_logprobs: int | None) -> int:
-    """Return roughly what a token takes in memory with so many alternatives."""
+    """Return roughly the bytes of memory of a token with `num_logprobs` alternatives."""
     return _ID_BYTES if num_logprobs is None else _ID_BYTES + _ENTRY_BYTES + _TOP_BYTES * num_logprobs
 
 
@@ -121,8 +121,8 @@ class CompletionOutput:
     """One choice of an answer. `finish_reason` is "stop", "length", "cancelled", "timeout" or "error".
 
     `stop_reason` is the stop string or stop id that ended it (None for end of sequence); `message` says what
-    went wrong. `logprobs` is aligned with token_ids, or None where not requested.
-    `cumulative_logprob` is the sum of the tokens' log-probabilities, None where they are not known.
+    went wrong. `logprobs` is aligned with token_ids, or None if not requested.
+    `cumulative_logprob` is the sum of the tokens' log-probabilities, None if they are not known.
     """
 
     index: int
@@ -139,7 +139,7 @@ class CompletionOutput:
 class RequestOutput:
     """The answer to one prompt, its choices in order of their index. `prompt` is None for a prompt given as ids.
 
-    `prompt_logprobs` has one entry per prompt token, None for the first, or is None where not requested.
+    `prompt_logprobs` has one entry per prompt token, None for the first, or is None if not requested.
     """
 
     request_id: str
@@ -151,7 +151,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Return True if every choice has ended, for whatever reason; `finish_reason` says which."""
+        """Return True if every choice has ended, for any reason; `finish_reason` says which."""
         return bool(self.outputs) and all(output.finish_reason is not None for output in self.outputs)
 
     @property
@@ -172,7 +172,7 @@ class EmbeddingOutput:
 
 
 class OutputBuilder:
-    """Adds up the deltas of one prompt's answer: as they are made, or joined by choice at the end."""
+    """Builder of one prompt's answer from its deltas: as they are made, or joined by choice at the end."""
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams):
         self._request_id = request_id
@@ -213,7 +213,7 @@ class OutputBuilder:
 def embedding_output(
     request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], last: TextDelta
 ) -> EmbeddingOutput:
-    """Return the vector in the last delta of a request of Want.POOL. Raises EngineError when there is none."""
+    """Return the vector in the last delta of a request of Want.POOL. Raises EngineError if there is none."""
     if last.pooled is None:
         reason = last.message or (last.finish_reason.name.lower() if last.finish_reason is not None else "no reason")
         raise EngineError(f"there is no embedding of request {request_id} ({reason})")

@@ -1,6 +1,6 @@
 """The progress bar of a batch, on the terminal's error stream.
 
-Owns: what the line shows. Does not: decide whether there is a terminal.
+Owns: the line's contents. Does not: decide whether there is a terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.frontend.outputs import EmbeddingOutput, RequestOutput
 
 @contextmanager
 def batch_bar(total: int) -> Iterator[Callable[[RequestOutput | EmbeddingOutput], None]]:
-    """Show answers done, time left, and tokens per second in and out; yield what takes the answers, in any thread."""
+    """Show finished answers, remaining time, and tokens per second; yield a function for answers, in any thread."""
     begun, num_in, num_out = time.monotonic(), 0, 0
     columns = "generating", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
 

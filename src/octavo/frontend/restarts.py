@@ -1,4 +1,4 @@
-"""How a process ended, how often it may be started again, and after how long a wait.
+"""Decide whether and when to restart a process that ended.
 
 Owns: the count of useless processes, and the wait before the next one. Does not: start, wait, read a clock or draw:
 `now` (seconds, monotonic) and `draw` (0 to 1) are arguments.
@@ -13,7 +13,7 @@ from collections import deque
 
 
 class RestartBudget:
-    """Counts useless processes. `first_s` is the wait after one of them, doubled by each further one to `longest_s`."""
+    """Counter of useless processes. The wait is `first_s` after the first, and doubles up to `longest_s`."""
 
     def __init__(self, most: int = 5, within_s: float = 60.0, *, first_s: float = 0.2, longest_s: float = 10.0) -> None:
         self.most = most
@@ -23,10 +23,10 @@ class RestartBudget:
         self._useless: deque[float] = deque()
 
     def ended(self, now: float, draw: float, *, was_useful: bool) -> float | None:
-        """Note the end of a process; return the seconds to wait before the next, None when there shall be none.
+        """Record the end of a process; return the seconds to wait before the next, None if the budget is spent.
 
-        The wait is drawn from the upper half of its range, so that processes that failed together do not return
-        together, and is never shorter than that half.
+        The wait is drawn from the upper half of its range, so that processes that failed together do not restart
+        together.
         """
         if was_useful:
             return 0.0
@@ -38,7 +38,7 @@ class RestartBudget:
         return longest * (0.5 + 0.5 * draw)
 
     def num_useless(self, now: float) -> int:
-        """Processes without use that ended within the last `within_s` seconds."""
+        """Return the number of useless processes that ended within the last `within_s` seconds."""
         while self._useless and self._useless[0] <= now - self.within_s:
             self._useless.popleft()
         return len(self._useless)

@@ -1,7 +1,7 @@
 """Sessions: text in and out over an EngineClient.
 
-Owns: checks that need the model's vocabulary or the engine's size, seeds, deadlines, the keys of prompt blocks, deltas
-of text, stopping choices at stop strings, choosing among best_of.
+Owns: checks that need the model's vocabulary or the engine's size, seeds, deadlines, the keys of prompt blocks, text
+deltas, stopping choices at stop strings, selecting the best of best_of.
 Does not: know HTTP, batch, or retry.
 Invariants: each choice's last delta, and only that, has a finish_reason, the request's last one the usage; every
 request sent has a seed.
@@ -44,9 +44,9 @@ OFF_LOOP_TOKENS = 16_384  # beyond this, hashing a prompt's blocks takes over a 
 
 
 class RequestOptions(TypedDict, total=False):
-    """How a request is served. `timeout_s` counts from now, as does `queue_timeout_s`, which bounds the wait;
-    objectives are seconds to the first token and for each token after it, and guide the deadline policy; `tenant`
-    shares the engine with others under the fair policy; `wants` is what is computed instead of text.
+    """Serving options of a request. `timeout_s` counts from now, as does `queue_timeout_s`, which bounds the queueing;
+    objectives are seconds to the first token and for each token after it, for the deadline policy; the fair policy
+    shares the engine among values of `tenant`; `wants` is computed instead of text.
     """
 
     priority: int
@@ -60,7 +60,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 def check_stream(params: SamplingParams) -> None:
-    """Refuse to stream choices that are only chosen at the end. Raises InvalidRequestError."""
+    """Raise InvalidRequestError if the best choices, and so the stream, are only known at the end."""
     if not params.beam_width and params.num_sequences > params.n:
         raise InvalidRequestError(
             f"best_of is {params.best_of} and n is {params.n}: which choices are the best is known at the end only, so "
@@ -76,7 +76,7 @@ def _wants(params: SamplingParams) -> Want:
 
 
 class OutputClient(Protocol):
-    """What a session needs of an EngineClient once its request is accepted."""
+    """The part of an EngineClient that a session uses once its request is accepted."""
 
     def outputs(
         self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
@@ -92,7 +92,7 @@ class OutputClient(Protocol):
 class Session:
     """One accepted request. Iterate once; cancel at any time, from any task.
 
-    Deltas of choices are interleaved. Those of best_of > n are given at the end, whole, and numbered best first.
+    Deltas of choices are interleaved. With best_of > n, whole choices are yielded at the end, numbered best first.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Session:
         tokenizer: Tokenizer,
         max_slice: int = sys.maxsize,
     ) -> None:
-        """`max_slice` bounds the tokens of a delta."""
+        """Open the outputs of an accepted request; `max_slice` bounds the tokens of a delta."""
         params = request.params
         self.request_id = request.request_id
         self.params = params
         self.accepted = accepted
         self.prompt_logprobs: Scores | None = None
-        self.is_cancelled = False  # it ended because it was cancelled
+        self.is_cancelled = False  # it was ended by a cancellation
         self._client = client
         self._request = request
         self._choices = [Transcript(tokenizer, params, request.eos_token_ids) for _ in range(num_choices(params))]
@@ -121,18 +121,18 @@ class Session:
 
     @property
     def prompt_token_ids(self) -> array[int]:
-        """The prompt as the engine has it."""
+        """The ids of the prompt as sent to the engine."""
         assert self._request.prompt_token_ids is not None
         return self._request.prompt_token_ids
 
     @property
     def num_unread(self) -> int:
-        """Tokens that are here and were not read, as far as the client knows."""
+        """Number of tokens received and not read, 0 if the client does not know it."""
         return self._outputs.num_unread if isinstance(self._outputs, OutputReader) else 0
 
     @property
     def has_ended(self) -> bool:
-        """Return True if the last delta was given."""
+        """Return True if the last delta was returned."""
         return self._has_ended and not self._ready
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
@@ -142,7 +142,7 @@ class Session:
         if not self._ready:
             await self._fill()
         elif self._ready[0].prompt_logprobs is not None:
-            await asyncio.sleep(0)  # there may be many, all ready, and other tasks need this event loop
+            await asyncio.sleep(0)  # many may be ready, and other tasks need this event loop
         return self._ready.popleft()
 
     async def _fill(self) -> None:
@@ -169,7 +169,7 @@ class Session:
         return [delta async for delta in self]
 
     async def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End the request in whatever state; iterating still gives its last delta. Idempotent."""
+        """End the request in any state; iterating still yields its last delta. Idempotent."""
         if not self._has_ended:
             self._client.cancel((self.request_id,), reason)
 
@@ -183,7 +183,7 @@ class Session:
             self._ready.append(TextDelta(0, "", array("i"), prompt_logprobs=piece))
 
     def _take(self, output: TokenOutput) -> TextDelta | None:
-        """Return the delta of an output, None for an empty one; end a choice that met a stop string."""
+        """Return the delta of an output, None for an empty one; end a choice at a stop string."""
         now = time.monotonic()
         transcript = self._choices[output.choice]
         was_cut = transcript.stop_string is not None
@@ -197,7 +197,7 @@ class Session:
         return delta if delta.token_ids else None
 
     def _last(self, delta: TextDelta, output: TokenOutput, now: float) -> TextDelta:
-        """Return the last delta of a choice: the same with its end, and with the request's usage if it has ended."""
+        """Return a choice's last delta: `delta` with the choice's end, and the request's usage if that has ended."""
         transcript, reason, error = self._choices[output.choice], output.finish_reason, output.error
         if transcript.stop_string is not None:
             reason, error = FinishReason.STOP, None
@@ -228,7 +228,7 @@ class Session:
 
 
 class Sessions:
-    """Opens sessions on one engine and one model. `seed` feeds the seeds of requests that have none.
+    """Factory of sessions on one engine and one model. Requests without a seed get one drawn from `seed`.
 
     `capacity` is the engine's: with it, requests of too many sequences are refused here, and the keys of prompt blocks
     are computed here, off the step loop.
@@ -253,11 +253,11 @@ class Sessions:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its answer."""
+        """The maximum of tokens of a prompt and its answer."""
         return self.text.spec.max_model_len if self.capacity is None else self.capacity.max_model_len
 
     def token_by_token(self) -> Sessions:
-        """Return the same sessions, which share their seeds and all else, with deltas of at most one token."""
+        """Return a copy, which shares the seeds and everything else, with deltas of at most one token."""
         copied = copy(self)
         copied.max_slice = 1
         return copied

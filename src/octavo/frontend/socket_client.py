@@ -1,9 +1,9 @@
 """One connection to an engine process: frames out, frames in.
 
-Owns: the connection, and the answers that are awaited. Events are passed to `receive`. Does not: keep requests
+Owns: the connection, and the awaited answers. Events are passed to `receive`. Does not: keep requests
 (open_requests), or start and end the process (engine_process).
-Invariants: when the connection ends, every question is answered with an error; frames of another epoch, and malformed
-ones, are dropped and counted.
+Invariants: when the connection ends, every pending call is answered with an error; frames of another epoch, and
+malformed ones, are dropped and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.frontend.open_requests import settle
 
 _READ_BYTES = 1 << 18
 
-Receive = Callable[[int, Events], None]  # gets the epoch and what came
+Receive = Callable[[int, Events], None]  # called with the epoch and the events
 
 
 class SocketClient:
@@ -37,7 +37,7 @@ class SocketClient:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.epoch = epoch
-        self.has_begun = asyncio.Event()  # a first frame came, or the connection ended
+        self.has_begun = asyncio.Event()  # the first frame was received, or the connection ended
         self.num_malformed = 0
         self.num_stale = 0
         self._receive = receive
@@ -52,37 +52,37 @@ class SocketClient:
 
     @classmethod
     async def over(cls, connection: socket.socket, epoch: int, receive: Receive) -> SocketClient:
-        """Return the client over a connection to an engine process."""
+        """Return a client over a connection to an engine process."""
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         return cls(reader, writer, epoch, receive)
 
     async def ready(self) -> Capacity:
-        """Wait until the engine is open. Raises whatever kept it from opening, or EngineDeadError."""
+        """Wait until the engine is open. Raises the error of its opening, or EngineDeadError."""
         return await asyncio.shield(self._ready)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the connection is open."""
+        """True if the connection is open."""
         return self._end is None
 
     async def ended(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of the connection, at most so long."""
+        """Wait for the end of the connection, at most `timeout_s`."""
         await asyncio.wait({self._reading}, timeout=timeout_s)
 
     @property
     def unanswered(self) -> tuple[str, ...]:
-        """Requests that were sent and neither accepted nor refused; those at the connection's end, once it ended."""
+        """Requests that were sent and neither accepted nor refused (before the connection ended)."""
         return tuple(key for key in self._pending if isinstance(key, str))
 
     @property
     def asked_at(self) -> float | None:
-        """When the oldest question without an answer was asked, on the monotonic clock."""
+        """When the oldest call without an answer was sent, on the monotonic clock; None without one."""
         return next((asked_at for asked_at, _ in self._pending.values()), None)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
-        """Send a request; the future has the engine's answer, or what ended the engine.
+        """Send a request; return a future of the engine's answer, or of the error that ended the engine.
 
-        Raises InvalidRequestError when no frame holds it, EngineDeadError.
+        Raises InvalidRequestError if it is too large for a frame, EngineDeadError.
         """
         try:
             return self._ask(request.request_id, wire.Submit.of(self.epoch, request))
@@ -92,11 +92,11 @@ class SocketClient:
     def post_cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
-        """End requests, or one choice of them, in whatever state, without waiting."""
+        """End requests, or one choice of them, in any state, without waiting."""
         self._post(wire.CancelRequests(self.epoch, tuple(request_ids), reason, choice))
 
     def post_order(self, verb: Verb) -> None:
-        """Give an order whose answer says nothing, without waiting."""
+        """Send a verb whose answer is not needed, without waiting."""
         self._post(wire.Ask(self.epoch, next(self._numbers), verb, ""))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
@@ -108,7 +108,7 @@ class SocketClient:
             self._pending.pop(number, None)
 
     async def close(self) -> None:
-        """Let the engine answer its requests, then end the connection. Idempotent."""
+        """Let the engine end its requests, then end the connection. Idempotent."""
         if not self._is_closing:
             self._is_closing = True
             self._post(wire.Close(self.epoch))
@@ -119,7 +119,7 @@ class SocketClient:
         self._writer.close()
 
     def _ask(self, key: wire.ReplyTo, message: wire.ToEngine) -> asyncio.Future[Any]:
-        """Write a message; the future has the answer. Raises EngineDeadError, WireError."""
+        """Write a message; return a future of the answer. Raises EngineDeadError, WireError."""
         if self._end is not None:
             raise EngineDeadError(str(self._end))
         self._post(message)
@@ -128,9 +128,9 @@ class SocketClient:
         return answer
 
     def _post(self, message: wire.ToEngine) -> None:
-        """Write without waiting. A connection that has just broken takes nothing; its end answers every request soon.
+        """Write without waiting. Writing to a broken connection has no effect; its end soon answers every request.
 
-        uvloop calls that an error, asyncio does not.
+        (uvloop raises an error then, asyncio does not.)
         """
         frame = wire.frame(message)
         if self.is_alive:
@@ -184,7 +184,7 @@ class SocketClient:
         settle(answer, value)
 
     def _finish(self, reason: str) -> None:
-        """Answer every question: the connection ended."""
+        """Answer every pending call with an error: the connection ended."""
         if self._end is None:
             self._end = EngineDeadError(
                 "the engine was stopped" if self._is_closing else f"the engine process ended: {reason}"

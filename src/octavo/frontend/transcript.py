@@ -1,8 +1,8 @@
-"""From one choice's ids to its text: detokenising, end ids, stop strings, in order of position.
+"""Convert one choice's ids to its text: detokenising, end ids, stop strings, in order of position.
 
 Owns: which ids count, which text is returned, what stopped it, the sum of log-probabilities. Does not: cancel or wait.
-Invariants: a stop string is found wherever the ids were split; it and what follows is never returned (unless
-requested); ids after the match do not count; end ids count but give no text.
+Invariants: a stop string is found however the ids were split; text after it is never returned, the string itself only
+if requested; ids after the match do not count; end ids count but have no text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Transcript:
-    """Text of one choice while it grows. `stop_string` is set once one matched; later ids are ignored."""
+    """The growing text of one choice. `stop_string` is set once one matched; later ids are ignored."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
         eos = () if params.ignore_eos else tuple(eos_token_ids)
@@ -38,9 +38,9 @@ class Transcript:
     def push(
         self, ids: array[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs | None] | None = None
     ) -> tuple[str, int]:
-        """Take the next ids; return their text and how many of the ids count.
+        """Add the next ids; return their text and how many of the ids count.
 
-        `finish` is the engine's reason when these are the last; a stop string then still comes first.
+        `finish` is the engine's reason if these are the last ids; a stop string in them still takes precedence.
         """
         if self.stop_string is not None:
             return "", 0

@@ -1,8 +1,8 @@
-"""The watchdog: says from the heartbeat, and from what was asked, whether an engine stalls.
+"""The watchdog: decides from the heartbeat, and from unanswered calls, whether an engine stalls.
 
-Owns: the judgement. Does not: read the page, a clock, or end anything.
-Invariants: an engine is accused only after its deadline, or after a question that it let wait while nothing moved; and
-never for time in which this side did not look: after a late look the engine has as long again.
+Owns: the decision. Does not: read the page, a clock, or end anything.
+Invariants: an engine is reported only after its deadline, or after it left a call unanswered without a new beat; and
+never for time in which this process did not look: after a late look the engine gets the full time again.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from octavo.engine.heartbeat import Beat
 
 LOOK_S = 0.1  # how often to look
-LATE_S = 0.5  # two looks that are further apart than this say that this side, or the machine, stood still
+LATE_S = 0.5  # two looks further apart than this mean that this process, or the machine, was stopped
 CONFIRM_S = 0.3  # how long the same overdue beat must be seen
-ANSWER_S = 5.0  # how long an idle engine may leave a question
+ANSWER_S = 5.0  # how long an idle engine may leave a call unanswered
 
 
 class Watchdog:
-    """Looks at one engine. Times are seconds on the monotonic clock."""
+    """Watchdog of one engine. Times are seconds on the monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._looked_at = now
@@ -25,7 +25,7 @@ class Watchdog:
         self._overdue_since: float | None = None
 
     def look(self, now: float, beat: Beat | None, asked_at: float | None) -> str | None:
-        """What is wrong, or None. `asked_at` is when the oldest open question was asked."""
+        """Return how the engine stalls, or None. `asked_at` is when the oldest unanswered call was sent."""
         late = now - self._looked_at
         self._looked_at = now
         number = 0 if beat is None else beat.number

@@ -1,1 +1,1 @@
-"""What observes a scheduler: histories of requests, statistics, metrics, frames, recordings, traces, the log."""
+"""Observers of a scheduler: histories of requests, statistics, metrics, frames, recordings, traces, the log."""

@@ -1,7 +1,7 @@
-"""Explainer: answers `explain` for one request or all open ones, also for a while after the end.
+"""Explainer: answers `explain` for one request or all open ones, and for a while after a request's end.
 
-Owns: the answer as plain JSON values: where a request is (core.explain), when its next token is expected
-(forecast), and what happened to it so far (history). Does not: decide, or fold events.
+Owns: the answer as plain JSON values: the state of a request (core.explain), when its next token is expected
+(forecast), and its events so far (history). Does not: decide, or fold events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from octavo.core.plan import Event, EventKind, WaitReason
 from octavo.observe.forecast import NEW_REQUEST, Forecaster
 from octavo.observe.history import PHASES, History, RequestHistory
 
-MAX_LISTED = 256  # that wait, and as many that run, in a list of all
+MAX_LISTED = 256  # waiting requests, and as many running ones, in a list of all
 _LISTED = ("tenant", "position", "behind", "num_prompt_tokens", "num_outputs", "num_blocks", "num_preemptions")
 _UNITS = {
     WaitReason.TOKEN_BUDGET: "tokens of a step",
@@ -43,7 +43,7 @@ _FIELDS = {
 
 
 class Explainer:
-    """Answers in the thread that steps; `now` is the scheduler's clock."""
+    """Explainer of requests, in the engine's thread; `now` is the scheduler's clock."""
 
     def __init__(self, history: History, now: Callable[[], float]) -> None:
         self._history = history
@@ -54,7 +54,7 @@ class Explainer:
     def answer(self, argument: str) -> dict[str, object]:
         """Explain one request by its id, or with an empty argument all open ones.
 
-        `new_request_s`: when a request that arrived now would be admitted; null where that is not known.
+        `new_request_s`: the seconds until a request that arrived now would be admitted; null if not known.
         """
         now = self._now()
         self._history.drop_old(now)
@@ -77,7 +77,7 @@ class Explainer:
         return values | _past(history, now)
 
     def _all(self, now: float) -> dict[str, object]:
-        """Open requests without their histories: the first that wait and the first that run."""
+        """Return the first waiting and the first running requests, without their histories."""
         forecasts = self.forecaster.next_tokens()
         listed = []
         for one in self._scheduler.explain_all(MAX_LISTED):
@@ -118,7 +118,7 @@ class Explainer:
 
 
 def unknown(name: str) -> dict[str, object]:
-    """Return the answer for an id that no open request has, and none that ended and is kept."""
+    """Return the answer for the id of no open request and no ended one that is kept."""
     text = "is not known here: no such request was submitted, or it ended and its record was dropped"
     return {"id": name, "state": "unknown", "text": f"{name} {text}", "public_text": text}
 
@@ -152,7 +152,7 @@ def _ended(history: RequestHistory, now: float) -> dict[str, object]:
 
 def _past(history: RequestHistory | None, now: float) -> dict[str, object]:
     """Return what happened to a request so far: its seconds by phase, and its events."""
-    if history is None:  # it arrived before the history began
+    if history is None:  # the request arrived before the history began
         return {"seconds": {}, "events": [], "num_events_left_out": 0}
     seconds = list(history.phase_s)
     if history.end is None:
@@ -180,7 +180,7 @@ def _event(event: Event, arrival: float) -> dict[str, object]:
 
 
 def sentence(one: Explanation, is_named: bool = True) -> str:
-    """Return an explanation as a sentence; without `is_named` no request's name is in it, its own neither."""
+    """Return an explanation as a sentence; without `is_named` it has no request's name, not even its own."""
     said = _running(one) if one.position == 0 else _waiting(one, is_named)
     return f"{one.name} {said}" if is_named else said
 
@@ -206,7 +206,7 @@ def plain_values(one: Explanation, now: float) -> dict[str, object]:
 
 
 def reason_name(reason: WaitReason | None) -> str | None:
-    """Return a reason as people and metrics read it."""
+    """Return a reason's name in texts and metrics."""
     return None if reason is None else reason.name.lower()
 
 

@@ -1,12 +1,12 @@
-"""Forecaster: when requests without a token get their first one, from the last steps and answers.
+"""Forecaster: predicts when requests without a token get their first one, from the last steps and answers.
 
 Owns: the model of a step's time, the forecast, and the WaitModel by which another process estimates waits.
 Does not: decide, or read a clock.
 Method: a step of k tokens takes a + b k seconds, by least squares over the last steps with and without prompts. With
 that, the queue is simulated in jumps from one event (a prompt is done, an answer ends) to the next: slots, blocks and
-a step's tokens are shared out as admission does. Where lengths of answers are not known, it is simulated several
-times, each answer of x tokens getting the length of one of the last that were longer than x (a bootstrap): the result
-is the median with the least and the greatest. Requests that arrive later are not known, and left out.
+a step's tokens are allocated as in admission. If lengths of answers are not known, it is simulated several times,
+each answer of x tokens getting the length of a recent answer that was longer than x (a bootstrap): the result is the
+median with the least and the greatest. Requests that arrive later are not known and left out.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.snapshots import OpenWork, RequestView
 
 NUM_STEPS = 64  # kept of each kind
-NUM_RECENT = 16  # steps that say how fast the machine is now
+NUM_RECENT = 16  # steps that measure the machine's present speed
 MIN_STEPS = 4
 NUM_ANSWERS = 256
-NUM_RUNS = 9  # four times in five the true value is between the least and the greatest of nine draws
-MAX_REPEATED = 256  # open requests beyond which one run must do, for it happens between two steps
+NUM_RUNS = 9  # with nine draws, the true value is between the least and the greatest four times in five
+MAX_REPEATED = 256  # open requests beyond which there is only one run, as it delays the next step
 MAX_JUMPS = 20_000
-LEAST_AGE_S = 0.1  # a forecast is used for so long,
-MAX_SHARE = 0.02  # and so long that making them takes at most this share of the time
-NEW_REQUEST = ""  # a request that would arrive now, after all that wait; no request has this name
-_SAME_RUN = 0.1  # a pause before a step of up to this share of it belongs to it
+LEAST_AGE_S = 0.1  # a forecast is used at least this long,
+MAX_SHARE = 0.02  # and so long that forecasts take at most this share of the time
+NEW_REQUEST = ""  # a request that would arrive now, after all waiting ones; no request has this name
+_SAME_RUN = 0.1  # a pause before a step is counted as part of it if it is at most this share of it
 
 
 @dataclass(frozen=True, slots=True)
 class WaitModel:
-    """The figures by which any process estimates waits: plain numbers, as the engine's verb `forecast` answers them.
+    """The figures with which any process can estimate waits; the engine's verb `forecast` returns them.
 
     A step takes `step_s` and `token_s` for each of its tokens; an answer has `answer_tokens` on average.
     """
@@ -50,17 +50,17 @@ class WaitModel:
     answer_tokens: float
 
     def steps_s(self, num_steps: float, num_tokens: float) -> float:
-        """Return the seconds of some steps that compute so many tokens together."""
+        """Return the seconds of `num_steps` steps that compute `num_tokens` tokens in total."""
         return num_steps * self.step_s + num_tokens * self.token_s
 
     def expected_wait_s(self, prompt_tokens: float, output_tokens: float, num_running: int) -> float:
-        """Return the seconds until a request starts, where all slots are taken.
+        """Return the seconds until a request starts if all slots are taken.
 
         `prompt_tokens` and `output_tokens` are those of the requests before it in the queue, `num_running` the
         sequences in the batch: each step gives them a token each, and prompts are computed beside them.
         """
         num_rows = max(1, num_running)
-        num_steps = (output_tokens + self.answer_tokens) / num_rows  # one that runs has to end first
+        num_steps = (output_tokens + self.answer_tokens) / num_rows  # a running request has to end first
         return self.steps_s(num_steps, num_steps * num_rows + prompt_tokens)
 
 
@@ -84,9 +84,9 @@ class StepTimeModel:
         self._recent.append(kept[-1])
 
     def fit(self) -> tuple[float, float] | None:
-        """Return (seconds of a step, seconds more for each of its tokens); None before there were enough steps.
+        """Return (seconds of a step, additional seconds per token); None before there were enough steps.
 
-        Steps with prompts may be old, and a machine's speed changes: the first is that of the most recent steps.
+        Steps with prompts may be old, and a machine's speed changes: the first is computed from the most recent steps.
         """
         points = (*self._prompts, *self._others)
         if len(points) < MIN_STEPS:
@@ -94,7 +94,7 @@ class StepTimeModel:
         tokens, seconds = zip(*points, strict=True)
         slope = linear_regression(tokens, seconds).slope if len(set(tokens)) > 1 else 0.0
         mean_k, mean_s = (fmean(column) for column in zip(*self._recent, strict=True))
-        slope = min(max(slope, 0.0), mean_s / mean_k)  # neither a step nor a token takes less than nothing
+        slope = min(max(slope, 0.0), mean_s / mean_k)  # neither a step nor a token takes a negative time
         return mean_s - slope * mean_k, slope
 
 
@@ -108,9 +108,9 @@ class Forecast:
 
 
 def forecast(scheduler: Scheduler, step_times: StepTimeModel, answers: Collection[int]) -> dict[str, Forecast]:
-    """Return when each request that waits or prefills gets its next token; those not known are left out.
+    """Return when each waiting or prefilling request gets its next token; unknown ones are left out.
 
-    Under NEW_REQUEST: when a request that arrived now would be admitted. `answers` are the tokens of the last answers.
+    Under NEW_REQUEST: when a request that arrived now would be admitted. `answers`: tokens of recent answers.
     Equal states get equal forecasts. O(requests log requests) a run: Forecaster bounds how often.
     """
     fit = step_times.fit()
@@ -129,9 +129,9 @@ def forecast(scheduler: Scheduler, step_times: StepTimeModel, answers: Collectio
 
 
 class Forecaster:
-    """Answers any number of questions with forecasts that are not made so often that they would slow the steps.
+    """Cache of forecasts, which limits how often they are made, so that they do not slow the steps.
 
-    `now` is the scheduler's clock. From an older forecast the time since is subtracted.
+    `now` is the scheduler's clock. The time since an older forecast is subtracted from it.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Forecaster:
         }
 
     def wait_model(self) -> WaitModel | None:
-        """Return the figures of now; None until there were enough steps and an answer."""
+        """Return the current figures; None until there were enough steps and an answer."""
         fit, answers = self._step_times.fit(), self._answers
         return WaitModel(*fit, sum(answers) / len(answers)) if fit is not None and answers else None
 
@@ -174,7 +174,7 @@ class Forecaster:
 
 @dataclass(slots=True)
 class _Job:
-    """One request in a run: tokens of its prompt and of its answer (inf: unknown) still to compute, slots, blocks."""
+    """One request in a run: the remaining tokens of its prompt and answer (inf: unknown), slots, blocks."""
 
     name: str
     prompt: float
@@ -185,7 +185,7 @@ class _Job:
 
 
 class _QueueRun:
-    """The queue, simulated once."""
+    """One simulation of the queue."""
 
     def __init__(self, work: OpenWork, model: WaitModel, answers: list[int], rng: random.Random) -> None:
         self._model = model
@@ -216,7 +216,7 @@ class _QueueRun:
         self._first = next(self._waiting, None)
 
     def run(self) -> dict[str, float]:
-        """Run until every request has its token, or nothing more can be known."""
+        """Run until every request has its token, or no further event is known."""
         for _ in range(MAX_JUMPS):
             self._admit()
             if not (self._prefills or self._first) or not self._jump():
@@ -256,11 +256,11 @@ class _QueueRun:
     def _decode(self, job: _Job) -> None:
         self._number += 1
         self._num_rows += job.slots
-        job.blocks += job.slots * job.answer / self._block_size  # by which it will have grown
+        job.blocks += job.slots * job.answer / self._block_size  # the blocks of its growth
         heappush(self._decodes, (self._steps + job.answer, self._number, job))
 
     def _jump(self) -> bool:
-        """Go on to the next event; False where none is known."""
+        """Advance to the next event; return False if none is known."""
         chunk = max(1.0, self._budget - self._num_rows)
         end = self._decodes[0][0] - self._steps if self._decodes else inf
         first = -(-self._prefills[0].prompt // chunk) if self._prefills else inf
@@ -287,7 +287,7 @@ class _QueueRun:
         return done
 
     def _settle(self) -> None:
-        """Give a token to prompts that are done, and free what answers that are done held."""
+        """Record the first token of finished prompts, and free the slots and blocks of finished answers."""
         while self._decodes and self._decodes[0][0] <= self._steps:
             _, _, job = heappop(self._decodes)
             self._num_rows -= job.slots

@@ -1,8 +1,8 @@
-"""History: the one fold of a scheduler's events, into histories of requests and records of steps.
+"""History: the only fold of a scheduler's events, into histories of requests and records of steps.
 
 Owns: RequestHistory (one request from its arrival to its end), StepRecord (what one step changed), and how many are
 kept. Does not: decide, or make texts, tables, frames and traces; its readers do.
-It is an EventSink: a live loop, a replay and a simulation report to it alike.
+It is an EventSink: a live loop, a replay and a simulation all report to it.
 Invariants: histories are bounded in number, ended ones in age; one keeps its first and last events and counts those
 between; the seconds of its phases add up to its end minus its arrival. A step costs O(its decisions and what changed
 since the step before): most requests get a token in every step, so a request keeps only the steps at which an
@@ -140,7 +140,7 @@ _NO_INTS: array[int] = array("i")
 
 
 class StepRecord(NamedTuple):
-    """What one step did and changed, or what happened in a time without steps (`slots` is None then).
+    """What one step did and changed, or the events of a time without steps (then `slots` is None).
 
     `arrivals` and `decisions` are those since the record before; `gauges` are as of the commit. `timing` is the step's
     number in the step times, -1 if it has none; `computed` its seconds of prepare, forward and sample. `prefill` has
@@ -354,7 +354,7 @@ class History:
             self._arrivals, self._decisions = [], []
 
     def flush(self, now: float) -> None:
-        """Report what happened since the last step, if anything, as a record without a step."""
+        """Report the events since the last step, if there are any, as a record without a step."""
         self.last_time = max(self.last_time, now)
         if self._readers and (self._arrivals or self._decisions):
             record = StepRecord(now, now, self.scheduler.gauges(), tuple(self._arrivals), tuple(self._decisions))
@@ -363,7 +363,7 @@ class History:
         self._arrivals, self._decisions = [], []
 
     def settle(self) -> None:
-        """Close the histories that ended; beyond the bound the tenant with the most loses its oldest."""
+        """Close the histories that ended; over the bound, drop the oldest one of the tenant with the most."""
         figures = self.figures
         for request in self._ends:
             name, end = request.request_id, request.end
@@ -421,7 +421,7 @@ class History:
             before, names = self._token_names, set(ids)
             entered = names.difference(before)
             num_continued = len(names) - len(entered)
-            for name in entered:  # in any order: each is by itself
+            for name in entered:  # in any order: they are independent
                 if (request := self.open.get(name)) is not None:
                     self._enter_run(request, now)
             if num_continued < len(before):

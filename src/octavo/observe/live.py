@@ -1,8 +1,8 @@
-"""What observes a live engine: its history, and what reads it, wired to the loop.
+"""The observers of a live engine: its history and the history's readers, wired to the loop.
 
 Owns: the wiring: sections of the statistics, and the verbs explain, forecast, frames, export_statistics and
 reset_statistics.
-Does not: fold, collect or draw.
+Does not: fold events, collect figures or make frames.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OFF = "statistics are not collected; start the engine with --collect-statistics
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What observes one engine; `collector` is None where statistics are not collected."""
+    """The observers of one engine; `collector` is None if statistics are not collected."""
 
     history: History
     frames: FrameRing
@@ -43,7 +43,7 @@ def observe_engine(
     device: str = "",
     read_pools: ReadPools | None = None,
 ) -> Observation:
-    """Observe a loop as configured, and give it the sections and verbs. Call before it starts.
+    """Observe a loop as configured, and add the sections and verbs to it. Call before it starts.
 
     `read_pools` analyses the use of the KV pool.
     """

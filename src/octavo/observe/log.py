@@ -2,9 +2,9 @@
 
 Owns: the formatter, the levels, how many lines a statement may log, the queue and its bounds, counting dropped lines,
 the stream in sys.stderr's place. Does not: decide what is logged.
-Invariants: logging never waits for a reader of stderr and never raises; a line that finds no room or cannot be written
-is dropped and counted, and the count is written once lines are written again; no line holds a body, a prompt or a key,
-which the callers ensure.
+Invariants: logging never waits for a reader of stderr and never raises; a line for which there is no room, or which
+cannot be written, is dropped and counted, and the count is written once lines are written again; callers ensure that no
+line holds a body, a prompt or a key.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ NOTICES = "octavo.told"  # the logger of messages to the user: at start-up and w
 LEVELS = ("debug", "info", "warning", "error")
 STATEMENT_LINES = 100  # of one log statement in STATEMENT_S seconds
 STATEMENT_S = 10.0
-MAX_LINES = 1024  # that wait to be written
+MAX_LINES = 1024  # waiting to be written
 MAX_BYTES = 1 << 20
-NOTICE_S = 10.0  # between two lines that say how many were dropped
-FLUSH_S = 1.0  # that the end of a process waits for its last lines
+NOTICE_S = 10.0  # between two notices of dropped lines
+FLUSH_S = 1.0  # for which a process waits at its end for its last lines
 _STDERR = 2
 
 
 class LogQueue:
-    """A bounded queue of lines, written by a thread. `notice` makes the line about dropped ones."""
+    """A bounded queue of lines, written by a thread. `notice` makes the line that reports dropped lines."""
 
     def __init__(self, write: Callable[[bytes], None], notice: Callable[[int], str]) -> None:
         self.num_dropped = 0
@@ -48,7 +48,7 @@ class LogQueue:
         self._num_bytes = 0
         self._num_reported = 0  # of the dropped
         self._reported_at = float("-inf")
-        self._dropping_since = 0.0  # while some are not reported
+        self._dropping_since = 0.0  # while some dropped lines are not reported
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="octavo-log", daemon=True)
         self._thread.start()
@@ -73,7 +73,7 @@ class LogQueue:
             self.num_dropped += 1
 
     def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Take no more lines, and wait until the queued ones are written, for so long at most. Idempotent."""
+        """Take no more lines, and wait until the queued ones are written, at most `timeout_s`. Idempotent."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -118,7 +118,7 @@ class LogQueue:
 
 
 class QueuedStream(io.TextIOBase):
-    """Replaces sys.stderr: whole lines are given to `put`; `isatty` and `fileno` are those of the real stream."""
+    """Replacement of sys.stderr: passes whole lines to `put`; `isatty` and `fileno` are those of the real stream."""
 
     encoding = "utf-8"
 
@@ -156,8 +156,8 @@ class QueuedStream(io.TextIOBase):
 
 
 def writer_of(stream: TextIO) -> Callable[[bytes], None]:
-    """Return a function that writes to a stream's descriptor, past its buffer and that buffer's lock: a thread that
-    hangs in a write must not keep the interpreter from ending. A stream without a descriptor is written to as it is.
+    """Return a function that writes to a stream's descriptor, bypassing its buffer and the buffer's lock: a thread that
+    hangs in a write must not keep the interpreter from ending. A stream without a descriptor is written to directly.
     """
     try:
         descriptor = stream.fileno()
@@ -193,7 +193,7 @@ def _wait_for_room(descriptor: int) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time (RFC 3339, UTC), level, logger, process, message, and exception where there is one."""
+    """Formatter of one JSON object a line: time (RFC 3339, UTC), level, logger, process, message, exception if any."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class JsonLines(logging.Formatter):
 
 
 class _Handler(logging.Handler):
-    """Queues lines. Those of a statement over STATEMENT_LINES are dropped before they are formatted."""
+    """Handler which queues lines. A statement's lines over STATEMENT_LINES are dropped before they are formatted."""
 
     def __init__(self, queue: LogQueue) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def set_up_log(log_format: str, level: str, process: str) -> None:
 
 
 def close_log() -> None:
-    """Write what is queued, for FLUSH_S at most, and restore sys.stderr. Idempotent."""
+    """Write the queued lines, for at most FLUSH_S, and restore sys.stderr. Idempotent."""
     global _log
     if _log is not None:
         log, _log = _log, None
@@ -302,9 +302,9 @@ def close_log() -> None:
 
 
 def _end_log() -> None:
-    """Write what is queued as the process ends. What a thread logs after that is dropped.
+    """Write the queued lines as the process ends. Lines that a thread logs after that are dropped.
 
-    sys.stderr is not restored: a thread that wrote there would hang in a stderr that is not read, holding the lock
+    sys.stderr is not restored: a thread that wrote there would hang if stderr is not read, holding the lock
     that logging takes as the interpreter ends.
     """
     if _log is not None:
@@ -318,7 +318,7 @@ def num_dropped_lines() -> int:
 
 
 def print_notice(line: str) -> None:
-    """Write a line for people to stderr, in the format of the log."""
+    """Write a line for the user to stderr, in the format of the log."""
     root = logging.getLogger()
     if not any(isinstance(handler.formatter, JsonLines) for handler in root.handlers):
         print(line, file=sys.stderr, flush=True)
@@ -332,10 +332,10 @@ def print_notice(line: str) -> None:
 
 
 def stderr_of_children() -> int | None:
-    """Return a non-blocking descriptor of stderr's pipe for child processes: what C code writes there, such as the
-    stacks of a crash, is cut where it is not read. None where stderr is no pipe, or cannot be opened again.
+    """Return a non-blocking descriptor of stderr's pipe for child processes: text that C code writes there, such as
+    the stacks of a crash, is cut off if it is not read. None if stderr is no pipe, or cannot be opened again.
 
-    It is opened again since the mode of the given descriptor is shared with other processes.
+    The pipe is opened again because the mode of the given descriptor is shared with other processes.
     """
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(_STDERR).st_mode):
@@ -344,7 +344,7 @@ def stderr_of_children() -> int | None:
 
 
 def open_missing_streams() -> None:
-    """Open the standard streams that were closed at the start, on /dev/null: the next file would be taken for them."""
+    """Open missing standard streams on /dev/null; otherwise the next opened file would get their descriptors."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)

@@ -1,8 +1,9 @@
 """Tracer: sends RequestTraces to an OpenTelemetry collector (the extra `otel`; OTLP over HTTP).
 
 Owns: the package's provider, and the spans made of a trace. Does not: measure.
-Invariant: off, nothing of the package is imported; on, a slow or absent collector costs a bounded queue in another
-thread and never a request. Format: OpenTelemetry Protocol, W3C Trace Context, semantic conventions for generative AI.
+Invariant: if tracing is off, the package is not imported; if it is on, a slow or absent collector costs a bounded queue
+in another thread and delays no request. Format: OpenTelemetry Protocol, W3C Trace Context, semantic conventions for
+generative AI.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from octavo.errors import ConfigError
 from octavo.observe.request_trace import RequestTrace
 
 _NEEDS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-CLOSE_S = 3  # for sending what is left at the end
+CLOSE_S = 3  # to send the queued traces at the end
 _NS = 1_000_000_000
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Refuse an endpoint that is no URL, or a missing package. Raises ConfigError."""
+    """Raise ConfigError for an endpoint that is no URL, or if the package is missing."""
     if endpoint is None:
         return
     parts = urlsplit(endpoint)
@@ -42,7 +43,7 @@ def _is_installed(name: str) -> bool:
 
 
 class Tracer:
-    """Sends finished traces; with `endpoint` None it drops them."""
+    """Sender of finished traces; with `endpoint` None it drops them."""
 
     def __init__(self, endpoint: str | None) -> None:
         check_endpoint(endpoint)
@@ -91,7 +92,7 @@ class Tracer:
         root.end(self._wall(trace.end))
 
     def close(self) -> None:
-        """Send what is left, within a few seconds. It blocks: call it from a thread. Idempotent."""
+        """Send the queued traces, within a few seconds. It blocks: call it from a thread. Idempotent."""
         if self.is_on:
             self.is_on = False
             self._provider.shutdown()

@@ -1,8 +1,8 @@
-"""A scheduler's work in the Trace Event Format of Chrome, which ui.perfetto.dev and chrome://tracing open.
+"""Write a scheduler's activity in the Trace Event Format of Chrome, which ui.perfetto.dev and chrome://tracing open.
 
 Owns: the file, the clip, and the tracks: steps with their parts, counters, and one track for each request (queued,
-prefill, decode, preempted, swapped out, and how it ended). Does not: fold events (history), or keep more than open
-requests and a step: what has ended is written.
+prefill, decode, preempted, swapped out, and its end). Does not: fold events (history), or keep more than open
+requests and a step: ended slices are written.
 Invariants: slices of a track never overlap except by nesting, and are written in order; consecutive decode steps of a
 request are one slice; times are whole nanoseconds, in microseconds since the first; requests without a track are
 counted. Format: "Trace Event Format", Google, 2016 (X, C, i, s, f and M events).
@@ -30,7 +30,7 @@ _COUNTERS = ("running", "waiting", "KV blocks held", "KV blocks cached", "tokens
 
 
 class TraceFile:
-    """A file of trace events, compressed when its name ends in .gz. Close it."""
+    """A file of trace events, compressed if its name ends in .gz. Close it."""
 
     def __init__(self, path: str | Path, about: dict[str, object] | None = None) -> None:
         self.num_written = 0
@@ -57,7 +57,7 @@ def _open(path: str | Path) -> IO[str]:
 
 
 class TraceClip:
-    """Writes the events between two times, in seconds of the trace, of at most `max_tracks` requests."""
+    """Filter of the events between two times, in seconds of the trace, of at most `max_tracks` requests."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class TraceClip:
         self._write = write
         self._begin, self._end = begin_s * 1e6, end_s * 1e6
         self._max_tracks = max_tracks
-        self._names: dict[tuple[int, int], TraceEvent] = {}  # of tracks without an event so far
+        self._names: dict[tuple[int, int], TraceEvent] = {}  # of tracks without an event yet
         self._drawn: set[tuple[int, int]] = set()
         self._num_requests = 0  # of these
 
     def write(self, event: TraceEvent) -> None:
-        """Write an event, if it is inside."""
+        """Write an event if it is inside the times."""
         if event["name"] == "thread_name":
             self._names[event["pid"], event["tid"]] = event
         elif event["ph"] == "M":
@@ -86,7 +86,7 @@ class TraceClip:
                 self._write(event)
 
     def _is_drawn(self, track: tuple[int, int]) -> bool:
-        """Return True if a track is drawn, which its first event inside decides."""
+        """Return True if a track is drawn; this is decided at its first event inside the times."""
         name = self._names.pop(track, None)
         if name is not None:
             is_request = track[0] % 2 == REQUESTS % 2
@@ -100,9 +100,9 @@ class TraceClip:
 
 
 class _Track:
-    """One request's track and its present slice, from `begin` to `end` where that is known; times in nanoseconds.
+    """One request's track and its current slice, from `begin` to `end` if that is known; times in nanoseconds.
 
-    A slice lasts to `pinned` at least, where an arrow ends.
+    A slice lasts at least to `pinned`, the end of an arrow.
     """
 
     __slots__ = ("_write", "args", "begin", "end", "kind", "last_end", "num_steps", "pid", "pinned", "tid")
@@ -147,7 +147,7 @@ class _RequestTracks:
         self._tracks: dict[str, _Track] = {}
         self._slots = OpenSlots()
         self._num_arrows = 0
-        self._arrows: list[tuple[str, str]] = []  # (preempted by, preempted), drawn with the step that did it
+        self._arrows: list[tuple[str, str]] = []  # (preempted by, preempted), drawn with the preempting step
         self._last_end = -1  # of the last step
 
     def add(self, request: RequestHistory, arrival: int) -> None:
@@ -161,7 +161,7 @@ class _RequestTracks:
         self._write({"ph": "M", "name": "thread_name", "pid": self._pid, "tid": self._num_tracks, "args": name})
 
     def decided(self, decisions: Iterable[Event], ns: Callable[[float], int]) -> None:
-        """Draw decisions: those of a step before its rows, those that its commit made after them."""
+        """Draw decisions: call this with a step's decisions before its rows, and with its commit's after them."""
         for event in decisions:
             track = self._tracks.get(event.request_id)
             if track is None:
@@ -237,10 +237,10 @@ class _RequestTracks:
 
 
 class PerfettoWriter:
-    """Reads a history and passes trace events to `write`. Call `end` after the last step.
+    """Reader of a history which passes trace events to `write`. Call `end` after the last step.
 
-    `life` counts the starts of an engine in one trace, from 0; `origin` is the engine's time that is zero for all of
-    them: without one it is the first time.
+    `life` counts the starts of an engine in one trace, from 0; `origin` is the engine's time at zero of the trace, by
+    default the first time.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class PerfettoWriter:
         self._history = history
         self._write = write
         self._origin = origin
-        self._held: StepRecord | None = None  # until its emit is known
+        self._held: StepRecord | None = None  # until its emit time is known
         self._end_ns = 0  # of the last step's slice
         self._counts: dict[str, int] = {}
         self._engine = ENGINE + 2 * life
@@ -266,14 +266,14 @@ class PerfettoWriter:
         write({"ph": "M", "name": "thread_name", "pid": self._engine, "tid": STEPS, "args": {"name": "steps"}})
 
     def read(self, record: StepRecord) -> None:
-        """Take in a record of the history, and write the one before it."""
+        """Hold a record of the history, and write the one before it."""
         self._write_held()
         self._held = record
         if self._origin is None:
             self._origin = record.arrivals[0].arrival if record.arrivals else record.begin
 
     def end(self) -> None:
-        """Write what is still open. Idempotent."""
+        """Write the held step and the open slices. Idempotent."""
         if not self._has_ended:
             self._has_ended = True
             self._history.flush(self._history.last_time)
@@ -284,7 +284,7 @@ class PerfettoWriter:
         return max(0, round((time - (self._origin or 0.0)) * 1e9))
 
     def _write_held(self) -> None:
-        """Write the step that is held: its slice, its parts, the counters, its rows."""
+        """Write the held step: its slice, its parts, the counters, its rows."""
         record, self._held = self._held, None
         if record is None:
             return

@@ -1,4 +1,4 @@
-"""RequestTrace: when a request queued, computed its prompt, decoded and was preempted, as plain data.
+"""RequestTrace: when a request was queued, prefilled, decoded and preempted, as plain data.
 
 Owns: the spans and their attributes (OpenTelemetry's gen_ai.* names). Does not: send anything, know OpenTelemetry's
 package, or hold a prompt or an answer. Times are seconds on the monotonic clock; a trace is complete when it ends.
@@ -24,7 +24,7 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One prompt's times: arrival at the engine's queue, then seconds from it. `ended` is on the clock."""
+    """The times of one prompt: `arrival` in the engine's queue and `ended` on the clock, others in seconds from it."""
 
     arrival: float
     queue_s: float
@@ -51,7 +51,7 @@ class RequestTrace:
     _reasons: list[str] = field(default_factory=list)
 
     def timed(self, times: Timed, reason: str) -> None:
-        """Add the spans of one prompt that ended, and how it ended."""
+        """Add the spans of one prompt that ended, and its finish reason."""
         scheduled, first = times.arrival + times.queue_s, times.arrival + times.ttft_s
         self.spans.append(TraceSpan("queue", times.arrival, scheduled))
         self.spans.append(

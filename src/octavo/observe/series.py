@@ -1,7 +1,7 @@
 """Time series of bounded size: histograms of values, and the seconds of the last steps by part.
 
 Owns: the counts and the last records. Does not: measure, or know the names under which they are exported.
-Invariants: written by one thread, so without locks; an observation costs one bisection.
+Invariants: one thread writes, so there are no locks; an observation costs one bisection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0,
 )  # fmt: skip
-# A fifth apart from 10 us to over 10 minutes: a quantile read from these is off by a tenth at most.
+# From 10 us to over 10 minutes in steps of a fifth: the error of a quantile is at most a tenth.
 FINE_SECONDS = tuple(1e-5 * 1.2**power for power in range(100))
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 PARTS = ("schedule", "prepare", "forward", "sample", "emit", "step")  # of a step; `step` is all, from plan to emit
@@ -38,7 +38,7 @@ class Histogram:
         self.max = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, `times` over."""
+        """Count a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
         if value > self.max:

@@ -1,7 +1,7 @@
-"""EventSink: what the step loop, a replay and a simulation report to; and the guards of what observes a live engine.
+"""EventSink: the interface to which the step loop, a replay and a simulation report; and guards for live observers.
 
-Owns: the protocols, and the guards: nothing that observes an engine can end it. A sink or reader that raises is dropped
-with one entry in the log; a question that raises is answered with the error.
+Owns: the protocols, and the guards: no observer can end an engine. A sink or reader that raises is dropped
+with one entry in the log; a verb that raises is answered with the error.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ P = ParamSpec("P")
 
 
 class EventSink(Protocol):
-    """Called in the thread that steps, in order; must be quick, and copy what it needs and does not own."""
+    """A receiver of events, called in the engine's thread, in order; must be quick, and copy data that it keeps."""
 
     def admitted(self, request: Request) -> None:
-        """Take in an admitted request."""
+        """Handle an admitted request."""
         ...
 
     def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Take in decisions of plans and commits, each reported exactly once."""
+        """Handle decisions of plans and commits, each reported exactly once."""
         ...
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Take in a committed plan."""
+        """Handle a committed plan."""
         ...
 
 
@@ -44,7 +44,7 @@ class LoopClock(Protocol):
 
 
 class WatchedLoop(Protocol):
-    """What observers need of the step loop (octavo.engine.loop.EngineLoop)."""
+    """The observers' interface of the step loop (octavo.engine.loop.EngineLoop)."""
 
     step_times: StepTimes
     sections: dict[str, Callable[[], object]]
@@ -61,7 +61,7 @@ class WatchedLoop(Protocol):
 
 
 class FanOutSink:
-    """Reports to each of its sinks; one that raises is dropped."""
+    """A sink which reports to each of its sinks; one that raises is dropped."""
 
     def __init__(self) -> None:
         self._sinks: list[EventSink] = []
@@ -93,7 +93,7 @@ class FanOutSink:
 
 
 def guarded_reader(name: str, read: Callable[[T], object]) -> Callable[[T], None]:
-    """Return a reader that is switched off when it raises."""
+    """Return a reader that is switched off once it raises."""
     is_on = True
 
     def guarded(record: T) -> None:
@@ -109,7 +109,7 @@ def guarded_reader(name: str, read: Callable[[T], object]) -> Callable[[T], None
 
 
 def guarded(name: str, act: Callable[P, object], answer: Callable[[str], object]) -> Callable[P, object]:
-    """Return a function that returns what `act` does; where that raises, `answer` of the error's text."""
+    """Return a function that returns the result of `act` or, if that raises, `answer` of the error's text."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> object:
         try:

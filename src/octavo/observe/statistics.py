@@ -2,7 +2,7 @@
 
 Owns: the collector, which reads the history's records; its verbs (reset, export) and the status line while busy.
 Does not: fold events, keep anything unbounded, or read a clock: every time is that of an event.
-Invariants: without collection a step calls nothing here; the scheduler's totals never decrease, not by a reset either.
+Invariants: without collection a step calls nothing here; the scheduler's totals never decrease, not even at a reset.
 Gauges of a step are as of its commit.
 """
 
@@ -54,7 +54,7 @@ class StepTable:
 
     def __init__(self, size: int, gauges: Gauges, times: StepTimes) -> None:
         self._times = times
-        self._rows: deque[tuple[Any, ...]] = deque(maxlen=size)  # as in the table, but for the number in step times
+        self._rows: deque[tuple[Any, ...]] = deque(maxlen=size)  # as in the table, but with the number in step times
         self._totals: tuple[int, ...] = _TOTALS(gauges)
 
     def __len__(self) -> int:
@@ -96,13 +96,13 @@ class StepTable:
         self._totals = totals
 
     def table(self) -> Table:
-        """Return the steps, oldest first: seconds, counts, and what the totals grew by. None: not known."""
+        """Return the steps, oldest first: seconds, counts, and the increases of the totals. None: not known."""
         unknown = (None,) * len(PARTS)
         rows = [(time, *(self._times.get(timing) or unknown), *rest) for time, timing, *rest in self._rows]
         return {"columns": STEP_COLUMNS, "rows": rows}
 
     def reset(self, gauges: Gauges) -> None:
-        """Drop the steps; what the totals grow by is counted from these gauges on."""
+        """Drop the steps; increases of the totals are counted from these gauges on."""
         self._rows.clear()
         self._totals = _TOTALS(gauges)
 
@@ -136,7 +136,7 @@ def _request_row(request: RequestHistory, gaps: list[float]) -> tuple[object, ..
 
 
 class Collector:
-    """Keeps the last steps, and reports on them and on the history's requests, in the engine's thread."""
+    """Collector of the last steps, which reports on them and on the history's requests, in the engine's thread."""
 
     def __init__(
         self, config: StatisticsConfig, history: History, times: StepTimes, read_pools: ReadPools | None = None
@@ -173,7 +173,7 @@ class Collector:
         self._last_time = now
 
     def figures(self) -> Mapping[str, object]:
-        """Return requests' quantiles, ends of choices, and how much is kept."""
+        """Return requests' quantiles, ends of choices, and the numbers of records kept."""
         self._history.settle()
         kept = self._requests
         histograms = {name: getattr(kept, name).summary() for name in ("queue_s", "ttft_s", "gap_s", "e2e_s")}
@@ -199,7 +199,7 @@ class Collector:
         }
 
     def reset(self) -> bool:
-        """Drop what is kept; totals since the start and open requests stay."""
+        """Drop the records; totals since the start and open requests are kept."""
         self._history.settle()
         self._steps.reset(self._scheduler.gauges())
         self._requests.reset()
@@ -207,7 +207,7 @@ class Collector:
         return True
 
     def _line(self, now: float) -> str | None:
-        """Return the status line since the one before, unless the log does not show it."""
+        """Return the status line for the time since the last one; None if the log does not show it."""
         if not _LOG.isEnabledFor(logging.INFO):
             return None
         return self._status_line.line({"scheduler": asdict(self._scheduler.statistics())}, now)

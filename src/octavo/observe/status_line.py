@@ -1,6 +1,6 @@
-"""StatusLine: one line that says how busy an engine is, made from two snapshots of its statistics.
+"""StatusLine: one line about an engine's load, made from two snapshots of its statistics.
 
-Owns: the words and the rates. Does not: ask the engine, read a clock, or print.
+Owns: the text and the rates. Does not: query the engine, read a clock, or print.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ STATUS_LINE_S = 5.0  # between two lines while the engine is busy
 
 @dataclass(slots=True)
 class StatusLine:
-    """Turns two snapshots of the scheduler's statistics into one line; nothing while the engine is idle."""
+    """Maker of a line from two snapshots of the scheduler's statistics; no line while the engine is idle."""
 
     last: Mapping[str, Any] | None = None
     at: float = 0.0
 
     def line(self, statistics: Mapping[str, Any], now: float) -> str | None:
-        """Return the line for the time since the snapshot before; None when nothing was computed, or at the first."""
+        """Return the line for the time since the last snapshot; None if nothing was computed, or at the first one."""
         new, old, seconds = statistics["scheduler"], self.last, now - self.at
         self.last, self.at = new, now
         if old is None or seconds <= 0:

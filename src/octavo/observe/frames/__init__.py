@@ -1,1 +1,1 @@
-"""Frames: what pages and terminals draw of a scheduler at work (docs/statistics.md), from whatever runs it."""
+"""Frames: a scheduler's activity for pages and terminals (docs/statistics.md), live, replayed or simulated."""

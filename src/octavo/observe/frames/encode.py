@@ -1,7 +1,7 @@
 """Frames as plain JSON values, from records of steps and views of the scheduler (docs/statistics.md is the schema).
 
-Owns: every kind of frame but the end, and how much of the queue and the pool is shown: a look takes at most a
-millisecond, however large they are. Does not: say when to look, or keep anything (streams).
+Owns: every kind of frame except the end, and how much of the queue and the pool is shown: a look takes at most a
+millisecond, however large they are. Does not: decide when to look, or keep anything (streams).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Frame = dict[str, Any]
 MAX_TOP = 50  # waiting requests shown
 MAX_CELLS = 4096  # cells of all groups together
 MAX_READ = 4096  # table entries read in one look
-NO_OWNER = 0xFFFF  # shown as the owner of a block whose table was not read yet
-_FREE, _HELD_ONCE, _SHARED, _CACHED = range(4)  # what a cell shows
-# Tables from a count of references, and from "has a key", to that. They are applied to all cells at once, because one
-# Python loop over 4,096 cells takes a tenth of a millisecond.
+NO_OWNER = 0xFFFF  # the owner of a block whose table was not read yet
+_FREE, _HELD_ONCE, _SHARED, _CACHED = range(4)  # values of a cell
+# Tables from a count of references, and from "has a key", to these values. They are applied to all cells at once,
+# because one Python loop over 4,096 cells takes a tenth of a millisecond.
 _HELD = bytes([_FREE, _HELD_ONCE]) + bytes([_SHARED]) * 254
 _UNHELD = bytes([_CACHED]) + bytes(255)
 _KEYED = bytes([0, _CACHED]) + bytes(254)
@@ -41,9 +41,9 @@ _KINDS = {kind: kind.name.lower() for kind in EventKind}
 
 @dataclass(frozen=True, slots=True)
 class FrameSource:
-    """What a stream shows. `kind` is live, recording or simulation; `began` the clock's zero in Unix seconds.
+    """The source of a stream. `kind` is live, recording or simulation; `began` is the clock's zero in Unix seconds.
 
-    `life` distinguishes the streams of successive engines; `device` is where the model runs.
+    `life` distinguishes the streams of successive engines; `device` is the model's device.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class FrameSource:
 
 
 def head_frame(source: FrameSource, limits: Limits, before: OpenSlots, now: float) -> Frame:
-    """Return the first frame: the state before the next one."""
+    """Return a stream's first frame: the state before the next frame."""
     shown = {name: getattr(limits, name) for name in _SHOWN_LIMITS}
     return {
         "k": "head",
@@ -130,9 +130,9 @@ def _given(**fields: object) -> Frame:
 
 
 def queue_frame(scheduler: Scheduler, waits: WaitCounts, now: float) -> Frame:
-    """Return the queue: how many requests wait for what, and the first of them."""
+    """Return the queue: the number of waiting requests by reason, and the first of them."""
     total, reasons = scheduler.num_waiting, dict(waits.by_reason())
-    rest = total - sum(reasons.values())  # without a reason of their own: the requests before them wait
+    rest = total - sum(reasons.values())  # requests without a reason of their own: those before them wait
     if rest > 0:
         reasons["behind"] = reasons.get("behind", 0) + rest
     top = [_waiting(entry, now) for entry in scheduler.first_waiting(MAX_TOP)]
@@ -147,8 +147,8 @@ def _waiting(one: RequestView, now: float) -> list[object]:
 class PoolFrames:
     """Frames of one scheduler's KV pools.
 
-    The owners of blocks are read from MAX_READ table entries or a table more in each look, and kept. So those of a
-    large pool are complete only after some looks, and a block that changed owners may show the previous one until then.
+    Each look reads the owners of blocks from about MAX_READ table entries, and keeps them. The owners of a large pool
+    are complete only after several looks, and a block that changed owners may show the previous one until then.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -224,10 +224,10 @@ def _rows(record: StepRecord) -> list[int]:
 
 
 def _continues(record: StepRecord, previous: StepRecord) -> bool:
-    """Return True if the rows are those of the step before, each after its last one.
+    """Return True if the rows are those of the step before, each starting where its last one ended.
 
-    A row that is not after its last one begins before that (it is repeated, or drafts were wrong), unless its
-    sequence is new: so the sum is enough.
+    Any other row of the same sequence starts earlier (it is repeated, or drafts were wrong), so comparing the sums of
+    the starts suffices.
     """
     if record.taken or record.slots != previous.slots or record.counts != previous.counts:
         return False

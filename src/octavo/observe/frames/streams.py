@@ -1,9 +1,9 @@
 """Streams of frames: FrameRing keeps a live engine's last steps, FrameWriter writes those of a replay or a simulation.
 
-Owns: the ring and its cursors, the window of what is written, when the queue and the pool are looked at.
+Owns: the ring and its cursors, the window of steps to write, when the queue and the pool are looked at.
 Does not: fold events (history), or make frames (encode).
-Invariants: nothing is made of a record in the ring until a reader asks; memory is bounded by steps and by what they
-hold on to, an answer by steps, rows and time. What is before a written window is followed, so that its head is right.
+Invariants: no frame is made of a record in the ring before a reader polls; memory is bounded by steps and by the
+objects that they reference, an answer by steps, rows and time. Steps before a window are applied to its head.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MAX_STEPS = 1024  # kept in a ring
 MAX_WEIGHT = 65_536  # arrivals, decisions and new sequences kept in a ring
 MAX_POLL = 200  # steps in an answer
 MAX_POLL_ROWS = 16_384  # rows in an answer, before the last step of it
-MAX_POLL_S = 0.001  # of the engine's thread for an answer, by its clock; what is under way is done
-MIN_STEPS_S = 0.0005  # of it for the steps of an answer, whatever a look took
+MAX_POLL_S = 0.001  # of the engine's thread for an answer, by its clock; a frame that is begun is finished
+MIN_STEPS_S = 0.0005  # of it for the steps of an answer, even after a long look
 LOOK_S = 0.125  # between two looks in a live engine, at the queue and the pool in turn
-WRITTEN_LOOK_S = 0.25  # between two looks at both, by the clock of what is written
-MAX_WRITTEN = 20_000  # steps; some 10 MB of a page
+WRITTEN_LOOK_S = 0.25  # between two looks at both, by the clock of the written steps
+MAX_WRITTEN = 20_000  # steps; about 10 MB in a page
 
 
 class FrameRing:
-    """The last records of a live engine; `poll` gives frames of them. All methods belong to the engine's thread.
+    """The last records of a live engine; `poll` returns their frames. All methods belong to the engine's thread.
 
     `now` is the engine's clock.
     """
@@ -40,7 +40,7 @@ class FrameRing:
         self._source = source
         self._now = now
         self._pools = PoolFrames(history.scheduler)
-        self._ring: deque[StepRecord | tuple[Frame, ...]] = deque()  # looks are kept as the frames that they are
+        self._ring: deque[StepRecord | tuple[Frame, ...]] = deque()  # looks are kept as frames
         self._first = 0  # number of the ring's first entry
         self._weight = 0
         self._tail = OpenSlots()  # before the ring's first entry
@@ -60,7 +60,7 @@ class FrameRing:
                 self._tail.apply(old)
 
     def poll(self, cursor: str) -> dict[str, object]:
-        """Return the frames after a cursor, as docs/statistics.md has it; an unknown cursor is as ""."""
+        """Return the frames after a cursor (docs/statistics.md); an unknown cursor is treated as ""."""
         begun = self._now()
         self._look(begun)
         life, _, digits = cursor.rpartition(":")
@@ -88,7 +88,7 @@ class FrameRing:
         }
 
     def _collect(self, frames: list[Frame], number: int, until: float) -> int:
-        """Add the frames from a number on, as far as one answer goes; return the number after them."""
+        """Add the frames from a number on, up to the bounds of one answer; return the number after them."""
         until = max(until, self._now() + MIN_STEPS_S)
         index, num_steps, num_rows = number - self._first, 0, 0
         previous = None if frames else next(self._records(reversed(range(index))), None)
@@ -114,7 +114,7 @@ class FrameRing:
                 yield entry
 
     def _look(self, now: float) -> None:
-        """Add what happened without a step, and the queue or the pool if that is due; both if it was long ago."""
+        """Add events without a step, and a frame of the queue or the pool if due; both after a long time."""
         if self._looked_at is not None and now < self._looked_at + LOOK_S:
             return
         self._history.flush(now)
@@ -130,7 +130,7 @@ class FrameRing:
 
 
 def _weight(entry: StepRecord | tuple[Frame, ...]) -> int:
-    """Return how many things an entry refers to beside its rows."""
+    """Return how many objects an entry references beside its rows."""
     if not isinstance(entry, StepRecord):
         return len(entry)
     return len(entry.taken) + len(entry.arrivals) + len(entry.decisions)
@@ -138,7 +138,7 @@ def _weight(entry: StepRecord | tuple[Frame, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What of a stream is written: from one time up to, but not, another (the engine's seconds), and how many steps.
+    """The part of a stream to write: times in [begin, end), in the engine's seconds, and the maximum of steps.
 
     `look_s` is the time between two looks at the queue and the pool.
     """
@@ -150,7 +150,7 @@ class Window:
 
 
 class FrameWriter:
-    """Reads a history and gives each frame to `write`. Call `end` after the last step."""
+    """Reader of a history which passes each frame to `write`. Call `end` after the last step."""
 
     def __init__(
         self, history: History, write: Callable[[Frame], object], source: FrameSource, window: Window | None = None
@@ -162,8 +162,8 @@ class FrameWriter:
         self._window = window or Window()
         self._before = OpenSlots()
         self._pools = PoolFrames(history.scheduler)
-        self._held: StepRecord | None = None  # its emit is known only when all have read it
-        self._looks: tuple[Frame, ...] = ()  # made after the step that is held
+        self._held: StepRecord | None = None  # its emit time is known only when all readers have read it
+        self._looks: tuple[Frame, ...] = ()  # made after the held step
         self._previous: StepRecord | None = None
         self._next_look = float("-inf")
         self.num_written = 0
@@ -172,14 +172,14 @@ class FrameWriter:
         self._has_ended = False
 
     def read(self, record: StepRecord) -> None:
-        """Take in a record of the history, and write the one before it."""
+        """Hold a record of the history, and write the one before it."""
         self._write_held()
         self._held = record
         if record.slots is not None and self._is_shown(record) and record.end >= self._next_look:
             self._look(record.end)
 
     def finish(self) -> None:
-        """Write what is left, but no end: another engine's frames follow. Idempotent."""
+        """Write the remaining frames without an end frame: another engine's frames follow. Idempotent."""
         if not self._has_ended:
             self._has_ended = True
             self._history.flush(self._history.last_time)
@@ -187,7 +187,7 @@ class FrameWriter:
             self._write_head(self._history.last_time)
 
     def end(self, num_cut: int = 0) -> None:
-        """Write what is left, and the end, with how many steps of engines before this were cut. Idempotent."""
+        """Write the remaining frames and the end; `num_cut`: steps of earlier engines that were cut. Idempotent."""
         if self._has_ended:
             return
         self.finish()
@@ -227,7 +227,7 @@ class FrameWriter:
 
 
 class FrameSpool:
-    """Frames kept as packed JSON until all are there, a tenth of what they take as objects, to be read in order."""
+    """Frames kept as packed JSON, in a tenth of their memory as objects, to be read in order once all are written."""
 
     def __init__(self) -> None:
         self._packed: list[bytes] = []

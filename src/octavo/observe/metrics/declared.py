@@ -1,4 +1,4 @@
-"""The table of Prometheus metrics, read from metrics.csv: where each number is, its names, and its help.
+"""The table of Prometheus metrics, read from metrics.csv: the place of each number, its names, and its help.
 
 Owns: the table, and the labels of series under vLLM's names. Does not: count (requests), or find numbers (snapshots).
 """
@@ -17,7 +17,7 @@ class DeclaredMetric:
     """One metric.
 
     `kind`: gauge, counter, histogram ({"buckets": {bound: count}, "total": sum}) or info (texts by label). `place` is
-    the path of its value in the snapshots, or in RequestMetrics under `requests`; a "{label}" in it stands for every
+    the path of its value in the snapshots, or in RequestMetrics under `requests`; a "{label}" in it matches every
     key there, exported under that label. `name` is "" for a metric that has only vLLM's names.
     """
 
@@ -34,7 +34,7 @@ class DeclaredMetric:
         return tuple(part[1:-1] for part in self.place if part[0] == "{")
 
     def own_labels(self, model: str) -> dict[str, str]:
-        """Return the labels that all its samples have under its own name."""
+        """Return the labels of all its samples under its own name."""
         return {} if self.name in _WITHOUT_MODEL else {"model_name": model}
 
 
@@ -50,5 +50,5 @@ METRICS = _read_table()
 
 
 def vllm_labels(model: str) -> dict[str, str]:
-    """Return the labels that series under vLLM's names have."""
+    """Return the labels of series under vLLM's names."""
     return {"engine": "0", "model_name": model}

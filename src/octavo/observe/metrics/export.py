@@ -1,6 +1,6 @@
-"""Tables of figures as files: CSV text, and JSON lines written so that a reader never sees half a file.
+"""Write tables of figures as CSV text, and as files of JSON lines, replaced atomically.
 
-Owns: the two formats. Does not: collect figures. Nothing here can run code when it is read back.
+Owns: the two formats. Does not: collect figures. Reading the files cannot run code.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Table(TypedDict):
 
 
 def records(table: Table) -> Iterator[dict[str, object]]:
-    """Each row with its columns' names."""
+    """Yield each row with its columns' names."""
     for row in table["rows"]:
         yield dict(zip(table["columns"], row, strict=True))
 
 
 def to_csv(table: Table) -> str:
-    """The table as CSV, with a head line; None is an empty field, a mapping is name=value with semicolons."""
+    """Return the table as CSV, with a header; None is an empty field, a mapping is name=value with semicolons."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(table["columns"])
@@ -39,7 +39,7 @@ def to_csv(table: Table) -> str:
 
 
 def save_json_lines(path: str | os.PathLike[str], tables: Mapping[str, Table]) -> None:
-    """Write one JSON object a line, its table's name under "table". Replaces the file whole. Raises OSError."""
+    """Write one JSON object a line, with its table's name in "table". Replaces the file atomically. Raises OSError."""
     target = Path(path)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:

@@ -1,8 +1,8 @@
 """Prometheus metrics of the API process: requests, their tokens and times, HTTP responses.
 
-Owns: the metrics, as prometheus_client's objects, and their second names, under which vLLM's boards look for them.
+Owns: the metrics, as prometheus_client's objects, and their second names, which vLLM's dashboards use.
 Does not: read a clock (times are arguments, seconds on one monotonic clock).
-Invariants: each request is counted once, at its end; TTFT counts from the request's arrival at the server; labels
+Invariants: each request is counted once, at its end; TTFT is measured from the request's arrival at the server; labels
 have a bounded number of values, whatever a client sends.
 Inter-token latency and generated tokens are counted once per token, for which prometheus_client's objects are three
 times too slow: one Histogram of our own counts them, and collect() exports it.
@@ -19,13 +19,13 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from octavo.observe.metrics.declared import METRICS, vllm_labels
 from octavo.observe.series import SECONDS, TOKENS, Histogram
 
-# Buckets of vLLM's histograms: quantiles that a board takes from several engines need the same ones.
+# Buckets of vLLM's histograms: a dashboard needs the same ones for quantiles over several engines.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
          160.0, 640.0, 2560.0)  # fmt: skip
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
             960.0, 1920.0, 7680.0)  # fmt: skip
-# By the table's name for them: our buckets, and those under vLLM's name, which our histograms have too.
+# By their name in the table: Octavo's buckets, and those under vLLM's name, which Octavo's histograms have too.
 _BUCKETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "seconds": (SECONDS, ()),
     "ttft": (SECONDS, _TTFT),
@@ -40,7 +40,7 @@ ENDS = ("stop", "length", "abort", "error")  # values of vllm:request_success_to
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One request's numbers at its end; times in seconds."""
+    """The figures of one request at its end; times in seconds."""
 
     reason: str
     prompt_tokens: int
@@ -80,13 +80,13 @@ class RequestMetrics:
         self._num_generated = 0
 
     def first_tokens(self, ttft_s: float, num_tokens: int, prompt_tokens: int = 0) -> None:
-        """Count a request's first output, and with it the prompt that was computed for it."""
+        """Count a request's first output, and its prompt."""
         self._histograms["ttft"].labels(self._model).observe(ttft_s)
         self._count("prompt_tokens", prompt_tokens)
         self._num_generated += num_tokens
 
     def prompt_only(self, prompt_tokens: int) -> None:
-        """Count the prompt of a request that ended without a token, as asked."""
+        """Count the prompt of a request that requested no tokens."""
         self._count("prompt_tokens", prompt_tokens)
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
@@ -95,7 +95,7 @@ class RequestMetrics:
         self._num_generated += num_tokens
 
     def other_tokens(self, num_tokens: int) -> None:
-        """Count the first output of a choice of a request that has tokens already."""
+        """Count the first output of a choice of a request that already has tokens."""
         self._num_generated += num_tokens
 
     def finished(self, end: Finished) -> None:
@@ -122,7 +122,7 @@ class RequestMetrics:
                 self._histograms[key].labels(self._model).observe(value)
 
     def ended_early(self, reason: str) -> None:
-        """Count a request that did not run to its end: "abort" (the client cancelled it or left) or "error"."""
+        """Count a request that did not run to its end: "abort" (cancelled or disconnected) or "error"."""
         self._count("success", 1, reason)
 
     def failed(self, code: str) -> None:

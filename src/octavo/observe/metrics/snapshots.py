@@ -1,7 +1,7 @@
-"""Prometheus metrics of what is counted elsewhere: the engine, admission, retries, stored responses, the sandbox.
+"""Prometheus metrics of counts kept elsewhere: the engine, admission, retries, stored responses, the sandbox.
 
-Owns: finding the declared metrics' numbers in snapshots, and figures that follow from several of them. Does not: count,
-or ask for snapshots (they are passed in). Invariant: a number that the snapshots do not have makes no series.
+Owns: finding the declared metrics' numbers in snapshots, and derived figures. Does not: count, or request snapshots
+(they are passed in). Invariant: a number that is not in the snapshots has no series.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _family(metric: DeclaredMetric, name: str, labels: Mapping[str, str], values
     return family
 
 
-# Reasons of waiting that end by themselves, however much room there is.
+# Reasons of waiting that end by themselves, independent of free capacity.
 _DEFERRED = frozenset(
     {"adapter_slots", "grammar", "swap_space", "host_load", "uncommitted", "preempted_this_step", "barrier", "paused",
      "draining", "excluded"}
@@ -75,7 +75,7 @@ _DEFERRED = frozenset(
 
 
 def engine_snapshot(statistics: Mapping[str, Any] | None) -> dict[str, object]:
-    """Return the engine's statistics (None: it does not answer) with the figures that follow from them."""
+    """Return the engine's statistics (None: it does not answer) with the figures derived from them."""
     if statistics is None:
         return {"up": 0}
     scheduler = statistics.get("scheduler", {})
@@ -98,7 +98,7 @@ def retry_snapshot(report: Mapping[str, Any]) -> dict[str, object]:
 
 
 def cache_info(config: Config, block_size: int, num_blocks: int) -> dict[str, str]:
-    """Return how the KV pool is set up, under the names of vLLM's cache_config_info."""
+    """Return the settings of the KV pool, under the names of vLLM's cache_config_info."""
     cache = config.cache
     return {
         "block_size": str(block_size),

@@ -1,4 +1,4 @@
-"""Recordings: every call of a live scheduler in a file, read back, and replayed to the same decisions."""
+"""Recordings: write every call of a live scheduler to a file, read it back, and replay it to the same decisions."""
 
 from octavo.observe.recording.arrivals import RecordedRequest, arrivals
 from octavo.observe.recording.format import Header, RecordingError

@@ -1,6 +1,6 @@
-"""The requests of a recording as a workload, with their outcomes.
+"""Extract the requests of a recording as a workload, with their outcomes.
 
-Owns: RecordedRequest, and gathering them in a replay. Does not: simulate.
+Owns: RecordedRequest, and collecting them in a replay. Does not: simulate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.observe.recording.format import RecordingError
 from octavo.observe.recording.reader import Recording, Segment
 from octavo.observe.recording.replaying import DivergenceError, Replayer
 
-MAX_ON_THE_WAY_S = 3600.0  # from the front to the engine; more than that is another clock
+MAX_ON_THE_WAY_S = 3600.0  # from the front end to the engine; a longer time means another clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RecordedRequest:
     `arrival` is its arrival at the server, `taken` its admission by the engine, between two steps. `output_tokens` has
     one number for each choice. `keys` are those of the prompt's full blocks, `output_keys` the later ones of the first
     choice, beginning with the block that holds the prompt's end; one for each `key_tokens` tokens. `life` is its
-    segment's number, from 0. `is_resumed`: it was open in an earlier life of the engine, which generated its first
+    segment's number, from 0. `is_resumed`: it was open in an earlier engine process, which generated its first
     `emitted_tokens` outputs.
     """
 
@@ -60,7 +60,7 @@ class RecordedRequest:
 
 
 class _Gathered:
-    """What is gathered of a request while its segment is replayed, beside its history."""
+    """The data of a request collected while its segment is replayed, beside its history."""
 
     def __init__(self, call: AdmitCall, max_tokens: int, history: RequestHistory) -> None:
         params, emitted = call.request.params, len(call.request.emitted_token_ids or ())
@@ -72,7 +72,7 @@ class _Gathered:
         self.num_outputs = [emitted] * (params.n if params.beam_width else params.num_sequences)
 
     def request(self, life: int, origin: float, key_tokens: int) -> RecordedRequest:
-        """Return it with times after `origin`."""
+        """Return the request, with times relative to `origin`."""
         request, history, end = self.call.request, self.history, self.history.end
         num_prompt_keys = request.num_prompt_tokens // key_tokens
 
@@ -106,16 +106,16 @@ class _Gathered:
 
 
 def _arrival(call: AdmitCall) -> float:
-    """Return when a request arrived at the server, by its own clock if that is plausible."""
+    """Return when a request arrived at the server: its own time if that is plausible, else its admission's."""
     arrival = call.request.arrival
     return arrival if call.now - MAX_ON_THE_WAY_S <= arrival <= call.now else call.now
 
 
 def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None = None) -> list[RecordedRequest]:
-    """Return the requests of all segments in order of arrival; replays the recording to know their outcomes.
+    """Return the requests of all segments in order of arrival; replays the recording to find their outcomes.
 
-    `at_end` gets each life's scheduler in its last state. Raises RecordingError if the replay is not equal, and what
-    replay raises.
+    `at_end` is called with each segment's scheduler in its last state. Raises RecordingError if the replay differs,
+    and replay's errors.
     """
     found: list[RecordedRequest] = []
     origin: float | None = None

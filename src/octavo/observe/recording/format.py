@@ -1,11 +1,11 @@
-"""The format of recordings: each call of a scheduler as a record, and what of it is masked.
+"""The format of recordings: each call of a scheduler as a record, and which parts are masked.
 
 Owns: both directions of records and the masks. Does not: know files (reader), write (recorder), or call a scheduler
 (replaying). A record is a tuple of its kind and plain values; fields at their defaults are left out. Each depends on
 those before it in its segment. Times are seconds on the engine's monotonic clock, durations nanoseconds.
-Masks: a recording without text keeps what decisions depend on, which ids end a sequence, how many there are and which
-blocks are equal. Keys become digests under a secret that is drawn for each segment and stored nowhere, so that a guess
-of the text cannot be checked.
+Masks: a recording without text keeps what decisions depend on: which ids end a sequence, how many there are and which
+blocks are equal. Keys become digests under a secret that is drawn for each segment and not stored, so that a guess
+of the text cannot be verified.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class RecordingError(OctavoError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The engine that a segment is about.
+    """The engine of a segment.
 
     `began` is in Unix seconds, at `clock` on the engine's clock. `has_text`: token ids are recorded. `settings` are the
-    engine's, by the spelling of their flags; names and numbers only.
+    engine's, by flag; names and numbers only.
     """
 
     model: str
@@ -81,9 +81,9 @@ class EndMarker(NamedTuple):
 class RecordedCall(NamedTuple):
     """A call, and when it returned.
 
-    Read back without text a request has no ids, and its stop ids are stand-ins; `is_blind`: the engine had no ids of it
-    either. A plan read back has columns and names, no events; `digest` is that of the plan as it was made, without ids
-    unless the recording has text, b"" for an empty plan.
+    A request read back without text has no ids, and its stop ids are placeholders; `is_blind`: the engine had no ids of
+    it either. A plan read back has columns and names, no events; `digest` is that of the plan as it was made, without
+    ids unless the recording has text, b"" for an empty plan.
     """
 
     call: Call | EndMarker
@@ -149,7 +149,7 @@ _KEY_DIGEST = re.compile("[0-9a-f]{64}")  # a tenant that is named after its API
 
 
 class KeyMask:
-    """Turns block and media keys into digests that mean nothing outside one segment."""
+    """Mask of block and media keys: digests that are meaningless outside one segment."""
 
     def __init__(self) -> None:
         self._secret = os.urandom(32)
@@ -164,13 +164,13 @@ class KeyMask:
 
 
 def _stand_ins(request: Request | NewSequence) -> dict[int, int]:
-    """Return what replaces each id that may end a request's sequences: 0, 1 and so on."""
+    """Return the replacement of each id that may end a request's sequences: 0, 1 and so on."""
     every = dict.fromkeys((*request.eos_token_ids, *request.params.stop_token_ids))
     return {token: number for number, token in enumerate(every)}
 
 
 class CallEncoder:
-    """Encodes one segment's calls, in order."""
+    """Encoder of one segment's calls, in order."""
 
     def __init__(self, has_text: bool) -> None:
         self._has_text = has_text
@@ -182,7 +182,7 @@ class CallEncoder:
         self._stops: set[int] = set()  # every id that may end a sequence of any request so far
 
     def masked(self, limits: Limits) -> Limits:
-        """Return limits with tenants named as in the records."""
+        """Return the limits with tenants masked as in the records."""
         weights = tuple((self._key_mask.tenant(name), weight) for name, weight in limits.tenant_weights)
         return replace(limits, tenant_weights=weights)
 
@@ -203,11 +203,11 @@ class CallEncoder:
         return _KIND_OF[type(call)], *call
 
     def _keys(self, runs: tuple[KeyRun, ...]) -> list[KeyRun]:
-        """Return runs of keys, masked; with text too, for what salts them is no text."""
+        """Return runs of keys, masked even with text, since their salts are not text."""
         return [run._replace(keys=tuple(map(self._key_mask, run.keys))) for run in runs]
 
     def _masked_ids(self, ids: Iterable[int], owner: Request | NewSequence) -> list[int]:
-        """Return a request's ids as they are recorded."""
+        """Return a request's ids in their recorded form."""
         stands = _stand_ins(owner)
         return list(ids) if self._has_text else [stands.get(token, ORDINARY) for token in ids]
 
@@ -278,7 +278,7 @@ class CallEncoder:
         return COMMIT, call.now, took_ns, call.step, times, values, failure, self._keys(call.keys)
 
     def _mask_outputs(self, plan: StepPlan, owners: Mapping[int, NewSequence], shown: StepResult) -> None:
-        """Mask a result's ids; of the log-probabilities only the candidates of beam searches are kept."""
+        """Mask a result's ids, and drop log-probabilities except the candidates of beam searches."""
         ids, logprobs = shown.token_ids, shown.logprobs
         if ids is None or (self._has_text and logprobs is None):
             return
@@ -312,7 +312,7 @@ def _sampled(
 
 
 class CallDecoder:
-    """Decodes one segment's records, in order."""
+    """Decoder of one segment's records, in order."""
 
     def __init__(self, header: Header) -> None:
         self._block_size = header.limits.block_size
@@ -359,7 +359,7 @@ def _commit(keys: tuple[KeyRun, ...], now: float, took_ns: int, step: int, *rest
 
 
 class RowDeltas:
-    """A plan's rows as what differs from the plan before: usually the same slots, one token further."""
+    """Codec of a plan's rows as a difference to the plan before: usually the same slots, one token further."""
 
     def __init__(self) -> None:
         self._slots, self._ends, self._flags = array("i"), array("i"), array("i")  # of the plan before

@@ -1,10 +1,10 @@
-"""Files of recordings: a folder with a segment for each start of an engine, each readable up to its last whole frame.
+"""Read the files of recordings: a folder with a segment for each start of an engine, valid up to its last whole frame.
 
 Owns: framing with compression and checksums, finding segments, their calls, and the steps with their times.
 Does not: know records (format), or replay (replaying).
 A segment is MARK, the version (uint16, little-endian), then frames: bytes stored, bytes unpacked, CRC-32 of those
 stored (three uint32), and zlib's output. The first frame is the header as JSON, the others are msgpack arrays of
-records. Invariant: a file that is cut anywhere, or damaged, reads up to the last whole frame before that.
+records. Invariant: a file that is cut off anywhere, or damaged, is read up to the last whole frame before that.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _read_frame(file: BinaryIO) -> bytes | None:
 
 @dataclass(slots=True)
 class Segment:
-    """The recording of one engine, from its start to its end, in one file of `num_bytes`.
+    """The recording of one engine process, in one file of `num_bytes`.
 
     `end_reason` is known once its calls have been read: that of its end marker, or CUT_OFF (a kill, a full disk).
     """
@@ -181,7 +181,7 @@ class RecordedStep:
 
     Seconds on the engine's clock: the plan was begun at `plan.now`, done at `planned`; the result was collected at
     `collected` and committed at `committed`. `free_from` is when the step before it was collected (None for the first
-    of a life). `next_plan` is when the plan after its commit was begun, delivery and commands between them; None for
+    of a segment). `next_plan` is when the plan after its commit was begun, after delivery and commands; None for
     the last.
     """
 
@@ -207,7 +207,7 @@ class RecordedStep:
 
 
 class StepPairs:
-    """Pairs the plans of a segment with their outcomes; plans voided by a failure before them are left out."""
+    """Matcher of a segment's plans with their outcomes; plans discarded after a failure are left out."""
 
     def __init__(self, life: int = 0) -> None:
         self.last: RecordedStep | None = None  # until it is known when the next plan was begun
@@ -235,7 +235,7 @@ class StepPairs:
 
 
 def steps(recording: Recording) -> Iterator[RecordedStep]:
-    """Yield the steps of all segments that were committed, in order."""
+    """Yield the committed steps of all segments, in order."""
     for life, segment in enumerate(recording.segments):
         pairs = StepPairs(life)
         for recorded in segment.calls():

@@ -1,7 +1,7 @@
-"""Records a scheduler: the tap of its calls, a bounded queue from the engine's thread, and a thread that writes.
+"""Record a scheduler: the tap of its calls, a bounded queue from the engine's thread, and a thread that writes.
 
 Owns: the queue, the thread, the bound in bytes, the end. Does not: know how a call is encoded (format).
-Invariants: `called` never waits, copies nothing and raises nothing; what cannot be written ends the recording, with a
+Invariants: `called` never waits, copies nothing and raises nothing; a failed write ends the recording, with a
 marker if that can still be written, and with a warning; a segment begins with an engine's first request.
 """
 
@@ -28,12 +28,12 @@ from octavo.observe.recording.format import CallEncoder, EndMarker, Header, Reco
 from octavo.observe.recording.reader import SUFFIX, pack_header, pack_records, preamble
 
 _LOG = logging.getLogger(__name__)
-MAX_QUEUED = 16384  # calls that the writer may be behind; some minutes of a disk that hangs
+MAX_QUEUED = 16384  # calls that may wait for the writer; some minutes of a disk that hangs
 FRAME_CALLS = 1024
 FRAME_BYTES = 1 << 20  # unpacked, about
-FLUSH_S = 1.0  # how much a kill may cost
-_POLL_S = 0.05  # between looks at the queue while there are calls, so that no step has to wake the thread
-_MARKER_BYTES = 1024  # kept for the marker at the end
+FLUSH_S = 1.0  # of calls that a kill may lose
+_POLL_S = 0.05  # between checks of the queue while there are calls, so that no step has to wake the thread
+_MARKER_BYTES = 1024  # reserved for the marker at the end
 _CLOSED = "the engine was stopped"
 
 
@@ -50,7 +50,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 class Recorder:
-    """The call tap of one engine's scheduler: records a segment in a folder that holds at most `max_bytes` of them.
+    """The call tap of one engine's scheduler: records a segment in a folder of at most `max_bytes` of segments.
 
     `clock` is the engine's.
     """
@@ -137,7 +137,7 @@ class Recorder:
             self._is_over = True
             self._queue.clear()
             if self._file is not None:
-                with contextlib.suppress(OSError):  # what could not be written is in its buffer still
+                with contextlib.suppress(OSError):  # unwritten bytes are still in its buffer
                     self._file.close()
 
     def _give_up(self, reason: str) -> None:
@@ -146,7 +146,7 @@ class Recorder:
         _LOG.warning("recording ended: %s", reason)
 
     def _open(self) -> bool:
-        """Begin a segment under the next free number; False if the folder is full."""
+        """Begin a segment with the next free number; return False if the folder is full."""
         paths = list(self._folder.glob(f"*{SUFFIX}"))
         num_bytes = sum(path.stat().st_size for path in paths)
         self._room = self._max_bytes - num_bytes - _MARKER_BYTES
@@ -175,14 +175,14 @@ class Recorder:
                 self._records.append(self._encoder.encode(self._queue.popleft()))
                 self._num_packed += len(self._records[-1])
                 self._flush_if_due()
-                time.sleep(0)  # let the engine's thread have the interpreter
+                time.sleep(0)  # yield the interpreter to the engine's thread
             self._flush_if_due()
             self._rest()
         if self._records:
             self._flush()
 
     def _rest(self) -> None:
-        """Wait: a moment while there is a frame to write, else for the next call."""
+        """Wait for the next call, or for a moment if there is a frame to write."""
         self._is_resting = not self._records
         if not self._queue and not self._is_over:
             self._wake.wait(_POLL_S if self._records else None)
@@ -208,7 +208,7 @@ class Recorder:
         )
 
     def _write(self, records: list[bytes], room: float = math.inf) -> bool:
-        """Write a frame of records; False if the segment would exceed `room`."""
+        """Write a frame of records; return False if the segment would exceed `room`."""
         frame = pack_records(records)
         if self._num_bytes + len(frame) > room:
             return False

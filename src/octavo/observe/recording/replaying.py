@@ -1,6 +1,6 @@
-"""Replays a recording: the same calls to a scheduler of today, whose plans must have the same digests.
+"""Replay a recording: make the same calls on a new scheduler, whose plans must have the same digests.
 
-Owns: calling the scheduler, the comparison, its words, and reporting to sinks.
+Owns: calling the scheduler, the comparison, its messages, and reporting to sinks.
 Does not: simulate other settings (octavo.simulator does).
 """
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class DivergenceError(Exception):
-    """The replay decides otherwise than the recording; `lines` say where, expected against got."""
+    """The replay's decisions differ from the recording's; `lines` say where, expected against got."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__(*lines)
@@ -47,9 +47,9 @@ class Difference:
 
 @dataclass(slots=True)
 class ReplayReport:
-    """What a replay did: plans compared, and the first difference, if there was one.
+    """The result of a replay: plans compared, and the first difference, if there was one.
 
-    `seconds` are those between the first and the last call of each segment. `ends` has how each segment ended.
+    `seconds` are those between the first and the last call of each segment. `ends` has each segment's end reason.
     """
 
     num_segments: int = 0
@@ -65,7 +65,7 @@ class ReplayReport:
 
     @property
     def is_equal(self) -> bool:
-        """Return True if every plan was the recorded one."""
+        """Return True if every plan was equal to the recorded one."""
         return self.difference is None
 
     def count(self, made: Replayed) -> None:
@@ -79,7 +79,7 @@ class ReplayReport:
 
 
 class RecordedInputs:
-    """An InputSource: the keys of the call that is being replayed, and without text the drafts of its plan.
+    """An InputSource of the replayed call: its keys, and without text the drafts of its plan.
 
     The live scheduler made keys in the same order, for the same sequences.
     """
@@ -91,7 +91,7 @@ class RecordedInputs:
         self._drafts: dict[int, array[int]] = {}
 
     def begin(self, recorded: RecordedCall) -> None:
-        """Supply what a call will ask for."""
+        """Set the inputs of a call."""
         call = recorded.call
         self._due.extend(getattr(call, "keys", ()))
         self._is_blind = recorded.is_blind
@@ -102,19 +102,19 @@ class RecordedInputs:
                 begin += count
 
     def end(self) -> None:
-        """Check that the call asked for all its keys. Raises DivergenceError."""
+        """Check that the call used all its keys. Raises DivergenceError."""
         if self._due:
             run = self._due[0]
             raise DivergenceError(f"keys from block {run.first} on of request number {run.order} were not asked for")
 
     def keys(self, order: int, choice: int, first: int) -> Iterable[bytes]:
-        """Return the keys that the live sequence got; none if it had none for so many blocks."""
+        """Return the keys that the live sequence had from block `first` on; () if it had none."""
         if self._due and self._due[0][:3] == (order, choice, first):
             return self._due.popleft().keys
         return ()
 
     def can_draft(self, request: Request) -> bool:
-        """Return what the live engine's drafter did."""
+        """Return True if the live engine's drafter could draft for the request."""
         return not self._is_blind
 
     def drafts(self, request_id: str, slot: int, most: int) -> array[int]:
@@ -126,7 +126,7 @@ class RecordedInputs:
 
 
 class Replayed(NamedTuple):
-    """A call that was made again: its decisions; of an admission its max_tokens; of a commit its plan and events."""
+    """A replayed call: its decisions; of an admission its max_tokens; of a commit its plan and events."""
 
     recorded: RecordedCall
     decisions: tuple[Event, ...] = ()
@@ -135,7 +135,7 @@ class Replayed(NamedTuple):
     events: Events | None = None
 
     def report_to(self, sink: EventSink) -> None:
-        """Report to a sink what the live call reported."""
+        """Report to a sink as the live call did."""
         call = self.recorded.call
         if isinstance(call, AdmitCall):
             sink.admitted(call.request)
@@ -146,7 +146,7 @@ class Replayed(NamedTuple):
 
 
 class Replayer:
-    """Makes one segment's calls on a scheduler of its own, and compares each plan."""
+    """Replayer of one segment's calls on a scheduler of its own, which compares each plan."""
 
     def __init__(self, segment: Segment) -> None:
         self.step = 0  # of the last plan or commit
@@ -161,7 +161,7 @@ class Replayer:
         self._owners: dict[int, str] = {}
 
     def play(self, sink: EventSink | None = None, add_times: AddTimes | None = None) -> Iterator[Replayed]:
-        """Make all calls, reporting to a sink. Raises DivergenceError at the first whose outcome differs."""
+        """Replay all calls, reporting to a sink. Raises DivergenceError at the first whose outcome differs."""
         pairs = StepPairs()
         for recorded in self._segment.calls():
             self.now = getattr(recorded.call, "now", self.now)
@@ -239,7 +239,8 @@ def _add_times(step: RecordedStep | None, add_times: AddTimes | None) -> None:
 def replay(recording: Recording, make_sink: MakeSink | None = None, add_times: AddTimes | None = None) -> ReplayReport:
     """Replay all segments, reporting to a sink as a live engine would; ends at the first difference.
 
-    `add_times` gets each step's seconds by PARTS once they are known: after the sink's `stepped`, before the next.
+    `add_times` is called with each step's seconds by PARTS once they are known: after the sink's `stepped`, before the
+    next.
     Raises RecordingError; ConfigError for a policy that is not installed here.
     """
     report = ReplayReport()
