@@ -39,10 +39,8 @@ from octavo.server.shell import CLIENT_CLOSED_REQUEST
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta
 
-RETRY_NOTE = (
-    "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
-    "continues a stream behind that event."
-)
+RETRY_NOTE = "With a header `Idempotency-Key` the request runs once, however often it is sent."
+RESUME_NOTE = f"{RETRY_NOTE} With `Last-Event-ID` beside it, its stream continues after that event."
 LOOK_S = 0.25  # between checks of a client that does not read
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ class PooledFields(ServedFields):
     """The fields of all endpoints that answer with vectors, or with scores made of them."""
 
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, lt=2**31, description="so many tokens at the end of each text are kept; -1 = as many as fit"
+        None, ge=-1, lt=2**31, description="how many tokens to keep at the end of each text; -1 = as many as fit"
     )
     add_special_tokens: bool = Field(True, description="put the tokenizer's own tokens around a text")
 
@@ -41,7 +41,7 @@ class EmbeddingBody(PooledFields):
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(
-        None, ge=1, lt=2**31, description="the first so many numbers are given, scaled to length 1 again"
+        None, ge=1, lt=2**31, description="how many numbers of each vector to return, scaled to length 1 again"
     )
 
 

@@ -30,7 +30,7 @@ class OllamaEmbedBody(ServedFields):
     )
     truncate: bool = Field(True, description="cut a text's end that does not fit; false: it is refused")
     dimensions: int | None = Field(
-        None, ge=1, lt=2**31, description="the first so many numbers are given, scaled to length 1 again"
+        None, ge=1, lt=2**31, description="how many numbers of each vector to return, scaled to length 1 again"
     )
 
 

@@ -61,7 +61,7 @@ class RerankBody(PooledFields):
         None, description="whether each result has its document (default: yes, but for /v2/rerank)"
     )
     max_tokens_per_doc: int | None = Field(
-        None, ge=1, lt=2**31, description="so many tokens at the beginning of each text are kept"
+        None, ge=1, lt=2**31, description="how many tokens to keep at the beginning of each text"
     )
 
 

@@ -150,7 +150,7 @@ def _description(first: str, refused: Sequence[str]) -> str:
 
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints."""
-    method = "A vector is the decoder's state behind a text's last token, after the final norm, scaled to length 1"
+    method = "A vector is the decoder's state at a text's last token, after the final norm, scaled to length 1"
     score_words = f"{method}; a score is the cosine of two, from -1 to 1."
     endpoints: tuple[tuple[str, Any, type[BaseModel], str, Sequence[str]], ...] = (
         ("/v1/embeddings", embeddings, EmbeddingBody, f"Vectors of texts. {method}.", [*REFUSED_EMBEDDING]),

@@ -130,7 +130,7 @@ class ChatBody(SamplingBody, ToolFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="for models whose template can be told; without effect on others"
+        None, description="for models whose template takes it; without effect on others"
     )
     reasoning: ReasoningOptions | None = Field(None, description="another way to give reasoning_effort")
     thinking: ThinkingOptions | None = Field(None, description="whether the model reasons, as DeepSeek has it")

@@ -37,7 +37,7 @@ from octavo.server.generation import GenerationRequest
 from octavo.server.grammars import Structure, refusal, structure_of
 from octavo.server.json_body import read_json
 from octavo.server.params import check_scores, read_params, spellings
-from octavo.server.reply import RETRY_NOTE, reply
+from octavo.server.reply import RESUME_NOTE, reply
 from octavo.server.routes.posting import add_post
 from octavo.text.answer_format import AnswerFormat
 from octavo.text.dialect import Tags
@@ -269,9 +269,9 @@ async def completions(request: Request) -> Response:
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints."""
     chat = "/v1/chat/completions"
-    add_post(app, chat, chat_completions, ChatBody, "Answer a conversation.", RETRY_NOTE, field_notes(REFUSED_CHAT))
+    add_post(app, chat, chat_completions, ChatBody, "Answer a conversation.", RESUME_NOTE, field_notes(REFUSED_CHAT))
     about = "Go on with one or several texts, n choices each."
-    add_post(app, "/v1/completions", completions, CompletionBody, about, RETRY_NOTE, field_notes(REFUSED_COMPLETION))
+    add_post(app, "/v1/completions", completions, CompletionBody, about, RESUME_NOTE, field_notes(REFUSED_COMPLETION))
 
 
 def _check_forced(context: Context, body: ChatBody) -> None:
