@@ -104,7 +104,7 @@ class PoolSizing:
         if leading < 1:
             return (leading,) * len(self._groups)
         others = zip(self._blocks_of(self._max_model_len)[1:], self._typical[1:], strict=True)
-        # one longest sequence that the leading group cannot hold needs no more of the others than of it
+        # for a longest sequence that the leading group cannot hold, the others need no more blocks than that group
         return leading, *(max(min(least, leading), -(-leading * need // self._typical[0])) for least, need in others)
 
     def _split(self, budget: int) -> tuple[int, ...]:

@@ -173,7 +173,7 @@ class ApiSupervisor:
                 child.process.kill()
                 child.alive_at = None
         while child.is_open and select.select((child.status_fd,), (), (), 0.0)[0]:
-            child.read_status()  # what it wrote before it ended
+            child.read_status()  # reports written before it ended
         return status
 
     def _wait(self, child: _Child, wakeups: int) -> list[int]:

@@ -103,7 +103,7 @@ class JournaledRequest:
         self.logprobs.setdefault(choice, []).append(entry)
 
     def records(self) -> Iterator[Record]:
-        """Yield the records that make it anew. Raises WireError for a request that is too large."""
+        """Yield the records that rebuild the request. Raises WireError for a request that is too large."""
         state, name = self.state, self.request.request_id
         # The keys of its blocks can be computed from its ids, and take more space than these.
         submit = Submit.of(0, replace(self.request, block_keys=None))
@@ -163,7 +163,7 @@ class JournaledRun:
         return own + sum(request.num_bytes for request in self.requests.values())
 
     def records(self) -> Iterator[Record]:
-        """Yield the records that make it anew. Raises WireError for a request that is too large."""
+        """Yield the records that rebuild the run. Raises WireError for a request that is too large."""
         yield self.began
         for request in self.requests.values():
             yield from request.records()

@@ -140,7 +140,7 @@ _NO_INTS: array[int] = array("i")
 
 
 class StepRecord(NamedTuple):
-    """What one step did and changed, or the events of a time without steps (then `slots` is None).
+    """The record of one step, or of the events of a time without steps (then `slots` is None).
 
     `arrivals` and `decisions` are those since the record before; `gauges` are as of the commit. `timing` is the step's
     number in the step times, -1 if it has none; `computed` its seconds of prepare, forward and sample. `prefill` has

@@ -18,7 +18,7 @@ _BEFORE, _OPENED, _INSIDE, _BEHIND, _AFTER = range(5)
 
 
 class ReasoningReader:
-    """Splits one answer; only an answer that begins with the opening tag, or inside it, has reasoning."""
+    """Splitter of reasoning and content. An answer has reasoning if it begins with the tag, or inside it."""
 
     __slots__ = ("_begun", "_close", "_held", "_open", "_state", "num_characters")
 
