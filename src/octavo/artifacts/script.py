@@ -175,7 +175,7 @@ def _check(path: Path, number: int, rule: Rule) -> None:
 
 
 def script_spec(path: Path) -> ModelSpec:
-    """Return the specification of a scripted model, of which only the vocabulary, length and hidden size are used."""
+    """Return the specification of a scripted model. Sizes other than vocabulary, length and embedding are nominal."""
     return ModelSpec(
         family="llama",
         vocab_size=VOCAB_SIZE,

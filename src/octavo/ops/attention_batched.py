@@ -50,7 +50,7 @@ class _Chunk:
 
 
 def padded_levels(longest: int, block_size: int) -> np.ndarray:
-    """Return padded contexts, ascending by about a quarter, multiples of PAD_TOKENS and of the block size."""
+    """Return padded contexts, multiples of PAD_TOKENS and the block size, at most a quarter or one multiple apart."""
     unit = int(np.lcm(PAD_TOKENS, block_size))
     levels = [unit]
     while levels[-1] < longest:
