@@ -144,7 +144,7 @@ def _read_baseline(config: Config) -> DriftSink | None:
     """Return a sink that compares steps with the baseline, if there is one. Raises ConfigError."""
     if config.statistics.drift_baseline is None:
         return None
-    from octavo.simulator.costs.drift import DriftSink  # as below: a tenth of a cold start, seldom needed
+    from octavo.simulator.costs.drift import DriftSink  # as below: importing it takes a tenth of a cold start
     from octavo.simulator.costs.fitted import load_fit
 
     return DriftSink(load_fit(config.statistics.drift_baseline))

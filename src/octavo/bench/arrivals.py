@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from octavo.errors import ConfigError
 
 KINDS = ("poisson", "fixed", "bursty")
-BURSTY_SHAPE = 0.25  # a variation of gaps of 2 = 1 / sqrt(shape), twice Poisson's
+BURSTY_SHAPE = 0.25  # a coefficient of variation of 2 = 1 / sqrt(shape), twice Poisson's
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ ENDLESS = {"type": "array", "items": PERSON, "minItems": 1000}  # no output comp
 def tables(sizes: Sizes) -> list[KernelTable]:
     """Return milliseconds of a step, by rows."""
     limit_spinning()
-    from octavo.executors.torch_executor import TorchExecutor  # torch reads at its import what was just set
+    from octavo.executors.torch_executor import TorchExecutor  # at import torch reads what limit_spinning set
 
     files = resolve_model(None)
     vocabulary = Vocabulary(lambda: Tokenizer.from_files(files), read_model_spec(files).vocab_size)

@@ -83,7 +83,7 @@ async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None]
             say(*process_report(task, engine), *journal_report(*taken))
             if task.life == 1:
                 say(*call_report(config, context.model, url_of(place.listener, config.web)))
-        gc.freeze()  # what exists now stays: a large body's collections need not walk it, which takes 0.1 s
+        gc.freeze()  # what exists now stays: collections of a large body need not traverse it, which takes 0.1 s
         place.tell(READY)
         try:
             return await _run_until_failed(server, engine, lifecycle)

@@ -97,7 +97,7 @@ def make_peers(args: argparse.Namespace, tasks: list[ComparisonTask]) -> list[Pe
     files = find_files(config)
     at_once = max(task.at_once for task in tasks)
     longest = max(task.workload.max_len for task in tasks)
-    # A multiple of 64 with room for the one position that some engines reserve.
+    # Round up to a multiple of 64, with the one position that some engines reserve.
     setup = PeerSetup(
         config.execution.threads or usable_cores(), at_once, -(-(longest + 1) // 64) * 64, args.peer_dtype
     )

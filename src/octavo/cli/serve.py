@@ -102,7 +102,7 @@ def _supervise(task: ApiTask, listener: socket.socket) -> int:
 
 
 def _run_here(task: ApiTask, listener: socket.socket) -> int:
-    from octavo.cli.api_process import Place, run  # heavy: the supervisor does without
+    from octavo.cli.api_process import Place, run  # heavy: the supervisor does not need it
     from octavo.cli.engines import InProcessEngine
 
     def report(word: bytes) -> None:

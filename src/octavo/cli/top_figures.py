@@ -136,7 +136,7 @@ class Figures:
             self.seconds.append(Second(missing))
         return self.seconds[-1]
 
-    # --- what is shown
+    # --- snapshots
 
     def snapshot(self, answer: Answer) -> dict[str, Any]:
         """Return everything shown, as plain JSON values; `answer` is the server's answer to the verb `top`."""

@@ -231,7 +231,7 @@ class Replica:
         self.load -= entry.arrival.prompt_tokens
         self.num_open -= 1
 
-    # --- repeating decode steps, made as one ----------------------------------------------------------
+    # --- repeating decode steps, applied together
 
     def _begin_run(self, now: float) -> bool:
         """Predict steps in which running requests only decode; they are applied when their number is known."""
@@ -284,7 +284,7 @@ class Replica:
             totals.host_s += run.host_s
         return self._noted(decisions) if decisions else []
 
-    # --- what people look at --------------------------------------------------------------------------
+    # --- gauges and samples
 
     def _note_blocks(self) -> None:
         used = self.scheduler.gauges().blocks_used[0]

@@ -108,7 +108,7 @@ class EnginePeer:
         done, _ = await asyncio.wait((reading,), timeout=self._timeout_s)
         if not done:
             self._peak = self._tree.peak_bytes()
-            self._tree.end()  # its pipe ends, and with it the thread that reads
+            self._tree.end()  # closes its pipe, which ends the reading thread
             await reading
             raise EngineError(f"{self.name} did not answer within {self._timeout_s:g} s\n{self._tail()}")
         line = reading.result()

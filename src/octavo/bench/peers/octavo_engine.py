@@ -15,7 +15,7 @@ class OctavoHost:
     """One local engine and an event loop that stays open."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from octavo.assembly import build_local, config_from  # only here may a script of this folder import octavo
+        from octavo.assembly import build_local, config_from  # the only script of this folder that may import octavo
         from octavo.bench.engine_facts import engine_facts, memory_facts
         from octavo.bench.offline import OfflineBench
         from octavo.bench.steps import StepRecorder

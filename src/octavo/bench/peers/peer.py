@@ -55,7 +55,7 @@ class Peer(Protocol):
     """An engine in its own processes. Raises EngineError when it fails."""
 
     name: str
-    is_server: bool  # compared with this engine's server, else with it without one
+    is_server: bool  # compared with this engine's server, else with this engine alone
     startup_s: float
     facts: dict[str, Any]
 

@@ -19,7 +19,7 @@ BLOCK = 32  # neighbouring rows that are drawn together
 NUM_DRAWS = 100
 NUM_PASSES = 4
 TUNING = 1.345  # Huber's, for 95 % of least squares' efficiency under normal noise
-LEAST_OFF = 0.005  # relative errors below this get the full weight
+LEAST_OFF = 0.005  # least tolerance: smaller relative errors always get the full weight
 LEVEL_CUT = 8.0  # in the level, a row counts at most this many times its prediction
 
 
