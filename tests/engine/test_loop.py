@@ -1,7 +1,9 @@
 """The step loop: from any thread, in any state, everyone is answered once."""
 
+import gc
 import random
 import threading
+import weakref
 from array import array
 
 import pytest
@@ -330,6 +332,50 @@ def test_row_19_steps_without_memory_are_halved_and_grow_again() -> None:
             harness.submit_all([make_request(f"s{turn}-{i}", max_tokens=100) for i in range(8)])
             harness.ends()
         assert harness.ask(harness.loop.control, "statistics", "")["loop"]["max_step_tokens"] is None
+
+
+@pytest.mark.parametrize("where", ["submit", "collect"])
+def test_row_19_the_memory_of_a_failed_step_is_free_before_the_next_plan(where: str) -> None:
+    """Without the garbage collector: nothing but the error held the frames of the step, and nothing keeps the error."""
+
+    class Memory:
+        pass
+
+    class Short(GatedExecutor):
+        held: weakref.ref[Memory] | None = None
+        was_free: bool | None = None
+
+        def run_out(self) -> None:
+            memory = Memory()
+            self.held = weakref.ref(memory)
+            raise MemoryError("no room")
+
+        def submit(self, plan):  # type: ignore[no-untyped-def]
+            if self.held is not None and self.was_free is None:
+                self.was_free = self.held() is None
+            if self.held is None and where == "submit":
+                self.refuse(plan, MemoryError())
+                self.run_out()
+            return super().submit(plan)
+
+        def collect(self, ticket):  # type: ignore[no-untyped-def]
+            result = super().collect(ticket)
+            if self.held is None:
+                self.run_out()
+            return result
+
+    executor = Short()
+    gc.collect()
+    gc.disable()
+    try:
+        with Harness(executor) as harness:
+            request = make_request("a", max_tokens=4)
+            harness.submit_all([request])
+            harness.ends()
+            assert harness.inbox("a").ids == expected(request)
+    finally:
+        gc.enable()
+    assert executor.was_free is True
 
 
 def test_bug_26_bug_33_a_bad_row_ends_alone() -> None:

@@ -52,11 +52,11 @@ class Clock:
 
 @dataclass(slots=True)
 class PlanInFlight:
-    """A plan, its ticket or the error of its submission, the seconds of scheduling, and when that began."""
+    """A plan, its ticket or the failure of its submission, the seconds of scheduling, and when that began."""
 
     plan: StepPlan
     ticket: Ticket
-    error: Exception | None
+    failure: StepFailure | None
     schedule_s: float
     begun: float
 
@@ -224,7 +224,7 @@ class EngineLoop:
 
     def _submit_plans(self, only: frozenset[str] | None) -> StepPlan | None:
         """Plan and submit up to the depth; return the empty plan that ended it, if one did."""
-        if self._in_flight and self._in_flight[-1].error is not None:
+        if self._in_flight and self._in_flight[-1].failure is not None:
             return None  # nothing may run after a plan that did not
         depth = self._depth if only is None else 1
         while len(self._in_flight) < depth:
@@ -242,7 +242,7 @@ class EngineLoop:
             except EngineDeadError:
                 raise
             except Exception as error:  # the executor shell: a step that fails is retried, then bisected
-                failure = error
+                failure = _step_failure(plan, error)
             self._in_flight.append(PlanInFlight(plan, ticket, failure, schedule_s, begun))
             if failure is not None:
                 break
@@ -272,23 +272,21 @@ class EngineLoop:
         self.step_times.add((schedule_s, *computed, delivered - committed, step_s))
 
     def _collect(self, step: PlanInFlight) -> StepResult | StepFailure:
-        error = step.error
-        if error is None:
-            try:
-                return collect(self._executor, step.ticket)
-            except EngineDeadError:
-                raise
-            except Exception as raised:  # the executor shell
-                error = raised
-        _LOG.warning("step %d failed: %s: %s", step.plan.step, type(error).__name__, error)
-        return StepFailure(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
+        if step.failure is not None:
+            return step.failure
+        try:
+            return collect(self._executor, step.ticket)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # the executor shell
+            return _step_failure(step.plan, error)
 
     def _discard_later_plans(self) -> None:
         """Collect the plans submitted after a failed one, in order, and discard their results."""
         while self._in_flight:
             later = self._in_flight.popleft()
             self.num_discarded += 1
-            if later.error is None:
+            if later.failure is None:
                 self._collect(later)
 
     def _wait(self, wake_at: float | None) -> None:
@@ -436,6 +434,13 @@ class EngineLoop:
 
     def _end_message(self) -> str:
         return f"the engine died: {self._failure}" if self._failure is not None else "the engine was stopped"
+
+
+def _step_failure(plan: StepPlan, error: Exception) -> StepFailure:
+    """Log and return the failure of a step. Nothing keeps the error: its frames hold the memory of the failed step."""
+    message = f"{type(error).__name__}: {error}"
+    _LOG.warning("step %d failed: %s", plan.step, message)
+    return StepFailure(message, isinstance(error, MemoryError))
 
 
 def attempt(action: Callable[[], object]) -> None:
