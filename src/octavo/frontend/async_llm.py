@@ -7,8 +7,8 @@ Does not: build an engine (assembly does), or use threads except to write a file
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Self, cast
@@ -53,7 +53,8 @@ class AsyncEngine:
         `async for output in llm.generate("Hello", params, "my-id")`. Leaving the loop early (and closing it) cancels
         the request. With best_of > n only the final answer is yielded. Options are those of Sessions.submit.
         """
-        async with self._opened(prompt, sampling_params, {**options, "request_id": request_id}) as (text, session):
+        text, session = await self._open(prompt, sampling_params, {**options, "request_id": request_id})
+        async with session:
             builder = _builder(session, text)
             async for delta in session:
                 if delta.prompt_logprobs is None:
@@ -73,7 +74,8 @@ class AsyncEngine:
         `on_delta` gets every delta; if it raises, this request ends with an error, and only it.
         """
         is_streamed = on_delta is not None
-        async with self._opened(prompt, sampling_params, options, is_streamed=is_streamed) as (text, session):
+        text, session = await self._open(prompt, sampling_params, options, is_streamed=is_streamed)
+        async with session:
             deltas = await session.collect() if on_delta is None else await _watched(session, on_delta)
         builder = _builder(session, text)
         for each in by_choice(deltas):
@@ -82,7 +84,8 @@ class AsyncEngine:
 
     async def embed(self, prompt: AnyPrompt, **options: Any) -> EmbeddingOutput:
         """Return a prompt's vector (docs/apis.md); options are those of Sessions.submit. Raises EngineError."""
-        async with self._opened(prompt, _NOTHING_SAMPLED, {**options, "wants": Want.POOL}) as (text, session):
+        text, session = await self._open(prompt, _NOTHING_SAMPLED, {**options, "wants": Want.POOL})
+        async with session:
             *_, last = await session.collect()
             return embedding_output(session.request_id, text, session.prompt_token_ids, last)
 
@@ -93,7 +96,8 @@ class AsyncEngine:
 
         Choices are interleaved, beams are yielded at the end. Raises InvalidRequestError for best_of > n.
         """
-        async with self._opened(prompt, sampling_params, options, is_streamed=True) as (_, session):
+        _, session = await self._open(prompt, sampling_params, options, is_streamed=True)
+        async with session:
             async for delta in session:
                 yield delta
 
@@ -164,20 +168,15 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    @asynccontextmanager
-    async def _opened(
+    async def _open(
         self, prompt: AnyPrompt, given: AnyParams, options: Mapping[str, Any], is_streamed: bool = False
-    ) -> AsyncIterator[tuple[str | None, Session]]:
-        """Submit a request; yield the prompt's text and the session, which is cancelled at the end of the block."""
+    ) -> tuple[str | None, Session]:
+        """Submit a request; return the prompt's text and the session, for one `async with`."""
         params = self.read_params(given)
         text, ids = self._read_prompt(prompt)
         if is_streamed:
             check_stream(params)
-        session = await self.sessions.submit(ids, params, **options)
-        try:
-            yield text, session
-        finally:
-            await session.cancel()
+        return text, await self.sessions.submit(ids, params, **options)
 
     def read_params(self, given: object) -> SamplingParams:
         """Return the parameters to use: a SamplingParams unchanged; a dict's fields over the model's own defaults.

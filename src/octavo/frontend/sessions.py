@@ -21,7 +21,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Protocol, Self, TypedDict, Unpack
 
 from octavo.core.kv.keys import prompt_keys
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
@@ -167,6 +167,14 @@ class Session:
         """Return all deltas. Without stop strings this wakes up once, at the end."""
         self._outputs = self._client.outputs(self.request_id, final_only=not self.params.stop)
         return [delta async for delta in self]
+
+    # Not a generator with contextlib's decorator: at the interpreter's end asyncio closes all generators at once, the
+    # one that cancels and the stream around it, and the stream's own closing would fail.
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.cancel()
 
     async def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the request in any state; iterating still yields its last delta. Idempotent."""
