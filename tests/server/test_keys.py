@@ -9,7 +9,7 @@ import pytest
 from octavo.config import Config, ServingConfig
 from octavo.errors import ConfigError
 from octavo.server.generation import cache_salt
-from octavo.server.keys import NOBODY, KeyInfo, KeyRing, with_key_weights
+from octavo.server.keys import ANONYMOUS, KeyInfo, KeyRing, with_key_weights
 
 TOML = """
 [[keys]]
@@ -138,7 +138,7 @@ def test_a_tenants_salt_is_its_own_and_stays_through_a_reload(tmp_path: Path) ->
     before = [key.salt for key in ring.keys]
     ring.reload()
     assert [key.salt for key in ring.keys] == before
-    assert cache_salt(NOBODY, "x") == b"x"
+    assert cache_salt(ANONYMOUS, "x") == b"x"
 
 
 def test_keys_readable_by_others_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.server.keys import NOBODY
+from octavo.server.keys import ANONYMOUS
 from tests.server.fakes import Wire
 from tests.server.response_events import check_events, put_together, read_events
 from tests.server.test_idempotency import key
@@ -59,7 +59,7 @@ async def test_one_in_the_background_goes_on_for_whoever_asks_again(tmp_path: Pa
         assert (again["id"], again["status"]) == (begun["id"], "in_progress")
         stored = second.context.responses
         async with asyncio.timeout(20):
-            while stored.get(NOBODY.tenant, begun["id"]).status == "in_progress":
+            while stored.get(ANONYMOUS.tenant, begun["id"]).status == "in_progress":
                 await asyncio.sleep(0.01)
         ended = json.loads((await second.whole(PATH, body, key())).text)
         assert ended["status"] == "incomplete" and ended["usage"]["output_tokens"] == 200

@@ -12,7 +12,7 @@ from octavo.assembly import LocalEngine
 from octavo.config import Config
 from octavo.server.app import create_app
 from octavo.server.batches.inner_call import InnerCall, inner_call
-from octavo.server.keys import NOBODY
+from octavo.server.keys import ANONYMOUS
 
 
 @asynccontextmanager
@@ -21,7 +21,7 @@ async def answering(engine: LocalEngine, config: Config) -> AsyncIterator[InnerC
     try:
         app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
         try:
-            yield inner_call(app, NOBODY)
+            yield inner_call(app, ANONYMOUS)
         finally:
             await app.state.context.tool.close()
     finally:

@@ -18,7 +18,7 @@ from enum import IntEnum
 from octavo.config import AdmissionConfig
 from octavo.errors import BusyError, LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
 from octavo.server.engine_queue import DecayedMean, EngineQueue, QueuedWork
-from octavo.server.keys import NOBODY, KeyInfo
+from octavo.server.keys import ANONYMOUS, KeyInfo
 from octavo.server.rates import Meter
 
 MAX_RETRY_S = 60.0
@@ -45,7 +45,7 @@ class AdmissionRequest:
     `max_wait_s` is the longest that it may wait: its queue timeout or its timeout.
     """
 
-    key: KeyInfo = NOBODY
+    key: KeyInfo = ANONYMOUS
     priority: int = DEFAULT_PRIORITY
     num_prompts: int = 1
     width: int = 1

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from octavo.dashboard.page import HEADERS, login_page
 from octavo.server.connection import JUDGED
 from octavo.server.faults import ApiError
-from octavo.server.keys import NOBODY, KeyInfo, KeyRing
+from octavo.server.keys import ANONYMOUS, KeyInfo, KeyRing
 from octavo.server.logins import Logins
 from octavo.server.pages import wants_html
 from octavo.tool.process import current_tenant
@@ -171,7 +171,7 @@ class AuthMiddleware:
         # The first: called from inside (batches.inner_call); a client cannot set it.
         error = None if isinstance(scope.get(KEY), KeyInfo) else self._check(scope)
         if JUDGED in scope:  # set by a connection
-            scope[JUDGED](scope[KEY] is not NOBODY)
+            scope[JUDGED](scope[KEY] is not ANONYMOUS)
         if error is None:
             current_tenant.set(scope[KEY].tenant)
             await self._app(scope, receive, send)
@@ -180,11 +180,11 @@ class AuthMiddleware:
             await _refusal(scope, error)(scope, receive, send)
 
     def _check(self, scope: Scope) -> ApiError | None:
-        """Return the refusal, if any, and set the scope's KEY: NOBODY if no key is needed and none was valid."""
+        """Return the refusal, if any, and set the scope's KEY: ANONYMOUS if no key is needed and none was valid."""
         policy = open_policy(scope) if self._keys.keys else Access.OPEN
         error = None if policy is Access.OPEN else self._identify(scope)
         if error is not None or policy is Access.OPEN:
-            scope[KEY] = NOBODY
+            scope[KEY] = ANONYMOUS
         return error if policy is None else None
 
     def _identify(self, scope: Scope) -> ApiError | None:

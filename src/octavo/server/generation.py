@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import secrets
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -48,7 +49,7 @@ GIVEN_UP = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
 
 
 @dataclass(kw_only=True)
-class GenerationRequest:
+class GenerationRequest(ABC):
     """A request of any API: its checked body and parameters. Each API's own class reads the prompts and gives the
     AnswerSpec.
 
@@ -71,17 +72,17 @@ class GenerationRequest:
     wants: Want | None = None  # what is computed, if it is no text
     prepare: Callable[[AnswerEncoder], None] | None = None  # called with the encoder, before it is used
 
+    @abstractmethod
     async def read_prompts(self) -> Sequence[Sequence[int]]:
         """Return the ids of each prompt. Raises ApiError."""
-        raise NotImplementedError
 
-    async def read_grammar(self) -> str:
-        """Return the compiled grammar that a constrained answer must obey. Raises ApiError."""
-        raise NotImplementedError
-
+    @abstractmethod
     def answer_spec(self, identity: Identity) -> AnswerSpec:
         """Return the spec of the answer's encoder; call after `read_prompts`."""
-        raise NotImplementedError
+
+    async def read_grammar(self) -> str:
+        """Return the compiled grammar that the answer must obey, empty for none. Raises ApiError."""
+        return ""
 
     def field_names(self) -> dict[str, str]:
         """Return the client's names of fields, by the engine's names."""

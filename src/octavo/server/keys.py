@@ -50,11 +50,11 @@ class KeyInfo:
     salt: bytes = field(default=b"", repr=False)  # of its tenant's prefix cache; set by the key ring
 
 
-NOBODY = KeyInfo("", "")  # of every request without a key
+ANONYMOUS = KeyInfo("", "")  # of a request without a key
 
 
 class KeyRing:
-    """All keys. Without keys, all requests have NOBODY."""
+    """All keys. Without keys, all requests have ANONYMOUS."""
 
     def __init__(self, keys: Iterable[KeyInfo] = ()) -> None:
         self._secret = secrets.token_bytes(32)

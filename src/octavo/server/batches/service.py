@@ -26,7 +26,7 @@ from octavo.server.batches.runner import BatchRun, RunOptions, append
 from octavo.server.batches.store import BatchStore
 from octavo.server.batches.uploads import UploadSlots
 from octavo.server.faults import ApiError, is_disk_full
-from octavo.server.keys import NOBODY, KeyInfo, KeyRing
+from octavo.server.keys import ANONYMOUS, KeyInfo, KeyRing
 from octavo.server.shares import Shares
 
 BATCH_PRIORITY = 10  # after interactive requests: low in a busy queue, later under --policy priority
@@ -227,7 +227,7 @@ class BatchService:
         known = {info.name: info for info in self._keys.keys if info.tenant == batch.tenant}
         info = known.get(batch.holder) or next(iter(known.values()), None)
         if info is None and not self._keys.keys:
-            info = replace(NOBODY, tenant=batch.tenant)
+            info = replace(ANONYMOUS, tenant=batch.tenant)
         return None if info is None else replace(info, priority=max(info.priority, BATCH_PRIORITY))
 
     async def _finish(self, store: BatchStore, batch: BatchRecord, status: str) -> None:

@@ -13,7 +13,7 @@ from octavo.errors import EngineError
 from octavo.server.auth import KEY
 from octavo.server.context import Context, context_of
 from octavo.server.faults import RETRY_ENGINE_S, ApiError
-from octavo.server.keys import NOBODY, KeyInfo
+from octavo.server.keys import ANONYMOUS, KeyInfo
 from octavo.server.trusted_hosts import UNTRUSTED
 
 PROBE_TIMEOUT_S = 2.0
@@ -38,7 +38,7 @@ async def health(request: Request) -> Response:
     """
     context = context_of(request)
     holder: KeyInfo = request.scope[KEY]
-    is_allowed = not context.keys.keys or (holder is not NOBODY and context.keys.may_measure(holder))
+    is_allowed = not context.keys.keys or (holder is not ANONYMOUS and context.keys.may_measure(holder))
     has_details = is_allowed and UNTRUSTED not in request.scope
     try:
         await _check_ready(context)
