@@ -1,4 +1,4 @@
-"""Write the table of every metric into docs/observing.md, from Octavo's own table.
+"""Write the table of every metric into docs/statistics.md, from Octavo's own table.
 
 Usage: python -m tools.metrics_table
 """
@@ -11,7 +11,7 @@ from tools.sections import write_section
 
 from octavo.observe.metrics.declared import METRICS, DeclaredMetric
 
-PAGE = Path(__file__).parent.parent / "docs" / "observing.md"
+PAGE = Path(__file__).parent.parent / "docs" / "statistics.md"
 PER_TOKEN = {  # counted for each token, and exported by octavo.observe.metrics.requests itself
     "octavo_generation_tokens_total": ("counter", "", "tokens generated", "`vllm:generation_tokens_total`"),
     "octavo_inter_token_latency_seconds": (
