@@ -14,7 +14,7 @@ from tests.set_iteration import iterated_sets, other_names, set_names
 from tests.source_tree import ROOT, SRC, Module, dotted, functions, imports, modules, num_lines, num_parameters
 
 LOW = {"core", "config", "errors"}
-TEXT_LEVEL = {"artifacts", "text", "tool", "grammar", "media", "observe", "executors.protocol"}
+TEXT_LEVEL = {"artifacts", "text", "sandbox", "grammar", "media", "observe", "executors.protocol"}
 FACTS = {"machine", "settings"}  # standard library only: the machine, and settings with their origins
 INSIDE = {"engine", "frontend"}
 COMPUTE = {"ops", "nn", "models", "sampling"}
@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "plugins": {"config", "core", "errors"},
     "artifacts": LOW,
     "text": LOW | {"artifacts"},
-    "tool": LOW | {"artifacts", "text", "grammar"},
+    "sandbox": LOW | {"artifacts", "text", "grammar"},
     "grammar": LOW | {"text"},
     "media": LOW,
     "observe": LOW,

@@ -18,7 +18,7 @@ OctavoError
 ├── EngineError
 │   ├── EngineDeadError          the engine ended while requests were open
 │   ├── StepFailedError          a step failed and could not be retried for this request
-│   └── ToolUnavailableError     no tool process can be started (HTTP 503)
+│   └── ToolUnavailableError     no sandbox process can be started (HTTP 503)
 └── InvariantError           a bug of Octavo's own: a checked promise does not hold
 """
 
@@ -176,7 +176,7 @@ class StepFailedError(EngineError):
 
 
 class ToolUnavailableError(EngineError):
-    """No tool process can be started."""
+    """No sandbox process can be started."""
 
 
 class InvariantError(OctavoError, AssertionError):

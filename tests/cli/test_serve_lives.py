@@ -71,7 +71,7 @@ def test_nothing_outlives_a_killed_supervisor(model: str, tmp_path: Path) -> Non
         while not server.status()["engine"]["has_standby"]:
             time.sleep(0.05)
         processes = children(server)
-        assert len(processes) >= 3  # the api, two engines, and tool processes
+        assert len(processes) >= 3  # the api, two engines, and sandbox processes
         server.end(signal.SIGKILL)
         assert_gone(processes)
 

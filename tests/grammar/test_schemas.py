@@ -12,8 +12,8 @@ from tests.grammar.validity import Validity
 
 from octavo.errors import InvalidRequestError
 from octavo.grammar.compile import compile_grammar
-from octavo.tool.grammar_check import compile_checked
-from octavo.tool.wire import CompileGrammar
+from octavo.sandbox.checks import compile_checked
+from octavo.sandbox.wire import CompileGrammar
 
 
 def test_there_are_fifty() -> None:

@@ -87,7 +87,7 @@ async def test_row_14_no_answer_is_a_fault_of_ours(score: Score) -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         await asyncio.gather(*(work(client, requests[i::AT_ONCE]) for i in range(AT_ONCE)))
         assert (await client.get("/livez")).status_code == 200
-    await harness.context.tool.close()
+    await harness.context.sandbox.close()
     score.tell("requests", sum(statuses.values()))
     score.tell("statuses", " ".join(f"{status}: {number}" for status, number in sorted(statuses.items())))
     print("\n".join(wrong[:20]))

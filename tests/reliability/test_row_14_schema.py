@@ -51,7 +51,7 @@ def test_row_14_the_api_description_tells_no_lies(score: Score) -> None:
     harness = Harness()
     with asyncio.Runner() as runner:
         answers = answers_of(harness.app, runner, score.dose(5, 100))
-        runner.run(harness.context.tool.close())
+        runner.run(harness.context.sandbox.close())
     answers.judge(score)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from octavo.errors import InvalidRequestError, TooComplexError
-from octavo.tool.process import ToolLimits, ToolProcess
-from octavo.tool.wire import CheckRegex, CompileGrammar, RenderChat
+from octavo.sandbox.pool import Sandbox, SandboxLimits
+from octavo.sandbox.wire import CheckRegex, CompileGrammar, RenderChat
 from tests.reliability.load import quantile
 from tests.reliability.scorecard import Score
 from tests.server.fakes import Harness
@@ -96,7 +96,7 @@ def _bombs(count: int) -> list[Bomb]:
     return made
 
 
-async def _good(tool: ToolProcess, number: int) -> float:
+async def _good(tool: Sandbox, number: int) -> float:
     begun = time.perf_counter()
     assert await tool.run("check_regex", CheckRegex(f"a{{{number % 50 + 1}}}b")) == number % 50 + 2
     return time.perf_counter() - begun
@@ -122,7 +122,7 @@ async def test_row_15_bombs_are_refused_or_killed_in_time(score: Score) -> None:
     A third process is left for templates.
     """
     count = score.dose(12, 100)
-    tool = ToolProcess(ToolLimits(num_processes=3))
+    tool = Sandbox(SandboxLimits(num_processes=3))
     harness = Harness()
     late: list[float] = []
     watching = asyncio.create_task(_loop_lateness(late))
@@ -153,7 +153,7 @@ async def test_row_15_bombs_are_refused_or_killed_in_time(score: Score) -> None:
         await tool.close()
     score.share("bombs refused or killed", refusals, count)
     score.time("slowest bomb, s", max(times), 2.5)
-    score.tell("tool processes killed", tool.counters.kills)
+    score.tell("sandbox processes killed", tool.counters.kills)
     score.tell("small jobs beside the bombs", len(beside))
     score.tell("a small job alone, p50 in ms", f"{1000 * quantile(alone, 0.5):.2f}")
     score.tell("a small job beside the bombs, p50 in ms", f"{1000 * quantile(beside, 0.5):.2f}")
@@ -164,7 +164,7 @@ async def test_row_15_bombs_are_refused_or_killed_in_time(score: Score) -> None:
 
 async def test_row_15_a_pattern_that_is_refused_is_never_compiled(score: Score) -> None:
     """Those that repeat repetitions are weighed, not compiled: that costs nothing."""
-    tool = ToolProcess(ToolLimits(num_processes=1))
+    tool = Sandbox(SandboxLimits(num_processes=1))
     try:
         await _good(tool, 0)
         begun = time.perf_counter()

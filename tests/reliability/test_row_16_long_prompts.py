@@ -98,7 +98,7 @@ def test_row_16_what_cannot_fit_is_refused_before_it_is_tokenized(score: Score) 
     sizes = [SIZE] * count + [SIZE_OF_PROBED] * (count // 2)
     bodies = [(path, json.dumps(fields).encode()) for path, fields in map(_asked, range(len(sizes)), sizes)]
     with watched_api() as api:
-        _beside(api, bodies[:4])  # the tool process and the threads are started
+        _beside(api, bodies[:4])  # the sandbox process and the threads are started
         _, calm, calm_loop = _beside(api, [])
         heavy, light, loop = _beside(api, bodies)
         assert api.is_alive

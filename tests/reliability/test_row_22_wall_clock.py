@@ -36,7 +36,7 @@ SHOWN = {
     "octavo.observe.live",  # a dashboard shows when its engine began
 }  # fmt: skip
 CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now", "time.localtime"}
-SERVING = ("octavo.core", "octavo.engine", "octavo.server", "octavo.tool", "octavo.text", "octavo.artifacts")
+SERVING = ("octavo.core", "octavo.engine", "octavo.server", "octavo.sandbox", "octavo.text", "octavo.artifacts")
 
 
 async def ask(client: httpx.AsyncClient, number: int, max_tokens: int, timeout_s: float) -> tuple[int, float]:

@@ -10,7 +10,7 @@ from octavo.server.prompts import RENDER_LIMIT_S
 from tests.reliability.lag_api import Api, watched_api
 from tests.reliability.load import Outcome, ask, quantile
 from tests.reliability.scorecard import Score
-from tests.tool.test_jobs import STALLS
+from tests.sandbox.test_jobs import STALLS
 
 PATH = "/v1/chat/completions"
 BODY = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"

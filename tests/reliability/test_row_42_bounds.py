@@ -16,9 +16,16 @@ from octavo.assembly import find_files, load_text, open_engine
 from octavo.config import ChatConfig, Config, ModelConfig
 from octavo.frontend.local_client import LocalClient
 from octavo.grammar.limits import MAX_OPTIONAL_PROPERTIES
+from octavo.sandbox.checks import (
+    MAX_COUNT,
+    MAX_GROUP_DEPTH,
+    MAX_PATTERN_BYTES,
+    MAX_PATTERNS,
+    MAX_REFERENCES_IN_ROW,
+    MAX_SCHEMA_DEPTH,
+    MAX_WEIGHT,
+)
 from octavo.server.bodies.structure import MAX_ALTERNATIVES
-from octavo.tool.regex_check import MAX_GROUP_DEPTH, MAX_PATTERN_BYTES, MAX_WEIGHT
-from octavo.tool.schema_check import MAX_COUNT, MAX_PATTERNS, MAX_REFERENCES_IN_ROW, MAX_SCHEMA_DEPTH
 from tests.reliability.scorecard import Score
 from tests.server.fakes import Harness, events
 from tests.tiny_models import make_tiny_model
@@ -29,7 +36,7 @@ Case = tuple[str, str, object]  # its name, the kind of source, the source
 
 @asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[Harness]:
-    """The app over a real engine with a tiny model, both in this process; schemas are compiled by a tool process."""
+    """The app over a real engine with a tiny model, both in this process; schemas are compiled by a sandbox process."""
     make_tiny_model("smollm2", folder, max_position_embeddings=2048)
     template = folder / "short.jinja"  # shows no tools: they fit into any prompt
     template.write_text("{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -41,7 +48,7 @@ async def served(folder: Path) -> AsyncIterator[Harness]:
     try:
         yield harness
     finally:
-        await harness.context.tool.close()
+        await harness.context.sandbox.close()
         await client.close()
     assert loop.failure is None
 

@@ -45,7 +45,7 @@ async def sent(tmp_path: Path) -> AsyncIterator[Recording]:
     engine = build_local(config)
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
     yield Recording(app)
-    await app.state.context.tool.close()
+    await app.state.context.sandbox.close()
     await engine.client.close()
 
 

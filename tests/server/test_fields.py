@@ -181,7 +181,7 @@ async def test_each_field_is_honoured_refused_or_ignored(endpoint: str, field: s
         response = await post(**{**others, field: value})
         assert response.status_code == 200, response.text
         assert proof(harness.engine.requests[-1], response)
-    await harness.context.tool.close()
+    await harness.context.sandbox.close()
 
 
 def test_ignored_fields_say_why() -> None:

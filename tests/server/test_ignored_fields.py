@@ -60,7 +60,7 @@ async def test_an_unknown_field_of_any_part_is_ignored_and_told(place: str) -> N
     response = await Harness(config=STRICT).chat(**fields)
     assert response.status_code == 400
     assert re.sub(r"\[\d+\]", "[]", response.json()["error"]["param"]) == told
-    await harness.context.tool.close()
+    await harness.context.sandbox.close()
 
 
 async def test_the_answer_is_that_of_the_request_without_the_field() -> None:

@@ -7,10 +7,10 @@ from pkgutil import iter_modules
 from octavo.config import AdmissionConfig
 from octavo.core.request import SamplingParams
 from octavo.grammar import limits
+from octavo.sandbox import checks
 from octavo.server import api, bodies, key_file
 from octavo.server.admission import _BOUNDS, MAX_RETRY_S, Load
 from octavo.server.limits import HttpLimits, JsonLimits
-from octavo.tool import grammar_check, regex_check, schema_check
 from tests.source_tree import ROOT
 
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
@@ -132,14 +132,14 @@ def test_the_bounds_of_forms_are_on_their_page() -> None:
         limits.MAX_STEP_FUEL,
         limits.MAX_LEXER_STATES,
         limits.MAX_GRAMMAR_SYMBOLS,
-        schema_check.MAX_SCHEMA_DEPTH,
-        schema_check.MAX_EXPANDED,
-        schema_check.MAX_REFERENCES_IN_ROW,
-        schema_check.MAX_PATTERNS,
-        schema_check.MAX_COUNT,
-        regex_check.MAX_WEIGHT,
-        regex_check.MAX_GROUP_DEPTH,
-        grammar_check.MAX_ANSWER_BYTES,
-        grammar_check.MAX_COMPILED_CHARACTERS,
+        checks.MAX_SCHEMA_DEPTH,
+        checks.MAX_EXPANDED,
+        checks.MAX_REFERENCES_IN_ROW,
+        checks.MAX_PATTERNS,
+        checks.MAX_COUNT,
+        checks.MAX_WEIGHT,
+        checks.MAX_GROUP_DEPTH,
+        checks.MAX_ANSWER_BYTES,
+        checks.MAX_COMPILED_CHARACTERS,
     ):
         assert f"| {bound} |" in page, bound

@@ -1,4 +1,4 @@
-"""Where prompts are made: here, on a thread, in a tool process; the ids are the same, faults are the client's 400."""
+"""Where prompts are made: here, on a thread, in the sandbox; the ids are the same, faults are the client's 400."""
 
 import asyncio
 import sys
@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.sandbox.pool import Sandbox, SandboxLimits
 from octavo.server import prompts
 from octavo.text.chat_template import ChatTemplate
-from octavo.tool.process import ToolLimits, ToolProcess
 from tests.server.fakes import EOS, MAX_LEN, TEMPLATE, Harness, make_text
 
 TALK = [{"role": "user", "content": "é <x> {{ 1 }}"}, {"role": "assistant", "content": "yes"}] * 3
@@ -21,7 +21,7 @@ TALK = [{"role": "user", "content": "é <x> {{ 1 }}"}, {"role": "assistant", "co
 async def harness() -> AsyncIterator[Harness]:
     made = Harness()
     yield made
-    await made.context.tool.close()
+    await made.context.sandbox.close()
 
 
 def refusal(response: httpx.Response) -> tuple[int, str, str]:
@@ -52,17 +52,17 @@ async def test_the_same_prompt_wherever_it_is_rendered(harness: Harness, monkeyp
             assert (await harness.chat(**body)).status_code == 200
             seen.append(harness.prompt)
         assert seen[0] == seen[1] == seen[2]
-    assert harness.context.tool.counters.jobs == len(bodies)
+    assert harness.context.sandbox.counters.jobs == len(bodies)
 
 
 async def test_only_large_conversations_leave_the_process(harness: Harness) -> None:
     assert (await harness.chat()).status_code == 200
-    assert harness.context.tool.counters.jobs == 0
+    assert harness.context.sandbox.counters.jobs == 0
     many = [{"role": "user", "content": ""}] * 1200
     assert refusal(await harness.chat(messages=many))[0] == 400, "so many lines are too many tokens"
     wide = await harness.chat(chat_template_kwargs={"x": list(range(20_000))})
     assert wide.status_code == 200
-    assert harness.context.tool.counters.jobs == 2
+    assert harness.context.sandbox.counters.jobs == 2
     text = (await harness.get("/metrics")).text
     assert 'octavo_tool_jobs_total{model_name="tiny"} 2.0' in text and "octavo_tool_processes" in text
 
@@ -74,9 +74,9 @@ async def test_a_template_that_is_slow_is_rendered_elsewhere_from_then_on(monkey
     try:
         for _ in range(3):
             assert (await harness.chat()).status_code == 200
-        assert harness.context.tool.counters.jobs == 2, "all but the first"
+        assert harness.context.sandbox.counters.jobs == 2, "all but the first"
     finally:
-        await harness.context.tool.close()
+        await harness.context.sandbox.close()
 
 
 async def test_a_template_that_is_not_trusted_is_rendered_elsewhere_by_every_route() -> None:
@@ -97,12 +97,12 @@ async def test_a_template_that_is_not_trusted_is_rendered_elsewhere_by_every_rou
         for number, (path, body) in enumerate(bodies, 1):
             responses = [await each.request("POST", path, json=body) for each in (harness, trusted)]
             assert [response.status_code for response in responses] == [200, 200], responses[0].text
-            assert harness.context.tool.counters.jobs >= number, path
-        assert trusted.context.tool.counters.jobs == 0
+            assert harness.context.sandbox.counters.jobs >= number, path
+        assert trusted.context.sandbox.counters.jobs == 0
         mine, theirs = ([each.prompt_token_ids for each in one.engine.requests] for one in (harness, trusted))
         assert mine == theirs and len(mine) == 5
     finally:
-        await harness.context.tool.close()
+        await harness.context.sandbox.close()
 
 
 async def test_a_template_that_stalls_is_cut_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ async def test_a_template_that_stalls_is_cut_and_others_are_served(monkeypatch: 
     monkeypatch.setattr(prompts, "RENDER_LIMIT_S", 0.5)
     try:
         await harness.context.prompts.warm_up()
-        assert harness.context.tool.counters.starts == 1 and (await harness.chat()).status_code == 200
+        assert harness.context.sandbox.counters.starts == 1 and (await harness.chat()).status_code == 200
         bad = asyncio.create_task(harness.chat(messages=[{"role": "user", "content": "stall"}]))
         answered = 0
         while not bad.done():
@@ -125,10 +125,10 @@ async def test_a_template_that_stalls_is_cut_and_others_are_served(monkeypatch: 
         response = await bad
         assert refusal(response) == (400, "too_complex", "messages")
         assert "the chat template is too slow" in response.text and "0.5 s" in response.text
-        assert answered > 5 and harness.context.tool.counters.kills == 1
+        assert answered > 5 and harness.context.sandbox.counters.kills == 1
         assert (await harness.chat()).status_code == 200
     finally:
-        await harness.context.tool.close()
+        await harness.context.sandbox.close()
 
 
 async def test_special_tokens_in_messages_are_text_in_every_chat_interface(harness: Harness) -> None:
@@ -172,7 +172,7 @@ async def test_faults_in_a_tool_process_are_told_like_those_here(
     assert refusal(await harness.chat())[::2] == (400, "messages")
     monkeypatch.setattr(prompts, "RENDER_LIMIT_S", 0.05)
     assert refusal(await harness.chat()) == (400, "too_complex", "messages")
-    assert harness.context.tool.counters.kills == 1
+    assert harness.context.sandbox.counters.kills == 1
     response = await harness.chat(chat_template_kwargs={"x": 10**30})
     assert refusal(response)[0] == 400 and not harness.engine.requests
 
@@ -181,7 +181,7 @@ async def test_without_tool_processes_large_conversations_wait_for_better_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = Harness()
-    harness.context.prompts._tool = ToolProcess(ToolLimits(), (sys.executable, "-c", "pass"))
+    harness.context.prompts._sandbox = Sandbox(SandboxLimits(), (sys.executable, "-c", "pass"))
     large = [{"role": "user", "content": "x" * 140_000}]
     monkeypatch.setattr(prompts, "num_tokens_if_over", lambda *_: None)
     monkeypatch.setattr(type(harness.text.tokenizer), "longest_piece", 10**6)

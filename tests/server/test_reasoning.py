@@ -114,8 +114,8 @@ async def test_a_structure_comes_behind_the_reasoning() -> None:
         harness = saying("Hm</think>{}", template)
         await harness.chat(response_format=FORMAT)
         assert f'"start: {begin}(@structure)' in harness.engine.requests[-1].params.grammar
-        await harness.context.tool.close()
+        await harness.context.sandbox.close()
     harness = saying("{}", CLOSES)
     await harness.chat(response_format=FORMAT, reasoning_effort="none")
     assert "thought" not in harness.engine.requests[-1].params.grammar
-    await harness.context.tool.close()
+    await harness.context.sandbox.close()

@@ -52,7 +52,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         yield http
-    await app.state.context.tool.close()
+    await app.state.context.sandbox.close()
     await engine.client.close()
 
 
@@ -129,7 +129,7 @@ async def test_the_wait_of_a_new_request_is_from_the_forecast_of_those_that_wait
         assert await asyncio.gather(*tasks) == [200, 200, 200]
         ended = (await http.get("/v1/requests/c/explain")).json()
         assert ended["queue"]["wait_s"] == 0.0, "there is room now"
-    await app.state.context.tool.close()
+    await app.state.context.sandbox.close()
     await engine.client.close()
 
 
@@ -164,7 +164,7 @@ async def test_explain_and_retry_after_tell_the_same_wait(tmp_path: Path) -> Non
         late = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "queue_timeout": 0.1})
         assert late.json()["error"]["code"] == "queue_full", "the bound is looked at first"
         assert [(await task).status_code for task in tasks] == [200, 200, 200]
-    await app.state.context.tool.close()
+    await app.state.context.sandbox.close()
     await engine.client.close()
 
 
@@ -185,7 +185,7 @@ async def test_a_pool_that_is_shorter_than_the_model_is_what_every_card_tells(tm
         assert refused.status_code == 400 and "992" in refused.json()["error"]["message"]
         answered = await http.post("/v1/completions", json={"prompt": "a" * 990, "max_tokens": 2})
         assert answered.status_code == 200 and answered.json()["usage"]["prompt_tokens"] == 990
-    await app.state.context.tool.close()
+    await app.state.context.sandbox.close()
     await engine.client.close()
 
 

@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel, Field
 
 from octavo.errors import InvalidRequestError, TooComplexError
+from octavo.sandbox.child import JOBS
+from octavo.sandbox.pool import Sandbox
 from octavo.server.grammars import MAX_CACHED, MAX_CACHED_CHARACTERS, GrammarReader
-from octavo.tool.jobs import JOBS
-from octavo.tool.process import ToolProcess
 from tests.grammar.random_walk import allows
 from tests.server.fakes import FakeClient, Harness, make_text
 from tests.server.test_reasoning import OPENS, saying
@@ -28,22 +28,22 @@ class ToolHere:
     """Does the jobs in this process: what they say is the same, and no process has to start for each case."""
 
     async def run(self, job: str, argument: Any, limit_s: float | None = None) -> object:
-        return JOBS[job].do(argument)
+        return JOBS[job].run(argument)
 
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
     made = Harness()
-    monkeypatch.setattr(made.context.grammars, "_tool", ToolHere())
+    monkeypatch.setattr(made.context.grammars, "_sandbox", ToolHere())
     return made
 
 
 @pytest.fixture
 async def with_tool() -> AsyncIterator[Harness]:
-    """A harness with the real tool process."""
+    """A harness with the real sandbox process."""
     made = Harness()
     yield made
-    await made.context.tool.close()
+    await made.context.sandbox.close()
 
 
 def grammar_of(harness: Harness) -> str:
@@ -88,7 +88,7 @@ async def test_P06_the_engine_is_given_the_compiled_grammar(
 @pytest.mark.parametrize("value", [{"type": "text"}, None])
 async def test_text_asks_for_nothing(harness: Harness, value: object) -> None:
     assert (await harness.chat(response_format=value)).status_code == 200
-    assert grammar_of(harness) == "" and harness.context.tool.counters.starts == 0
+    assert grammar_of(harness) == "" and harness.context.sandbox.counters.starts == 0
 
 
 DEEP: dict[str, Any] = {}
@@ -165,7 +165,7 @@ async def test_P06_grammars_are_compiled_in_the_tool_process(with_tool: Harness)
     for name, source in {"regex": "(a", "grammar": "start: <|nope|>", "json": {"format": "iri", "not": {}}}.items():
         response = await with_tool.chat(structured_outputs={name: source})
         assert (response.status_code, response.json()["error"]["param"]) == (400, f"structured_outputs.{name}")
-    counters = with_tool.context.tool.counters
+    counters = with_tool.context.sandbox.counters
     assert (counters.jobs, counters.refused, counters.starts, counters.deaths) == (8, 3, 1, 0)
 
 
@@ -174,7 +174,7 @@ async def test_R15_a_schema_that_takes_too_long_is_refused_in_time(with_tool: Ha
     response = await with_tool.chat(guided_json=multiples)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "too_complex", "guided_json")
-    assert with_tool.context.tool.counters.kills == 1
+    assert with_tool.context.sandbox.counters.kills == 1
     assert (await with_tool.chat(guided_regex="a")).status_code == 200
 
 
@@ -208,11 +208,11 @@ async def test_mistakes_are_told_the_same_way_behind_reasoning_and_beside_tools(
         error = (await harness.chat(tools=[tool], tool_choice="required")).json()["error"]
         assert error["param"] == "tools[0].function.parameters" and "#/properties/a/uniqueItems" in error["message"]
     finally:
-        await harness.context.tool.close()
+        await harness.context.sandbox.close()
 
 
 async def test_those_who_ask_for_the_same_at_once_wait_for_one_compilation() -> None:
-    tool = ToolProcess()
+    tool = Sandbox()
     try:
         reader = GrammarReader(tool, make_text())
         grammars = await asyncio.gather(*(reader.read("regex", "a+") for _ in range(20)))
@@ -235,7 +235,7 @@ async def test_those_who_ask_for_the_same_at_once_wait_for_one_compilation() -> 
 
 
 class CountingTool:
-    """Plays the tool process: every source compiles to itself."""
+    """Plays the sandbox process: every source compiles to itself."""
 
     def __init__(self) -> None:
         self.num_jobs = 0
@@ -309,7 +309,7 @@ async def test_openais_client_parses_into_a_pydantic_model() -> None:
                 streamed = (await stream.get_final_completion()).choices[0].message.parsed
             assert streamed == home
     finally:
-        await harness.context.tool.close()
+        await harness.context.sandbox.close()
 
 
 async def test_a_retry_with_the_same_key_runs_once_and_another_structure_is_another_body(harness: Harness) -> None:

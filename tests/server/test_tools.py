@@ -274,7 +274,7 @@ async def test_forced_calls_are_held_to_their_schemas(choice: Any, forms: str, n
     assert grammars[1]["json_schema"]["additionalProperties"] is False, "a model would invent arguments"
     await harness.chat(tools=TOOLS, tool_choice=choice)
     assert "{0,15}" not in harness.engine.requests[-1].params.grammar, "one call, unless more are asked for"
-    await harness.context.tool.close()
+    await harness.context.sandbox.close()
 
 
 async def test_a_structure_and_free_calls_are_alternatives() -> None:
@@ -286,7 +286,7 @@ async def test_a_structure_and_free_calls_are_alternatives() -> None:
     lark, *parts = json.loads(harness.engine.requests[-1].params.grammar)["grammars"]
     assert "(calls | @structure)" in lark["lark_grammar"]
     assert [part["name"] for part in parts] == ["arguments_0", "arguments_1", "structure"]
-    await harness.context.tool.close()
+    await harness.context.sandbox.close()
 
 
 async def test_calls_of_qwen3_coder_are_written_as_json_where_a_grammar_holds() -> None:
@@ -300,7 +300,7 @@ async def test_calls_of_qwen3_coder_are_written_as_json_where_a_grammar_holds() 
     harness.engine.text = "<function=get_weather>\n<parameter=city>\n12\n</parameter>\n</function>"
     message = (await harness.chat(tools=TOOLS)).json()["choices"][0]["message"]
     assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "12"}', "the schema says that it is a string"
-    await harness.context.tool.close()
+    await harness.context.sandbox.close()
 
 
 ODD = st.recursive(
@@ -413,7 +413,7 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> Non
     response = await harness.chat(**fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
     assert not harness.engine.requests
-    await harness.context.tool.close()
+    await harness.context.sandbox.close()
 
 
 async def test_the_openai_client_puts_streamed_calls_together() -> None:

@@ -1,7 +1,7 @@
 """Compile a client's constraint on an output to the text that SamplingParams.grammar holds.
 
 Owns: the kinds of sources and what each compiles to; a grammar that does not compile is refused with the reason.
-Does not: bound the time or the size of a source (the tool process and server/bodies do), or know of a vocabulary
+Does not: bound the time or the size of a source (the sandbox process and server/bodies do), or know of a vocabulary
 more than the names of its special tokens.
 Invariants: equal kinds and sources give equal texts. The text is llguidance's own: JSON with "grammars".
 """

@@ -1,7 +1,7 @@
 """Prepare JSON schemas for the compiler: rewrite what it would misread, or refuse it with its place.
 
 Owns: how each keyword is treated: enforced as it is, rewritten to what is enforced, without effect, or refused.
-Does not: bound sizes or check the shapes of keywords (tool/schema_check does), or compile.
+Does not: bound sizes or check the shapes of keywords (sandbox/checks does), or compile.
 Invariant: every value that the prepared schema allows, the given one allows; a schema is refused if that is uncertain.
 
 Sources: JSON Schema 2020-12 (core, validation), with the boolean exclusiveMinimum and the lists in items of drafts 4 to

@@ -1,7 +1,7 @@
 """Limits on the cost of one grammar in llguidance, and the errors of a grammar that exceeds them.
 
 Owns: the numbers, which are the same in the check of a grammar and in the engine; the error of a grammar that exceeds
-one of them. Does not: bound the size of a client's input (server/bodies does) or its time (the tool process does).
+one of them. Does not: bound the size of a client's input (server/bodies does) or its time (the sandbox process does).
 """
 
 from __future__ import annotations

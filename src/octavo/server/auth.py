@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.dashboard.page import HEADERS, login_page
+from octavo.sandbox.pool import current_tenant
 from octavo.server.connection import JUDGED
 from octavo.server.faults import ApiError
 from octavo.server.keys import ANONYMOUS, KeyInfo, KeyRing
 from octavo.server.logins import Logins
 from octavo.server.pages import wants_html
-from octavo.tool.process import current_tenant
 
 KEY = "octavo.key"  # the KeyInfo of the request
 SESSION = "octavo.session"  # the id of the session that gave access, if one did

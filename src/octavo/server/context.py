@@ -17,6 +17,7 @@ from octavo.core.sampling_params import sampling_defaults
 from octavo.observe.metrics.requests import RequestMetrics
 from octavo.observe.metrics.snapshots import cache_info
 from octavo.observe.otel import Tracer
+from octavo.sandbox.pool import Sandbox
 from octavo.server.admission import AdmissionControl
 from octavo.server.batches.service import BatchService
 from octavo.server.engine_queue import EngineQueue, QueueForecast
@@ -34,7 +35,6 @@ from octavo.server.responses.background import Background
 from octavo.server.responses.store import ResponseStore
 from octavo.server.shares import Shares
 from octavo.text.dialect import Dialect, read_dialect
-from octavo.tool.process import ToolProcess
 
 if TYPE_CHECKING:
     from octavo.config import Config
@@ -68,7 +68,7 @@ class Context:
     queue: EngineQueue
     admission: AdmissionControl
     request_index: RequestIndex
-    tool: ToolProcess
+    sandbox: Sandbox
     prompts: PromptReader
     params: ParamsReader
     dialect: Dialect
@@ -108,7 +108,7 @@ def build_context(
     models = tuple(dict.fromkeys(config.model.served_model_name)) or (text.name,)
     queue = _engine_queue(config, sessions)
     keys = KeyRing.of(config.serving)
-    tool = ToolProcess()
+    sandbox = Sandbox()
     runs = IdempotentRequests(config.retry, text.tokenizer, Shares(keys))
     template = None if text.chat_template is None else text.chat_template.source
     dialect = read_dialect(template, config.chat.tool_call_parser, config.chat.reasoning_parser)
@@ -135,8 +135,8 @@ def build_context(
             is_by_priority=config.scheduling.policy == "priority",
         ),
         request_index=RequestIndex(config.statistics.explain_kept),
-        tool=tool,
-        prompts=PromptReader(text, max_len, tool, dialect),
+        sandbox=sandbox,
+        prompts=PromptReader(text, max_len, sandbox, dialect),
         params=ParamsReader(
             sampling_defaults(text.spec.generation),
             text.tokenizer,
@@ -147,7 +147,7 @@ def build_context(
         responses=ResponseStore(config.responses),
         background=Background(runs, lifecycle),
         batches=BatchService(config.batch, keys, queue.num_slots),
-        grammars=GrammarReader(tool, text),
+        grammars=GrammarReader(sandbox, text),
         tracer=Tracer(config.telemetry.otlp_traces_endpoint),
         cache_info=_cache_info(config, sessions),
         explain_kept=f"the last {config.statistics.explain_kept}, for {config.statistics.explain_kept_s:g} s",

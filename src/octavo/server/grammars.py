@@ -1,7 +1,7 @@
 """Structured answers: from the fields that constrain an answer to a compiled grammar.
 
 Owns: the choice among those fields, refusing what cannot be combined with them, the cache of compiled grammars, one
-compilation for equal concurrent requests. Does not: compile (the tool process does, within its time and memory).
+compilation for equal concurrent requests. Does not: compile (the sandbox process does, within its time and memory).
 Invariant: the cache holds at most MAX_CACHED grammars and MAX_CACHED_CHARACTERS characters, sources included.
 """
 
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.errors import InvalidRequestError, OctavoError
+from octavo.sandbox.pool import Sandbox
+from octavo.sandbox.wire import CompileGrammar
 from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.bodies.structure import given_structures
 from octavo.server.faults import ApiError, bad_field, from_exception, with_field
-from octavo.tool.process import ToolProcess
-from octavo.tool.wire import CompileGrammar
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
@@ -93,8 +93,8 @@ def _check_beside(body: SamplingBody, param: str) -> None:
 class GrammarReader:
     """A cache that compiles grammars, in one event loop."""
 
-    def __init__(self, tool: ToolProcess, text: TextModel) -> None:
-        self._tool = tool
+    def __init__(self, sandbox: Sandbox, text: TextModel) -> None:
+        self._sandbox = sandbox
         self._vocab_size = text.spec.vocab_size
         ids = sorted(token for token in text.tokenizer.special_ids if token < self._vocab_size)
         self._specials = {token: text.tokenizer.id_to_piece(token) for token in ids}
@@ -131,7 +131,7 @@ class GrammarReader:
     async def _compile(self, key: _Key) -> str:
         kind, source, whitespace = key
         order = CompileGrammar(kind, source, whitespace, self._vocab_size, self._specials)
-        return str(await self._tool.run("compile_grammar", order))
+        return str(await self._sandbox.run("compile_grammar", order))
 
     def _ended(self, key: _Key, task: asyncio.Task[str]) -> None:
         self._running.pop(key, None)

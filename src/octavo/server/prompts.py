@@ -1,6 +1,6 @@
 """From messages and prompts to token ids, without blocking the event loop.
 
-Owns: the choice of the loop, a thread or a tool process for work, and the refusal of texts that cannot fit.
+Owns: the choice of the loop, a thread or a sandbox process for work, and the refusal of texts that cannot fit.
 Does not: know templates or vocabularies (TextModel does).
 Invariant: work in the event loop itself is bounded: a short text, a short conversation.
 
@@ -18,25 +18,25 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import OctavoError, RequestError, TooComplexError
+from octavo.sandbox.pool import RENDER
+from octavo.sandbox.wire import RenderChat
 from octavo.server.api.completions.bodies import ChatBody, Message
 from octavo.server.faults import bad_field, from_exception, too_long
 from octavo.server.offload import off_loop
 from octavo.text.dialect import Dialect
 from octavo.text.length import num_tokens_if_over
-from octavo.tool.process import RENDER
-from octavo.tool.wire import RenderChat
 
 if TYPE_CHECKING:
+    from octavo.sandbox.pool import Sandbox
     from octavo.text.chat_template import ChatTemplate
     from octavo.text.text_model import Conversation, TextModel
-    from octavo.tool.process import ToolProcess
 
 _log = logging.getLogger(__name__)
 HERE_CHARS = 4096  # a text of this length is tokenized in 2 ms
 HERE_JSON = 65_536  # characters of JSON that are parsed in under a millisecond
 HERE_WORK = 16_384  # of a conversation, as `_work_of` counts it: a millisecond or two
 THREAD_WORK = 131_072
-SLOW_RENDER_S = 0.05  # a template that took longer is rendered in the tool process from then on
+SLOW_RENDER_S = 0.05  # a template that took longer is rendered in the sandbox process from then on
 RENDER_LIMIT_S = 5.0
 _PER_MESSAGE = 128  # characters of work for each message
 _PER_VALUE = 16
@@ -47,11 +47,11 @@ _ROLES = {"developer": "system"}
 class PromptReader:
     """A maker of prompt ids for one model. `max_len` is the most tokens that a prompt may have."""
 
-    def __init__(self, text: TextModel, max_len: int, tool: ToolProcess, dialect: Dialect) -> None:
+    def __init__(self, text: TextModel, max_len: int, sandbox: Sandbox, dialect: Dialect) -> None:
         self._text = text
         self._dialect = dialect
         self._max_len = max_len
-        self._tool = tool
+        self._sandbox = sandbox
         self._is_slow = False
 
     async def chat(self, body: ChatBody, num_kept: int | None = None) -> list[int]:
@@ -130,12 +130,12 @@ class PromptReader:
             variables=asked.variables,
         )
         try:
-            return str(await self._tool.run(RENDER, order, RENDER_LIMIT_S))
+            return str(await self._sandbox.run(RENDER, order, RENDER_LIMIT_S))
         except TooComplexError as error:
             raise TooComplexError(f"the chat template is too slow or too large for these messages: {error}") from None
 
     async def warm_up(self) -> None:
-        """Start a tool process and compile the template there, before the first request needs it."""
+        """Start a sandbox process and compile the template there, before the first request needs it."""
         template = self._text.chat_template
         if template is None or template.is_trusted:
             return

@@ -101,7 +101,7 @@ class HttpServer:
             if self._ending is not None:
                 await self._ending
             await self._context.runs.close()  # open runs stay open in the journal, for the next server
-            await self._context.tool.close()
+            await self._context.sandbox.close()
             await warming
 
     def stop(self) -> None:

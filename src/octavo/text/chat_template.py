@@ -355,7 +355,7 @@ class ChatTemplate:
 
     The budget counts the sandbox's own operations. One operation inside C (comparing or sorting shared lists)
     can still take minutes and hold the interpreter's lock, so a server renders an untrusted template in a
-    tool process, which it can kill.
+    sandbox process, which it can kill.
     """
 
     def __init__(

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from octavo.sandbox.checks import MAX_PATTERN_BYTES, MAX_SCHEMA_BYTES
 from octavo.server.bodies.checks import Body, Refused, sift_if_object
-from octavo.tool.regex_check import MAX_PATTERN_BYTES
-from octavo.tool.schema_check import MAX_SCHEMA_BYTES
 
 MAX_ALTERNATIVES = 1024
 MAX_ALTERNATIVE_CHARACTERS = 1024

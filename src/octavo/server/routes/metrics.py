@@ -44,7 +44,7 @@ async def metrics(request: Request) -> Response:
         "admission": context.admission.snapshot(),
         "retries": retry_snapshot(context.runs.report()),
         "responses": {**context.responses.report(), "running": len(context.background)},
-        "tool": context.tool.statistics(),
+        "tool": context.sandbox.statistics(),
         "log": {"dropped": _dropped_lines(statistics)},
     }
     registry = CollectorRegistry(auto_describe=False)

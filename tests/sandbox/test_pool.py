@@ -21,16 +21,16 @@ from octavo.errors import (
     TooComplexError,
     ToolUnavailableError,
 )
-from octavo.tool.process import ToolLimits, ToolProcess, current_tenant
-from octavo.tool.wire import CheckRegex, RenderChat
+from octavo.sandbox.pool import Sandbox, SandboxLimits, current_tenant
+from octavo.sandbox.wire import CheckRegex, RenderChat
 
 NASTY = (sys.executable, str(Path(__file__).with_name("nasty_child.py")))
-ONE = ToolLimits(num_processes=1, job_s=1.0, memory_bytes=512 << 20)
+ONE = SandboxLimits(num_processes=1, job_s=1.0, memory_bytes=512 << 20)
 
 
 @asynccontextmanager
-async def tools(limits: ToolLimits = ONE, command: tuple[str, ...] = NASTY) -> AsyncIterator[ToolProcess]:
-    tool = ToolProcess(limits, command)
+async def tools(limits: SandboxLimits = ONE, command: tuple[str, ...] = NASTY) -> AsyncIterator[Sandbox]:
+    tool = Sandbox(limits, command)
     try:
         yield tool
     finally:
@@ -47,7 +47,7 @@ async def fails(work: Awaitable[object], kind: type[OctavoError]) -> float:
 
 
 async def test_the_command_that_is_shipped_does_the_jobs_that_are_shipped() -> None:
-    async with tools(command=ToolProcess(ONE)._command) as tool:
+    async with tools(command=Sandbox(ONE)._command) as tool:
         assert await tool.run("check_regex", CheckRegex("a+b")) == 3
         chat = RenderChat("{{ bos }}{{ messages[0].content }}{{ mood }}", {"bos": "<s>"}, [{"content": "é"}])
         assert await tool.run("render_chat", chat) == "<s>é"
@@ -85,7 +85,7 @@ async def test_memory_is_bounded_and_the_process_lives_on() -> None:
 
 
 async def test_a_job_whose_process_ends_is_done_once_more() -> None:
-    async with tools(ToolLimits(num_processes=1, job_s=5.0)) as tool:
+    async with tools(SandboxLimits(num_processes=1, job_s=5.0)) as tool:
         await tool.run("echo", {})
         work = asyncio.create_task(tool.run("sleep", {"value": 0.3}))
         await asyncio.sleep(0.1)
@@ -95,14 +95,14 @@ async def test_a_job_whose_process_ends_is_done_once_more() -> None:
 
 
 async def test_a_job_that_ends_its_process_twice_is_refused() -> None:
-    async with tools(ToolLimits(num_processes=1, job_s=5.0)) as tool:
+    async with tools(SandboxLimits(num_processes=1, job_s=5.0)) as tool:
         await fails(tool.run("exit", {"value": 0}), TooComplexError)
         assert tool.counters.deaths == 2
         assert await tool.run("echo", {"value": 1}) == 1
 
 
 async def test_a_kill_disturbs_no_other_job() -> None:
-    async with tools(ToolLimits(num_processes=2, job_s=1.0)) as tool:
+    async with tools(SandboxLimits(num_processes=2, job_s=1.0)) as tool:
         bomb = asyncio.create_task(tool.run("spin", {}, limit_s=0.4))
         await asyncio.sleep(0)
         for number in range(20):
@@ -127,7 +127,7 @@ async def test_errors_keep_their_class_and_field_and_others_tell_nothing() -> No
 
 
 async def test_an_answer_or_an_argument_over_the_cap_is_refused() -> None:
-    async with tools(ToolLimits(num_processes=1, job_s=5.0)) as tool:
+    async with tools(SandboxLimits(num_processes=1, job_s=5.0)) as tool:
         await fails(tool.run("long", {"value": 40 << 20}), EngineError)
         await fails(tool.run("echo", {"value": "x" * (40 << 20)}), EngineError)
         for value in (1 << 70, "\ud800", object()):
@@ -147,7 +147,7 @@ async def test_the_process_opens_no_files_and_no_sockets_and_knows_no_keys(monke
 
 
 async def test_the_queue_has_a_bound() -> None:
-    async with tools(ToolLimits(num_processes=1, max_waiting=2, job_s=5.0)) as tool:
+    async with tools(SandboxLimits(num_processes=1, max_waiting=2, job_s=5.0)) as tool:
         await tool.run("echo", {})
         work = [asyncio.create_task(tool.run("sleep", {"value": 0.2})) for _ in range(3)]
         await asyncio.sleep(0.05)
@@ -158,7 +158,7 @@ async def test_the_queue_has_a_bound() -> None:
 
 
 async def test_the_queue_has_a_bound_in_bytes() -> None:
-    limits = ToolLimits(num_processes=1, max_waiting=8, max_waiting_bytes=10_000, job_s=5.0)
+    limits = SandboxLimits(num_processes=1, max_waiting=8, max_waiting_bytes=10_000, job_s=5.0)
     async with tools(limits) as tool:
         await tool.run("echo", {})
         work = [asyncio.create_task(tool.run("sleep", {"value": 0.3}))]
@@ -172,7 +172,7 @@ async def test_the_queue_has_a_bound_in_bytes() -> None:
 
 
 async def test_a_caller_who_leaves_disturbs_nobody() -> None:
-    async with tools(ToolLimits(num_processes=1, job_s=5.0)) as tool:
+    async with tools(SandboxLimits(num_processes=1, job_s=5.0)) as tool:
         await tool.run("echo", {})
         gone = asyncio.create_task(tool.run("sleep", {"value": 0.2}))
         waits = asyncio.create_task(tool.run("echo", {"value": "never"}))
@@ -196,10 +196,10 @@ def as_tenant(name: str, work: Awaitable[object]) -> asyncio.Task[object]:
     return asyncio.create_task(done(), context=context)
 
 
-THREE = ToolLimits(num_processes=3, max_waiting=8, job_s=4.0)
+THREE = SandboxLimits(num_processes=3, max_waiting=8, job_s=4.0)
 
 
-async def start_all(tool: ToolProcess) -> None:
+async def start_all(tool: Sandbox) -> None:
     """Wait until every process is there."""
     while len(tool.pids) < tool.limits.num_processes:
         await asyncio.gather(*(as_tenant(name, tool.run("sleep", {"value": 0.1})) for name in "abc"))
@@ -239,7 +239,7 @@ async def test_one_process_is_left_for_templates() -> None:
 
 async def test_tenants_take_turns_and_fill_queues_of_their_own() -> None:
     ended: list[str] = []
-    async with tools(ToolLimits(num_processes=1, max_waiting=4, job_s=5.0)) as tool:
+    async with tools(SandboxLimits(num_processes=1, max_waiting=4, job_s=5.0)) as tool:
         await tool.run("echo", {})
         many = [as_tenant("a", tool.run("sleep", {"value": 0.05})) for _ in range(5)]
         for task in many:
@@ -276,7 +276,7 @@ async def test_a_process_that_cannot_be_started_is_told_and_not_tried_at_every_j
 
 
 async def test_closing_ends_the_processes_and_the_open_jobs() -> None:
-    tool = ToolProcess(ToolLimits(num_processes=2, job_s=30.0), NASTY)
+    tool = Sandbox(SandboxLimits(num_processes=2, job_s=30.0), NASTY)
     work = [asyncio.create_task(tool.run("spin", {})) for _ in range(3)]
     while len(tool.pids) < 2:
         await asyncio.sleep(0.01)
@@ -302,9 +302,9 @@ def test_the_process_ends_when_its_parent_is_killed(job: str) -> None:
     """Idle it sees the end of its stdin; busy the kernel ends it, or its alarm, a while after the job's time."""
     code = (
         "import asyncio\n"
-        "from octavo.tool.process import ToolLimits, ToolProcess\n"
+        "from octavo.sandbox.pool import SandboxLimits, Sandbox\n"
         "async def main():\n"
-        f"    tool = ToolProcess(ToolLimits(num_processes=1), {NASTY!r})\n"
+        f"    tool = Sandbox(SandboxLimits(num_processes=1), {NASTY!r})\n"
         "    await tool.run('echo', {})\n"
         "    print(tool.pids[0], flush=True)\n"
         f"    await (tool.run({job!r}, {{}}, limit_s=0.5) if {job!r} else asyncio.sleep(60))\n"

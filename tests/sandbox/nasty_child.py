@@ -1,4 +1,4 @@
-"""A tool process whose jobs misbehave, for tests: python nasty_child.py --memory-bytes N."""
+"""A sandbox process whose jobs misbehave, for tests: python nasty_child.py --memory-bytes N."""
 
 import os
 import signal
@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from octavo.errors import InvalidRequestError
-from octavo.tool.child import main
-from octavo.tool.jobs import JOBS, Job
+from octavo.sandbox.child import JOBS, Job, main
 
 
 class Nothing(msgspec.Struct):

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from octavo.errors import InvalidRequestError, TooComplexError
-from octavo.tool.regex_check import MAX_WEIGHT, check_regex
-from octavo.tool.schema_check import check_schema
+from octavo.sandbox.checks import MAX_WEIGHT, check_regex, check_schema
 
 
 @pytest.mark.parametrize(

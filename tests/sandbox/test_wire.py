@@ -1,4 +1,4 @@
-"""Bytes on the pipes of a tool process: a checked struct or a WireError, at both ends."""
+"""Bytes on the pipes of a sandbox process: a checked struct or a WireError, at both ends."""
 
 import random
 import subprocess
@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from octavo.errors import EngineError, InvalidRequestError, ModelFileError, TooComplexError
-from octavo.tool import wire
-from octavo.tool.process import COMMAND
+from octavo.sandbox import wire
+from octavo.sandbox.pool import COMMAND
 
 
 def frames() -> list[bytes]:

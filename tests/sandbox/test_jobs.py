@@ -1,4 +1,4 @@
-"""Rendering in a tool process gives what rendering here gives, and evil templates end there too."""
+"""Rendering in a sandbox process gives what rendering here gives, and evil templates end there too."""
 
 import json
 import time
@@ -7,10 +7,10 @@ import pytest
 
 from octavo.artifacts.resolve import find_wheel_model
 from octavo.errors import InvalidRequestError, OctavoError, TooComplexError
+from octavo.sandbox.pool import Sandbox, SandboxLimits
+from octavo.sandbox.wire import CompileGrammar, RenderChat
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
-from octavo.tool.process import ToolLimits, ToolProcess
-from octavo.tool.wire import CompileGrammar, RenderChat
 from tests.text.test_chat_template import CHAT, EVIL, TEMPLATES, TOOLS
 
 TOKENS = {"bos_token": "<s>"}
@@ -23,7 +23,7 @@ def default_template() -> list[str]:
 
 
 async def test_templates_render_as_they_do_here() -> None:
-    tool = ToolProcess(ToolLimits(num_processes=1))
+    tool = Sandbox(SandboxLimits(num_processes=1))
     try:
         for source in [*TEMPLATES, *default_template(), "{{ 'a\\n\\u00e9' }}{{ messages|length }}"]:
             for tools, prompt in ((None, True), (TOOLS, False)):
@@ -36,7 +36,7 @@ async def test_templates_render_as_they_do_here() -> None:
 
 
 async def test_a_compiler_that_panics_is_a_refusal_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    tool = ToolProcess(ToolLimits(num_processes=1))
+    tool = Sandbox(SandboxLimits(num_processes=1))
     try:
         for padding in range(4):  # llguidance cuts what it shows at byte 100, inside a character or not
             schema = json.dumps({"multipleOf": {"k": "x" * padding + "猫" * 60}}, ensure_ascii=False)
@@ -71,7 +71,7 @@ STALLS = {
 @pytest.mark.parametrize("name", STALLS)
 async def test_templates_that_stall_inside_one_operation_are_cut(name: str) -> None:
     """No budget counts these; the process is killed, and the next job has another."""
-    tool = ToolProcess(ToolLimits(num_processes=1))
+    tool = Sandbox(SandboxLimits(num_processes=1))
     probe = RenderChat("{{ messages[0].content }}", {}, [{"content": "x"}])
     try:
         await tool.run("render_chat", probe)
@@ -86,7 +86,7 @@ async def test_templates_that_stall_inside_one_operation_are_cut(name: str) -> N
 
 @pytest.mark.timeout(60)
 async def test_row_28_evil_templates_end_in_a_tool_process_too() -> None:
-    tool = ToolProcess(ToolLimits(num_processes=1, job_s=3.0))
+    tool = Sandbox(SandboxLimits(num_processes=1, job_s=3.0))
     try:
         for name, source in EVIL.items():
             with pytest.raises(OctavoError) as caught:

@@ -1,10 +1,10 @@
-"""ToolProcess: run jobs in child processes, each within its time limit, whatever its input.
+"""Sandbox: run jobs in child processes, each within its time limit, whatever its input.
 
 Owns: the children, the queue of jobs and its order, the time of each job, retrying, counting.
 Does not: know what the jobs do.
 Invariants: at most `num_processes` children; a child runs one job at a time, so that killing it affects no other job;
 a job whose child ended by itself is retried once in a new one; every job ends with a value or a typed error. With
-three children, one is left for renders of templates, and no tenant holds all that are available to its kind of job;
+three children, one is reserved for rendering templates, and no tenant uses all that are available to its kind of job;
 tenants with waiting jobs take turns.
 """
 
@@ -22,19 +22,19 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 
 from octavo.errors import EngineError, OctavoError, QueueFullError, TooComplexError, ToolUnavailableError
-from octavo.tool import wire
+from octavo.sandbox import wire
 
-COMMAND = (sys.executable, "-m", "octavo.tool")
+COMMAND = (sys.executable, "-m", "octavo.sandbox")
 # The environment that a child inherits: no keys, and no addresses of other services.
 _VARIABLES = frozenset(("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "TMPDIR", "SYSTEMROOT"))
 _RETRY_START_S = 5.0  # between a failed start of a child and the next attempt
-RENDER = "render_chat"  # the job that one child is always left for
+RENDER = "render_chat"  # the job for which one child is reserved
 # The tenant of the job, for the turns; set once for each request.
-current_tenant: ContextVar[str] = ContextVar("octavo_tool_tenant", default="")
+current_tenant: ContextVar[str] = ContextVar("octavo_sandbox_tenant", default="")
 
 
 @dataclass(frozen=True, slots=True)
-class ToolLimits:
+class SandboxLimits:
     """Limits of the children and their jobs. `max_waiting*` are per tenant; all tenants may have four times as much."""
 
     num_processes: int = 3
@@ -46,7 +46,7 @@ class ToolLimits:
 
 
 @dataclass(slots=True)
-class ToolCounters:
+class SandboxCounters:
     """Counts of events since the start."""
 
     jobs: int = 0
@@ -56,19 +56,19 @@ class ToolCounters:
     starts: int = 0
 
 
-class _DeathError(Exception):
+class _ChildDiedError(Exception):
     """The child ended, or sent something that is no answer."""
 
 
 class _Child:
-    """One running tool process."""
+    """One running sandbox process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
 
     @classmethod
-    async def start(cls, command: Sequence[str], limits: ToolLimits) -> _Child:
-        """Start a child and wait until it is ready for orders. Raises OSError, TimeoutError, _DeathError."""
+    async def start(cls, command: Sequence[str], limits: SandboxLimits) -> _Child:
+        """Start a child and wait until it is ready for orders. Raises OSError, TimeoutError, _ChildDiedError."""
         environment = {name: value for name, value in os.environ.items() if name in _VARIABLES}
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -84,30 +84,30 @@ class _Child:
             async with asyncio.timeout(limits.start_s):
                 message = await child.receive()
             if message != wire.WorkerReady(wire.VERSION):
-                raise _DeathError
+                raise _ChildDiedError
         except BaseException:
             await child.kill()
             raise
         return child
 
-    async def ask(self, order: bytes) -> wire.ToParent:
-        """Send an order and wait for its answer. Raises _DeathError."""
+    async def call(self, order: bytes) -> wire.ToParent:
+        """Send an order and wait for its answer. Raises _ChildDiedError."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(order)
             await self.process.stdin.drain()
         except (ConnectionError, RuntimeError):
-            raise _DeathError from None
+            raise _ChildDiedError from None
         return await self.receive()
 
     async def receive(self) -> wire.ToParent:
-        """Return the next message. Raises _DeathError."""
+        """Return the next message. Raises _ChildDiedError."""
         assert self.process.stdout is not None
         try:
             length = wire.length_of(await self.process.stdout.readexactly(wire.LENGTH.size))
             return wire.decode_to_parent(await self.process.stdout.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError, wire.FrameError):
-            raise _DeathError from None
+            raise _ChildDiedError from None
 
     async def kill(self) -> None:
         """Kill the process and wait for its end."""
@@ -151,7 +151,7 @@ class _Job:
 class _JobQueue:
     """Waiting jobs in the order of their tenants' turns; bounded per tenant and in total."""
 
-    def __init__(self, limits: ToolLimits) -> None:
+    def __init__(self, limits: SandboxLimits) -> None:
         self._limits = limits
         self._waiting: OrderedDict[tuple[str, bool], deque[_Job]] = OrderedDict()
         self._num_bytes: Counter[str] = Counter()  # of waiting jobs, by tenant
@@ -165,9 +165,9 @@ class _JobQueue:
         num = sum(len(jobs) for (tenant, _), jobs in self._waiting.items() if tenant == job.tenant)
         num_bytes, size = self._num_bytes[job.tenant], len(job.order)
         is_full = num >= self._limits.max_waiting or len(self) >= 4 * self._limits.max_waiting
-        most = self._limits.max_waiting_bytes
-        if is_full or (num > 0 and num_bytes + size > most) or self._num_bytes.total() > 4 * most:
-            raise QueueFullError(f"{num} inputs of {num_bytes} bytes wait already to be read; try again later")
+        max_bytes = self._limits.max_waiting_bytes
+        if is_full or (num > 0 and num_bytes + size > max_bytes) or self._num_bytes.total() > 4 * max_bytes:
+            raise QueueFullError(f"{num} inputs of {num_bytes} bytes are already waiting; try again later")
         self._num_bytes[job.tenant] += size
         self._waiting.setdefault((job.tenant, job.is_render), deque()).append(job)
 
@@ -176,9 +176,9 @@ class _JobQueue:
         for key in list(self._waiting):
             jobs = self._waiting[key]
             while jobs and jobs[0].done.done():  # its caller was cancelled
-                self._left(jobs.popleft())
-            if jobs and self._may_run(*key):
-                job = self._left(jobs.popleft())
+                self._dequeued(jobs.popleft())
+            if jobs and self._can_run(*key):
+                job = self._dequeued(jobs.popleft())
                 self._running.append(job)
                 if jobs:
                     self._waiting.move_to_end(key)
@@ -189,25 +189,29 @@ class _JobQueue:
                 del self._waiting[key]
         return None
 
-    def _left(self, job: _Job) -> _Job:
+    def _dequeued(self, job: _Job) -> _Job:
         self._num_bytes[job.tenant] -= len(job.order)
         if not self._num_bytes[job.tenant]:
             del self._num_bytes[job.tenant]
         return job
 
-    def _may_run(self, tenant: str, is_render: bool) -> bool:
-        """Return True if a job may run: a child is left for renders, and one of each kind for other tenants.
+    def _can_run(self, tenant: str, is_render: bool) -> bool:
+        """Return True if a job may run: one child is reserved for renders, and one of each kind for other tenants.
         Jobs without a tenant have no bound per tenant.
         """
-        most = self._limits.num_processes - 1
+        unreserved = self._limits.num_processes - 1
         own = [job.is_render for job in self._running if job.tenant == tenant and tenant]
         checks = [job for job in self._running if not job.is_render]
         if is_render:
-            return len(own) < max(1, most)
-        return len(checks) < max(1, most) and own.count(False) < max(1, most - 1) and len(own) < max(1, most)
+            return len(own) < max(1, unreserved)
+        return (
+            len(checks) < max(1, unreserved)
+            and own.count(False) < max(1, unreserved - 1)
+            and len(own) < max(1, unreserved)
+        )
 
-    def ended(self, job: _Job) -> None:
-        """Count a job as no longer running."""
+    def finish(self, job: _Job) -> None:
+        """Remove a job from the running ones."""
         self._running.remove(job)
 
     def clear(self, error: OctavoError) -> None:
@@ -219,12 +223,12 @@ class _JobQueue:
             job.end(None, error)
 
 
-class ToolProcess:
+class Sandbox:
     """Runner of jobs in child processes. Belongs to one event loop; starts no child before its first job."""
 
-    def __init__(self, limits: ToolLimits | None = None, command: Sequence[str] = COMMAND) -> None:
-        self.limits = limits or ToolLimits()
-        self.counters = ToolCounters()
+    def __init__(self, limits: SandboxLimits | None = None, command: Sequence[str] = COMMAND) -> None:
+        self.limits = limits or SandboxLimits()
+        self.counters = SandboxCounters()
         self._command = command
         self._numbers = itertools.count(1)
         self._slots = [_Slot() for _ in range(self.limits.num_processes)]
@@ -253,11 +257,11 @@ class ToolProcess:
         number = next(self._numbers)
         order = wire.frame(wire.Order(number, job, limit_s, wire.pack(argument)))
         if self._is_closed:
-            raise ToolUnavailableError("the tool processes were closed")
-        asked = _Job(number, current_tenant.get(), job == RENDER, order, limit_s)
-        self._queue.put(asked)
+            raise ToolUnavailableError("the sandbox processes were closed")
+        entry = _Job(number, current_tenant.get(), job == RENDER, order, limit_s)
+        self._queue.put(entry)
         self._dispatch()
-        return await asked.done
+        return await entry.done
 
     def _dispatch(self) -> None:
         """Give jobs to idle children, and start one more child if jobs still wait."""
@@ -275,16 +279,16 @@ class ToolProcess:
             unused.start = asyncio.create_task(self._start(unused))
             unused.start.add_done_callback(lambda _: self._started(unused))
         elif not self.pids:
-            self._queue.clear(ToolUnavailableError("a tool process could not be started a moment ago"))
+            self._queue.clear(ToolUnavailableError("a sandbox process could not be started a moment ago"))
 
     async def _start(self, slot: _Slot) -> None:
         """Start the slot's child; if that fails and no other child is left, fail the waiting jobs."""
         try:
             slot.child = await _Child.start(self._command, self.limits)
-        except (OSError, TimeoutError, _DeathError) as error:
+        except (OSError, TimeoutError, _ChildDiedError) as error:
             self._not_before = time.monotonic() + _RETRY_START_S
             if not self.pids:
-                message = f"a tool process cannot be started ({type(error).__name__})"
+                message = f"a sandbox process cannot be started ({type(error).__name__})"
                 self._queue.clear(ToolUnavailableError(message))
         else:
             self.counters.starts += 1
@@ -303,7 +307,7 @@ class ToolProcess:
             message = await self._answer(slot, job)
             if isinstance(message, wire.WorkerReady) or message.number != job.number:
                 await self._lose(slot)
-                raise EngineError("a tool process gave the answer to another question")
+                raise EngineError("a sandbox process answered another job")
             if isinstance(message, wire.Refusal):
                 self.counters.refused += 1
                 raise message.error()
@@ -311,13 +315,13 @@ class ToolProcess:
         except OctavoError as error:
             job.end(None, error)
         except asyncio.CancelledError:
-            job.end(None, ToolUnavailableError("the tool processes were closed"))
+            job.end(None, ToolUnavailableError("the sandbox processes were closed"))
             raise
         finally:
-            self._queue.ended(job)
-            self._freed(slot)
+            self._queue.finish(job)
+            self._release(slot)
 
-    def _freed(self, slot: _Slot) -> None:
+    def _release(self, slot: _Slot) -> None:
         slot.is_busy = False
         if self._is_closed:
             return
@@ -334,15 +338,15 @@ class ToolProcess:
             if slot.child is None:
                 await self._start(slot)
             if slot.child is None:
-                raise ToolUnavailableError("a tool process cannot be started again")
+                raise ToolUnavailableError("a sandbox process cannot be started again")
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    return await slot.child.ask(job.order)
+                    return await slot.child.call(job.order)
             except TimeoutError:
                 self.counters.kills += 1
                 await self._lose(slot)
-                raise TooComplexError(f"this takes longer than {job.limit_s:g} s to look at") from None
-            except _DeathError:
+                raise TooComplexError(f"this takes longer than {job.limit_s:g} s to check") from None
+            except _ChildDiedError:
                 self.counters.deaths += 1
                 await self._lose(slot)
                 if is_retry:
@@ -350,7 +354,7 @@ class ToolProcess:
             except asyncio.CancelledError:  # closing: the child may be in the middle of an answer
                 await self._lose(slot)
                 raise
-        raise TooComplexError("this takes more than the process that looks at it may use")
+        raise TooComplexError("this takes more memory or processor time than is allowed")
 
     async def _lose(self, slot: _Slot) -> None:
         """Kill the slot's child."""
@@ -361,7 +365,7 @@ class ToolProcess:
     async def close(self) -> None:
         """End the children; open jobs fail. Idempotent."""
         self._is_closed = True
-        self._queue.clear(ToolUnavailableError("the tool processes were closed"))
+        self._queue.clear(ToolUnavailableError("the sandbox processes were closed"))
         tasks = [*self._serving, *(slot.start for slot in self._slots if slot.start is not None)]
         for task in tasks:
             task.cancel()

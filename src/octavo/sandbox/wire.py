@@ -1,4 +1,4 @@
-"""Frames between a tool process and its parent: `u32 length | msgpack` of tagged structs, over the child's stdin and
+"""Frames between a sandbox process and its parent: `u32 length | msgpack` of tagged structs, over the child's stdin and
 stdout.
 
 Owns: the structs, the arguments of jobs, the size cap. Does not: read or write pipes, or do jobs.
