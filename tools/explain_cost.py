@@ -53,9 +53,9 @@ class Load:
         self._tell(self.history.decided, events.decisions)
         self._tell(self.history.stepped, plan, result, events)
 
-    def _tell(self, hook: Callable[..., None], *told: Any) -> None:
+    def _tell(self, hook: Callable[..., None], *arguments: Any) -> None:
         begun = time.thread_time()
-        hook(*told)
+        hook(*arguments)
         self.spent += time.thread_time() - begun
 
 

@@ -155,7 +155,7 @@ def main() -> int:
         print(f"no {DATA}: nothing to compare with", file=sys.stderr)
         return 2
     runs: dict[str, list[Gap]] = {}
-    told = {}
+    results = {}
     for workload in WORKLOADS:
         gaps, factor = compare(workload)
         runs[workload] = gaps
@@ -165,9 +165,9 @@ def main() -> int:
         print("| run | difference at the end | greatest over any stretch | whole run, s |\n|---|---|---|---|")
         for one in gaps:
             print(f"| {one.name} | {one.end:,.0f} | {one.range:,.0f} | {one.duration:,.0f} |")
-        told[workload] = {one.name: {"end": one.end, "range": one.range, "duration": one.duration} for one in gaps}
+        results[workload] = {one.name: {"end": one.end, "range": one.range, "duration": one.duration} for one in gaps}
     PICTURE.write_text(draw(runs), encoding="utf-8")
-    print(json.dumps({"bound": bound(), **told}))
+    print(json.dumps({"bound": bound(), **results}))
     return 0
 
 

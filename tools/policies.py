@@ -157,7 +157,7 @@ def draw(case: Comparison, cases: list[Case]) -> str:
 
 def main(names: list[str]) -> int:
     """Print the tables, write the pictures."""
-    told: dict[str, object] = {}
+    results: dict[str, object] = {}
     for name in names or list(CASES):
         case = CASES[name]
         if not (DATA / case.file).exists():
@@ -167,8 +167,8 @@ def main(names: list[str]) -> int:
         count = cases[0].facts["requests"]["came"]
         print(f"\n{case.describe()}, {count:,} requests\n\n{table(cases)}\n\n{tenants_table(cases)}\n")
         (PICTURES / f"policies-{name}.svg").write_text(draw(case, cases), encoding="utf-8")
-        told[name] = {one.label: {key: one.facts[key]["mean"] for key in ("ttft", "tpot", "e2e")} for one in cases}
-    print(json.dumps(told))
+        results[name] = {one.label: {key: one.facts[key]["mean"] for key in ("ttft", "tpot", "e2e")} for one in cases}
+    print(json.dumps(results))
     return 0
 
 

@@ -111,7 +111,7 @@ def shown(figures: list[Figure]) -> list[str]:
 
 
 def worst(group: list[Figure]) -> str:
-    """The value furthest from the goal; values without a goal are all told."""
+    """The value furthest from the goal; values without a goal are all given."""
     goal = group[0]["goal"]
     if not goal:
         return "; ".join(dict.fromkeys(figure["value"] for figure in group))

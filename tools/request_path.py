@@ -109,8 +109,8 @@ async def measure(is_first: bool) -> Profile:
         sys.setprofile(None)
         threading.setprofile(None)
         await engine.client.close()
-    said = [json.loads(line[6:]) for line in answer.split("\n") if line.startswith("data: {")]
-    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in said if chunk["choices"])
+    chunks = [json.loads(line[6:]) for line in answer.split("\n") if line.startswith("data: {")]
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
     if len(text) != NUM_TOKENS:
         raise SystemExit(f"{NUM_TOKENS} tokens were expected, the answer is {answer!r}")
     return profile

@@ -143,7 +143,7 @@ def check_anthropic_messages() -> None:
 
 
 def check_context_window() -> None:
-    """A prompt that is too long is told as that, and is what context_window_fallbacks wait for."""
+    """A prompt that is too long has an error of its own, which context_window_fallbacks wait for."""
     for name in ("by-openai", "falls-back"):
         try:
             client().chat.completions.create(model=name, messages=LONG)

@@ -46,8 +46,8 @@ def ask_all(operation: Any, mode: GenerationMode) -> dict[int, int]:
         tame(case.body, mode)
         answer = case.call(timeout=60)
         seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
-        is_told_off = answer.status_code in (501, 503) and b'"code"' in answer.content
-        assert answer.status_code < 500 or is_told_off, f"{answer.status_code}: {answer.text[:200]}"
+        is_declared = answer.status_code in (501, 503) and b'"code"' in answer.content
+        assert answer.status_code < 500 or is_declared, f"{answer.status_code}: {answer.text[:200]}"
 
     ask()
     return seen
@@ -69,8 +69,8 @@ def main() -> int:
                 report(name, "fail", f"{type(error).__name__}: {error}")
                 num_failed += 1
             else:
-                told = ", ".join(f"{count} x {status}" for status, count in sorted(seen.items()))
-                report(name, "pass", count=max(1, sum(seen.values())), about=f"answers: {told}")
+                summary = ", ".join(f"{count} x {status}" for status, count in sorted(seen.items()))
+                report(name, "pass", count=max(1, sum(seen.values())), about=f"answers: {summary}")
     return int(num_failed > 0)
 
 

@@ -78,11 +78,11 @@ def run_node(program: Path) -> int:
     )
     for line in done.stdout.splitlines():
         try:
-            told = json.loads(line)
+            check = json.loads(line)
         except ValueError:  # what the packages print themselves
             print(line, file=sys.stderr)
             continue
-        report(told["check"], told["status"], told["detail"], about=told["about"], seconds=told["seconds"])
+        report(check["check"], check["status"], check["detail"], about=check["about"], seconds=check["seconds"])
     return done.returncode
 
 

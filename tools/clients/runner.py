@@ -97,7 +97,7 @@ class Script:
 
 @dataclass
 class Outcome:
-    """What one script told."""
+    """What one script reported."""
 
     script: Script
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -105,8 +105,8 @@ class Outcome:
 
     def count(self, status: str) -> int:
         """Checks with this status; a script that ended badly is one failure more."""
-        told = sum(line["count"] for line in self.lines if line["status"] == status)
-        return told + (status == "fail" and bool(self.trouble))
+        total = sum(line["count"] for line in self.lines if line["status"] == status)
+        return total + (status == "fail" and bool(self.trouble))
 
     @property
     def version(self) -> str:
@@ -179,9 +179,9 @@ def _wait(process: subprocess.Popen[bytes], log: Path) -> tuple[str, str]:
     end = time.monotonic() + READY_S
     while True:
         text = log.read_text(errors="replace")
-        said = re.search(r"^try .*?(http://[^/\s]+)/", text, re.MULTILINE)
-        if said is not None:
-            return said[1], _served_name(said[1])
+        match = re.search(r"^try .*?(http://[^/\s]+)/", text, re.MULTILINE)
+        if match is not None:
+            return match[1], _served_name(match[1])
         if process.poll() is not None or time.monotonic() > end:
             raise RuntimeError(f"the server did not start:\n{text[-3000:]}")
         time.sleep(0.1)
@@ -203,12 +203,12 @@ def run_script(script: Script, python: Path, server: tuple[str, str], checks: Se
     )
     for line in done.stdout.splitlines():
         try:
-            told = json.loads(line)
-            outcome.lines.append(told if told["status"] and told["check"] else {})
+            check = json.loads(line)
+            outcome.lines.append(check if check["status"] and check["check"] else {})
         except (ValueError, KeyError, TypeError):
             print(line, file=sys.stderr)
     if not outcome.lines:
-        outcome.trouble = f"told nothing, and ended with status {done.returncode}"
+        outcome.trouble = f"reported nothing, and ended with status {done.returncode}"
     elif done.returncode != 0 and not outcome.count("fail"):
         outcome.trouble = f"ended with status {done.returncode}"
     return outcome

@@ -87,18 +87,18 @@ async function send(path, init, allowed = []) {
 }
 
 async function errorOf(response) {
-  let said = {};
+  let error = {};
   try {
-    said = (await response.json()).error ?? {};
+    error = (await response.json()).error ?? {};
   } catch {
     // a proxy's page, or an empty body: only the status is known
   }
   const { status, headers } = response;
   const after = Number(headers.get("retry-after") ?? Number.NaN);
-  return new ServerError(said.message ?? `The server answered with status ${status}.`, {
+  return new ServerError(error.message ?? `The server answered with status ${status}.`, {
     status,
-    code: said.code ?? null,
-    param: said.param ?? null,
+    code: error.code ?? null,
+    param: error.param ?? null,
     retryAfterS: Number.isFinite(after) ? after : null,
     isFinal: headers.get("x-should-retry") === "false" || ![429, 503].includes(status),
   });

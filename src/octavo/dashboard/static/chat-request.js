@@ -9,8 +9,8 @@ export const NUMBERS = [
   ["min_p", "Min p", 0.01, "only tokens at least so likely, beside the likeliest"],
   ["max_tokens", "Max tokens", 1, "how long an answer may get"],
   ["seed", "Seed", 1, "the same seed and settings give the same answer"],
-  ["presence_penalty", "Presence penalty", 0.1, "against tokens that were said"],
-  ["frequency_penalty", "Frequency penalty", 0.1, "against tokens that were said often"],
+  ["presence_penalty", "Presence penalty", 0.1, "for tokens that were generated before"],
+  ["frequency_penalty", "Frequency penalty", 0.1, "for each time that a token was generated before"],
   ["repetition_penalty", "Repetition penalty", 0.05, "1 is none; above it, against what the prompt or the answer has"],
   ["n", "Answers", 1, "several answers at once, side by side"],
 ];

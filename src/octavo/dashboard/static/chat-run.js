@@ -159,8 +159,8 @@ function endOf(error) {
 
 async function reasonsOf(requestId) {
   try {
-    const said = await explain(requestId);
-    return said?.length ? said.map((one) => one.text) : [NOT_THERE];
+    const explanations = await explain(requestId);
+    return explanations?.length ? explanations.map((one) => one.text) : [NOT_THERE];
   } catch (error) {
     return [error.message];
   }

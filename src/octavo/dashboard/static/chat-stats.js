@@ -49,7 +49,7 @@ export function requestParts(stats) {
     const cached = stats.cachedTokens ? `, ${number(stats.cachedTokens)} cached` : "";
     add("prompt", `${number(stats.promptTokens)} prompt tokens${cached}`, "cached ones were not computed again");
   }
-  if (stats.completionTokens !== null) add("completion", `${number(stats.completionTokens)} completion tokens`, "tokens that were said, in all answers of the request");
+  if (stats.completionTokens !== null) add("completion", `${number(stats.completionTokens)} completion tokens`, "tokens generated, in all answers of the request");
   if (stats.preemptedS) add("preempted", `set aside for ${seconds(stats.preemptedS)}`, "others needed the memory, or came first by the policy");
   add("total", seconds(stats.totalS), "from sending to the end, as seen by this page");
   return parts;

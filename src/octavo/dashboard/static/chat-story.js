@@ -5,7 +5,7 @@ import { make } from "./chat-dom.js";
 import { seconds } from "./chat-stats.js";
 
 const PHASES = ["earlier", "queue", "prefill", "decode", "preempted", "recompute"];
-const UNSAID = new Set(["event", "time_s", "step"]);
+const NOT_SHOWN = new Set(["event", "time_s", "step"]);
 const GONE = "The server knows it no longer: what became of a request is kept for a while only, and not across restarts.";
 
 /** Return the phases that took time: [{name, words, share}], shares of the whole. */
@@ -19,7 +19,7 @@ export function phasesOf(spent) {
 export function eventsOf(explanation) {
   const events = explanation.events ?? [];
   return events.map((event) => {
-    const facts = Object.entries(event).filter(([name, value]) => !UNSAID.has(name) && value !== null && value !== 0);
+    const facts = Object.entries(event).filter(([name, value]) => !NOT_SHOWN.has(name) && value !== null && value !== 0);
     const words = facts.map(([name, value]) => `${named(name)} ${value}`).join(", ");
     return { when: seconds(event.time_s), words: `${named(event.event)}${words ? `: ${words}` : ""}` };
   });
@@ -49,8 +49,8 @@ export class StoryView {
   async #load(requestId) {
     this.element.replaceChildren(make("p", {}, "Asking…"));
     try {
-      const [told] = (await this.explain(requestId)) ?? [];
-      this.element.replaceChildren(...(told ? storyOf(told) : [make("p", {}, GONE)]));
+      const [explanation] = (await this.explain(requestId)) ?? [];
+      this.element.replaceChildren(...(explanation ? storyOf(explanation) : [make("p", {}, GONE)]));
     } catch (error) {
       this.element.replaceChildren(make("p", { class: "error" }, error.message));
     }
@@ -58,15 +58,15 @@ export class StoryView {
   }
 }
 
-function storyOf(told) {
-  const phases = phasesOf(told.seconds);
+function storyOf(explanation) {
+  const phases = phasesOf(explanation.seconds);
   const bar = make("div", { class: "bar-of-time", "aria-hidden": "true" }, phases.map(({ name, share }) => {
     const part = make("span", { class: `phase ${name}` });
     part.style.flexGrow = share;
     return part;
   }));
   const legend = make("ul", { class: "phases" }, phases.map(({ name, words }) => make("li", {}, make("span", { class: `phase ${name}` }), `${name} ${words}`)));
-  const left = told.num_events_left_out ? `${told.num_events_left_out} events in the middle are left out.` : null;
-  const rows = eventsOf(told).map(({ when, words }) => make("tr", {}, make("td", { class: "side-right" }, when), make("td", {}, words)));
-  return [make("p", {}, told.text), bar, legend, make("table", {}, make("tbody", {}, rows)), left && make("p", { class: "muted" }, left)].filter(Boolean);
+  const left = explanation.num_events_left_out ? `${explanation.num_events_left_out} events in the middle are left out.` : null;
+  const rows = eventsOf(explanation).map(({ when, words }) => make("tr", {}, make("td", { class: "side-right" }, when), make("td", {}, words)));
+  return [make("p", {}, explanation.text), bar, legend, make("table", {}, make("tbody", {}, rows)), left && make("p", { class: "muted" }, left)].filter(Boolean);
 }

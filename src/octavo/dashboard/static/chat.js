@@ -367,8 +367,8 @@ class Chat {
 
   #showContext() {
     const model = this.models.find((one) => one.id === $("model").value);
-    const told = (message) => (message.role === "assistant" ? shownAnswer(message).stats : null);
-    const stats = told(this.current.messages.findLast((message) => told(message)?.promptTokens) ?? { role: "none" });
+    const statsOf = (message) => (message.role === "assistant" ? shownAnswer(message).stats : null);
+    const stats = statsOf(this.current.messages.findLast((message) => statsOf(message)?.promptTokens) ?? { role: "none" });
     const used = stats ? stats.promptTokens + Math.round((stats.completionTokens ?? 0) / (stats.numAnswers ?? 1)) : null;
     const room = model?.maxModelLen ? number(model.maxModelLen) : null;
     const words = used === null ? (room ? `${room} tokens fit` : "") : `${number(used)}${room ? ` of ${room}` : ""} tokens used`;

@@ -98,11 +98,10 @@ class Dashboard {
   }
 
   tell(state, words) {
-    const said = words || (state === "live" ? (this.mode === "live" ? "live" : "live, paused here") : state);
+    const text = words || (state === "live" ? (this.mode === "live" ? "live" : "live, paused here") : state);
     const box = byId("state");
-    if (box.textContent !== said) box.textContent = said;
+    if (box.textContent !== text) box.textContent = text;
     box.className = state;
-    this.said = [state, words];
   }
 
   // --- time
@@ -218,8 +217,8 @@ class Dashboard {
   }
 
   #clock(view) {
-    const said = moment(view.to, view.began, view.zero), span = seconds(this.span);
-    if (byId("clock").value !== said) byId("clock").value = said;
+    const time = moment(view.to, view.began, view.zero), span = seconds(this.span);
+    if (byId("clock").value !== time) byId("clock").value = time;
     if (byId("span").value !== span) byId("span").value = span;
   }
 
@@ -229,8 +228,8 @@ class Dashboard {
     const sample = last < 0 ? new Float64Array() : steps.s.slice(Math.max(from, to - 512), to), at = (name) => (last < 0 ? NaN : steps[name][last]);
     const blocks = (store.head?.limits.num_blocks || []).reduce((a, b) => a + b, 0);
     const read = (name) => store.sum(name, 0, to), rate = `last ${RATE_S} s`, now = "now", kept = "on this page";
-    const told = store.totalsAt(view.to), over = told ? "since start" : kept;
-    const all = told ?? { finished: read("finished"), preempted: read("preempted"), found: read("cachedTokens"), looked_up: read("promptTokens") };
+    const totals = store.totalsAt(view.to), over = totals ? "since start" : kept;
+    const all = totals ?? { finished: read("finished"), preempted: read("preempted"), found: read("cachedTokens"), looked_up: read("promptTokens") };
     const rows = [
       ["decode tokens/s", count(per("decode")), rate], ["prefill tokens/s", count(per("prefill")), rate],
       ["step p50", seconds(quantile(sample, 0.5)), rate], ["first token p50", seconds(sampleQuantile(store.ttft, view.to - FIRST_S, view.to, 0.5)), `last ${FIRST_S} s`],
@@ -313,8 +312,8 @@ class Dashboard {
   async #explain(name, place) {
     const answer = await fetch(`v1/requests/${encodeURIComponent(name)}/explain`).catch(() => null);
     if (!answer?.ok || this.chosen !== name) return; // ended by now, or another tenant's: the decisions below have its facts
-    const said = await answer.json();
-    place.replaceChildren(element("h3", {}, "Why"), element("pre", { className: "explained" }, explanationText(said)));
+    const body = await answer.json();
+    place.replaceChildren(element("h3", {}, "Why"), element("pre", { className: "explained" }, explanationText(body)));
   }
 
   closeDetails() {
@@ -430,22 +429,22 @@ class Dashboard {
 
 /** Return the fields of a decision as a sentence. */
 function eventInWords(fields) {
-  const said = [];
-  if (fields.reason) said.push(reasonInWords(fields.reason));
-  if (fields.needed || fields.available) said.push(`needs ${count(fields.needed || 0)}, has ${count(fields.available || 0)}`);
-  if (fields.by) said.push(`for ${fields.by}`);
-  if (fields.n) said.push(`${count(fields.n)} tokens`);
-  if (fields.cached) said.push(`${count(fields.cached)} found in the cache`);
-  if (fields.finish) said.push(fields.finish);
-  if (fields.message) said.push(fields.message);
-  return said.length ? `: ${said.join("; ")}` : "";
+  const parts = [];
+  if (fields.reason) parts.push(reasonInWords(fields.reason));
+  if (fields.needed || fields.available) parts.push(`needs ${count(fields.needed || 0)}, has ${count(fields.available || 0)}`);
+  if (fields.by) parts.push(`for ${fields.by}`);
+  if (fields.n) parts.push(`${count(fields.n)} tokens`);
+  if (fields.cached) parts.push(`${count(fields.cached)} found in the cache`);
+  if (fields.finish) parts.push(fields.finish);
+  if (fields.message) parts.push(fields.message);
+  return parts.length ? `: ${parts.join("; ")}` : "";
 }
 
 /** Return the answer of /v1/requests/{id}/explain as text: its sentences, else its fields. */
-function explanationText(said) {
-  const sentences = said.explanations || [];
+function explanationText(answer) {
+  const sentences = answer.explanations || [];
   return sentences.map((each) => (typeof each === "string" ? each : each.text || each.sentence || JSON.stringify(each, null, 2))).join("\n\n")
-    || JSON.stringify(said, null, 2);
+    || JSON.stringify(answer, null, 2);
 }
 
 /** Return a shell command that sends a request to this server. */

@@ -39,8 +39,8 @@ export class Lanes {
     this.listed = listed;
     const tall = Math.max(listed.length * LANE + BELOW, surface.height);
     if (this.tall !== tall) { this.spacer.style.height = `${tall}px`; this.tall = tall; }
-    const said = `${count(listed.length)} requests in this window.`;
-    if (said !== this.said) { this.note.textContent = said; this.said = said; }
+    const text = `${count(listed.length)} requests in this window.`;
+    if (text !== this.text) { this.note.textContent = text; this.text = text; }
     surface.clear(palette);
     const width = surface.width - LABEL - 8, bottom = surface.height - BELOW;
     if (width < 50) return; // it is not shown yet

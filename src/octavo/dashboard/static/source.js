@@ -48,9 +48,9 @@ export class Feed {
       const answer = await fetch(this.url, { signal: abort.signal, headers: { accept: "text/event-stream" }, cache: "no-store" });
       if (answer.status === 401) { location.reload(); return; }
       if (!answer.ok) {
-        const said = (await answer.json().catch(() => ({}))).error?.message || `the server answered ${answer.status}`;
+        const message = (await answer.json().catch(() => ({}))).error?.message || `the server answered ${answer.status}`;
         again = answer.status === 429 || answer.status >= 500;
-        this.tell(again ? "trouble" : "refused", said);
+        this.tell(again ? "trouble" : "refused", message);
       } else await this.#read(answer);
     } catch (error) {
       if (abort.signal.aborted) return;
@@ -63,11 +63,11 @@ export class Feed {
     const parser = new EventParser(), decoder = new TextDecoder(), reader = answer.body.getReader();
     this.tell("live", "");
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value: bytes } = await reader.read();
       if (done) break;
-      for (const [kind, data] of parser.push(decoder.decode(value, { stream: true }))) {
-        const said = JSON.parse(data);
-        if (kind === "trouble") this.tell("trouble", said.message); else { this.tell("live", ""); this.take(said); }
+      for (const [kind, data] of parser.push(decoder.decode(bytes, { stream: true }))) {
+        const value = JSON.parse(data);
+        if (kind === "trouble") this.tell("trouble", value.message); else { this.tell("live", ""); this.take(value); }
       }
     }
     this.tell("trouble", "the feed ended");

@@ -256,11 +256,11 @@ export class Timeline {
     });
     const stride = Math.max(1, Math.floor(number / 4096)), sample = new Float64Array(Math.ceil(Math.max(0, number) / stride));
     for (let i = 0; i < sample.length; i++) sample[i] = steps.s[first + i * stride];
-    const said = number > 0 ? `${count(number)} steps: p50 ${seconds(quantile(sample, 0.5))}, p95 ${seconds(quantile(sample, 0.95))}, `
+    const summary = number > 0 ? `${count(number)} steps: p50 ${seconds(quantile(sample, 0.5))}, p95 ${seconds(quantile(sample, 0.95))}, `
       + `longest ${seconds(quantile(sample, 1))}.` : "No steps in this window.";
     const last = to - 1;
     const now = last >= 0 ? ` Step ${steps.number[last]}: ${count(store.sum("prefill", last, to))} prefill and `
       + `${count(store.sum("decode", last, to))} decode tokens in ${seconds(steps.s[last])}, ${steps.rows[last]} rows.` : "";
-    setText(this.facts, said + now);
+    setText(this.facts, summary + now);
   }
 }
