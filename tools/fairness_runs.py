@@ -24,9 +24,9 @@ import numpy as np
 from octavo.core.limits import Limits
 from octavo.core.policy.fair import Fair
 from octavo.core.request import FinishReason
+from octavo.simulator.charts import Chart, Line, draw_alone
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.outcomes import Outcomes
-from octavo.simulator.plots import Chart, Line, draw_alone
 from octavo.simulator.run import Setup, simulate
 from octavo.simulator.series import service
 from octavo.simulator.summary import Columns

@@ -21,9 +21,9 @@ import numpy as np
 from octavo.core.limits import Limits
 from octavo.core.policy import POLICIES
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.charts import Chart, Line, draw_alone
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.outcomes import Outcomes
-from octavo.simulator.plots import Chart, Line, draw_alone
 from octavo.simulator.report import Case, seconds
 from octavo.simulator.run import Setup, simulate
 from octavo.simulator.summary import Facts, summarise

@@ -8,11 +8,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from tests.bench.test_offline import _engine
 
-from octavo.bench.chart import ChartLine, Panel, draw
 from octavo.bench.floor import Rates, StepFloor
 from octavo.bench.offline import OfflineBench
 from octavo.bench.points import COLUMNS, LoadShape, make_point, measure_point
 from octavo.bench.steps import StepRecorder
+from octavo.cli.bench_sweep import picture
 
 FLOOR = StepFloor(Rates(1e9, 1e9), 10**6, 10**5, 1)
 
@@ -54,19 +54,9 @@ def test_one_token_requests_have_no_decode_steps() -> None:
     assert point.step_ms is None and point.row()[-1] == ""
 
 
-def test_a_chart_is_well_formed_and_depends_on_its_numbers_alone() -> None:
-    panels = [
-        Panel(
-            "a < b", "x", "y", [ChartLine("one", [(1, 2.0), (64, 5.0)]), ChartLine("floor", [(1, 1.0)], is_dashed=True)]
-        ),
-        Panel("empty", "x", "y", []),
-        Panel("flat", "x", "y", [ChartLine("zero", [(3, 0.0)])]),
-    ]
-    text = draw(panels)
+def test_the_picture_of_a_sweep_has_each_curve_beside_its_floor() -> None:
+    points, _ = _points([LoadShape(1, 20, 6), LoadShape(4, 8, 6)])
+    text = picture(points, points)
     root = ET.fromstring(text)
-    lines = [node for node in root.iter() if node.tag.endswith("polyline")]
-    assert len(lines) == 3 and text == draw(panels)
-    for node in lines:
-        for point in node.attrib["points"].split():
-            x, y = map(float, point.split(","))
-            assert 0 <= x <= 420 and 0 <= y <= 300
+    lines = [node.attrib["class"] for node in root.iter() if "line" in node.attrib.get("class", "").split()]
+    assert lines == ["line", "line dash"] * 2 and text == picture(points, points)

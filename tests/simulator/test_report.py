@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from tests.simulator.test_summary import random_outcomes, run_of
 
-from octavo.simulator.plots import Chart, Line, draw, draw_alone, short
+from octavo.simulator.charts import Chart, Line, draw, draw_alone, short
 from octavo.simulator.report import Case, page, seconds
 from octavo.simulator.summary import summarise
 

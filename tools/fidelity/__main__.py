@@ -13,7 +13,7 @@ from tools.fidelity import own_runs, vllm_runs
 from tools.fidelity.closeness import charts, table
 from tools.fidelity.published import points, summary
 
-from octavo.simulator.plots import Chart, draw_alone
+from octavo.simulator.charts import Chart, draw_alone
 
 
 def vllm(names: list[str], fits: bool, picture: Path | None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from octavo.simulator.plots import Chart, Line
+from octavo.simulator.charts import Chart, Line
 
 Column = npt.NDArray[np.float64]
 STATISTICS: dict[str, Callable[[Column], float]] = {

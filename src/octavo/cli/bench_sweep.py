@@ -10,11 +10,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from octavo.bench.chart import ChartLine, Panel, draw
 from octavo.bench.points import LoadShape, Point
 from octavo.cli.bench_arguments import check_at_least
 from octavo.cli.bench_latency import measure_all, open_for, report_head, show_points
 from octavo.cli.flags import add_settings, check_output
+from octavo.simulator.charts import Chart, Line, draw_alone
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
@@ -63,19 +63,21 @@ def picture(over_rows: Sequence[Point], over_context: Sequence[Point]) -> str:
     steps = [(point.num_prompt, point.step_ms) for point in over_context if point.step_ms]
     floors = [(point.num_prompt, point.floor_ms) for point in over_context if point.floor_ms]
     lengths = f"{over_rows[0].num_prompt} in, {over_rows[0].num_output} out"
-    return draw(
+    return draw_alone(
         [
-            Panel(
+            Chart(
                 f"Output tokens/s ({lengths})",
                 "requests at once",
                 "tokens/s",
-                [ChartLine("measured, prompts included", speeds), ChartLine("floor of decode steps", bounds, True)],
+                [Line("measured, prompts included", speeds), Line("floor of decode steps", bounds, 1, is_dashed=True)],
+                is_log=True,
             ),
-            Panel(
+            Chart(
                 f"Decode step, {over_context[0].at_once} rows",
                 "tokens of context",
                 "ms",
-                [ChartLine("measured", steps), ChartLine("memory floor", floors, True)],
+                [Line("measured", steps), Line("memory floor", floors, 1, is_dashed=True)],
+                is_log=True,
             ),
         ]
     )

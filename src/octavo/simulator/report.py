@@ -1,4 +1,4 @@
-"""A simulation's report: one HTML file with tables and plots that needs no other file.
+"""A simulation's report: one HTML file with tables and charts that needs no other file.
 
 Owns: the page's contents, for one setting or several side by side. Does not: compute figures (summary, series) or
 write files (cli). Invariants: no script, no network, light and dark; all text of users is escaped.
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from octavo.simulator import plots, series
-from octavo.simulator.plots import DARK, LIGHT, RULES, Chart, Line, palette
+from octavo.simulator import charts, series
+from octavo.simulator.charts import DARK, LIGHT, RULES, Chart, Line, palette
 from octavo.simulator.series import Points
 from octavo.simulator.summary import METRICS, Columns, Facts
 from octavo.simulator.totals import ReplicaTotals, SimulatedRun
@@ -69,11 +69,11 @@ def page(title: str, cases: Sequence[Case], settings: Mapping[str, str], remarks
         _table(("setting", "value"), [(name, value) for name, value in settings.items()], style="words"),
         "</section></div><h2>Latencies</h2>",
         '<div class="charts">',
-        *(plots.draw(chart) for chart in latency_charts(cases)),
+        *(charts.draw(chart) for chart in latency_charts(cases)),
         "</div>",
         "<h2>Over time</h2>",
         '<div class="charts">',
-        *(plots.draw(chart) for chart in time_charts(cases)),
+        *(charts.draw(chart) for chart in time_charts(cases)),
         "</div>",
         *_tenants(cases),
         *_replicas(cases),

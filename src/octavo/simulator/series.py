@@ -1,6 +1,6 @@
 """Curves of a simulation over its time: distributions, latencies, queue, batch, memory, service by tenant.
 
-Owns: reducing a run's columns to the few hundred points that a chart can show. Does not: draw (plots).
+Owns: reducing a run's columns to the few hundred points that a chart can show. Does not: draw (charts).
 Everything but memory and batch is derived from the requests' own times, so it is exact at any scale.
 """
 

@@ -1,7 +1,7 @@
 """Line charts as SVG text in the colours of the surrounding page, light or dark, or as a file of their own.
 
 Owns: axes (linear or logarithmic), ticks, lines as steps or straight, a legend. Does not: write files, or compute.
-Equal numbers give equal text. The caller has already thinned the points to what a chart can show (series).
+Equal numbers give equal text. The caller has already thinned the points to what a chart can show.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 290, 62, 30, 14, 62
 # Colours that are legible on white and on near-black and distinct for the colour-blind (Okabe and Ito, darkened).
 LIGHT = ("#0072b2", "#c8500a", "#007a5a", "#9b4f8a", "#8a6d00", "#c22d4a", "#3b6f8f", "#555555")
 DARK = ("#56b4e9", "#f08a4b", "#2fc49a", "#d39ac6", "#e6c84a", "#f2738c", "#8fc1e0", "#b8b8b8")
-_VARIABLES = ("--fg", "--muted", "--grid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart's axes and lines. `is_log`: x in powers of ten, for widely spread latencies."""
+    """A chart's axes and lines. `is_log`: x in powers of ten, for widely spread values."""
 
     title: str
     x_name: str
@@ -50,22 +49,21 @@ def draw(chart: Chart) -> str:
 def draw_alone(charts: Sequence[Chart], columns: int = 2) -> str:
     """Return charts in rows as one SVG file, which follows the viewer's light or dark setting."""
     columns = min(columns, len(charts)) or 1
-    rows = -(-len(charts) // columns)
-    width, height = WIDTH * columns, HEIGHT * rows
+    width, height = WIDTH * columns, HEIGHT * -(-len(charts) // columns)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',
-        f"<style>{STYLE_ALONE}</style>",
+        f"<style>{_STYLE_ALONE}</style>",
+        f'<rect width="{width}" height="{height}" class="page"/>',
     ]
-    parts.append(f'<rect width="{width}" height="{height}" class="page"/>')
-    for place, chart in enumerate(charts):
-        row, column = divmod(place, columns)
+    for index, chart in enumerate(charts):
+        row, column = divmod(index, columns)
         parts += [f'<g transform="translate({column * WIDTH} {row * HEIGHT})">', *_chart(chart), "</g>"]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def palette(colours: Sequence[str]) -> str:
     """Return the lines' colours as style sheet variables."""
-    return "".join(f"--c{place}:{colour};" for place, colour in enumerate(colours))
+    return "".join(f"--c{index}:{colour};" for index, colour in enumerate(colours))
 
 
 RULES = (
@@ -73,10 +71,10 @@ RULES = (
     "svg .grid{stroke:var(--grid);fill:none}svg .line{fill:none;stroke-width:1.6;stroke-linejoin:round}"
     "svg .dash{stroke-dasharray:5 4}"
 )
-_LIGHT_VARIABLES = f"--fg:#1c1e21;--muted:#5d636b;--grid:#e3e5e8;--page:#fff;{palette(LIGHT)}"
-_DARK_VARIABLES = f"--fg:#e8eaed;--muted:#a2a8b0;--grid:#33373d;--page:#17191c;{palette(DARK)}"
-STYLE_ALONE = (
-    f"svg{{{_LIGHT_VARIABLES}}}@media(prefers-color-scheme:dark){{svg{{{_DARK_VARIABLES}}}}}"
+_STYLE_ALONE = (
+    f"svg{{--fg:#1c1e21;--muted:#5d636b;--grid:#e3e5e8;--page:#fff;{palette(LIGHT)}}}"
+    "@media(prefers-color-scheme:dark){"
+    f"svg{{--fg:#e8eaed;--muted:#a2a8b0;--grid:#33373d;--page:#17191c;{palette(DARK)}}}}}"
     f".page{{fill:var(--page)}}{RULES}"
 )
 
@@ -91,8 +89,8 @@ class _Axes:
     def x(self, value: float) -> float:
         """Return the x coordinate of a value, within the chart."""
         low, high = (math.log10(self.low), math.log10(self.high)) if self.is_log else (self.low, self.high)
-        at = math.log10(max(value, self.low)) if self.is_log else value
-        share = (at - low) / (high - low) if high > low else 0.5
+        position = math.log10(max(value, self.low)) if self.is_log else value
+        share = (position - low) / (high - low) if high > low else 0.5
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(1.0, max(0.0, share)), 1)
 
     def y(self, value: float) -> float:
@@ -117,31 +115,26 @@ def _chart(chart: Chart) -> list[str]:
         parts.append(f'<text x="{axes.x(value)}" y="{base + 15}" text-anchor="middle">{short(value)}</text>')
     parts.append(f'<text x="{right}" y="{base + 29}" text-anchor="end">{escape(chart.x_name)}</text>')
     parts.append(f'<text x="{right}" y="16" text-anchor="end">{escape(chart.y_name)}</text>')
-    for line in chart.lines:
-        parts.append(_path(line, axes))
-    return [*parts, *_legend(chart.lines)]
+    return [*parts, *(_path(line, axes) for line in chart.lines), *_legend(chart.lines)]
 
 
 def _path(line: Line, axes: _Axes) -> str:
-    shown = [(axes.x(x), axes.y(y)) for x, y in line.points if not axes.is_log or x > 0]
-    words: list[str] = []
-    for place, (x, y) in enumerate(shown):
-        if place == 0:
-            words.append(f"M{x:g} {y:g}")
-        elif line.is_step:
-            words.append(f"H{x:g}V{y:g}")
+    commands: list[str] = []
+    for x, y in ((axes.x(x), axes.y(y)) for x, y in line.points if not axes.is_log or x > 0):
+        if not commands:
+            commands.append(f"M{x:g} {y:g}")
         else:
-            words.append(f"L{x:g} {y:g}")
+            commands.append(f"H{x:g}V{y:g}" if line.is_step else f"L{x:g} {y:g}")
     dash = " dash" if line.is_dashed else ""
-    return f'<path d="{"".join(words)}" class="line{dash}" style="stroke:var(--c{line.colour % len(LIGHT)})"/>'
+    return f'<path d="{"".join(commands)}" class="line{dash}" style="stroke:var(--c{line.colour % len(LIGHT)})"/>'
 
 
 def _legend(lines: Sequence[Line]) -> list[str]:
-    names = [line for line in lines if line.name]
-    if len(names) < 2:
+    named = [line for line in lines if line.name]
+    if len(named) < 2:
         return []
     parts, x, y = [], 14.0, HEIGHT - BOTTOM + 44
-    for line in names[: len(LIGHT)]:
+    for line in named[: len(LIGHT)]:
         width = 6.2 * len(line.name) + 12
         if x + width > WIDTH and x > 14:
             x, y = 14.0, y + 13
@@ -160,7 +153,7 @@ def _ticks(axes: _Axes) -> list[float]:
         return [value for value in values if axes.low * 0.999 <= value <= axes.high * 1.001]
     unit = _round_up((axes.high - axes.low) / 5)
     first = math.ceil(axes.low / unit)
-    return [unit * (first + place) for place in range(12) if unit * (first + place) <= axes.high * (1 + 1e-9)]
+    return [unit * (first + index) for index in range(12) if unit * (first + index) <= axes.high * (1 + 1e-9)]
 
 
 def _round_up(value: float) -> float:
@@ -173,8 +166,7 @@ def _round_up(value: float) -> float:
 
 def short(value: float) -> str:
     """Return a short text of a number: 12k, 3.4M, 0.05."""
-    size = abs(value)
-    for bound, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= bound:
-            return f"{value / (1e3 if letter == 'k' else bound):.4g}{letter}"
+    for bound, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= bound:
+            return f"{value / unit:.4g}{letter}"
     return f"{value:.4g}"
