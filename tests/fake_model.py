@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from octavo.core.kv.group import GroupSpec
+from octavo.core.limits import GroupSpec
 from octavo.core.plan import DROP_BLOCK, ROW_CARRY, ROW_FORK, ROW_SAMPLE, NewSequence, Row, StepPlan, StepResult
 from octavo.executors.protocol import Capacity, ExecutorSpec
 from tests import fake_sampling

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from octavo.core.kv.group import GroupSpec
+from octavo.core.limits import GroupSpec
 from octavo.core.plan import DROP_BLOCK, Row, StepPlan
 from octavo.core.request import SamplingParams
 from tests.hash_chain import Continuation

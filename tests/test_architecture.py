@@ -408,7 +408,7 @@ def test_each_count_of_the_house_catches_what_it_is_for(check, allowed, tree):
         (touch_faults, 0, (Module.parse("from octavo.core.state import State", "octavo.core.x"),)),
         (touch_faults, 0, (Module.parse("self.state.requests = {}", "octavo.frontend.x"),)),
         (touch_faults, 0, (Module.parse("x = self._scheduler.state", "octavo.core.x"),)),
-        (touch_faults, 0, (Module.parse("from octavo.core.kv.group import GroupSpec", "octavo.executors.x"),)),
+        (touch_faults, 0, (Module.parse("from octavo.core.limits import GroupSpec", "octavo.executors.x"),)),
     ],
 )
 def test_each_count_of_the_house_passes_what_is_fine(check, allowed, tree):

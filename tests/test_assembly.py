@@ -16,8 +16,7 @@ from octavo import LLM, AsyncLLM, ConfigError, SamplingParams, UnknownModelError
 from octavo.artifacts.resolve import resolve_model
 from octavo.assembly import build_local, config_from, executor_spec, limits, open_engine
 from octavo.config import Config, ModelConfig
-from octavo.core.kv.group import GroupSpec
-from octavo.core.limits import Limits
+from octavo.core.limits import GroupSpec, Limits
 from octavo.executors.protocol import Capacity
 from octavo.frontend.sessions import Sessions
 from octavo.simulator.costs import Hardware, cost_model

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.core.kv.group import GroupKind
-from octavo.core.limits import Limits
+from octavo.core.limits import GroupKind, Limits
 from octavo.core.plan import DROP_BLOCK, StepPlan
 from octavo.core.request import SamplingParams
 from octavo.core.scheduler import Scheduler

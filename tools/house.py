@@ -27,7 +27,7 @@ _NO_CODE = {
 }  # fmt: skip
 # What of octavo.core others may import: the verbs, what crosses them, and the descriptions that others make for them.
 DOOR = {
-    "explain", "feasibility", "kv.group", "kv.keys", "limits", "plan", "policy", "repeat", "request",
+    "explain", "feasibility", "kv.prefix", "limits", "plan", "policy", "repeat", "request",
     "sampling_params", "scheduler", "snapshots", "tap",
 }  # fmt: skip
 _STATE = {"state", "_state"}

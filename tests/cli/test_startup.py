@@ -11,7 +11,7 @@ from typing import Any
 from octavo.artifacts.resolve import ModelFiles
 from octavo.cli.api_task import ApiTask
 from octavo.cli.startup import call_report, limit_remarks, process_report, startup_report
-from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.limits import GroupKind, GroupSpec
 from octavo.executors.protocol import Capacity
 from octavo.observe.status_line import StatusLine
 from octavo.settings import load_config

@@ -11,8 +11,7 @@ from typing import Any
 from tests.core.harness import limits
 from tests.fake_model import Faults
 
-from octavo.core.kv.group import GroupKind, GroupSpec
-from octavo.core.limits import Limits
+from octavo.core.limits import GroupKind, GroupSpec, Limits
 from octavo.core.policy import POLICIES, Policy, register_policy
 from octavo.core.request import RequestState
 

@@ -14,7 +14,7 @@ import pytest
 from tests.core.harness import EOS, Run, limits, prompt
 from tests.fake_model import Faults
 
-from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.request import Span
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import pytest
 from tests.beam_oracle import beam_oracle
 from tests.fake_model import FakeExecutor, FakeModelError, Faults, oracle
 
-from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.plan import (
     ROW_BEAM,
     ROW_CARRY,

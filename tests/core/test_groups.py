@@ -8,7 +8,7 @@ import pytest
 from tests.core.harness import Run, limits, prompt
 from tests.fake_model import quads
 
-from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.plan import DROP_BLOCK, EventKind, StepPlan, WaitReason
 
 

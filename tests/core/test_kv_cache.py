@@ -9,8 +9,8 @@ from tests.core import invariants
 from tests.core.harness import Record, Run, limits, prompt
 from tests.fake_model import quads, triples
 
-from octavo.core.kv.keys import prompt_keys
 from octavo.core.kv.pool import BlockPool
+from octavo.core.kv.prefix import prompt_keys
 from octavo.core.plan import EventKind, StepPlan
 from octavo.core.request import Request, SamplingParams, Span, Want
 from octavo.errors import ConfigError, InvariantError

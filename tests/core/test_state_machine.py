@@ -11,7 +11,7 @@ from tests.core.harness import EOS, Run, limits, prompt
 from tests.core.random_config import BUILT_IN
 from tests.core.random_driver import Driver
 
-from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.plan import EventKind
 from octavo.core.request import FinishReason
 from octavo.errors import AdmissionError

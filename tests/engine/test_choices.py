@@ -19,7 +19,7 @@ from tests.engine.fakes import (
 )
 from tests.fake_model import oracle
 
-from octavo.core.kv import keys
+from octavo.core.kv import prefix
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.errors import AdmissionError, InvalidRequestError
@@ -226,15 +226,15 @@ async def test_K02_prompt_keys_are_made_before_submit_and_the_scheduler_hashes_n
             await sessions.submit([3 + i % 50 for i in range(41)], params, tenant="t", cache_salt=b"s")
     await sessions.client.close()
     hashed: list[bytes] = []
-    blake2b = keys.blake2b
+    blake2b = prefix.blake2b
 
     def counted(data: bytes = b"", **options: Any) -> Any:
         hashed.append(bytes(data))
         return blake2b(data, **options)
 
-    monkeypatch.setattr(keys, "blake2b", counted)
+    monkeypatch.setattr(prefix, "blake2b", counted)
     request, forked = captured
-    assert request.block_keys == keys.prompt_keys(request, 4) and len(request.block_keys) == 10
+    assert request.block_keys == prefix.prompt_keys(request, 4) and len(request.block_keys) == 10
     assert len(hashed) == 11  # its own ten and the root: the count works
     hashed.clear()
     for each in (request, forked):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs, WaitReason
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine import wire

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.limits import GroupKind, GroupSpec
 from octavo.errors import CapacityError
 from octavo.executors.pool_sizing import PoolSizing, describe_groups, usable_len
 from octavo.executors.protocol import ExecutorSpec

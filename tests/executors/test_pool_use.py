@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo.core.kv.group import GroupSpec
-from octavo.core.kv.pool import BlockPool
+from octavo.core.kv.pool import BlockPool, GroupSpec
 from octavo.core.plan import DROP_BLOCK
 from octavo.core.scheduler import Scheduler
 from octavo.executors.pool_use import pool_use

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.core.kv.group import GroupKind
+from octavo.core.limits import GroupKind
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan
 from octavo.core.request import SamplingParams
 from octavo.executors.cache_groups import group_layers, within

@@ -13,8 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from octavo.core import plan as plan_module
-from octavo.core.kv.group import GroupKind, GroupSpec
-from octavo.core.limits import Limits
+from octavo.core.limits import GroupKind, GroupSpec, Limits
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult, TokenLogprobs
 from octavo.core.policy import POLICIES, Policy
 from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from octavo.assembly import config_from, open_engine
-from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.core.kv.group import GroupSpec
+from octavo.core.limits import GroupSpec
 from octavo.executors.protocol import Capacity
 from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app

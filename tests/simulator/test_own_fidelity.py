@@ -8,7 +8,7 @@ from tests.tiny_models import make_tiny_model
 from tools.fidelity import own_runs
 
 from octavo import LLM, SamplingParams
-from octavo.core.kv.group import GroupSpec
+from octavo.core.limits import GroupSpec
 from octavo.observe.recording.reader import open_recording
 from octavo.simulator.costs import cost_model
 from octavo.simulator.costs.fitted import fit_recording, load_fit

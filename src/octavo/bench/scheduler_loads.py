@@ -11,9 +11,8 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from octavo.core.kv.group import GroupKind, GroupSpec
-from octavo.core.kv.keys import prompt_keys
-from octavo.core.limits import Limits
+from octavo.core.kv.prefix import prompt_keys
+from octavo.core.limits import GroupKind, GroupSpec, Limits
 from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler

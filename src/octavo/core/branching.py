@@ -14,7 +14,7 @@ from array import array
 
 from octavo.core.beam_search import BeamGroup, Hypothesis
 from octavo.core.kv.cache import KVCache
-from octavo.core.kv.matching import Match
+from octavo.core.kv.prefix import Match
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.request import FinishReason, RequestState, Sequence
 from octavo.core.state import State
@@ -88,7 +88,8 @@ def enter_late(step: Step, request: RequestState, sequence: Sequence) -> bool:
         if not step.evict(request, may_wait=False):
             return False
         match = _match(step, sequence)
-    step.enter_match(sequence, match)
+    step.state.cache.adopt(sequence, match)
+    step.enter(sequence)
     request.wait_reason = -1
     return True
 

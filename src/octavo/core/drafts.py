@@ -97,9 +97,9 @@ def _propose(step: Step, drafter: Drafter, sequence: Sequence) -> array[int]:
 def _num_that_fit(step: Step, sequence: Sequence) -> int:
     """Return how many drafts there are tokens, reads, positions and blocks for."""
     state, end = step.state, sequence.num_scheduled
-    count = min(step.tokens.left, sequence.limit - sequence.num_known)
+    count = min(step.tokens_left, sequence.limit - sequence.num_known)
     if step.has_read_limit:
-        count = min(count, step.reads.left)
+        count = min(count, step.reads_left)
     for pool, kept, floor in zip(state.cache.pools, step.outstanding, state.headroom, strict=True):
         spare = pool.num_free - kept - floor - state.num_sequences
         count = min(count, sequence.capacity - end + max(0, spare) * state.cache.block_size)

@@ -298,7 +298,7 @@ def _limit(state: State, reason: WaitReason) -> int:
     if reason in _BLOCKS or reason == WaitReason.FORK_BLOCKS:
         return max(limits.num_blocks)
     return {
-        WaitReason.TOKEN_BUDGET: state.token_budget.limit,
+        WaitReason.TOKEN_BUDGET: state.max_step_tokens,
         WaitReason.SEQUENCE_CAP: limits.max_sequences,
         WaitReason.KV_READ_BUDGET: limits.max_kv_read,
         WaitReason.ENCODER_BUDGET: limits.encoder_budget,

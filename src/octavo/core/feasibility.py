@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from octavo.core.kv.group import GroupKind
-from octavo.core.limits import Limits
+from octavo.core.limits import GroupKind, Limits
 from octavo.core.request import Request, Want
 from octavo.errors import AdmissionError, InvalidRequestError, PromptTooLongError, too_long_message
 

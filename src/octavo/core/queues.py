@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 
-from octavo.core.policy.guard import PolicyGuard, Rank
+from octavo.core.policy.base import PolicyGuard, Rank
 from octavo.core.request import RequestState, Status
 
 _rank = attrgetter("rank")

@@ -48,7 +48,7 @@ def find_repeat(state: State) -> Repeat | None:
     if (
         not running
         or not running[-1].is_decoding
-        or len(running) > state.token_budget.limit
+        or len(running) > state.max_step_tokens
         or not _is_calm(state)
         or (len(state.waiting) and not _is_stuck(state))
         or (depth and not _is_whole_flight(state))
@@ -146,7 +146,7 @@ def _is_stuck(state: State) -> bool:
         return False
     if not state.free_slots:
         return head.wait_reason == WaitReason.SEQUENCE_CAP
-    if policy.lookahead > 1 or policy.skip_ahead or len(state.running) >= state.token_budget.limit:
+    if policy.lookahead > 1 or policy.skip_ahead or len(state.running) >= state.max_step_tokens:
         return False
     if head.shortage is None or head.shortage.reason != head.wait_reason:
         return False
@@ -215,11 +215,8 @@ def _note_shortage(state: State) -> None:
 
 
 def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
-    """Set budgets as the last step leaves them, count totals, and call the hook of a policy that tracks service."""
+    """Count totals, and call the hook of a policy that tracks service."""
     num_tokens = len(rows) * num_steps
-    state.token_budget.renew()
-    state.token_budget.take(len(rows))
-    state.read_budget.renew()
     totals = state.totals
     totals.num_steps += num_steps
     totals.num_computed_tokens += num_tokens

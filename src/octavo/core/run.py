@@ -20,11 +20,11 @@ def grant_running(step: Step) -> None:
     The hot path: a row that decodes inside its last block is added to the columns right here, because a call for
     each would cost more than the rest of the step. All other rows take `grant_row`.
     """
-    state, tokens, has_read_limit = step.state, step.tokens, step.has_read_limit
+    state, has_read_limit = step.state, step.has_read_limit
     has_drafts_in_flight = bool(state.limits.max_draft_tokens and state.flight)
     may_skip = step.only is not None or step.turn is not None or has_drafts_in_flight
     rows, starts, counts, flags = step.rows, step.starts, step.counts, step.flags
-    left = tokens.left
+    left = step.tokens_left
     for request in _in_order(step) if has_read_limit else tuple(state.running.requests):
         if not left:
             break
@@ -32,9 +32,9 @@ def grant_running(step: Step) -> None:
             continue
         sequences = request.sequences
         if request.has_several:
-            tokens.left = left
+            step.tokens_left = left
             sequences = branching.ready_choices(step, request)
-            left = tokens.left
+            left = step.tokens_left
         for sequence in sequences:
             start = sequence.num_scheduled
             pending = sequence.num_pending
@@ -56,12 +56,12 @@ def grant_running(step: Step) -> None:
                 flags.append(_DECODE_AHEAD if pending else ROW_SAMPLE)
                 left -= 1
             elif todo > 0:
-                tokens.left = left
+                step.tokens_left = left
                 has_forked = grant_row(step, request, sequence)
-                left = tokens.left
+                left = step.tokens_left
                 if has_forked:
                     break  # the other choices have their rows
-    tokens.left = left
+    step.tokens_left = left
 
 
 def _in_order(step: Step) -> list[RequestState]:
@@ -89,17 +89,17 @@ def _skips(step: Step, request: RequestState) -> bool:
 
 def _take_read(step: Step, request: RequestState, start: int) -> bool:
     """Take what the next token of a row reads, if this step may read it."""
-    cost = step.reads.cost(start, 1)
-    if not step.reads.fits(cost):
+    cost = step.read_cost(start, 1)
+    if not step.may_read(cost):
         return False
-    step.reads.take(cost)
+    step.take_reads(cost)
     request.num_bypassed = 0
     return True
 
 
 def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
     """Grant a row that needs a block, or has several tokens, or other conditions. Return True if it forked."""
-    if request.status != Status.RUNNING or not step.tokens.left or request.awaits_id(sequence):
+    if request.status != Status.RUNNING or not step.tokens_left or request.awaits_id(sequence):
         return False
     if not sequence.is_entered and (step.refusal(request, False) or not branching.enter_late(step, request, sequence)):
         return False

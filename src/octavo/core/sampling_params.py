@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
@@ -215,9 +215,9 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, accept in _ACCEPT.items():
+        for name, (accept, default) in _ACCEPT.items():
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
+            if value is default or (value is None and name in _OPTIONAL):
                 continue
             kept = accept(name, value)
             if kept is not value:
@@ -272,7 +272,9 @@ class SamplingParams:
 
 
 _HINTS = get_type_hints(SamplingParams, include_extras=True)
-_ACCEPT: dict[str, Callable[[str, Any], object]] = {
-    name: hint.__metadata__[0] for name, hint in _HINTS.items() if get_origin(hint) is Annotated
+_ACCEPT: dict[str, tuple[Callable[[str, Any], object], object]] = {  # each field's check, and its default
+    field.name: (_HINTS[field.name].__metadata__[0], field.default)
+    for field in fields(SamplingParams)
+    if get_origin(_HINTS[field.name]) is Annotated
 }
 _OPTIONAL = frozenset(name for name in _ACCEPT if NoneType in get_args(_HINTS[name].__origin__))

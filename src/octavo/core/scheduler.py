@@ -188,7 +188,7 @@ class Scheduler:
     def limit_step(self, num_tokens: int | None) -> None:
         """Grant at most so many tokens in a step, as after one that ran out of memory; None = as configured."""
         most = self._state.limits.max_batch_tokens
-        self._state.token_budget.limit = most if num_tokens is None else max(1, min(num_tokens, most))
+        self._state.max_step_tokens = most if num_tokens is None else max(1, min(num_tokens, most))
         self._controlled("limit_step", num_tokens)
 
     def _controlled(self, verb: str, num_tokens: int | None = None) -> None:

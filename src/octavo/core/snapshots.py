@@ -173,7 +173,7 @@ def open_work(state: State) -> OpenWork:
         [_view(state, entry, group, None) for entry in state.running.requests],
         [_view(state, entry, group, reason_of(state, entry, barrier)) for entry in state.waiting.in_order()],
         state.cache.block_size,
-        state.token_budget.limit,
+        state.max_step_tokens,
         len(state.free_slots),
         state.cache.pools[group].num_free - state.headroom[group],
     )

@@ -14,7 +14,7 @@ from operator import sub
 from octavo.core import branching
 from octavo.core.kv.cache import KVCache
 from octavo.core.kv.effects import NO_BLOCK
-from octavo.core.kv.matching import Match
+from octavo.core.kv.prefix import Match
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.request import MAX_RETURNS, BlockShortage, PrefixSeen, RequestState, Status
 from octavo.core.run import grant_row
@@ -155,7 +155,7 @@ def start_waiting(step: Step) -> None:
         step.count_rest(WaitReason.COMPOSITION)
     elif not state.overdue or _start_overdue(step):
         preferred: list[RequestState] = []
-        if state.policy.lookahead > 1 and step.tokens.left and state.free_slots:
+        if state.policy.lookahead > 1 and step.tokens_left and state.free_slots:
             preferred = _preferred(state)
             _consider_all(step, preferred)
         if not preferred or all(request.is_passable for request in preferred):
@@ -211,7 +211,7 @@ def _consider(step: Step, request: RequestState) -> bool:
             _count_bypasses(step)
         return True
     if request.is_passable:
-        return bool(step.tokens.left and state.free_slots)
+        return bool(step.tokens_left and state.free_slots)
     is_overdue = request.num_bypassed >= state.limits.max_bypass and reason != WaitReason.UNCOMMITTED
     has_made_room = False
     if reason in _ROOM and (is_overdue or state.policy.preempt_on_arrival):
@@ -224,7 +224,7 @@ def _consider(step: Step, request: RequestState) -> bool:
     if is_overdue or has_made_room:
         return False
     step.passed_over.append((request, reason))
-    if not step.tokens.left or not state.free_slots:
+    if not step.tokens_left or not state.free_slots:
         return False
     return reason in _NEXT_MAY_FIT or (state.policy.skip_ahead and reason in _ROOM)
 
@@ -289,7 +289,7 @@ def _refusal(step: Step, request: RequestState) -> WaitReason | None:
             return step.defer(request, gate.reason, *lack)
     if request.num_slots > num_free:
         return step.defer(request, WaitReason.SEQUENCE_CAP, request.num_slots, num_free)
-    if not step.tokens.left:
+    if not step.tokens_left:
         return step.defer(request, WaitReason.TOKEN_BUDGET, 1)
     if step.turn is not None and (refusal := step.turn.refusal(request, is_decoding=False)) is not None:
         return step.defer(request, refusal)
@@ -366,7 +366,8 @@ def _start(step: Step, request: RequestState, match: Match, count: int) -> None:
     step.num_started += 1
     if kind == EventKind.ADMITTED:
         request.cached_tokens = match.num_tokens
-    step.enter_match(root, match)
+    state.cache.adopt(root, match)
+    step.enter(root)
     state.totals.num_host_hit_tokens += len(match.loads) * state.cache.block_size // state.cache.num_groups
     state.policy.tell("admitted", request, root.num_known - match.num_tokens)
     state.log(kind, request, step.now, num_tokens=count, cached_tokens=match.num_tokens)

@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from octavo.core.budget import Budget, ReadBudget
 from octavo.core.composition import Composition
 from octavo.core.encoder import EncoderCache
 from octavo.core.gates import AdapterSlots, Gate
 from octavo.core.kv.cache import KVCache
 from octavo.core.kv.effects import Effects, without_slots
-from octavo.core.limits import Limits
+from octavo.core.limits import GroupKind, Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason, int_column
 from octavo.core.policy import PolicyGuard, create_policy
 from octavo.core.queues import Deadlines, RunningList, WaitingQueue
 from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
+
+UNBOUNDED = 2**62
 
 
 @dataclass(slots=True)
@@ -84,8 +85,8 @@ class State:
 
     __slots__ = (
         "adapters", "cache", "composition", "deadlines", "encoder", "ended", "events", "flight", "free_slots", "gates",
-        "headroom", "is_draining", "is_paused", "limits", "next_order", "num_swapped", "overdue", "policy",
-        "read_budget", "requests", "running", "slot_owner", "step", "token_budget", "totals", "updates", "waiting",
+        "headroom", "is_draining", "is_paused", "limits", "max_step_tokens", "next_order", "num_swapped", "overdue",
+        "policy", "read_window", "requests", "running", "slot_owner", "step", "totals", "updates", "waiting",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -96,8 +97,10 @@ class State:
         self.waiting = WaitingQueue(self.policy)
         self.running = RunningList()
         self.deadlines = Deadlines()
-        self.token_budget = Budget(limits.max_batch_tokens)
-        self.read_budget = ReadBudget(limits.max_kv_read, limits.groups)
+        self.max_step_tokens = limits.max_batch_tokens  # lower after a step ran out of memory
+        has_full_group = any(group.kind == GroupKind.FULL for group in limits.groups)
+        # The most tokens of context that a row reads before its own.
+        self.read_window = UNBOUNDED if has_full_group else max(group.window for group in limits.groups) - 1
         share = self.policy.headroom if limits.headroom is None else limits.headroom
         # Blocks of each group that an admission leaves free (S05); 0.07 * 100 is 7.000000000000001.
         self.headroom = [ceil(share * count - 1e-9) for count in limits.num_blocks]

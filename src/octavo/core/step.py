@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core.budget import UNBOUNDED
 from octavo.core.composition import Turn
 from octavo.core.kv.effects import NO_BLOCK, Effects
-from octavo.core.kv.matching import Match
 from octavo.core.limits import Limits
 from octavo.core.plan import (
     ROW_BEAM,
@@ -29,7 +27,8 @@ from octavo.core.plan import (
     WaitReason,
 )
 from octavo.core.request import RequestState, Sequence, Status
-from octavo.core.state import Flight, State, Updates
+from octavo.core.state import UNBOUNDED, Flight, State, Updates
+from octavo.errors import InvariantError
 
 
 class Step:
@@ -41,8 +40,8 @@ class Step:
 
     __slots__ = (
         "counts", "draft_ids", "effects", "flags", "forked_slots", "has_made_room", "has_preempted", "has_read_limit",
-        "new_sequences", "now", "num_partial_left", "num_started", "only", "outstanding", "passed_over", "reads",
-        "reserved", "rows", "skipped", "starts", "state", "tokens", "turn", "waits",
+        "new_sequences", "now", "num_partial_left", "num_started", "only", "outstanding", "passed_over", "reads_left",
+        "reserved", "rows", "skipped", "starts", "state", "tokens_left", "turn", "waits",
     )  # fmt: skip
 
     def __init__(self, state: State, now: float, only: frozenset[str] | None) -> None:
@@ -55,10 +54,8 @@ class Step:
         self.flags: list[int] = []
         self.draft_ids = array("i")
         self.effects: Effects = state.cache.begin_plan(state.step)
-        self.tokens = state.token_budget
-        self.tokens.renew()
-        self.reads = state.read_budget
-        self.reads.renew()
+        self.tokens_left = state.max_step_tokens
+        self.reads_left = state.limits.max_kv_read or UNBOUNDED
         self.has_read_limit = bool(state.limits.max_kv_read)
         if state.limits.encoder_budget:
             state.encoder.begin_plan()
@@ -128,11 +125,11 @@ class Step:
         limits = self.state.limits
         if limits.long_prefill_threshold and limits.chunked_prefill and len(self.state.requests) > 1:
             todo = min(todo, limits.long_prefill_threshold)
-        return min(todo, self.tokens.left)
+        return min(todo, self.tokens_left)
 
     def may_split(self, todo: int) -> bool:
         """Return True if `todo` tokens may be computed in parts: prompts are chunked, or no step could hold them."""
-        return self.state.limits.chunked_prefill or todo > self.tokens.limit
+        return self.state.limits.chunked_prefill or todo > self.state.max_step_tokens
 
     def cut(self, start: int, todo: int, may_be_partial: bool = True) -> tuple[int, tuple[WaitReason, int, int] | None]:
         """Return how many of `todo` tokens, beginning at position `start`, the budgets allow in this step.
@@ -141,14 +138,26 @@ class Step:
         """
         count = self.chunk(todo)
         if count < todo and not self.may_split(todo):
-            return 0, (WaitReason.TOKEN_BUDGET, todo, self.tokens.left)
+            return 0, (WaitReason.TOKEN_BUDGET, todo, self.tokens_left)
         if count < todo and not may_be_partial:
             return 0, (WaitReason.PARTIAL_PREFILL_CAP, 1, 0)
         if self.has_read_limit:
-            cost = self.reads.cost(start, count)
-            if not self.reads.fits(cost):
-                return 0, (WaitReason.KV_READ_BUDGET, cost, self.reads.left)
+            cost = self.read_cost(start, count)
+            if not self.may_read(cost):
+                return 0, (WaitReason.KV_READ_BUDGET, cost, self.reads_left)
         return count, None
+
+    def read_cost(self, start: int, count: int) -> int:
+        """Return the context that a row of positions [start, start + count) reads, its own tokens included (S04)."""
+        return min(start, self.state.read_window) + count if count else 0
+
+    def may_read(self, cost: int) -> bool:
+        """Return True if a row may read so much; one above the whole limit fits an unused budget, and fills it."""
+        return cost <= self.reads_left or self.reads_left == self.state.limits.max_kv_read
+
+    def take_reads(self, cost: int) -> None:
+        """Use so much of the read budget, or all that is left."""
+        self.reads_left -= min(cost, self.reads_left)
 
     def add_row(self, sequence: Sequence, count: int) -> bool:
         """Grant a sequence its next `count` positions: blocks, budgets, columns, and keys of blocks that it fills.
@@ -161,9 +170,9 @@ class Step:
         if start >= sequence.in_place_end or end > sequence.capacity:
             state.cache.slide(sequence)
             state.cache.extend(sequence, end)
-        self.tokens.take(count)
+        self.tokens_left -= count
         if self.has_read_limit:
-            self.reads.take(self.reads.cost(start, count))
+            self.take_reads(self.read_cost(start, count))
         flags = self._flags(sequence, start, end)
         self.rows.append(sequence)
         self.starts.append(start)
@@ -193,8 +202,8 @@ class Step:
         sequence, count = self.rows[index], len(drafts)
         self.draft_ids.extend(drafts)
         self.counts[index] += count
-        self.tokens.take(count)
-        self.reads.take(count)
+        self.tokens_left -= count
+        self.take_reads(count)
         sequence.num_drafts = count
         end = sequence.num_scheduled + count
         if end > sequence.capacity:
@@ -230,13 +239,6 @@ class Step:
             or (is_at_fork and not other.is_entered and other.num_committed == last.num_prompt)
             for other in request.sequences
         )
-
-    def enter_match(self, sequence: Sequence, match: Match) -> None:
-        """Enter a sequence with the cached prefix that was found for it."""
-        cache = self.state.cache
-        cache.adopt(sequence, match)
-        cache.count_hit(sequence.num_known, match.num_tokens)
-        self.enter(sequence)
 
     def enter(self, sequence: Sequence) -> None:
         """Enter a sequence in the executor, in full; the plan's table edits have its blocks."""
@@ -318,8 +320,9 @@ class Step:
     def _take_back(self, sequence: Sequence) -> None:
         """Take a row out of the plan."""
         index = self.rows.index(sequence)
-        self.tokens.give_back(self.counts[index])
-        self.reads.give_back(self.reads.cost(self.starts[index], self.counts[index]))
+        self.tokens_left += self.counts[index]
+        cost = self.read_cost(self.starts[index], self.counts[index])
+        self.reads_left = min(self.reads_left + cost, self.state.limits.max_kv_read or UNBOUNDED)
         sequence.in_flight -= 1
         if self.flags[index] & ROW_SAMPLE:
             sequence.num_pending -= 1
@@ -331,11 +334,13 @@ class Step:
     def finish(self) -> StepPlan:
         """Return the plan, and enter it in flight unless it is empty."""
         state, effects, updates = self.state, self.effects, self.state.updates
+        if not 0 <= self.tokens_left <= state.max_step_tokens:
+            raise InvariantError(f"{self.tokens_left} tokens are left of a budget of {state.max_step_tokens}")
         starts, counts = array("i", self.starts), array("i", self.counts)
         num_tokens = sum(counts)
         num_read = sum(starts) + num_tokens
-        if not self.reads.is_plain or 0 in counts:
-            num_read = sum(map(self.reads.cost, starts, counts))
+        if state.read_window < UNBOUNDED or 0 in counts:
+            num_read = sum(map(self.read_cost, starts, counts))
         encode_jobs, encoder_frees = state.encoder.end_plan() if state.limits.encoder_budget else ((), ())
         plan = StepPlan(
             state.step,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from octavo.core.drafts import Drafter
-from octavo.core.kv.keys import KeyMaker
+from octavo.core.kv.prefix import KeyMaker
 from octavo.core.limits import Limits
 from octavo.core.plan import StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishError, FinishReason, Request, Sequence

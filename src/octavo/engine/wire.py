@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from octavo.core.kv.keys import KEY_BYTES
+from octavo.core.kv.prefix import KEY_BYTES
 from octavo.core.plan import Event, Events, TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine.client import Accepted, Verb

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from octavo.artifacts.model_spec import ModelSpec
-from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.plan import StepPlan
 from octavo.errors import EngineError
 from octavo.executors.columns import from_packed

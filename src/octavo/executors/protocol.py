@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from octavo.core.kv.group import GroupSpec
+from octavo.core.limits import GroupSpec
 from octavo.core.plan import StepPlan, StepResult
 
 Ticket = object  # opaque to the loop: returned by submit, passed to collect

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from octavo.artifacts.script import END_ID, HIDDEN_SIZE, VOCAB_SIZE, Rule, Script, ScriptedRequest
-from octavo.core.kv.group import GroupSpec
+from octavo.core.limits import GroupSpec
 from octavo.core.plan import (
     ROW_BEAM,
     ROW_POOL,

@@ -22,7 +22,7 @@ from octavo import machine
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig
-from octavo.core.kv.group import GroupSpec
+from octavo.core.limits import GroupSpec
 from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
 from octavo.executors.batch_inputs import StepInputs, build_inputs

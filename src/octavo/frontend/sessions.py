@@ -23,7 +23,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol, Self, TypedDict, Unpack
 
-from octavo.core.kv.keys import prompt_keys
+from octavo.core.kv.prefix import prompt_keys
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, EngineClient, TokenOutput
 from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError

@@ -94,9 +94,9 @@ def test_S06_a_lane_key_that_is_no_number_is_zero(answer: Any) -> None:
 
 def test_S06_a_hook_that_raises_is_counted_and_goes_no_further() -> None:
     policy = Saying(ValueError("my words"))
+    policy.finished = None  # type: ignore[assignment,method-assign]
     guard = PolicyGuard(policy)
     guard.tell("arrived", REQUEST)
-    policy.finished = None  # type: ignore[assignment,method-assign]
     guard.tell("finished", REQUEST)
     assert guard.num_errors == 2 and guard.first_error == "arrived: ValueError: my words"
 

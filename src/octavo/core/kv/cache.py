@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from octavo.core.kv.effects import NO_BLOCK, Effects, Publication
 from octavo.core.kv.host_tier import HostTier
-from octavo.core.kv.keys import KeyMaker
-from octavo.core.kv.matching import Match, PrefixSearch, empty_match
 from octavo.core.kv.pool import BlockPool
+from octavo.core.kv.prefix import KeyMaker, Match, PrefixSearch, block_ids, empty_match
 from octavo.core.limits import Limits
 from octavo.core.plan import DROP_BLOCK
 from octavo.core.request import Sequence
@@ -25,7 +24,7 @@ class KVCache:
 
     __slots__ = (
         "block_size", "caching", "chunk", "effects", "groups", "has_windows", "hit_tokens", "host",
-        "host_load_min_tokens", "key_maker", "num_groups", "pools", "queried_tokens", "sharing",
+        "host_load_min_tokens", "key_maker", "num_groups", "num_published", "pools", "queried_tokens", "sharing",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -41,18 +40,21 @@ class KVCache:
         self.host_load_min_tokens = limits.host_load_min_tokens
         self.key_maker = KeyMaker(limits.block_size, limits.prefix_caching)
         self.effects = Effects(-1)
+        self.num_published = 0  # blocks made findable since the start
         self.queried_tokens = 0
         self.hit_tokens = 0
 
     def begin_plan(self, step: int) -> Effects:
         """Start a plan and return its effects: what happens to blocks from now on belongs to it."""
         self.effects = Effects(step)
-        self.host.begin_plan()
+        if self.host.pools:
+            self.host.begin_plan()
         return self.effects
 
     def end_plan(self) -> None:
         """End a plan: later ones may reuse the host blocks that it reads or writes."""
-        self.host.unpin(self.effects)
+        if self.host.pools:
+            self.host.unpin(self.effects)
 
     # --- room ----------------------------------------------------------------------------------------
 
@@ -120,17 +122,12 @@ class KVCache:
         """
         known, size = sequence.num_known, self.block_size
         max_blocks = min(max_tokens, known) // size
-        if max_blocks < 1 or not self._has_keys(sequence):
+        if max_blocks < 1:
             return empty_match(self.num_groups)
         self.extend_keys(sequence)
-        search = PrefixSearch(
-            self.groups,
-            self.pools,
-            self.host.pools if use_host else [],
-            sequence.keys,
-            lambda index: self.ids_of(sequence, index),
-            size,
-        )
+        if not sequence.keys:
+            return empty_match(self.num_groups)
+        search = PrefixSearch(sequence, self.groups, self.pools, self.host.pools if use_host else [], size)
         length, with_host = search.longest(max_blocks, self.host_load_min_tokens)
         if length * size >= known:
             match = self._match_all(search, known, length)
@@ -140,11 +137,6 @@ class KVCache:
         match = search.collect(length, length * size, with_host) if length else empty_match(self.num_groups)
         match.missing = sequence.keys[length] if length < min(max_blocks, len(sequence.keys)) else None
         return match
-
-    @property
-    def num_published(self) -> int:
-        """Blocks made findable since the start."""
-        return sum(pool.num_published for pool in self.pools)
 
     def may_find_more(self, missing: bytes | None, num_published: int) -> bool:
         """Return True if a match that `missing` ended, made at that count of publications, may be longer now."""
@@ -177,12 +169,15 @@ class KVCache:
 
     def adopt(self, sequence: Sequence, match: Match) -> None:
         """Give a match's blocks to the sequence and enter them in the plan."""
+        self.queried_tokens += sequence.num_known
+        self.hit_tokens += match.num_tokens
         for group, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
             for block in blocks:
                 if block != NO_BLOCK:
                     pool.share(block)
             sequence.tables[group].extend(blocks)
-        self._load(sequence, match)
+        if match.loads:
+            self._load(sequence, match)
         self.enter_tables(sequence)
         for group, source in enumerate(match.sources):
             # The source is held while the copy is allocated, so that a block is never copied onto itself.
@@ -201,7 +196,9 @@ class KVCache:
             block = self.allocate(group, is_load=True)
             self.effects.load(sequence.slot, group, host_block, block)
             sequence.tables[group][index] = block
-            if self.pools[group].publish(block, sequence.keys[index], self.ids_of(sequence, index), self.effects.step):
+            ids = block_ids(sequence, index, self.block_size)
+            if self.pools[group].publish(block, sequence.keys[index], ids, self.effects.step):
+                self.num_published += 1
                 self.effects.published.append(Publication(group, block, index, sequence))
 
     @property
@@ -303,7 +300,8 @@ class KVCache:
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, on the host too."""
         self._release_device(sequence)
-        self.host.release(sequence)
+        if sequence.host_tables:
+            self.host.release(sequence)
         sequence.reset_tables()
 
     def _release_device(self, sequence: Sequence) -> None:
@@ -372,16 +370,17 @@ class KVCache:
         """Make the full blocks of positions [0, end) findable; with `step`, as pending on that plan."""
         made: list[Publication] = []
         num_full = end // self.block_size
-        if num_full <= sequence.num_published or not self._has_keys(sequence):
+        if num_full <= sequence.num_published:
             return made
         self.extend_keys(sequence)
         for index in range(sequence.num_published, min(num_full, len(sequence.keys))):
-            ids = self.ids_of(sequence, index)
+            ids = block_ids(sequence, index, self.block_size)
             for group, pool in enumerate(self.pools):
                 block = sequence.tables[group][index]
                 if block == NO_BLOCK:
                     continue
                 is_new = pool.publish(block, sequence.keys[index], ids, step)
+                self.num_published += is_new
                 if step is not None or not is_new:
                     made.append(Publication(group, block, index, sequence, not is_new))
             sequence.num_published = index + 1
@@ -420,7 +419,7 @@ class KVCache:
         if entry.index >= len(table) or table[entry.index] != entry.block or entry.index >= len(sequence.keys):
             return None
         pool = self.pools[entry.group]
-        cached = pool.lookup(sequence.keys[entry.index], self.ids_of(sequence, entry.index))
+        cached = pool.lookup(sequence.keys[entry.index], block_ids(sequence, entry.index, self.block_size))
         is_usable = cached is not None and cached != entry.block and cached not in pool.pending
         return cached if is_usable and pool.key_of[entry.block] is None else None
 
@@ -453,23 +452,9 @@ class KVCache:
             pool.withdraw_all()
         return True
 
-    def count_hit(self, num_known: int, num_cached: int) -> None:
-        """Count the known and the cached tokens of one admission."""
-        self.queried_tokens += num_known
-        self.hit_tokens += num_cached
-
     def extend_keys(self, sequence: Sequence) -> None:
-        """Give a sequence the keys of its full blocks, if its blocks have keys."""
+        """Give a sequence the keys of its full blocks, if they are shared: by all requests, or by its own choices."""
         num_blocks = sequence.num_committed // self.block_size
-        if len(sequence.keys) < num_blocks and self._has_keys(sequence):
+        has_keys = self.caching or (self.sharing and sequence.request.has_several)
+        if has_keys and len(sequence.keys) < num_blocks:
             self.key_maker.extend(sequence, num_blocks)
-
-    def _has_keys(self, sequence: Sequence) -> bool:
-        """Return True if a sequence's blocks have keys: for all requests, or for the other choices of its own."""
-        return self.caching or (self.sharing and sequence.request.has_several)
-
-    def ids_of(self, sequence: Sequence, index: int) -> bytes | None:
-        """Return the ids of one block, packed; None for a sequence known by length only."""
-        if sequence.token_ids is None:
-            return None
-        return sequence.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()

@@ -9,13 +9,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from octavo.core.plan import int_column
 from octavo.core.request import RequestState, Sequence
 
 NO_BLOCK = -1  # a table entry without a block: it left the window, or was never needed
-
-
-def _ints() -> array[int]:
-    return array("i")
 
 
 @dataclass(slots=True)
@@ -38,11 +35,11 @@ class Effects:
     """
 
     step: int
-    edits: array[int] = field(default_factory=_ints)
-    copies: array[int] = field(default_factory=_ints)
+    edits: array[int] = field(default_factory=int_column)
+    copies: array[int] = field(default_factory=int_column)
     copy_slots: list[int] = field(default_factory=list)
-    swap_outs: array[int] = field(default_factory=_ints)
-    host_loads: array[int] = field(default_factory=_ints)
+    swap_outs: array[int] = field(default_factory=int_column)
+    host_loads: array[int] = field(default_factory=int_column)
     load_slots: list[int] = field(default_factory=list)
     swapped: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, device block) -> its host block
     published: list[Publication] = field(default_factory=list)

@@ -22,8 +22,7 @@ class BlockPool:
     """
 
     __slots__ = (
-        "block_of", "cached", "ids_of", "key_of", "num_blocks", "num_freed", "num_published", "pending", "plain",
-        "references",
+        "block_of", "cached", "ids_of", "key_of", "num_blocks", "num_freed", "pending", "plain", "references",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
@@ -36,7 +35,6 @@ class BlockPool:
         self.block_of: dict[bytes, int] = {}
         self.pending: dict[int, int] = {}
         self.num_freed = 0  # since the start; free room has grown by at most this
-        self.num_published = 0  # since the start
 
     @property
     def num_free(self) -> int:
@@ -139,7 +137,6 @@ class BlockPool:
         self.ids_of[block] = ids
         if step is not None:
             self.pending[block] = step
-        self.num_published += 1
         return True
 
     def confirm(self, block: int, step: int) -> None:

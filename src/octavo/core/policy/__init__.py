@@ -1,8 +1,7 @@
 """Policies: an order of requests and a choice of victims, by name. This package registers the built-in ones."""
 
 from octavo.core.policy import basic, fair
-from octavo.core.policy.base import POLICIES, Policy, find_policy, register_policy
-from octavo.core.policy.guard import PolicyGuard, create_policy
+from octavo.core.policy.base import POLICIES, Policy, PolicyGuard, create_policy, find_policy, register_policy
 
 __all__ = [
     "POLICIES", "Policy", "PolicyGuard", "basic", "create_policy", "fair", "find_policy", "register_policy",
