@@ -46,7 +46,7 @@ from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.observe.recording.recorder import Recorder
-    from octavo.simulator.costs.drift import DriftSink
+    from octavo.simulator.costs.fitted import DriftMonitor
 
 # By kind of device: tokens in a step, sequences.
 DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
@@ -133,21 +133,20 @@ def open_engine(
         loop.sections["recording"] = recorder.status
     if drift is not None:
         loop.watch(drift)
-        loop.sections["drift"] = drift.drift.summary
+        loop.sections["drift"] = drift.summary
     name = config.model.shown_name(files.name)
     read_pools = partial(pool_use, scheduler) if config.statistics.memory_analysis else None
     observe_engine(loop, scheduler, config.statistics, name, capacity.device, read_pools)
     return loop, capacity
 
 
-def _read_baseline(config: Config) -> DriftSink | None:
+def _read_baseline(config: Config) -> DriftMonitor | None:
     """Return a sink that compares steps with the baseline, if there is one. Raises ConfigError."""
     if config.statistics.drift_baseline is None:
         return None
-    from octavo.simulator.costs.drift import DriftSink  # as below: importing it takes a tenth of a cold start
-    from octavo.simulator.costs.fitted import load_fit
+    from octavo.simulator.costs.fitted import DriftMonitor, load_fit  # importing it takes a tenth of a cold start
 
-    return DriftSink(load_fit(config.statistics.drift_baseline))
+    return DriftMonitor(load_fit(config.statistics.drift_baseline))
 
 
 def _open_scheduler(

@@ -10,7 +10,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.cost_model import StepShape
+from octavo.simulator.cost_model import DecodeSeconds, StepShape
 from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.run import SimulatedRun
 
@@ -31,6 +31,7 @@ class ConstantCosts:
     """Every step takes the same."""
 
     name = "constant"
+    decode_s: DecodeSeconds | None = None
 
     def __init__(self, step_s: float = 0.013, host_s: float = 0.0) -> None:
         self._step_s, self._host_s = step_s, host_s

@@ -18,11 +18,9 @@ from tools.fidelity.closeness import Times
 
 from octavo.core.limits import Limits
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.cost_model import CostModel
+from octavo.simulator.cost_model import CostModel, ScaledCosts
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.costs.scaled import Scaled
-from octavo.simulator.costs.table import CostTable, completed
-from octavo.simulator.costs.table_files import read_table
+from octavo.simulator.costs.table import CostTable, read_table
 from octavo.simulator.run import Setup, SimulatedRun, simulate
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -101,12 +99,10 @@ class MeasuredRun:
 
     def table_costs(self) -> CostModel:
         """The operator profile, the captured sizes, and the run's own link: a ring of tp devices."""
-        tp, hardware = self.case.tp, self.hardware
+        tp = self.case.tp
         resolved = self._meta.get("resolved_config", {}).get("compilation_config", {})
         captured = tuple(resolved.get("cudagraph_capture_sizes", CAPTURED))
-        files = completed(
-            read_table(str(self._root / "profile" / self.case.profile)), hardware.model, hardware.device, tp
-        )
+        files = read_table(str(self._root / "profile" / self.case.profile)).completed(self.hardware)
         steps = 2 * (tp - 1)
         profile = replace(
             files.profile,
@@ -128,7 +124,7 @@ class MeasuredRun:
         arrivals = np.array([arrival.time for arrival in self.workload])
         return run, Times.of(arrivals, first, ends, self.outputs)
 
-    def fit(self, costs: CostModel, evaluations: int = 10) -> Scaled:
+    def fit(self, costs: CostModel, evaluations: int = 10) -> ScaledCosts:
         """Stretch a cost model so that the first requests come right: least relative squares of e2e and tpot.
 
         Golden section search (Kiefer, "Sequential minimax search for a maximum", 1953) between 0.8 and 1.25.
@@ -146,10 +142,10 @@ class MeasuredRun:
                 low, left, loss_left = left, right, loss_right
                 right = low + ratio * (high - low)
                 loss_right = self._loss(costs, right)
-        return Scaled(costs, (low + high) / 2)
+        return ScaledCosts(costs, (low + high) / 2)
 
     def _loss(self, costs: CostModel, factor: float) -> float:
-        _, predicted = self.simulate(Scaled(costs, factor))
+        _, predicted = self.simulate(ScaledCosts(costs, factor))
         mine, theirs = part(predicted, slice(FITTED)), part(self.measured, slice(FITTED))
         return float(np.sum((mine.e2e / theirs.e2e - 1) ** 2) + np.sum((mine.tpot / theirs.tpot - 1) ** 2))
 

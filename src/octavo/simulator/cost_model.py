@@ -1,14 +1,18 @@
-"""CostModel: how long a step takes; and StepShape: all of a plan that a cost model may read.
+"""CostModel: how long a step takes; StepShape: all of a plan that a cost model may read; ScaledCosts.
 
 Owns: the protocol, the shape of a plan. Does not: know any device or model (costs does).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.core.plan import ROW_SAMPLE, StepPlan
+from octavo.errors import ConfigError
+
+DecodeSeconds = Callable[[int, int, int], float]
 
 
 @dataclass(slots=True)
@@ -34,9 +38,14 @@ class StepShape:
 
 
 class CostModel(Protocol):
-    """Predicts step times. Deterministic: equal shapes take equal times."""
+    """Predicts step times. Deterministic: equal shapes take equal times.
+
+    `decode_s(num_rows, kv_sum, kv_max)` is step_s of a plan of decode rows only, in constant time; None if the time is
+    not a function of these.
+    """
 
     name: str
+    decode_s: DecodeSeconds | None
 
     def step_s(self, shape: StepShape) -> float:
         """Return the seconds that a device takes for a step, once it begins."""
@@ -60,3 +69,24 @@ def shape_of(plan: StepPlan) -> StepShape:
         len(plan.swap_outs) // 3,
         len(plan.host_loads) // 3,
     )
+
+
+class ScaledCosts:
+    """A CostModel whose steps take `factor` times another's; the host's time is the other's."""
+
+    def __init__(self, costs: CostModel, factor: float) -> None:
+        if not 0 < factor < 1e6:
+            raise ConfigError(f"cost factor is {factor}; give a number above 0, such as 1.05")
+        self.name = f"{costs.name}*{factor:g}"
+        self.host_s = costs.host_s
+        self._costs = costs
+        self._factor = factor
+        self.decode_s: DecodeSeconds | None = self._decode_s if costs.decode_s is not None else None
+
+    def step_s(self, shape: StepShape) -> float:
+        """Return seconds on the device."""
+        return max(0.0, self._costs.step_s(shape) * self._factor)
+
+    def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
+        assert self._costs.decode_s is not None
+        return max(0.0, self._costs.decode_s(num_rows, kv_sum, kv_max) * self._factor)

@@ -7,14 +7,12 @@ Does not: change a scheduler (core.repeat applies such steps together), or updat
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 
 from octavo.core.plan import StepPlan
 from octavo.core.repeat import Repeat
-from octavo.simulator.cost_model import CostModel, StepShape, shape_of
+from octavo.simulator.cost_model import CostModel, DecodeSeconds, StepShape, shape_of
 
 MORE_TURNS = 8  # predicted at once
-DecodeSeconds = Callable[[int, int, int], float]
 
 
 class StepPrices:
@@ -22,7 +20,7 @@ class StepPrices:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self.decode_s: DecodeSeconds | None = getattr(costs, "decode_s", None)
+        self.decode_s: DecodeSeconds | None = costs.decode_s
         self._host: dict[int, float] = {}
 
     def of(self, plan: StepPlan) -> tuple[float, float]:

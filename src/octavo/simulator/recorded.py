@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 from octavo.observe.recording import RecordedRequest, RecordedStep, Recording, arrivals, steps
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival, choice_lengths
-from octavo.simulator.cost_model import StepShape
+from octavo.simulator.cost_model import DecodeSeconds, StepShape
 from octavo.simulator.outcomes import NEVER, Outcomes
 from octavo.simulator.totals import ReplicaTotals, SimulatedRun
 
@@ -110,6 +110,7 @@ class RecordedCosts:
     """A CostModel of the recorded times, in the order of the recording. It can be used for one simulation."""
 
     name = "as recorded"
+    decode_s: DecodeSeconds | None = None
 
     def __init__(self, recorded: Iterable[RecordedStep], origin: float) -> None:
         self._device: deque[float] = deque()

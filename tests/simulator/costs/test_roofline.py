@@ -8,11 +8,8 @@ from tests.tiny_gguf import make_tiny_gguf
 
 from octavo.errors import ConfigError
 from octavo.simulator.cost_model import StepShape
-from octavo.simulator.costs import Hardware, cost_model, device_facts, model_facts
-from octavo.simulator.costs.devices import PRESETS as DEVICES
-from octavo.simulator.costs.devices import DeviceFacts
-from octavo.simulator.costs.models import PRESETS as MODELS
-from octavo.simulator.costs.models import ModelFacts
+from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.costs.hardware import DEVICES, MODELS, DeviceFacts, ModelFacts, device_facts, model_facts
 from octavo.simulator.costs.roofline import Efficiencies, Roofline
 
 PERFECT = Efficiencies(1.0, 1.0, 1.0, 1.0, 1.0)
@@ -75,7 +72,7 @@ def test_this_machine_is_measured() -> None:
 
 
 def test_a_step_of_one_token_takes_the_time_of_reading_everything_once() -> None:
-    costs = Roofline(MODEL, DEVICE, efficiencies=PERFECT)
+    costs = Roofline(Hardware(MODEL, DEVICE), PERFECT)
     weights = MODEL.num_layers * MODEL.layer_weights * 2 + MODEL.head_bytes
     activations = MODEL.num_layers * 2 * (6 * 8 + 3 * 16)
     kv = 10 * MODEL.kv_bytes_per_token
@@ -84,7 +81,7 @@ def test_a_step_of_one_token_takes_the_time_of_reading_everything_once() -> None
 
 def test_a_long_chunk_takes_the_time_of_its_arithmetic() -> None:
     device = replace(DEVICE, flops16=1000.0)
-    costs = Roofline(MODEL, device, efficiencies=PERFECT)
+    costs = Roofline(Hardware(MODEL, device), PERFECT)
     tokens = 50
     linear = 2 * tokens * MODEL.num_layers * MODEL.layer_weights + 2 * MODEL.head_weights
     pairs = 50 * 20 + 50 * 51 // 2
@@ -93,8 +90,8 @@ def test_a_long_chunk_takes_the_time_of_its_arithmetic() -> None:
 
 
 def test_devices_share_a_layer_and_tell_each_other() -> None:
-    slow = Roofline(MODEL, DEVICE, efficiencies=PERFECT).step_s(StepShape([10], [], 1))
-    shared = Roofline(MODEL, DEVICE, 2, efficiencies=PERFECT).step_s(StepShape([10], [], 1))
+    slow = Roofline(Hardware(MODEL, DEVICE), PERFECT).step_s(StepShape([10], [], 1))
+    shared = Roofline(Hardware(MODEL, DEVICE, 2), PERFECT).step_s(StepShape([10], [], 1))
     kv = 10 * MODEL.kv_bytes_per_token / 1000.0  # one KV head cannot be shared
     reduces = 2 * MODEL.num_layers * (1.0 + 2 * 1 * 8 / 100.0)
     assert shared == pytest.approx((slow - kv) / 2 + kv + reduces)
@@ -102,7 +99,7 @@ def test_devices_share_a_layer_and_tell_each_other() -> None:
 
 @pytest.mark.parametrize("lengths", [[5], [5, 5, 6], [1, 900, 33]])
 def test_the_fast_path_equals_the_slow_one(lengths: list[int]) -> None:
-    costs = Roofline(MODELS["llama-3.1-8b"], DEVICES["l4"])
+    costs = Roofline(Hardware(MODELS["llama-3.1-8b"], DEVICES["l4"]))
     assert costs.decode_s is not None
     shape = StepShape(list(lengths), [], len(lengths))
     assert costs.decode_s(len(lengths), sum(lengths), max(lengths)) == costs.step_s(shape)
@@ -110,7 +107,7 @@ def test_the_fast_path_equals_the_slow_one(lengths: list[int]) -> None:
 
 def test_layers_with_a_window_read_no_more_than_it() -> None:
     windowed = replace(MODEL, windows=(4, 4))
-    costs = Roofline(windowed, DEVICE, efficiencies=PERFECT)
+    costs = Roofline(Hardware(windowed, DEVICE), PERFECT)
     assert costs.decode_s is None
     assert costs.step_s(StepShape([4], [], 1)) == costs.step_s(StepShape([4000], [], 1))
 
@@ -124,7 +121,7 @@ def test_a_larger_batch_reads_more_experts_but_not_more_than_there_are() -> None
 
 
 def test_copies_and_swaps_take_time() -> None:
-    costs = Roofline(MODEL, DEVICE, efficiencies=PERFECT)
+    costs = Roofline(Hardware(MODEL, DEVICE), PERFECT)
     still = costs.step_s(StepShape([10], [], 1))
     copied = costs.step_s(StepShape([10], [], 1, copied_blocks=2))
     assert copied - still == pytest.approx(2 * 2 * 16 * MODEL.kv_bytes_per_token / 1000.0)

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import StepShape
+from octavo.simulator.cost_model import ScaledCosts, StepShape
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.costs.ragged import Ragged
-from octavo.simulator.costs.scaled import Scaled
-from octavo.simulator.costs.skew import Skew
+from octavo.simulator.costs.table import Interpolator, Skew
+from octavo.simulator.rows import FileRow
 
 DENSE = """layer,tokens,time_us
 qkv_proj,1,10
@@ -52,13 +51,13 @@ def write(folder: Path, **files: str) -> str:
 
 
 def test_values_between_points_are_on_the_line_and_beyond_them_too() -> None:
-    known = Ragged({(1, 10): 1.0, (1, 20): 2.0, (3, 10): 5.0})
+    known = Interpolator({(1, 10): 1.0, (1, 20): 2.0, (3, 10): 5.0})
     assert known.at(1, 15) == 1.5
     assert known.at(1, 40) == 4.0
     assert known.at(0, 15) == 1.5  # the first row holds below it
     assert known.at(2, 15) == 3.25  # between 1.5 and the second row's only point
     assert known.at(9, 10) == 17.0
-    assert Ragged({(1,): 3.0, (2,): 1.0}).at(100) == 0.0
+    assert Interpolator({(1,): 3.0, (2,): 1.0}).at(100) == 0.0
 
 
 def test_a_step_runs_every_operator_as_often_as_a_model_does(tmp_path: Path) -> None:
@@ -123,11 +122,12 @@ def test_rows_of_unequal_lengths_lie_between_the_mean_and_the_greatest(tmp_path:
 
 def test_a_share_is_never_more_than_all_and_unknown_buckets_have_the_mean() -> None:
     labels = {"n_label": "n<=4", "skew_rate_label": "sr>70%", "kv_big_label": "kvB<=1k", "kp_label": "kp=0"}
-    skew = Skew([{"pc": "0", **labels, "alpha": "7", "n_samples": "1"}])
+    rest = {"pc": "0", "alpha": "7", "n_samples": "1"}
+    skew = Skew([FileRow(Path("skew_fit.csv"), 2, {**labels, **rest})])
     assert skew.share(0, 4, (90, 10, 100), 0) == 1.0
     assert skew.share(0, 4, (10, 10, 10), 0) == 0.0
-    with pytest.raises(ConfigError, match="label 'many'"):
-        Skew([{"pc": "0", **labels, "n_label": "many", "alpha": "0", "n_samples": "1"}])
+    with pytest.raises(ConfigError, match="line 2, column n_label: 'many'; give a label such as"):
+        Skew([FileRow(Path("skew_fit.csv"), 2, {**labels, **rest, "n_label": "many"})])
 
 
 def test_without_skew_the_fast_path_equals_the_slow_one(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_a_prefix_names_one_table_of_several_and_files_may_be_compressed(tmp_pat
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("dense_csv", "layer,tokens\nqkv,1\n", "dense.csv: no column time_us"),
-        ("dense_csv", "layer,tokens,time_us\nqkv,one,3\n", r"dense.csv:2: tokens is 'one'"),
-        ("dense_csv", "layer,tokens,time_us\nqkv,1,-3\n", r"dense.csv:2: time_us is '-3'"),
-        ("dense_csv", "layer,tokens,time_us\nqkv,1\n", r"dense.csv:2: time_us is ''"),
+        ("dense_csv", "layer,tokens\nqkv,1\n", "dense.csv, line 1: no column time_us"),
+        ("dense_csv", "layer,tokens,time_us\nqkv,one,3\n", "dense.csv, line 2, column tokens: 'one'"),
+        ("dense_csv", "layer,tokens,time_us\nqkv,1,-3\n", "dense.csv, line 2, column time_us: '-3'"),
+        ("dense_csv", "layer,tokens,time_us\nqkv,1\n", "dense.csv, line 2: 2 columns where the header has 3"),
         ("dense_csv", "layer,tokens,time_us\n", "dense.csv has no rows"),
         ("attention_csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n16,0,0,0,1\n", "no row with n_decode"),
         ("attention_csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,16,1\n", "no row with a prefill"),
@@ -170,7 +170,7 @@ def test_a_missing_or_torn_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no dense.csv or dense.csv.gz"):
         cost_model(spec)
     (tmp_path / "dense.csv.gz").write_bytes(gzip.compress(DENSE.encode())[:-9])
-    with pytest.raises(ConfigError, match=r"dense.csv.gz: "):
+    with pytest.raises(ConfigError, match=r"dense.csv.gz is damaged after line"):
         cost_model(spec)
 
 
@@ -188,9 +188,9 @@ def test_a_profile_with_experts_is_refused_by_name(tmp_path: Path, name: str) ->
 
 def test_a_scaled_model_is_the_other_one_stretched() -> None:
     costs = cost_model("roofline", Hardware.of("llama-3.1-8b", "l4"))
-    scaled = Scaled(costs, 2.0, 0.5)
+    scaled = ScaledCosts(costs, 2.0)
     shape = StepShape([10, 20], [], 2)
-    assert scaled.step_s(shape) == 2 * costs.step_s(shape) + 0.5
+    assert scaled.step_s(shape) == 2 * costs.step_s(shape)
     assert scaled.decode_s is not None
     assert scaled.decode_s(2, 30, 20) == scaled.step_s(shape)
     assert scaled.host_s(shape) == costs.host_s(shape)
@@ -198,6 +198,6 @@ def test_a_scaled_model_is_the_other_one_stretched() -> None:
     assert by_name.step_s(shape) == 2.5 * costs.step_s(shape)
     assert by_name.name == f"{costs.name}*2.5"
     with pytest.raises(ConfigError, match="cost factor is 0"):
-        Scaled(costs, 0)
+        ScaledCosts(costs, 0)
     with pytest.raises(ConfigError, match="'twice' is no factor"):
         cost_model("roofline*twice", Hardware.of("llama-3.1-8b", "l4"))

@@ -95,7 +95,7 @@ def test_serving_sim_and_clients(tmp_path: Path) -> None:
 def test_gzip_is_known_by_its_bytes(tmp_path: Path) -> None:
     plain = read("azure", write(tmp_path, AZURE_2023))
     assert read("azure", write(tmp_path, gzip.compress(AZURE_2023.encode()), "packed")) == plain
-    with pytest.raises(ConfigError, match=r"packed is damaged behind line \d"):
+    with pytest.raises(ConfigError, match=r"packed is damaged after line \d"):
         read("azure", write(tmp_path, gzip.compress(AZURE_2023.encode())[:-12], "packed"))
 
 

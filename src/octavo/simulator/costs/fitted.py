@@ -1,31 +1,80 @@
-"""Fitted: a step's time from the steps of a recording.
+"""Fitted: a step's time from the steps of a recording, and DriftMonitor, which says when steps no longer take it.
 
-Owns: which seconds of a recording are the device's and which the host's, the fit, its errors, and its file.
-Does not: read recordings (observe.recording), or watch an engine (drift).
+Owns: the features of a step, which seconds of a recording are the device's and which the host's, the fit, its errors
+and its file, the alarm. Does not: solve (least_squares), or read recordings (observe.recording).
 Device: from the plan's begin, or from the collection of the step before it if that is later, to the collection.
 Host: from there to the next plan, which an engine makes at once, even if it is empty.
+Tokens are split into ranges with a price each, so that a step may cost little more for the second token than for the
+first, and in proportion from the hundredth on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import log
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from octavo.core.limits import Limits
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import Request
 from octavo.errors import ConfigError
 from octavo.observe.recording.reader import RecordedStep, open_recording, steps
-from octavo.simulator.cost_model import StepShape, shape_of
-from octavo.simulator.costs.features import HOST_NAMES, KNOTS, NAMES, decode_features, features, host_features
+from octavo.simulator.cost_model import DecodeSeconds, StepShape, shape_of
 from octavo.simulator.costs.least_squares import Array, solve
 
 VERSION = 1
 MIN_STEPS = 64
 HELD_OUT = 1 / 3
+BLOCK = 32  # steps that are compared together
+KNOTS = (0, 2, 8, 32, 128, 512)  # tokens where a range begins; the last one has no end
+NAMES = (
+    "step",
+    *(f"token from {low}" for low in KNOTS),
+    "decode row",
+    "decode position read",
+    "chunk",
+    "chunk position pair",
+    "sample",
+    "block copied",
+    "block moved to or from the host",
+)
+HOST_NAMES = ("step", "row", "sample")
+
+
+def features(shape: StepShape) -> list[float]:
+    """Return the numbers of NAMES, whose weighted sum is the step's time."""
+    pairs = sum(count * before + count * (count + 1) // 2 for count, before in shape.prefills)
+    return [
+        *_tokens(shape.num_tokens),
+        len(shape.decode_kv),
+        sum(shape.decode_kv),
+        len(shape.prefills),
+        pairs,
+        shape.num_samples,
+        shape.copied_blocks,
+        shape.swapped_out_blocks + shape.loaded_blocks,
+    ]
+
+
+def decode_features(num_rows: int, kv_sum: int) -> list[float]:
+    """Return the features of a step of decode rows only."""
+    return [*_tokens(num_rows), num_rows, kv_sum, 0, 0, num_rows, 0, 0]
+
+
+def host_features(shape: StepShape) -> list[float]:
+    """Return one number for each of HOST_NAMES."""
+    return [1.0, len(shape.decode_kv) + len(shape.prefills), shape.num_samples]
+
+
+def _tokens(count: int) -> list[float]:
+    """Return 1, and the number of tokens in each range."""
+    ends = (*KNOTS[1:], count)
+    return [1.0, *(float(max(0, min(count, end) - low)) for low, end in zip(KNOTS, ends, strict=True))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +112,8 @@ class Fit:
         values = self.engine.get("limits")
         if not isinstance(values, dict):
             return None
-        made: dict[str, Any] = {name: _tupled(value) for name, value in values.items()}
         try:
-            return Limits(**made)
+            return Limits(**{name: _tupled(value) for name, value in values.items()})
         except TypeError as error:
             raise ConfigError(
                 f"fit of {self.source}: its limits are not this version's ({error}); make it anew"
@@ -94,7 +142,7 @@ class Fit:
         return "\n".join(lines)
 
 
-def _tupled(value: object) -> object:
+def _tupled(value: Any) -> Any:
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
@@ -106,7 +154,7 @@ class Fitted:
         self.fit = fit
         self._device = [one.value for one in fit.device]
         self._host = [one.value for one in fit.host]
-        self.decode_s: Callable[[int, int, int], float] | None = self._decode_s
+        self.decode_s: DecodeSeconds | None = self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
@@ -140,34 +188,39 @@ class Observations:
 
 def observe(recorded: Iterable[RecordedStep]) -> Observations:
     """Split steps into the device's and the host's seconds."""
-    seen = Observations([], [], [], [])
+    observed = Observations([], [], [], [])
     for step in recorded:
         if step.has_failed:
             continue
         shape = shape_of(step.plan)
         if step.next_plan is not None:
-            seen.host_rows.append(host_features(shape))
-            seen.host_s.append(max(step.next_plan - step.collected, 1e-9))
-        begun = step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
-        if step.plan.slots and step.collected > begun:
-            seen.rows.append(features(shape))
-            seen.seconds.append(step.collected - begun)
-    return seen
+            observed.host_rows.append(host_features(shape))
+            observed.host_s.append(max(step.next_plan - step.collected, 1e-9))
+        begin = begin_of(step)
+        if step.plan.slots and step.collected > begin:
+            observed.rows.append(features(shape))
+            observed.seconds.append(step.collected - begin)
+    return observed
+
+
+def begin_of(step: RecordedStep) -> float:
+    """Return when the device began a step: at its plan, or at the end of the step before it if that is later."""
+    return step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
 
 
 def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps") -> Fit:
     """Fit device and host. Raises ConfigError if there are too few steps."""
-    seen = observe(recorded)
-    if len(seen.seconds) < MIN_STEPS:
+    observed = observe(recorded)
+    if len(observed.seconds) < MIN_STEPS:
         raise ConfigError(
-            f"{source} has {len(seen.seconds)} steps to fit; at least {MIN_STEPS} are needed: record a longer run"
+            f"{source} has {len(observed.seconds)} steps to fit; at least {MIN_STEPS} are needed: record a longer run"
         )
-    rows, seconds = np.array(seen.rows, float), np.array(seen.seconds)
+    rows, seconds = np.array(observed.rows, float), np.array(observed.seconds)
     cut = int(len(seconds) * (1 - HELD_OUT))
     held = rows[cut:] @ solve(rows[:cut], seconds[:cut], num_draws=0).values
     solution = solve(rows, seconds)
     values, low, high = (_extended(one, rows) for one in (solution.values, solution.low, solution.high))
-    host = solve(np.array(seen.host_rows, float), np.array(seen.host_s)) if len(seen.host_s) >= 8 else None
+    host = solve(np.array(observed.host_rows, float), np.array(observed.host_s)) if len(observed.host_s) >= 8 else None
     nothing = np.zeros(len(HOST_NAMES))
     return Fit(
         source,
@@ -193,10 +246,10 @@ def _coefficients(names: Sequence[str], values: Array, low: Array, high: Array) 
     return tuple(map(Coefficient, names, values.tolist(), low.tolist(), high.tolist()))
 
 
-def _spread(predicted: Array, seconds: Array, block: int = 32) -> float:
+def _spread(predicted: Array, seconds: Array) -> float:
     """Return the standard deviation of the log ratio over blocks of steps."""
-    starts = range(0, len(seconds) - block + 1, block)
-    ratios = [float(np.log(seconds[at : at + block].sum() / predicted[at : at + block].sum())) for at in starts]
+    blocks = [slice(begin, begin + BLOCK) for begin in range(0, len(seconds) - BLOCK + 1, BLOCK)]
+    ratios = [float(np.log(seconds[block].sum() / predicted[block].sum())) for block in blocks]
     return float(np.std(ratios)) if len(ratios) > 1 else 0.0
 
 
@@ -225,3 +278,76 @@ def load_fit(path: Path | str) -> Fit:
     if tuple(one.name for one in fit.device) != NAMES or tuple(one.name for one in fit.host) != HOST_NAMES:
         raise ConfigError(f"{path}: its coefficients are not those of this version; make it anew from the recording")
     return fit
+
+
+# --- drift -------------------------------------------------------------------------------------------
+
+SLACK = 1.0  # spreads by which a block may be off without being counted
+BOUND = 8.0  # spreads beyond the slack, summed, that raise the alarm
+LEAST_SPREAD = 0.03
+MEMORY = 0.2  # weight of the last block in the ratio shown
+
+
+class DriftMonitor:
+    """An EventSink that compares a live engine's steps with a fit. Costs about 20 microseconds a step.
+
+    `ratio` is recent measured over predicted time; 1.0 before the first block. The alarm is a two-sided cumulative sum
+    (Page, "Continuous inspection schemes", Biometrika 41, 1954) of log(measured / predicted) over blocks of steps, in
+    units of the spread that these blocks had when the fit was made. `is_drifting` is True from the alarm until the sum
+    is back at 0. `num_alarms` counts the alarms.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        self._costs = Fitted(fit)
+        self._spread = max(fit.spread, LEAST_SPREAD)
+        self.ratio = 1.0
+        self.is_drifting = False
+        self.num_alarms = 0
+        self.num_steps = 0
+        self._slower = self._faster = 0.0
+        self._measured = self._predicted = 0.0
+        self._free_from = 0.0
+
+    def admitted(self, request: Request) -> None:
+        """Do nothing: there is no step to compare."""
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Do nothing: there is no step to compare."""
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """Compare a step, timed from its plan or from the end of the step before it, whichever is later."""
+        begin = max(plan.now, self._free_from)
+        self._free_from = events.time
+        if plan.slots and isinstance(outcome, StepResult) and events.time > begin:
+            self.add(shape_of(plan), events.time - begin)
+
+    def add(self, shape: StepShape, seconds: float) -> None:
+        """Add a step and its measured seconds."""
+        self._measured += seconds
+        self._predicted += self._costs.step_s(shape)
+        self.num_steps += 1
+        if self.num_steps % BLOCK == 0:
+            self._judge(self._measured / max(self._predicted, 1e-12))
+            self._measured = self._predicted = 0.0
+
+    def _judge(self, ratio: float) -> None:
+        self.ratio = ratio if self.num_steps == BLOCK else self.ratio + MEMORY * (ratio - self.ratio)
+        off = log(max(ratio, 1e-12)) / self._spread
+        self._slower = min(2 * BOUND, max(0.0, self._slower + off - SLACK))
+        self._faster = min(2 * BOUND, max(0.0, self._faster - off - SLACK))
+        worst = max(self._slower, self._faster)
+        if worst > BOUND and not self.is_drifting:
+            self.is_drifting = True
+            self.num_alarms += 1
+        elif worst == 0.0:
+            self.is_drifting = False
+
+    def summary(self) -> dict[str, object]:
+        """Return the state as plain JSON values."""
+        return {
+            "steps": self.num_steps,
+            "ratio": self.ratio,
+            "is_drifting": self.is_drifting,
+            "alarms": self.num_alarms,
+            "spread": self._spread,
+        }

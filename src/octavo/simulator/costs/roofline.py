@@ -1,20 +1,18 @@
 """Roofline: a step's time from a model's and a device's facts alone.
 
 Owns: bytes and arithmetic of a step's parts, and the efficiencies they are divided by.
-Does not: look facts up (models, devices).
+Does not: look facts up (hardware).
 Each part takes the larger of bytes / bandwidth and FLOP / peak (Williams, Waterman and Patterson, "Roofline: an
 insightful visual performance model", CACM 2009), and the parts run one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import StepShape
-from octavo.simulator.costs.devices import DeviceFacts
-from octavo.simulator.costs.models import ModelFacts
+from octavo.simulator.cost_model import DecodeSeconds, StepShape
+from octavo.simulator.costs.hardware import Hardware, ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +26,22 @@ class Efficiencies:
     link: float = 0.70
 
 
-class Roofline:
-    """A CostModel from facts. `tp` devices share every layer; `block_size` in tokens prices copied blocks.
+EFFICIENCIES = Efficiencies()
 
-    `decode_s(num_rows, kv_sum, kv_max)` is step_s of a plan of decode rows only, in constant time; None for a model
-    with sliding windows, whose time is not a function of these.
+
+class Roofline:
+    """A CostModel from facts. The devices share every layer; a block's size prices copied blocks.
+
+    `decode_s` is None for a model with sliding windows.
     """
 
-    def __init__(
-        self,
-        model: ModelFacts,
-        device: DeviceFacts,
-        tp: int = 1,
-        *,
-        block_size: int = 16,
-        efficiencies: Efficiencies | None = None,
-    ) -> None:
+    def __init__(self, hardware: Hardware, efficiencies: Efficiencies = EFFICIENCIES) -> None:
+        model, device, tp, share = hardware.model, hardware.device, hardware.tp, efficiencies
         if tp < 1 or model.num_heads % tp:
             raise ConfigError(f"tp is {tp}; give a number that divides the {model.num_heads} heads of {model.name}")
-        share = efficiencies or Efficiencies()
         self.name = f"roofline:{model.name}:{device.name}" + (f":tp{tp}" if tp > 1 else "")
-        self.model = model
-        self.device = device
+        self._model = model
+        self._device = device
         self._tp = tp
         self._bandwidth = device.bandwidth * share.bandwidth * tp
         self._read_s = model.dense_weights * model.linear_bytes / self._bandwidth
@@ -65,10 +57,10 @@ class Roofline:
         self._kv_s = model.kv_bytes_per_token_layer / (device.bandwidth * share.attention_bandwidth * kv_tp)
         self._score_s = 4 * model.num_heads * model.head_dim / (device.flops16 * share.attention * tp)
         self._link_bandwidth = device.link_bandwidth * share.link
-        self._block_bytes = model.kv_bytes_per_token * block_size / kv_tp
+        self._block_bytes = model.kv_bytes_per_token * hardware.block_size / kv_tp
         self._windows = _count_windows(model)
         self._decodes: dict[int, float] = {}  # of steps in which every token is sampled: one entry per batch size
-        self.decode_s: Callable[[int, int, int], float] | None = None if model.windows else self._decode_s
+        self.decode_s: DecodeSeconds | None = None if model.windows else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
@@ -78,25 +70,25 @@ class Roofline:
 
     def host_s(self, shape: StepShape) -> float:
         """Return seconds of scheduling and delivery: half of the device's `step_s`, and 0.5 % of it for each row."""
-        return self.device.step_s * (0.5 + 0.005 * (len(shape.decode_kv) + len(shape.prefills)))
+        return self._device.step_s * (0.5 + 0.005 * (len(shape.decode_kv) + len(shape.prefills)))
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
         del kv_max
-        attention = self.model.num_layers * max(kv_sum * self._kv_s, kv_sum * self._score_s)
+        attention = self._model.num_layers * max(kv_sum * self._kv_s, kv_sum * self._score_s)
         return self._linear_s(num_rows, num_rows) + attention + 0.0
 
     def _linear_s(self, tokens: int, samples: int) -> float:
         """Return seconds of projections, feed-forward, output head, the gaps between kernels, and all-reduces."""
         if not tokens:
-            return self.device.step_s
+            return self._device.step_s
         known = self._decodes.get(tokens) if tokens == samples else None
         if known is not None:
             return known
-        read_s = self._read_s + _distinct(self.model.num_experts, self.model.active_experts * tokens) * self._expert_s
+        read_s = self._read_s + _distinct(self._model.num_experts, self._model.active_experts * tokens) * self._expert_s
         layer = max(read_s + tokens * self._activation_s, tokens * self._product_s)
         head = max(self._head_read_s, samples * self._head_product_s)
-        layers = self.model.num_layers * (layer + self.device.kernel_s + 2 * self._reduce_s(tokens))
-        time_s = layers + head + self.device.step_s
+        layers = self._model.num_layers * (layer + self._device.kernel_s + 2 * self._reduce_s(tokens))
+        time_s = layers + head + self._device.step_s
         if tokens == samples:
             self._decodes[tokens] = time_s
         return time_s
@@ -117,8 +109,8 @@ class Roofline:
         """Return seconds of one ring all-reduce of the step's activations."""
         if self._tp == 1:
             return 0.0
-        moved = 2 * (self._tp - 1) / self._tp * tokens * self.model.hidden_size * 2
-        return self.device.link_s + moved / self._link_bandwidth
+        moved = 2 * (self._tp - 1) / self._tp * tokens * self._model.hidden_size * 2
+        return self._device.link_s + moved / self._link_bandwidth
 
     def _transfer_s(self, shape: StepShape) -> float:
         """Return seconds of blocks copied on the device, and of those moved to and from the host."""
@@ -126,7 +118,7 @@ class Roofline:
             return 0.0
         on_device = 2 * shape.copied_blocks * self._block_bytes / self._bandwidth
         hosted = shape.swapped_out_blocks + shape.loaded_blocks
-        return on_device + hosted * self._block_bytes / self.device.host_bandwidth
+        return on_device + hosted * self._block_bytes / self._device.host_bandwidth
 
 
 def _distinct(kinds: int, draws: int) -> float:

@@ -1,33 +1,261 @@
-"""Table: a step's time from operators measured on the device.
+"""CostTable: a step's time from operators measured on the device.
 
-Owns: which operators a step runs and how often, and at which sizes. Does not: read files (table_files), or interpolate
-(ragged). Each of a layer's operators runs once for all the step's tokens, layernorm twice; embedding and the final norm
-once a step; those of per_sequence once a step for all its rows. With several chunks in a step, the longest is looked up
+Owns: finding and reading a table's files, interpolation, which operators a step runs and how often.
+Does not: parse rows (rows), or know a model's or a device's facts (hardware).
+A table is a folder, or a folder and the beginning of its files' names: [PREFIX]dense.csv, per_sequence.csv and
+attention.csv, optionally skew_fit.csv and profile.json, each plain or .gz. docs/simulating.md describes their columns.
+Each of a layer's operators runs once for all the step's tokens, layernorm twice; embedding and the final norm once a
+step; those of per_sequence once a step for all its rows. With several chunks in a step, the longest is looked up
 together with the decode rows; each other one adds its own time less that of the smallest chunk.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import replace
+import gzip
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import StepShape
-from octavo.simulator.costs.devices import DeviceFacts
-from octavo.simulator.costs.models import ModelFacts
-from octavo.simulator.costs.ragged import Ragged
-from octavo.simulator.costs.skew import Skew
-from octavo.simulator.costs.table_files import TableFiles
+from octavo.simulator.cost_model import DecodeSeconds, StepShape
+from octavo.simulator.costs.hardware import Hardware
+from octavo.simulator.rows import FileRow, csv_rows
 
+MAX_ROWS = 1 << 22  # of one file
+MAX_PROFILE_BYTES = 1 << 20
 ONCE = ("embedding", "final_layernorm")
 TWICE = ("layernorm",)
+ATTENTION_COLUMNS = ("prefill_chunk", "n_decode", "kv_prefill", "kv_decode")
+SKEW_LABELS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
+_LABEL = re.compile(r"[a-zA-Z]+(?P<relation><=|=|>)(?P<bound>\d+)(?P<unit>[k%]?)")
+_UNITS = {"": 1.0, "k": 1024.0, "%": 0.01}
+Times = Mapping[tuple[int, ...], float]  # seconds by sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The fields of a table's profile.json, all optional.
+
+    `num_layers` and `hidden_size`: the model's, needed if no model is named beside the table. `padded_tokens`: the
+    sizes that steps are padded up to (captured graphs); larger steps are not. `all_reduce_s` and `all_reduce_bandwidth`
+    (bytes/s): one all-reduce of b bytes over `tp` devices takes all_reduce_s + b / all_reduce_bandwidth. `step_s` is
+    the overhead of each step between the operators, `host_s` the host's time.
+    """
+
+    num_layers: int = 0
+    hidden_size: int = 0
+    tp: int = 1
+    padded_tokens: tuple[int, ...] = ()
+    all_reduce_s: float = 0.0
+    all_reduce_bandwidth: float = 0.0
+    step_s: float = 0.0
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TableFiles:
+    """The files' contents: times by layer and size, and by attention's four sizes."""
+
+    name: str
+    dense: Mapping[str, Times]
+    per_sequence: Mapping[str, Times]
+    attention: Times
+    skew: Sequence[FileRow] = ()
+    profile: Profile = field(default_factory=Profile)
+
+    def completed(self, hardware: Hardware) -> TableFiles:
+        """Fill in what the profile lacks: the model's sizes, and the device's links."""
+        known, device, tp = self.profile, hardware.device, hardware.tp
+        moved = 2 * (tp - 1) / tp if tp > 1 else 1  # by a ring, of each byte
+        profile = replace(
+            known,
+            num_layers=known.num_layers or hardware.model.num_layers,
+            hidden_size=known.hidden_size or hardware.model.hidden_size,
+            tp=known.tp if known.tp > 1 else tp,
+            all_reduce_s=known.all_reduce_s or device.link_s,
+            all_reduce_bandwidth=known.all_reduce_bandwidth or device.link_bandwidth / moved,
+        )
+        return replace(self, profile=profile)
+
+
+def read_table(path: str) -> TableFiles:
+    """Read a table. Raises ConfigError naming the file, the line and the fault."""
+    if experts := _find(path, "moe.csv"):
+        raise ConfigError(
+            f"{experts}: this profile is of a mixture-of-experts model, whose experts a table cannot predict yet; "
+            "give the profile of a dense model, or fit a recording of the model (--fit)"
+        )
+    attention = {
+        tuple(map(row.count, ATTENTION_COLUMNS)): _seconds(row)
+        for row in _rows(path, "attention.csv", (*ATTENTION_COLUMNS, "time_us"))
+    }
+    if not any(decodes for _, decodes, _, _ in attention):
+        raise ConfigError(f"cost table {path!r}: attention.csv has no row with n_decode of 1 or more")
+    if not any(chunk for chunk, _, _, _ in attention):
+        raise ConfigError(f"cost table {path!r}: attention.csv has no row with a prefill_chunk of 1 or more")
+    has_skew = _find(path, "skew_fit.csv") is not None
+    return TableFiles(
+        Path(path).name,
+        _by_layer(path, "dense.csv", "tokens"),
+        _by_layer(path, "per_sequence.csv", "sequences"),
+        attention,
+        _rows(path, "skew_fit.csv", ("pc", *SKEW_LABELS, "alpha", "n_samples")) if has_skew else (),
+        _read_profile(path),
+    )
+
+
+def _find(path: str, file: str) -> Path | None:
+    for candidate in (Path(path) / file, Path(f"{path}{file}"), Path(f"{path}__{file}")):
+        for found in (candidate, candidate.with_name(f"{candidate.name}.gz")):
+            if found.is_file():
+                return found
+    return None
+
+
+def _rows(path: str, file: str, columns: Sequence[str]) -> list[FileRow]:
+    found = _find(path, file)
+    if found is None:
+        raise ConfigError(f"cost table {path!r}: no {file} or {file}.gz there, in the folder or after the prefix")
+    rows: list[FileRow] = []
+    for row in csv_rows(found, columns):
+        if len(rows) == MAX_ROWS:
+            raise ConfigError(f"{found}: more than {MAX_ROWS} rows; a table of operators is smaller")
+        rows.append(row)
+    return rows
+
+
+def _by_layer(path: str, file: str, size: str) -> dict[str, dict[tuple[int, ...], float]]:
+    layers: dict[str, dict[tuple[int, ...], float]] = {}
+    for row in _rows(path, file, ("layer", size, "time_us")):
+        layers.setdefault(row.text("layer"), {})[(row.count(size),)] = _seconds(row)
+    if not layers:
+        raise ConfigError(f"cost table {path!r}: {file} has no rows")
+    return layers
+
+
+def _seconds(row: FileRow) -> float:
+    return row.number("time_us", least=0.0, most=1e12) * 1e-6
+
+
+def _read_profile(path: str) -> Profile:
+    found = _find(path, "profile.json")
+    if found is None:
+        return Profile()
+    try:
+        with gzip.open(found) if found.suffix == ".gz" else found.open("rb") as file:
+            values = json.loads(file.read(MAX_PROFILE_BYTES))
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"{found}: {error}") from error
+    known = {entry.name for entry in fields(Profile)}
+    if not isinstance(values, dict) or not known >= set(values):
+        raise ConfigError(f"{found}: give an object of {', '.join(sorted(known))}")
+    padded = values.pop("padded_tokens", [])
+    numbers = [*values.values(), *(padded if isinstance(padded, list) else [None])]
+    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0 for number in numbers):
+        raise ConfigError(f"{found}: every value is a number of 0 or more, padded_tokens a list of them")
+    return Profile(**values, padded_tokens=tuple(sorted(int(size) for size in padded)))
+
+
+class Interpolator:
+    """A function known at points of some coordinates, linear between them. Built from {point: value}.
+
+    The points need not form a full grid: each value of an axis has its own next axis, so that sweeps of several
+    densities may be mixed. Below an axis its first value is used, above it the last two are extrapolated.
+    """
+
+    def __init__(self, points: Times) -> None:
+        assert points, "a table without points"
+        self._root = _tree(sorted(points.items()), 0)
+
+    def at(self, *point: float) -> float:
+        """Return the value at a point, never below 0."""
+        return max(0.0, _value(self._root, point, 0))
+
+
+class _Node:
+    __slots__ = ("children", "keys")
+
+    def __init__(self, keys: list[int], children: list[_Node | float]) -> None:
+        self.keys = keys
+        self.children = children
+
+
+def _tree(points: Sequence[tuple[tuple[int, ...], float]], axis: int) -> _Node:
+    """Build the tree of sorted points that agree in all coordinates before `axis`."""
+    groups: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for point, value in points:
+        groups.setdefault(point[axis], []).append((point, value))
+    is_last = axis + 1 == len(points[0][0])
+    return _Node(list(groups), [group[0][1] if is_last else _tree(group, axis + 1) for group in groups.values()])
+
+
+def _value(node: _Node | float, point: tuple[float, ...], axis: int) -> float:
+    if isinstance(node, float):
+        return node
+    keys, wanted = node.keys, point[axis]
+    if len(keys) == 1 or wanted <= keys[0]:
+        return _value(node.children[0], point, axis + 1)
+    right = min(bisect_right(keys, wanted), len(keys) - 1)
+    low, high = keys[right - 1], keys[right]
+    left = _value(node.children[right - 1], point, axis + 1)
+    if wanted == low:
+        return left
+    return left + (wanted - low) / (high - low) * (_value(node.children[right], point, axis + 1) - left)
+
+
+class Skew:
+    """The extra cost of decode rows of unequal lengths over rows that all have their mean length.
+
+    A share a of 0 to 1 puts a step between the times at the mean and at the greatest length: t_mean + a (t_max -
+    t_mean). The shares are fitted per bucket by LLMServingSim's profiler (Cho et al., IISWC 2024; its docs on skew):
+    the chunk as it is, the number of rows, (mean - least) / (greatest - least), the greatest length, and the chunk's
+    history. Without rows of skew_fit.csv there is no correction.
+    """
+
+    def __init__(self, rows: Iterable[FileRow]) -> None:
+        self._shares: dict[tuple[float, ...], float] = {}
+        bounds: list[set[float]] = [set() for _ in range(len(SKEW_LABELS) + 1)]
+        total = weight = 0.0
+        for row in rows:
+            key = (row.number("pc"), *(_read_label(row, name) for name in SKEW_LABELS))
+            share = min(1.0, max(0.0, row.number("alpha")))
+            self._shares[key] = share
+            for known, bound in zip(bounds, key, strict=True):
+                known.add(bound)
+            total += share * row.count("n_samples")
+            weight += row.count("n_samples")
+        self._bounds = [sorted(known) for known in bounds]
+        self._default = total / weight if weight else 0.0
+
+    def share(self, chunk: int, rows: int, kv: tuple[float, int, int], history: float) -> float:
+        """Return the share for a step with that chunk and history; `kv`: the decode rows' mean, least, greatest."""
+        mean, least, greatest = kv
+        if not self._shares or rows < 2 or least == greatest:
+            return 0.0
+        rate = (mean - least) / (greatest - least)
+        key = tuple(map(_bucket, self._bounds, (chunk, rows, rate, greatest, history)))
+        return self._shares.get(key, self._default)
+
+
+def _read_label(row: FileRow, name: str) -> float:
+    """Return the upper bound that a label gives, infinity for its overflow."""
+    match = _LABEL.fullmatch(row.text(name))
+    if match is None:
+        raise row.fault(name, "give a label such as n<=128, sr>70%, kvB<=16k or kp=0")
+    return float("inf") if match["relation"] == ">" else int(match["bound"]) * _UNITS[match["unit"]]
+
+
+def _bucket(bounds: list[float], value: float) -> float:
+    return bounds[min(bisect_left(bounds, value), len(bounds) - 1)]
 
 
 class CostTable:
     """A CostModel of measured operators (tensors shared by `profile.tp` devices, as they were measured).
 
-    `decode_s` is as Roofline's; None with skew_fit.csv.
+    `decode_s` is None with skew_fit.csv: a step then depends on its least length too.
     """
 
     def __init__(self, files: TableFiles) -> None:
@@ -43,18 +271,17 @@ class CostTable:
             )
         self.name = f"table:{files.name}"
         self._profile = profile
-        self._dense = [(_times(name, profile.num_layers), Ragged(points)) for name, points in files.dense.items()]
-        self._per_sequence = [Ragged(points) for points in files.per_sequence.values()]
+        self._dense = [(_runs(name, profile.num_layers), Interpolator(points)) for name, points in files.dense.items()]
+        self._per_sequence = [Interpolator(points) for points in files.per_sequence.values()]
         points = files.attention
-        self._decodes = Ragged({point: time for point, time in points.items() if point[1] and not point[0]})
-        self._chunks = Ragged({point: time for point, time in points.items() if point[0] and not point[1]})
+        self._decodes = Interpolator({point: time for point, time in points.items() if point[1] and not point[0]})
+        self._chunks = Interpolator({point: time for point, time in points.items() if point[0] and not point[1]})
         mixed = {point: time for point, time in points.items() if point[0] and point[1]}
-        self._mixed = Ragged(mixed) if mixed else None
+        self._mixed = Interpolator(mixed) if mixed else None
         self._least_chunk_s = self._chunks.at(1, 0, 0, 0)
         self._skew = Skew(files.skew)
         self._linear: dict[int, float] = {}
-        # With shares of skew a step depends on its least length too, which decode_s does not take.
-        self.decode_s: Callable[[int, int, int], float] | None = None if files.skew else self._decode_s
+        self.decode_s: DecodeSeconds | None = None if files.skew else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
@@ -97,19 +324,20 @@ class CostTable:
     def _attention_s(self, shape: StepShape) -> float:
         """Return seconds of one layer's attention."""
         chunks = sorted(shape.prefills, reverse=True)
-        more_s = sum(max(0.0, self._chunks.at(*_alone(chunk)) - self._least_chunk_s) for chunk in chunks[1:])
+        times = [self._chunks.at(count, 0, history, 0) for count, history in chunks]
+        others_s = sum(max(0.0, time_s - self._least_chunk_s) for time_s in times[1:])
         if not shape.decode_kv:
-            return self._chunks.at(*_alone(chunks[0])) + more_s
+            return times[0] + others_s
         kv, rows = shape.decode_kv, len(shape.decode_kv)
         count, history = chunks[0] if chunks else (0, 0)
         mean, greatest = sum(kv) / rows, max(kv)
         share = self._skew.share(count, rows, (mean, min(kv), greatest), history)
-        time_s = self._met_s(rows, mean, count, history)
+        time_s = self._even_s(rows, mean, count, history)
         if share:
-            time_s += share * max(0.0, self._met_s(rows, greatest, count, history) - time_s)
-        return time_s + more_s
+            time_s += share * max(0.0, self._even_s(rows, greatest, count, history) - time_s)
+        return time_s + others_s
 
-    def _met_s(self, rows: int, length: float, count: int, history: int) -> float:
+    def _even_s(self, rows: int, length: float, count: int, history: int) -> float:
         """Return seconds of decode rows of one length, with a chunk or without."""
         if not count:
             return self._decodes.at(0, rows, 0, length)
@@ -118,27 +346,8 @@ class CostTable:
         return self._mixed.at(count, rows, history, length)
 
 
-def _alone(chunk: tuple[int, int]) -> tuple[int, int, int, int]:
-    count, history = chunk
-    return count, 0, history, 0
-
-
-def _times(layer: str, num_layers: int) -> int:
+def _runs(layer: str, num_layers: int) -> int:
     """Return how often an operator runs in a step."""
     if layer in ONCE:
         return 1
     return num_layers * (2 if layer in TWICE else 1)
-
-
-def completed(files: TableFiles, model: ModelFacts, device: DeviceFacts, tp: int) -> TableFiles:
-    """Fill in from facts what a table's profile lacks: the model's sizes, and the device's links for `tp`."""
-    known = files.profile
-    profile = replace(
-        known,
-        num_layers=known.num_layers or model.num_layers,
-        hidden_size=known.hidden_size or model.hidden_size,
-        tp=known.tp if known.tp > 1 else tp,
-        all_reduce_s=known.all_reduce_s or device.link_s,
-        all_reduce_bandwidth=known.all_reduce_bandwidth or device.link_bandwidth / (2 * (tp - 1) / tp if tp > 1 else 1),
-    )
-    return replace(files, profile=profile)

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.workloads.lines import WorkloadRow, json_rows
+from octavo.simulator.rows import FileRow, json_rows
 from octavo.simulator.workloads.source import Notes, Source, Surroundings
 from octavo.simulator.workloads.spec import Spec
 
@@ -61,7 +61,7 @@ def _by_earliest(sessions: list[list[tuple[Arrival, int | None]]]) -> Iterator[A
         yield arrival if parent is None else replace(arrival, follows=index_of[number, parent])
 
 
-def _read_session(row: WorkloadRow, number: int, start: float, notes: Notes) -> list[tuple[Arrival, int | None]]:
+def _read_session(row: FileRow, number: int, start: float, notes: Notes) -> list[tuple[Arrival, int | None]]:
     """Return requests, each with the index of the one it waited for: of those that had ended, the last to end."""
     block = row.count("block_size") if "block_size" in row.values else DEFAULT_BLOCK
     if not block:
@@ -84,7 +84,7 @@ def _read_session(row: WorkloadRow, number: int, start: float, notes: Notes) -> 
     return turns
 
 
-def _keys(row: WorkloadRow, base: int) -> Sequence[int]:
+def _keys(row: FileRow, base: int) -> Sequence[int]:
     """Return block ids from runs of (first, count)."""
     runs = row.values.get("hash_runs", [])
     is_list = isinstance(runs, list) and all(isinstance(run, list) and len(run) == 2 for run in runs)

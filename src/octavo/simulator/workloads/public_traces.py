@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.workloads.lines import WorkloadRow, csv_header, csv_rows, json_rows
+from octavo.simulator.rows import FileRow, csv_rows, json_rows
 from octavo.simulator.workloads.source import Notes, Reader, Source, Surroundings
 from octavo.simulator.workloads.spec import Spec
 
@@ -41,12 +41,11 @@ def burstgpt(spec: Spec, around: Surroundings) -> Source:
     """
     path, reader = Path(spec.path), Reader(spec)
     model, log = spec.text_of("model"), spec.text_of("log")
-    wanted = ["Timestamp", "Model", "Request tokens", "Response tokens", "Log Type"]
+    columns = ["Timestamp", "Model", "Request tokens", "Response tokens", "Log Type"]
 
     def source(notes: Notes) -> Iterator[Arrival]:
         reader.begin(notes)
-        columns = [*wanted, "Session ID"] if "Session ID" in csv_header(path) else wanted
-        for row in csv_rows(path, columns):
+        for row in csv_rows(path, columns, optional=("Session ID",)):
             time = reader.time(row, "Timestamp", row.number("Timestamp"))
             prompt, output = row.count("Request tokens"), row.count("Response tokens")
             if (model and row.text("Model") != model) or (log and row.text("Log Type") != log):
@@ -113,7 +112,7 @@ def service_log(spec: Spec, around: Surroundings) -> Source:
     return source
 
 
-def _seconds(row: WorkloadRow) -> float:
+def _seconds(row: FileRow) -> float:
     """Parse a time stamp of 2023 (seven digits, no zone) or 2024 (six digits, a zone)."""
     text = row.text("TIMESTAMP")
     try:

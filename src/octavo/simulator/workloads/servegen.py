@@ -16,8 +16,8 @@ from pathlib import Path
 
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.rows import FileRow, json_rows
 from octavo.simulator.workloads.lengths import Draw, quantiles, whole
-from octavo.simulator.workloads.lines import WorkloadRow, json_rows
 from octavo.simulator.workloads.source import Notes, Source, Surroundings
 from octavo.simulator.workloads.spec import Spec
 
@@ -85,7 +85,7 @@ def _requests(client: _Client, spec: Spec, around: Surroundings) -> Iterator[Arr
         yield Arrival(time, whole(client.prompt, chance), whole(client.output, chance), tenant=client.name)
 
 
-def _read_client(row: WorkloadRow) -> _Client:
+def _read_client(row: FileRow) -> _Client:
     windows, last = [], -math.inf
     raw = row.values.get("windows")
     if not isinstance(raw, list) or not raw:
@@ -121,7 +121,7 @@ def _read_window(values: object) -> _Window | None:
     return _Window(values[0], values[1], lambda rng: rng.weibullvariate(scale, shape))
 
 
-def _read_quantiles(row: WorkloadRow, name: str) -> Draw:
+def _read_quantiles(row: FileRow, name: str) -> Draw:
     shares, table = row.values.get("quantile_pcts"), row.values.get("quantiles")
     values = table.get(name) if isinstance(table, dict) else None
     if not isinstance(shares, list) or not isinstance(values, list) or len(shares) != len(values) or not shares:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.workloads.lines import WorkloadRow
+from octavo.simulator.rows import FileRow
 from octavo.simulator.workloads.spec import Spec
 
 
@@ -58,7 +58,7 @@ class Reader:
         """Start a new iteration."""
         self.notes, self._first, self._latest = notes, None, 0.0
 
-    def time(self, row: WorkloadRow, name: str, seconds: float) -> float:
+    def time(self, row: FileRow, name: str, seconds: float) -> float:
         """Return seconds since the first row. Raises ConfigError if they fall, unless rows are sorted later."""
         if self._first is None:
             self._first = self._latest = seconds

@@ -1,6 +1,6 @@
 """Rows of text files, plain or gzipped, one at a time, with errors that name the file, the line and the column.
 
-Owns: CSV with a header and JSON lines, their typed fields. Does not: know any trace's columns (their readers do).
+Owns: CSV with a header and JSON lines, their typed fields. Does not: know any format's columns (their readers do).
 Invariant: for any file, a row is correct or a ConfigError names its fault.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 from octavo.errors import ConfigError
 
 MAX_LINE = 16 << 20  # characters of a line: those of all known traces are far shorter
-MAX_TOKENS = 1 << 30  # of one prompt or answer
+MAX_COUNT = 1 << 30
 
 
-class WorkloadRow:
+class FileRow:
     """One record's fields by name, and its position in the file."""
 
     __slots__ = ("line", "path", "values")
@@ -37,18 +37,20 @@ class WorkloadRow:
         return ConfigError(f"{self.path}, line {self.line}, column {name}: {shown}; {remedy}")
 
     def count(self, name: str) -> int:
-        """Return a whole number of tokens, 0 or more; a float without a fraction is accepted too."""
+        """Return a whole number of 0 or more; a float without a fraction is accepted too."""
         value = self.values.get(name)
         try:
-            number = value if type(value) is int else _exact(value)
+            number = value if type(value) is int else _read_whole(value)
         except (TypeError, ValueError, OverflowError):
             number = -1
-        if not 0 <= number <= MAX_TOKENS:
-            raise self.fault(name, f"give a whole number from 0 to {MAX_TOKENS}")
+        if not 0 <= number <= MAX_COUNT:
+            raise self.fault(name, f"give a whole number from 0 to {MAX_COUNT}")
         return number
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number; `default` if the field is missing or empty."""
+    def number(
+        self, name: str, default: float | None = None, *, least: float = -math.inf, most: float = math.inf
+    ) -> float:
+        """Return a finite number from `least` to `most`; `default` if the field is missing or empty."""
         value = self.values.get(name)
         if default is not None and (value is None or value == ""):
             return default
@@ -56,8 +58,8 @@ class WorkloadRow:
             number = math.nan if value is None or isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
             number = math.nan
-        if not math.isfinite(number):
-            raise self.fault(name, "give a number")
+        if not math.isfinite(number) or not least <= number <= most:
+            raise self.fault(name, "give a number" + ("" if least == -math.inf else f" from {least:g} to {most:g}"))
         return number
 
     def text(self, name: str) -> str:
@@ -72,41 +74,35 @@ class WorkloadRow:
             raise self.fault(name, "give a list of whole numbers")
         return tuple(value)
 
-    def rows(self, name: str) -> Iterator[WorkloadRow]:
+    def rows(self, name: str) -> Iterator[FileRow]:
         """Return a list of objects as rows of the same line."""
         value = self.values.get(name)
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
             raise self.fault(name, "give a list of objects")
-        return (WorkloadRow(self.path, self.line, one) for one in value)
+        return (FileRow(self.path, self.line, one) for one in value)
 
 
-def csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[WorkloadRow]:
-    """Yield rows of a CSV file whose header has at least the wanted columns, in any order; quoting is not read."""
-    lines = numbered_lines(path)
-    header = _names(next(lines, (0, ""))[1])
-    missing = [name for name in wanted if name not in header]
+def csv_rows(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[FileRow]:
+    """Yield rows of a CSV file whose header has at least `columns`, in any order; quoting is not read.
+
+    Rows have the optional columns too if the header has them.
+    """
+    lines = _numbered_lines(path)
+    header = [name.strip() for name in next(lines, (0, ""))[1].lstrip("\ufeff").split(",")]
+    missing = [name for name in columns if name not in header]
     if missing:
-        raise ConfigError(f"{path}, line 1: no column {missing[0]}; this format has {', '.join(wanted)}")
-    places = [(name, header.index(name)) for name in wanted]
+        raise ConfigError(f"{path}, line 1: no column {missing[0]}; this format has {', '.join(columns)}")
+    indices = [(name, header.index(name)) for name in (*columns, *optional) if name in header]
     for number, line in lines:
         cells = line.split(",")
         if len(cells) != len(header):
             raise ConfigError(f"{path}, line {number}: {len(cells)} columns where the header has {len(header)}")
-        yield WorkloadRow(path, number, {name: cells[place] for name, place in places})
+        yield FileRow(path, number, {name: cells[index] for name, index in indices})
 
 
-def csv_header(path: Path) -> list[str]:
-    """Return the names in a CSV file's first line."""
-    return _names(next(numbered_lines(path), (0, ""))[1])
-
-
-def _names(line: str) -> list[str]:
-    return [name.strip() for name in line.lstrip("\ufeff").split(",")]
-
-
-def json_rows(path: Path) -> Iterator[WorkloadRow]:
+def json_rows(path: Path) -> Iterator[FileRow]:
     """Yield the objects of a JSON-lines file."""
-    for number, line in numbered_lines(path):
+    for number, line in _numbered_lines(path):
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
@@ -115,16 +111,16 @@ def json_rows(path: Path) -> Iterator[WorkloadRow]:
             raise ConfigError(f"{path}, line {number}: no JSON ({error})") from None
         if not isinstance(value, dict):
             raise ConfigError(f"{path}, line {number}: {str(value)[:40]!r} is no object; give one JSON object a line")
-        yield WorkloadRow(path, number, value)
+        yield FileRow(path, number, value)
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield lines that are not blank, with their numbers from 1. Raises ConfigError if the file cannot be read."""
     number = 0
     try:
         with open(path, "rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt", encoding="utf-8") if is_packed else open(path, encoding="utf-8") as lines:
+            is_gzip = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rt", encoding="utf-8") if is_gzip else open(path, encoding="utf-8") as lines:
             while line := lines.readline(MAX_LINE):
                 number += 1
                 if len(line) == MAX_LINE and not line.endswith("\n"):
@@ -133,14 +129,15 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, stripped
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(f"{path} cannot be read behind line {number} ({reason}); give a readable file") from None
+        raise ConfigError(f"{path} cannot be read after line {number} ({reason}); give a readable file") from None
     except (EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} is damaged behind line {number} ({error}); fetch it again") from None
+        raise ConfigError(f"{path} is damaged after line {number} ({error}); fetch it again") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no UTF-8 text behind line {number} ({error.reason}); is it a trace?") from None
+        raise ConfigError(f"{path} is no UTF-8 text after line {number} ({error.reason}); is it a trace?") from None
 
 
-def _exact(value: object) -> int:
+def _read_whole(value: object) -> int:
+    """Return a whole number; -1 for anything else."""
     if isinstance(value, str):
         if value.isdecimal():
             return int(value) if len(value) < 20 else -1

@@ -1,20 +1,27 @@
-"""ModelFacts: a model's bytes and arithmetic, from its shape.
+"""Hardware: a model's bytes and arithmetic from its shape, a device's numbers from its data sheet, and both together.
 
-Owns: the facts, presets of well-known shapes, and reading them from a model's own files.
-Does not: know devices (devices) or times (roofline). Facts are of decoders with grouped-query attention and dense or
-routed feed-forward layers; latent attention (DeepSeek) and state-space layers are not described.
+Owns: the facts, presets with their public numbers, reading a model's own files, a probe of this machine, the KV blocks
+that fit beside the weights. Does not: predict times (roofline).
+Models are decoders with grouped-query attention and dense or routed feed-forward layers; latent attention (DeepSeek)
+and state-space layers are not described. Peaks are dense (no structured sparsity) with 32-bit accumulation. Prices are
+common rents by the hour: a starting point to be replaced by one's own.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from octavo import machine
 from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
-from octavo.artifacts.spec import ModelSpec
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError, UnknownModelError
 
+GIB, GB, TERA = 2.0**30, 1e9, 1e12
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "fp4": 0.5625}
 
 
@@ -118,7 +125,7 @@ def _routed(dense: ModelFacts, experts: int, active: int, size: int) -> ModelFac
 
 
 # From the models' published config.json files.
-PRESETS: dict[str, ModelFacts] = {
+MODELS: dict[str, ModelFacts] = {
     facts.name: facts
     for facts in (
         ModelFacts("smollm2-135m", 30, 576, 9, 3, 64, 1536, 49152, True, 8192),
@@ -161,41 +168,34 @@ PRESETS: dict[str, ModelFacts] = {
 }  # fmt: skip
 
 
-def model_facts(name: str, *, is_offline: bool = True) -> ModelFacts:
+def model_facts(name: str) -> ModelFacts:
     """Return a model's facts: a preset, `preset:dtype` (llama-3.1-8b:fp8), or any model that `octavo serve` takes.
 
-    Nothing is downloaded unless `is_offline` is False. Raises ConfigError naming the presets, ModelFileError for
-    files that cannot be read.
+    Nothing is downloaded. Raises ConfigError naming the presets, ModelFileError for files that cannot be read.
     """
     stem, _, dtype = name.lower().rpartition(":") if ":" in name else (name.lower(), "", "")
-    short = stem.rpartition("/")[2].removesuffix("-instruct")
-    facts = PRESETS.get(short)
+    facts = MODELS.get(stem.rpartition("/")[2].removesuffix("-instruct"))
     if facts is not None:
         if dtype and dtype not in DTYPE_BYTES:
             raise ConfigError(f"model is {name!r}: no dtype {dtype!r}; give one of {', '.join(DTYPE_BYTES)}")
         return replace(facts, dtype=dtype) if dtype else facts
     try:
-        files = resolve_model(name, is_offline=is_offline)
+        files = resolve_model(name, is_offline=True)
     except UnknownModelError as error:
         if "/" in name or name.endswith(".gguf"):
             raise
-        remedy = f"give one of {', '.join(PRESETS)}, or a model as octavo serve takes it"
-        raise ConfigError(unknown("model", name, PRESETS, remedy)) from error
-    return _facts_of(files)
+        remedy = f"give one of {', '.join(MODELS)}, or a model as octavo serve takes it"
+        raise ConfigError(unknown("model", name, MODELS, remedy)) from error
+    return _read_facts(files)
 
 
-def _facts_of(files: ModelFiles) -> ModelFacts:
+def _read_facts(files: ModelFiles) -> ModelFacts:
     spec = read_model_spec(files)
     if files.kind == "scripted":
         raise ConfigError(f"model is {files.name!r}, a script without a shape; give a model that computes")
-    size = sum(path.stat().st_size for path in files.weights) if files.kind == "gguf" else 0
-    return facts_of_spec(files.name, spec, size)
-
-
-def facts_of_spec(name: str, spec: ModelSpec, weight_file_bytes: int = 0) -> ModelFacts:
-    """Return the facts of a specification; `weight_file_bytes` if its files are kept in memory as they are."""
+    is_kept = files.kind == "gguf"  # its weights are in memory as they are in the file
     return ModelFacts(
-        name,
+        files.name,
         spec.num_layers,
         spec.hidden_size,
         spec.num_heads,
@@ -207,5 +207,147 @@ def facts_of_spec(name: str, spec: ModelSpec, weight_file_bytes: int = 0) -> Mod
         spec.max_model_len,
         windows=spec.layer_windows,
         dtype=spec.dtype if spec.dtype in DTYPE_BYTES else "float32",
-        weight_file_bytes=weight_file_bytes,
+        weight_file_bytes=sum(path.stat().st_size for path in files.weights) if is_kept else 0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """A device: FLOP/s by the bytes of a weight (16, 8 and 4 bits; 0 = not in hardware), bytes/s, bytes.
+
+    `link_bandwidth` (bytes/s a direction) and `link_s` (latency of an all-reduce) join devices of one replica,
+    `host_bandwidth` the host. `kernel_s` is a layer's overhead between its kernels, `step_s` a step's overhead outside
+    the layers, on the device and on the host before it. `price` is in dollars per hour. A measured device's `flops16`
+    is its rate at 32 bits.
+    """
+
+    name: str
+    memory_bytes: float
+    bandwidth: float
+    flops16: float
+    flops8: float = 0.0
+    flops4: float = 0.0
+    link_bandwidth: float = 25 * GB
+    link_s: float = 20e-6
+    host_bandwidth: float = 25 * GB
+    kernel_s: float = 8e-6
+    step_s: float = 1e-3
+    price: float = 0.0
+    is_measured: bool = False
+
+    def flops(self, weight_bytes: float) -> float:
+        """Return peak FLOP/s for weights of that many bytes each; of wider units where narrow ones do not exist."""
+        if weight_bytes < 0.75 and self.flops4:
+            return self.flops4
+        if weight_bytes <= 1.25 and self.flops8:
+            return self.flops8
+        return self.flops16 if weight_bytes <= 2 or self.is_measured else self.flops16 / 2
+
+
+def _gpu(name: str, gib: float, gbs: float, tflops: tuple[float, ...], price: float) -> DeviceFacts:
+    flops16, flops8, flops4 = (peak * TERA for peak in (*tflops, 0.0, 0.0)[:3])
+    return DeviceFacts(name, gib * GIB, gbs * GB, flops16, flops8, flops4, price=price)
+
+
+def _linked(device: DeviceFacts, gbs: float) -> DeviceFacts:
+    """Return the device with the links of NVLink or the like."""
+    return replace(device, link_bandwidth=gbs * GB, link_s=8e-6)
+
+
+# Data sheets of NVIDIA and AMD: memory, GB/s, dense TFLOP/s at 16, 8 and 4 bits.
+DEVICES: dict[str, DeviceFacts] = {
+    device.name: device
+    for device in (
+        _gpu("t4", 15, 320, (65,), 0.53),
+        _gpu("a10g", 22.5, 600, (70,), 1.01),
+        _gpu("l4", 22.5, 300, (121, 242.5), 0.71),
+        _gpu("l40s", 44.7, 864, (362, 733), 1.10),
+        _gpu("rtx4090", 23.6, 1008, (165.2, 330.3), 0.45),
+        _gpu("rtx5090", 31.4, 1792, (209.5, 419, 1676), 0.80),
+        _gpu("rtxpro6000", 95, 1792, (503.8, 1007.6, 2015), 1.80),
+        _gpu("rtxpro6000-server", 95, 1597, (503.8, 1007.6, 2015), 1.80),
+        _linked(_gpu("a100-40g", 39.4, 1555, (312,), 1.40), 300),
+        _linked(_gpu("a100-80g", 79.1, 2039, (312,), 1.80), 300),
+        _gpu("h100-pcie", 79.1, 2000, (756, 1513), 2.40),
+        _linked(_gpu("h100", 79.1, 3350, (989.4, 1978.9), 3.00), 450),
+        _linked(_gpu("h200", 139.8, 4800, (989.4, 1978.9), 3.60), 450),
+        _linked(_gpu("b200", 178, 8000, (2250, 4500, 9000), 5.50), 900),
+        _linked(_gpu("b300", 267, 8000, (2250, 4500, 13500), 6.50), 900),
+        _linked(_gpu("gb200", 184, 8000, (2500, 5000, 10000), 6.50), 900),
+        _linked(_gpu("gb300", 277, 8000, (2500, 5000, 15000), 7.50), 900),
+        _linked(_gpu("mi300x", 192, 5300, (1307.4, 2614.9), 2.50), 448),
+    )
+}
+ALIASES = {"a100": "a100-80g", "4090": "rtx4090", "5090": "rtx5090", "h100-sxm": "h100", "h200-sxm": "h200"}
+THIS = "this"
+
+
+def device_facts(name: str) -> DeviceFacts:
+    """Return a device by name; "this" measures this machine's CPU (half a second). Raises ConfigError naming all."""
+    short = name.lower().removesuffix("_sxm").replace("_", "-").replace(" ", "")
+    if short in (THIS, "cpu"):
+        return _measure_machine()
+    device = DEVICES.get(ALIASES.get(short, short))
+    if device is None:
+        raise ConfigError(unknown("device", name, (*DEVICES, THIS), f"give one of {', '.join((*DEVICES, THIS))}"))
+    return device
+
+
+def _measure_machine() -> DeviceFacts:
+    """Measure the rates of numpy's products and copies here: the best of a few short runs."""
+    facts = machine.look()
+    left, right = (np.ones((768, 768), np.float32) for _ in range(2))
+    source, target = (np.ones(1 << 24, np.float32) for _ in range(2))
+    product_s = min(_seconds_of(lambda: left @ right) for _ in range(5))
+    copy_s = min(_seconds_of(lambda: np.copyto(target, source)) for _ in range(3))
+    peak, bandwidth = 2 * 768**3 / product_s, 2 * source.nbytes / copy_s
+    return DeviceFacts(
+        THIS, float(facts.available_bytes), bandwidth, peak, link_bandwidth=bandwidth, host_bandwidth=bandwidth,
+        kernel_s=20e-6, step_s=0.5e-3, is_measured=True,
+    )  # fmt: skip
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return max(time.perf_counter() - start, 1e-9)
+
+
+ACTIVATION_TOKENS_BYTES = 24  # times hidden size, per token of the largest step: hidden, projections and logits' parts
+FIXED_BYTES = 1.0e9  # of contexts, graphs and libraries, per device
+MIN_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The hardware of a replica: a model on `tp` devices, with KV blocks of `block_size` tokens."""
+
+    model: ModelFacts
+    device: DeviceFacts
+    tp: int = 1
+    block_size: int = 16
+
+    @staticmethod
+    def of(model: str, device: str, tp: int = 1, block_size: int = 16) -> Hardware:
+        """Look both up by name. Raises ConfigError naming the known ones."""
+        return Hardware(model_facts(model), device_facts(device), tp, block_size)
+
+    def pool_blocks(self, max_batch_tokens: int = 2048, memory_share: float = 0.9) -> int:
+        """Return how many blocks fit in `memory_share` of the devices' memory beside the weights.
+
+        Raises ConfigError with the numbers if fewer than 16 fit.
+        """
+        model, device, tp = self.model, self.device, self.tp
+        usable = device.memory_bytes * memory_share * tp
+        fixed = 0.0 if device.is_measured else FIXED_BYTES * tp
+        activations = ACTIVATION_TOKENS_BYTES * model.hidden_size * max_batch_tokens
+        free = usable - model.weight_bytes - fixed - activations
+        copies = max(1, tp // model.num_kv_heads)
+        count = int(free // (model.kv_bytes_per_token * copies * self.block_size)) if free > 0 else 0
+        if count < MIN_BLOCKS:
+            raise ConfigError(
+                f"{model.name} has {model.weight_bytes / 1e9:.1f} GB of weights; {tp} x {device.name} give "
+                f"{usable / 1e9:.1f} GB, which leaves {count} KV blocks: take more or larger devices, or a narrower "
+                "dtype"
+            )
+        return count
