@@ -15,7 +15,6 @@ from tests.source_tree import ROOT, SRC, Module, dotted, functions, imports, mod
 
 LOW = {"core", "config", "errors"}
 TEXT_LEVEL = {"artifacts", "text", "sandbox", "grammar", "media", "observe", "executors.protocol"}
-FACTS = {"machine", "settings"}  # standard library only: the machine, and settings with their origins
 INSIDE = {"engine", "frontend"}
 COMPUTE = {"ops", "nn", "models", "sampling"}
 # What each unit may import beside itself. A unit is a top-level module or package; executors.protocol is its own.
@@ -24,7 +23,6 @@ ARROWS: dict[str, set[str]] = {
     "config": {"errors"},
     "core": {"errors"},
     "machine": {"errors"},
-    "settings": {"config", "errors"},
     "plugins": {"config", "core", "errors"},
     "artifacts": LOW,
     "text": LOW | {"artifacts"},
@@ -42,10 +40,14 @@ ARROWS: dict[str, set[str]] = {
     "frontend": LOW | TEXT_LEVEL | {"engine", "machine"},
     "simulator": LOW | TEXT_LEVEL | {"engine", "machine", "plugins"},
     "dashboard": LOW | TEXT_LEVEL,
-    "server": LOW | TEXT_LEVEL | FACTS | {"engine", "frontend", "dashboard"},
-    "assembly": LOW | TEXT_LEVEL | FACTS | COMPUTE | {*INSIDE, "executors", "simulator", "plugins"},
-    "bench": LOW | TEXT_LEVEL | FACTS | COMPUTE | {*INSIDE, "executors", "server", "simulator", "assembly", "plugins"},
-    "cli": LOW | TEXT_LEVEL | FACTS | {*INSIDE, "server", "simulator", "dashboard", "bench", "assembly", "ops"},
+    "server": LOW | TEXT_LEVEL | {"machine"} | {"engine", "frontend", "dashboard"},
+    "assembly": LOW | TEXT_LEVEL | {"machine"} | COMPUTE | {*INSIDE, "executors", "simulator", "plugins"},
+    "bench": LOW
+    | TEXT_LEVEL
+    | {"machine"}
+    | COMPUTE
+    | {*INSIDE, "executors", "server", "simulator", "assembly", "plugins"},
+    "cli": LOW | TEXT_LEVEL | {"machine"} | {*INSIDE, "server", "simulator", "dashboard", "bench", "assembly", "ops"},
     "__main__": {"cli"},
 }
 # octavo/__init__.py may name anything lazily; the test of torch below covers it.
@@ -75,7 +77,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("observe",): 3_531,
     ("simulator",): 4_360,
     ("server",): 11_090,
-    ("cli",): 5_740,
+    ("cli",): 5_615,
     ("bench",): 3_430,
 }
 REBUILT = ("core", "engine", "frontend", "observe")
@@ -300,7 +302,8 @@ def test_config_parts_are_small():
     assert {"Config", "ModelConfig", "ServingConfig"} <= {node.name for node in classes}
     for node in classes:
         count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
-        assert count <= MAX_CONFIG_FIELDS or node.name == "Config", f"{node.name} has {count} fields"
+        is_section = node.name.endswith("Config") and node.name != "Config"
+        assert count <= MAX_CONFIG_FIELDS or not is_section, f"{node.name} has {count} fields"
 
 
 def test_every_module_has_a_short_docstring():

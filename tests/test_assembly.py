@@ -14,8 +14,9 @@ import pytest
 
 from octavo import LLM, AsyncLLM, ConfigError, SamplingParams, UnknownModelError
 from octavo.artifacts.resolve import resolve_model
-from octavo.assembly import build_local, config_from, executor_spec, limits, open_engine
+from octavo.assembly import build_local, executor_spec, limits, open_engine
 from octavo.config import Config, ModelConfig
+from octavo.config.sources import config_from_keywords
 from octavo.core.limits import GroupSpec, Limits
 from octavo.executors.protocol import Capacity
 from octavo.frontend.sessions import Sessions
@@ -43,17 +44,17 @@ def llm(tiny: Path) -> Iterator[LLM]:
 
 def test_tenant_weights_are_read_or_refused() -> None:
     capacity = Capacity((GroupSpec(),), (8,), 16, 4, 64, 100)
-    weights = limits(config_from("m", {"tenant_weight": ["a=b=2", "c=0.5"]}), capacity, "cpu").tenant_weights
+    weights = limits(config_from_keywords("m", {"tenant_weight": ["a=b=2", "c=0.5"]}), capacity, "cpu").tenant_weights
     assert weights == (("a=b", 2.0), ("c", 0.5))
     for wrong in ("a", "=2", "a=x"):
         with pytest.raises(ConfigError, match="TENANT=WEIGHT"):
-            limits(config_from("m", {"tenant_weight": [wrong]}), capacity, "cpu")
+            limits(config_from_keywords("m", {"tenant_weight": [wrong]}), capacity, "cpu")
     with pytest.raises(ConfigError, match="above 0"):
-        limits(config_from("m", {"tenant_weight": ["a=0"]}), capacity, "cpu")
+        limits(config_from_keywords("m", {"tenant_weight": ["a=0"]}), capacity, "cpu")
 
 
 def test_settings_are_known_by_field_and_by_flag() -> None:
-    config = config_from("m", {"max_num_seqs": 4, "max_batch_tokens": "1K", "gpu_memory_utilization": 0.5})
+    config = config_from_keywords("m", {"max_num_seqs": 4, "max_batch_tokens": "1K", "gpu_memory_utilization": 0.5})
     assert (config.model.model, config.scheduling.max_sequences, config.scheduling.max_batch_tokens) == ("m", 4, 1024)
     assert config.cache.memory_fraction == 0.5
 
@@ -66,15 +67,18 @@ def test_settings_are_known_by_field_and_by_flag() -> None:
         ({"max_model_len": "abc"}, "'abc'; give a whole number"),
         ({"max_num_seqs": 4, "max_sequences": 5}, "given twice"),
         ({"num_blocks": 4, "kv_cache_tokens": 5}, "both set"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported; an engine runs on one device"),
-        ({"trust_remote_code": True}, "trust_remote_code=True is not supported; no code of a repository is ever run"),
-        ({"speculative_config": {"method": "ngram"}}, "give speculate='ngram'"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported: there is one device"),
+        (
+            {"trust_remote_code": True},
+            "trust_remote_code=True is not supported: code from model repositories is never run",
+        ),
+        ({"speculative_config": {"method": "ngram"}}, "unknown setting 'speculative_config'; did you mean 'speculate'"),
         ({"quantization": "awq"}, "unknown --quantization 'awq'; give one of auto, none, int8, int4"),
     ],
 )
 def test_wrong_settings_are_named(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_from("m", values)
+        config_from_keywords("m", values)
 
 
 def test_vllms_arguments_are_taken_where_they_mean_something() -> None:
@@ -84,7 +88,7 @@ def test_vllms_arguments_are_taken_where_they_mean_something() -> None:
         "kv_cache_dtype": "auto", "block_size": 32, "enable_chunked_prefill": True, "revision": "main",
     }  # fmt: skip
     ignored = {"tensor_parallel_size": 1, "enforce_eager": True, "trust_remote_code": False, "tokenizer": None}
-    config = config_from("m", {**given, **ignored})
+    config = config_from_keywords("m", {**given, **ignored})
     assert (config.model.dtype, config.model.max_model_len, config.model.quantization) == ("float16", 2048, "auto")
     assert (config.scheduling.max_sequences, config.scheduling.max_batch_tokens) == (16, 4096)
     assert (config.cache.enable_prefix_caching, config.cache.memory_fraction, config.cache.block_size) == (
@@ -103,7 +107,7 @@ def test_an_unknown_model_is_a_typed_error() -> None:
 def test_defaults_depend_on_the_device_and_settings_win() -> None:
     assert executor_spec(Config(), "cpu").max_sequences == 32
     assert executor_spec(Config(), "cuda").max_batch_tokens == 8192
-    config = config_from("m", {"max_sequences": 7, "max_batch_tokens": 99})
+    config = config_from_keywords("m", {"max_sequences": 7, "max_batch_tokens": 99})
     capacity = Capacity((GroupSpec(),), num_blocks=(9,), block_size=16, num_slots=7, max_model_len=64, vocab_size=5)
     made = limits(config, capacity, "cpu")
     assert (made.max_sequences, made.max_batch_tokens, made.num_blocks) == (7, 99, (9,))
@@ -114,12 +118,12 @@ def test_every_limit_that_has_a_setting_takes_it() -> None:
         "host_load_min_tokens": 7, "block_sharing": False, "preemption": "swap", "max_kv_read": 999, "max_bypass": 5,
         "composition": "separate", "max_prefill_run": 2, "separate_modalities": True,
     }  # fmt: skip
-    config = config_from("m", {**given, "swap_space": "4G"})
+    config = config_from_keywords("m", {**given, "swap_space": "4G"})
     assert executor_spec(config, "cpu").host_bytes == 4 * 2**30
     capacity = Capacity((GroupSpec(),), (9,), 16, num_slots=7, max_model_len=64, vocab_size=5, host_blocks=(3,))
     made = limits(config, capacity, "cpu")
     assert {name: getattr(made, name) for name in given} == given and made.host_blocks == (3,)
-    guessing = config_from("m", {"speculate": "ngram", "speculate_max_tokens": 3, "speculate_max_rows": 2})
+    guessing = config_from_keywords("m", {"speculate": "ngram", "speculate_max_tokens": 3, "speculate_max_rows": 2})
     made = limits(guessing, capacity, "cpu")
     assert (made.max_draft_tokens, made.max_draft_rows) == (3, 2)
     plain = limits(Config(), replace(capacity, host_blocks=()), "cpu")
@@ -208,7 +212,7 @@ def test_I01_async_llm_answers_several_at_once(tiny: Path) -> None:
 
 
 async def test_the_engine_process_gives_the_same_ids(tiny: Path, llm: LLM) -> None:
-    config = config_from(str(tiny), dict(SMALL))
+    config = config_from_keywords(str(tiny), dict(SMALL))
     child = await start_engine(config)
     try:
         sessions = Sessions(child.client, TextModel.load(resolve_model(str(tiny))))
@@ -224,7 +228,7 @@ async def test_the_engine_process_gives_the_same_ids(tiny: Path, llm: LLM) -> No
 async def test_steps_are_compared_with_a_fit_where_one_is_named(tiny: Path, tmp_path: Path) -> None:
     roofline = cost_model("roofline", Hardware.of("smollm2-135m", "l4"))
     fit_steps(steps_of(roofline, workload())).save(tmp_path / "fit.json")
-    engine = build_local(config_from(str(tiny), {**SMALL, "drift_baseline": str(tmp_path / "fit.json")}))
+    engine = build_local(config_from_keywords(str(tiny), {**SMALL, "drift_baseline": str(tmp_path / "fit.json")}))
     try:
         session = await engine.sessions.submit(engine.sessions.prompt_ids("hello"), replace(GREEDY, max_tokens=40))
         await session.collect()
@@ -238,7 +242,7 @@ async def test_steps_are_compared_with_a_fit_where_one_is_named(tiny: Path, tmp_
 
 def test_a_fit_that_is_none_is_refused_before_the_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match=r"none\.json holds no fit"):
-        open_engine(config_from("smollm2", {"drift_baseline": "none.json"}))
+        open_engine(config_from_keywords("smollm2", {"drift_baseline": "none.json"}))
 
 
 async def test_reliability_6_a_missing_model_fails_the_start_with_its_own_error() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.config import Config
+from octavo.config import SETTINGS, Config
+from octavo.config.sources import load, load_config, resolve
 from octavo.errors import ConfigError
-from octavo.settings import SETTINGS, load, load_config, resolve
 
 
 def test_defaults_are_the_dataclasses() -> None:

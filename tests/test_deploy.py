@@ -12,15 +12,14 @@ import yaml
 
 from octavo import cli
 from octavo.cli import serve
-from octavo.config import Config, ServingConfig
+from octavo.config import SETTINGS, Config, ServingConfig
 from octavo.frontend.api_supervisor import STOP_GRACE_S
 from octavo.server.auth import POLICIES, Access
-from octavo.settings import SETTINGS
 from tests.source_tree import ROOT
 
 DEPLOY = ROOT / "deploy"
 FLAGS = {flag for setting in SETTINGS for flag in setting.flags}
-VARIABLES = {setting.variable for setting in SETTINGS} | {"OCTAVO_RUN_DIR"}
+VARIABLES = {setting.variables[0] for setting in SETTINGS} | {"OCTAVO_RUN_DIR"}
 STOPPING_S = Config().serving.drain_timeout_s + STOP_GRACE_S
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from octavo.settings import SETTINGS
+from octavo.config import SETTINGS
 from tests.source_tree import ROOT, modules
 
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md")) + [path for path in [ROOT / "README.md"] if path.exists()]

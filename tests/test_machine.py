@@ -90,7 +90,9 @@ def test_features_and_caches(tmp_path) -> None:
 
 
 def test_machine_and_settings_load_no_torch() -> None:
-    code = "import sys, octavo.machine, octavo.settings; sys.exit('torch' in sys.modules or 'yaml' in sys.modules)"
+    code = (
+        "import sys, octavo.machine, octavo.config.sources; sys.exit('torch' in sys.modules or 'yaml' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": "src"}).returncode == 0
 
 

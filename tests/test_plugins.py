@@ -13,7 +13,8 @@ import pytest
 
 import octavo
 from octavo import plugins
-from octavo.assembly import config_from, open_engine
+from octavo.assembly import open_engine
+from octavo.config.sources import config_from_keywords
 from octavo.core.policy import POLICIES
 from octavo.errors import ConfigError
 from tests.core.harness import Run, limits, prompt
@@ -125,7 +126,7 @@ def test_S06_a_path_that_leads_nowhere_is_answered_with_the_remedy(install: Inst
 
 def test_S06_an_unknown_policy_is_refused_before_a_model_is_looked_for() -> None:
     with pytest.raises(ConfigError, match="unknown policy 'fastest'; give one of deadline, fair, fcfs"):
-        open_engine(config_from("/nowhere/at/all", {"policy": "fastest"}))
+        open_engine(config_from_keywords("/nowhere/at/all", {"policy": "fastest"}))
 
 
 def test_the_package_offers_what_a_policy_needs() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from octavo.config import SETTINGS
 from octavo.config.spelling import did_you_mean, near_names, unknown
-from octavo.settings import SETTINGS
 
 FLAGS = [flag for setting in SETTINGS for flag in setting.flags]
 

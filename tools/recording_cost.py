@@ -18,7 +18,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from octavo.assembly import build_local, config_from
+from octavo.assembly import build_local
+from octavo.config.sources import config_from_keywords
 from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, StepResult
 from octavo.core.request import Request, SamplingParams
@@ -111,7 +112,7 @@ def model_cost(model: str, rows: int, pairs: int) -> dict[str, Any]:
     """Steps of a model that decodes `rows` sequences, recorded and not in turns."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {"record": folder, "max_num_seqs": rows, "max_model_len": 2048}
-        engine = build_local(config_from(model, settings))
+        engine = build_local(config_from_keywords(model, settings))
         scheduler: Any = engine.loop._scheduler
         watch = _Turns(scheduler)
         engine.loop.watch(watch)

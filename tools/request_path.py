@@ -22,7 +22,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import octavo
-from octavo.assembly import build_local, config_from
+from octavo.assembly import build_local
+from octavo.config.sources import config_from_keywords
 from octavo.server.app import create_app
 
 ROOT = str(Path(octavo.__file__).parent) + "/"
@@ -100,7 +101,7 @@ async def measure(is_first: bool) -> Profile:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "script.json")
         path.write_text(json.dumps(RULES))
-        config = config_from(f"scripted:{path}", {})
+        config = config_from_keywords(f"scripted:{path}", {})
         engine = build_local(config)
         app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
         for _ in range(0 if is_first else 2):

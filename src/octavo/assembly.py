@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo import machine, settings
+from octavo import machine
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.artifacts.script import read_script
-from octavo.config import Config
-from octavo.config.spelling import unknown
+from octavo.config import SETTINGS, Config
+from octavo.config.sources import config_from_keywords
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.limits import configured_limits, read_tenant_weights
@@ -160,9 +160,9 @@ def _open_scheduler(
 
     kept = ("cache", "scheduling", "execution", "speculation")
     values = {
-        setting.key: getattr(getattr(config, setting.part), setting.name)
-        for setting in settings.SETTINGS
-        if setting.part in kept
+        setting.key: getattr(getattr(config, setting.section), setting.name)
+        for setting in SETTINGS
+        if setting.section in kept
     }
     header = Header(
         model=config.model.shown_name(config.model.model),
@@ -267,69 +267,6 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
     return configured_limits(config.scheduling, config.cache, find_policy(config.scheduling.policy), sizes)
 
 
-_ANYTHING = object()
-# Arguments of vLLM's LLM that are no setting here: harmless values, and the remedy for all others.
-_ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
-    "enforce_eager": ((_ANYTHING,), ""),  # steps are never captured
-    "disable_log_stats": ((_ANYTHING,), ""),
-    "disable_custom_all_reduce": ((_ANYTHING,), ""),
-    "enable_log_requests": ((_ANYTHING,), ""),
-    "disable_log_requests": ((_ANYTHING,), ""),
-    "tensor_parallel_size": ((1,), "an engine runs on one device; leave it out"),
-    "pipeline_parallel_size": ((1,), "an engine runs on one device; leave it out"),
-    "data_parallel_size": ((1,), "an engine runs on one device; leave it out"),
-    "distributed_executor_backend": ((), "an engine runs on one device; leave it out"),
-    "trust_remote_code": ((False,), "no code of a repository is ever run; leave it out"),
-    "task": (("auto", "generate"), "one engine generates and embeds; leave it out"),
-    "runner": (("auto", "generate"), "one engine generates and embeds; leave it out"),
-    "tokenizer": ((), "the tokenizer comes with the model; leave it out"),
-    "tokenizer_mode": (("auto", "slow", "fast"), "the tokenizer comes with the model; leave it out"),
-    "tokenizer_revision": ((), "the tokenizer comes with the model; give revision"),
-    "skip_tokenizer_init": ((False,), "the tokenizer is always loaded; leave it out"),
-    "load_format": (("auto", "safetensors", "gguf"), "safetensors and GGUF files are read; leave it out"),
-    "download_dir": ((), "set HF_HOME to the folder of downloaded models"),
-    "hf_token": ((), "set HF_TOKEN, or run: hf auth login"),
-    "generation_config": (("auto",), "give a SamplingParams to generate instead of the model's own defaults"),
-    "speculative_config": ((), "give speculate='ngram'"),
-    "enable_lora": ((False,), "adapters are not supported; leave it out"),
-    "cpu_offload_gb": ((0,), "give host_cache_bytes for KV blocks; weights are not offloaded"),
-    "limit_mm_per_prompt": ((), "prompts hold text; leave it out"),
-    "hf_overrides": ((), "the model's configuration is used as it is; leave it out"),
-    "compilation_config": ((_ANYTHING,), ""),
-    "structured_outputs_config": ((), "grammars are compiled by llguidance; leave it out"),
-    "logits_processors": ((), "give logit_bias or a grammar in SamplingParams"),
-}
-
-
-def config_from(model: str, values: dict[str, Any]) -> Config:
-    """Return a Config from a model's name and settings: by field name, or by a flag's spelling with underscores.
-
-    None leaves a setting at its default. Arguments of vLLM that change nothing here are accepted.
-    Raises ConfigError naming an unknown setting and near names, or a wrong value and the remedy.
-    """
-    fields = {key.replace("-", "_"): setting.name for setting in settings.SETTINGS for key in setting.keys}
-    flags: dict[str, object] = {"model": model}
-    for name, value in values.items():
-        if value is None or (name not in fields and _is_vllm(name, value)):
-            continue
-        if name not in fields:
-            raise ConfigError(unknown("setting", name, fields, "octavo config show lists them"))
-        if fields[name] in flags:
-            raise ConfigError(f"{fields[name]} is given twice, once as {name}; give it once")
-        flags[fields[name]] = value
-    return settings.resolve(flags, {}, {}).config
-
-
-def _is_vllm(name: str, value: object) -> bool:
-    """Return True for an argument of vLLM's that changes nothing here. Raises ConfigError for one that would."""
-    if name not in _ELSEWHERE:
-        return False
-    harmless, remedy = _ELSEWHERE[name]
-    if _ANYTHING in harmless or value in harmless:
-        return True
-    raise ConfigError(f"{name}={value!r} is not supported; {remedy}")
-
-
 class LLM(OfflineEngine):
     """Generates in batches: LLM("smollm2", max_model_len=2048).generate(["Hello"]).
 
@@ -338,7 +275,7 @@ class LLM(OfflineEngine):
     """
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
-        super().__init__(build_local(config_from(model, settings)).sessions)
+        super().__init__(build_local(config_from_keywords(model, settings)).sessions)
 
 
 class AsyncLLM(AsyncEngine):
@@ -348,7 +285,7 @@ class AsyncLLM(AsyncEngine):
     """
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
-        super().__init__(build_local(config_from(model, settings)).sessions)
+        super().__init__(build_local(config_from_keywords(model, settings)).sessions)
 
 
 def engine_main() -> int:

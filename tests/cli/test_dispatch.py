@@ -15,8 +15,9 @@ import pytest
 from octavo import cli
 from octavo.cli.catalogue import catalogue, parser_of
 from octavo.cli.flags import Parser, UsageError, add_settings, config_from, respell, settings_given
+from octavo.config import SETTINGS
+from octavo.config.sources import load_config
 from octavo.errors import InvariantError
-from octavo.settings import SETTINGS, load_config
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
@@ -213,10 +214,10 @@ def test_defaults_are_written_as_people_write_them(capsys) -> None:
     for text in (
         "[20 GiB]",
         "[64 MiB]",
-        "ask for [*]",
+        "request [*]",
         "[4,194,304]",
         "[on]",
         "[127.0.0.1]",
-        "group (the machine too) [none]",
+        "it waits for the disk) [none]",
     ):
         assert text in out

@@ -21,9 +21,10 @@ from tests.tiny_models import make_tiny_model
 from octavo import cli
 from octavo.cli.chat import _turn
 from octavo.cli.conversation import ChatSession
-from octavo.cli.flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS, Parser, UsageError, add_settings, check_output
+from octavo.cli.flags import Parser, UsageError, add_settings, check_output
 from octavo.cli.servers import Record, own_home
 from octavo.config import ServingConfig
+from octavo.config.other_engines import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 from octavo.machine import listener_of
 from octavo.server.listener import open_socket
 

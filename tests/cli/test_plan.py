@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from tests.tiny_models import make_tiny_model
 
-from octavo.assembly import build_local, config_from, plan_memory
+from octavo.assembly import build_local, plan_memory
 from octavo.cli import main
+from octavo.config.sources import config_from_keywords
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_I05_the_plan_is_what_opening_gives(tiny: Path, settings: dict[str, Any]) -> None:
-    config = config_from(
+    config = config_from_keywords(
         str(tiny), {"num_blocks": 64, "threads": 1, **settings} if "kv_cache_tokens" not in settings else settings
     )
     plan, engine = plan_memory(config), build_local(config)
@@ -47,7 +48,7 @@ def test_I05_the_plan_is_what_opening_gives(tiny: Path, settings: dict[str, Any]
 
 def test_windows_have_groups_of_their_own(tmp_path: Path) -> None:
     model = make_tiny_model("gemma3", tmp_path / "gemma3")
-    config = config_from(str(model), {"num_blocks": 64, "threads": 1, "dtype": "float32"})
+    config = config_from_keywords(str(model), {"num_blocks": 64, "threads": 1, "dtype": "float32"})
     plan, engine = plan_memory(config), build_local(config)
     asyncio.run(engine.client.close())
     assert plan.groups == engine.capacity.groups and plan.num_blocks == engine.capacity.num_blocks

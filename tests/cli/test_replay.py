@@ -20,9 +20,10 @@ from tests.core.harness import limits
 from tests.core.random_config import BUILT_IN
 from tests.fake_server import FakeServer
 
-from octavo.assembly import build_local, config_from
+from octavo.assembly import build_local
 from octavo.cli import main
 from octavo.cli.admin_client import ask
+from octavo.config.sources import config_from_keywords
 from octavo.core.sampling_params import SamplingParams
 from octavo.frontend.offline import OfflineEngine
 from octavo.observe.recording import arrivals, open_recording, steps
@@ -80,7 +81,7 @@ def wait_for_tokens(server: FakeServer, least: int) -> None:
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_an_engine_under_load_replays_for_each_policy(policy: str, folder: Path) -> None:
     settings = {"policy": policy, "record": str(folder / "rec"), "max_num_seqs": 4, "num_gpu_blocks_override": 60}
-    engine = build_local(config_from(f"scripted:{folder}/script.json", settings))
+    engine = build_local(config_from_keywords(f"scripted:{folder}/script.json", settings))
     params = [SamplingParams(max_tokens=20 + 9 * number, n=1 + (number % 4 == 0)) for number in range(12)]
     offline = OfflineEngine(engine.sessions)
     outputs = offline.generate(["tell " * (1 + n * 7 % 40) for n in range(12)], params)

@@ -11,10 +11,10 @@ from typing import Any
 from octavo.artifacts.resolve import ModelFiles
 from octavo.cli.api_task import ApiTask
 from octavo.cli.startup import call_report, limit_remarks, process_report, startup_report
+from octavo.config.sources import load_config
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.executors.protocol import Capacity
 from octavo.observe.status_line import StatusLine
-from octavo.settings import load_config
 
 FILES = ModelFiles("smollm2", "gguf", Path("/m"), (Path("/m/a.gguf"),), None)
 CAPACITY = Capacity(

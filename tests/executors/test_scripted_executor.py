@@ -19,7 +19,8 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.artifacts.resolve import resolve_model
 from octavo.artifacts.script import read_script
-from octavo.assembly import build_local, config_from, create_scripted
+from octavo.assembly import build_local, create_scripted
+from octavo.config.sources import config_from_keywords
 from octavo.core.plan import ROW_POOL, NewSequence, StepPlan
 from octavo.executors.protocol import ExecutorSpec
 from octavo.text.scripted_text import ScriptedText
@@ -172,7 +173,7 @@ def _ints(ids: list[int]) -> Any:
 def test_pool_sizes_are_honoured(script: Path) -> None:
     path = f"scripted:{script}"
     for settings, blocks in (({"num_blocks": 7}, 7), ({"kv_cache_tokens": 160}, 10), ({"kv_cache_bytes": "2K"}, 2)):
-        engine = build_local(config_from(path, settings))
+        engine = build_local(config_from_keywords(path, settings))
         assert engine.capacity.num_blocks == (blocks,)
         asyncio.run(engine.client.close())
 

@@ -22,9 +22,10 @@ from typing import Any
 import octavo
 from octavo import cli, plugins
 from octavo.cli.flags import Parser
+from octavo.config import SETTINGS
+from octavo.config.setting import PREFIX
 from octavo.server.auth import POLICIES
 from octavo.server.error_codes import CODES
-from octavo.settings import PREFIX, SETTINGS
 from tests.freeze.pairs import places
 
 FILE = Path(__file__).with_name("surface.json")
@@ -61,7 +62,7 @@ def surface() -> dict[str, Any]:
         "renamed commands": cli.RENAMED_COMMANDS,
         "settings": {setting.name: _setting(setting) for setting in SETTINGS},
         "variables": sorted(
-            {*(s.variable for s in SETTINGS), *(PREFIX + n for n in ("CONFIG", "RUN_DIR", "CACHE_DIR"))}
+            {*(s.variables[0] for s in SETTINGS), *(PREFIX + n for n in ("CONFIG", "RUN_DIR", "CACHE_DIR"))}
         ),
         "exit codes": {words: _exit_code(words.split()) for words in COMMANDS},
         "routes": sorted(f"{path}: {access.name}" for path, access in POLICIES.items()),
@@ -94,15 +95,15 @@ def _flags(module_name: str) -> dict[str, Any]:
 
 def _setting(setting: Any) -> dict[str, Any]:
     return {
-        "part": setting.part,
+        "part": setting.section,
         "kind": setting.kind.__name__,
         "optional": setting.is_optional,
         "default": setting.default,
         "flags": setting.flags,
         "keys": setting.keys,
-        "variable": setting.variable,
+        "variable": setting.variables[0],
         "choices": setting.choices,
-        "within": [setting.low, setting.high],
+        "within": setting.within,
         "secret": setting.is_secret,
     }
 

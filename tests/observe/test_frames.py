@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from octavo.assembly import config_from, open_engine
+from octavo.assembly import open_engine
+from octavo.config.sources import config_from_keywords
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
@@ -398,7 +399,7 @@ def test_an_engine_calls_its_model_as_clients_do(tmp_path: Path) -> None:
     path = tmp_path / "answers.json"
     path.write_text('{"rules": [{"say": "hello"}]}')
     for settings, name in (({}, "answers"), ({"served_model_name": "mine"}, "mine")):
-        loop, _ = open_engine(config_from(f"scripted:{path}", settings))
+        loop, _ = open_engine(config_from_keywords(f"scripted:{path}", settings))
         head: Any = loop.verbs["frames"]("now")
         assert head["frames"][0]["model"] == name and str(tmp_path) not in json.dumps(head)
         loop.stop()

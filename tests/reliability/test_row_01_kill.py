@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from octavo.assembly import config_from
+from octavo.config.sources import config_from_keywords
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.frontend.engine_supervisor import EngineState, EngineSupervisor
 from tests.engine.fakes import expected, make_request
@@ -122,7 +122,7 @@ async def test_row_01_the_default_model(score: Score, standby: bool, monkeypatch
     def make(number: int) -> Request:
         return Request(f"r{number}", prompts[number % len(prompts)], params, arrival=asyncio.get_running_loop().time())
 
-    async with keeping(config_from("smollm2", values)) as keeper:
+    async with keeping(config_from_keywords("smollm2", values)) as keeper:
         if standby:
             await until(lambda: bool(keeper.report()["has_standby"]))
         whole = await asyncio.gather(*(follow(keeper, make(number)) for number in range(len(prompts))))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from octavo.assembly import config_from
+from octavo.config.sources import config_from_keywords
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.engine import heartbeat
 from octavo.frontend.engine_supervisor import EngineState, EngineSupervisor
@@ -76,7 +76,7 @@ async def test_row_03_an_engine_stopped_in_a_first_step(score: Score, behaviour:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_new", [False, True], ids=["the first step", "the first step of a new size"])
 async def test_row_03_the_default_model_stopped_in_a_first_step(score: Score, is_new: bool) -> None:
-    config = config_from("smollm2", {"max_model_len": 1024, "kv_cache_tokens": 8192})
+    config = config_from_keywords("smollm2", {"max_model_len": 1024, "kv_cache_tokens": 8192})
     params = SamplingParams(max_tokens=4, temperature=0.0, seed=1, ignore_eos=True)
     long = Request("long", array("i", range(100, 900)), params)
     async with keeping(config) as keeper:
@@ -102,7 +102,7 @@ async def test_row_03_the_default_model_stopped_in_a_first_step(score: Score, is
 @pytest.mark.timeout(1200)
 async def test_row_03_first_steps_on_a_busy_machine_are_left_alone(score: Score) -> None:
     """Engines are started beside two busy processes a core, and meet steps of every kind for the first time."""
-    config = config_from("smollm2", {"max_model_len": 1024, "kv_cache_tokens": 16384})
+    config = config_from_keywords("smollm2", {"max_model_len": 1024, "kv_cache_tokens": 16384})
     command = [sys.executable, "-c", "while True: pass"]
     crowd = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.assembly import config_from
+from octavo.config.sources import config_from_keywords
 from octavo.errors import CapacityError, EngineDeadError, OctavoError, UnknownModelError
 from octavo.frontend import engine_process as process
 from octavo.frontend.engine_process import COMMAND
@@ -89,6 +89,6 @@ async def test_row_06_a_start_that_is_given_up_is_clean(score: Score) -> None:
 async def test_row_06_a_pool_too_large_for_the_machine(score: Score) -> None:
     before, begun = children(), time.monotonic()
     with pytest.raises(OctavoError):
-        await EngineSupervisor.start(config_from("smollm2", {"kv_cache_tokens": "100G"}), command=COMMAND)
+        await EngineSupervisor.start(config_from_keywords("smollm2", {"kv_cache_tokens": "100G"}), command=COMMAND)
     score.count("processes left", len(children() - before))
     score.time("seconds", time.monotonic() - begun, 60.0)

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from octavo.config.sources import load_config
 from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from octavo.server.connection import BoundedConnection
@@ -19,7 +20,6 @@ from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 from octavo.server.listener import open_socket
 from octavo.server.run import HttpServer
-from octavo.settings import load_config
 from tests.engine.direct_client import start_engine
 from tests.reliability.load import quantile
 from tests.reliability.scorecard import Score

@@ -12,7 +12,8 @@ import httpx2
 import pytest
 from anthropic import beta_async_tool
 
-from octavo.assembly import build_local, config_from
+from octavo.assembly import build_local
+from octavo.config.sources import config_from_keywords
 from octavo.server.app import create_app
 from tests.server.fakes import Harness
 
@@ -41,7 +42,7 @@ class Recording(httpx2.AsyncBaseTransport):
 async def sent(tmp_path: Path) -> AsyncIterator[Recording]:
     path = tmp_path / "script.json"
     path.write_text(json.dumps(RULES))
-    config = config_from(f"scripted:{path}", {})
+    config = config_from_keywords(f"scripted:{path}", {})
     engine = build_local(config)
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
     yield Recording(app)

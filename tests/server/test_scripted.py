@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.assembly import build_local, config_from
+from octavo.assembly import build_local
 from octavo.cli.admin_client import ask
+from octavo.config.sources import config_from_keywords
 from octavo.server.app import create_app
 from tests.fake_server import FakeServer
 from tests.server.fakes import events
@@ -47,7 +48,7 @@ RULES = [
 async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     path = tmp_path / "script.json"
     path.write_text(json.dumps(RULES))
-    config = config_from(f"scripted:{path}", {})
+    config = config_from_keywords(f"scripted:{path}", {})
     engine = build_local(config)
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
@@ -108,7 +109,7 @@ async def test_a_request_put_back_after_a_failure_is_no_preemption(client: httpx
 async def test_the_wait_of_a_new_request_is_from_the_forecast_of_those_that_wait(tmp_path: Path) -> None:
     path = tmp_path / "script.json"
     path.write_text(json.dumps([{"say": "on and on ", "finish": "length", "delay_ms": 10}]))
-    config = config_from(f"scripted:{path}", {"max_sequences": 1})
+    config = config_from_keywords(f"scripted:{path}", {"max_sequences": 1})
     engine = build_local(config)
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
@@ -136,7 +137,7 @@ async def test_the_wait_of_a_new_request_is_from_the_forecast_of_those_that_wait
 async def test_explain_and_retry_after_tell_the_same_wait(tmp_path: Path) -> None:
     path = tmp_path / "script.json"
     path.write_text(json.dumps([{"say": "on and on ", "finish": "length", "delay_ms": 10}]))
-    config = config_from(f"scripted:{path}", {"max_sequences": 1, "max_waiting": 2})
+    config = config_from_keywords(f"scripted:{path}", {"max_sequences": 1, "max_waiting": 2})
     engine = build_local(config)
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
@@ -171,7 +172,7 @@ async def test_explain_and_retry_after_tell_the_same_wait(tmp_path: Path) -> Non
 async def test_a_pool_that_is_shorter_than_the_model_is_what_every_card_tells(tmp_path: Path) -> None:
     path = tmp_path / "script.json"
     path.write_text(json.dumps(RULES))
-    config = config_from(f"scripted:{path}", {"kv_cache_tokens": 1000})
+    config = config_from_keywords(f"scripted:{path}", {"kv_cache_tokens": 1000})
     engine = build_local(config)
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from octavo.config.sources import load_config
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import open_journal
 from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from octavo.server.context import Context
 from octavo.server.idempotency_restore import take_over
-from octavo.settings import load_config
 from tests.server.fakes import Wire, make_text
 from tests.server.test_idempotency import CHAT, COMPLETIONS, assembled, blocks, chat_body, key, plain
 

@@ -20,7 +20,7 @@ from octavo.assembly import LocalEngine, build_local
 from octavo.cli.flags import UsageError, add_settings, check_output, config_from, whole
 from octavo.cli.inner_app import answering
 from octavo.cli.terminal import loading, say, warn_limits
-from octavo.config import Config
+from octavo.config import ENGINE_SECTIONS, Config
 from octavo.server.batches.lines import ENDPOINTS, is_output
 from octavo.server.batches.runner import BatchPaths, BatchRun, Counts, RunOptions
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--retry-failed", action="store_true", help="ask again for what failed in an earlier run")
     group.add_argument("--overwrite", action="store_true", help="begin anew, whatever an earlier run left")
     group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ENGINE_SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

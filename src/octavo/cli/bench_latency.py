@@ -35,7 +35,7 @@ from octavo.bench.workload import draw_workload
 from octavo.cli.bench_arguments import check_at_least, token_progress
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
 from octavo.cli.terminal import loading, warn_limits
-from octavo.config import Config
+from octavo.config import ENGINE_SECTIONS, Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens produced for each [128]")
     group.add_argument("--runs", type=int, default=3, metavar="N", help="passes; the median one is reported [3]")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ENGINE_SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from octavo.bench.workload import BenchWorkload, draw_workload, read_workload
 from octavo.cli.bench_arguments import add_workload, check_at_least, token_progress
 from octavo.cli.flags import add_settings, config_from
 from octavo.cli.terminal import loading, warn_limits
+from octavo.config import ENGINE_SECTIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = add_workload(parser)
     group.add_argument("--runs", type=int, default=1, metavar="N", help="passes; the median one is reported [1]")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation", "recording"))
+    add_settings(parser, (*ENGINE_SECTIONS, "recording"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from octavo.bench.points import LoadShape, Point
 from octavo.cli.bench_arguments import check_at_least
 from octavo.cli.bench_latency import measure_all, open_for, report_head, show_points
 from octavo.cli.flags import add_settings, check_output
+from octavo.config import ENGINE_SECTIONS
 from octavo.simulator.charts import Chart, Line, draw_alone
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--runs", type=int, default=3, metavar="N", help="passes; the median one is reported [3]")
     group.add_argument("--svg", metavar="FILE", help="draw both curves into this file")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ENGINE_SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from octavo.cli.conversation import ChatSession
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
 from octavo.cli.servers import add_server_arguments, named_url
 from octavo.cli.terminal import loading, say, warn_limits
-from octavo.config import Config
+from octavo.config import ENGINE_SECTIONS, Config
 from octavo.errors import OctavoError
 
 _FENCE = '"""'
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("conversation")
     group.add_argument("--load", metavar="FILE", help="go on with a conversation that /save kept")
     add_answer_arguments(group, max_tokens=None)
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ENGINE_SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.cli.flags import add_settings, resolve_args
+from octavo.config import SETTINGS, Setting
+from octavo.config.sources import Resolved
 from octavo.core.request import SamplingParams
 from octavo.core.sampling_params import MODEL_FIELDS, sampling_defaults
-from octavo.settings import SETTINGS, Resolved, Setting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

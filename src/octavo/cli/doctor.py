@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo import machine
+from octavo.config import SETTINGS
+from octavo.config.sources import load
 from octavo.errors import OctavoError
 
 _GIB = 2**30
@@ -198,8 +200,6 @@ def _weights(here: machine.Machine) -> Finding:
 
 
 def _settings(here: machine.Machine) -> Finding:
-    from octavo.settings import SETTINGS, load
-
     try:
         resolved = load({}, os.environ, None)
     except OctavoError as error:

@@ -24,7 +24,7 @@ from octavo.cli.answer_flags import add_answer_arguments, sampling_params
 from octavo.cli.flags import UsageError, add_settings, check_output, config_from, whole
 from octavo.cli.inner_app import answering
 from octavo.cli.terminal import loading, say, warn_limits
-from octavo.config import Config
+from octavo.config import ENGINE_SECTIONS, Config
 from octavo.server.batches.inner_call import InnerCall, InnerResponse
 
 MAX_LINE_BYTES = 8 << 20
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--raw", action="store_true", help="continue each text as it is, without the chat template")
     group.add_argument("--jsonl", action="store_true", help="lines are JSON, whatever the file is called")
     add_answer_arguments(group)
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ENGINE_SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from octavo.cli.answer_flags import MAX_TOKENS, add_answer_arguments, sampling_p
 from octavo.cli.chat import converse
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
 from octavo.cli.terminal import loading, say, warn_limits
+from octavo.config import ENGINE_SECTIONS
 from octavo.config.spelling import did_you_mean
 from octavo.core.request import FinishReason
 from octavo.errors import EngineError
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_answer_arguments(group)
     parser.set_defaults(max_tokens=None)  # MAX_TOKENS of one answer, as many as fit in a conversation
     group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ENGINE_SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,10 +19,10 @@ from octavo.cli.simulate_output import lines, remarks, workload_help, write_requ
 from octavo.cli.simulate_search import add_search_arguments, run_search
 from octavo.cli.simulate_watchers import Watchers
 from octavo.config import Config
+from octavo.config.sources import Resolved
 from octavo.core.limits import Limits
 from octavo.engine.limits import read_tenant_weights
 from octavo.errors import ConfigError
-from octavo.settings import Resolved
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.blueprint import Blueprint, describe
 from octavo.simulator.cost_model import CostModel

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from octavo.config import SETTINGS, Setting
 from octavo.config.spelling import unknown
 from octavo.core.limits import Limits
 from octavo.core.policy import find_policy
 from octavo.errors import ConfigError
 from octavo.observe.recording import Recording
-from octavo.settings import SETTINGS, Setting
 from octavo.simulator.costs import cost_model
 from octavo.simulator.recorded import recorded_run
 from octavo.simulator.report import Case, figures
@@ -24,7 +24,7 @@ from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import Shaping, open_workload
 
 MAX_COLUMNS = 8
-_PARTS = ("cache", "scheduling")
+_SECTIONS = ("cache", "scheduling")
 _ALIASES = {"max_num_seqs": "max_sequences", "max_num_batched_tokens": "max_batch_tokens"}
 _OF_SETUP = {"depth": int, "pipeline_depth": int, "replicas": int, "router": str, "max_waiting": int}
 # Limits that a simulation cannot change, and why.
@@ -96,7 +96,7 @@ def _settings() -> dict[str, Setting]:
     found = {}
     for setting in SETTINGS:
         name = "prefix_caching" if setting.name == "enable_prefix_caching" else setting.name
-        if setting.part in _PARTS and name in names and not setting.is_hidden:
+        if setting.section in _SECTIONS and name in names and not setting.is_hidden:
             found.update({key.replace("-", "_"): setting for key in (*setting.keys, name)})
     return found
 

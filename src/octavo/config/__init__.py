@@ -1,16 +1,15 @@
-"""Every setting, in frozen parts, with its flag: the one place where an option is defined.
+"""Every setting, in frozen sections: the one place where an option is declared.
 
-Owns: the parts put together; their fields are in engine_parts, server_parts and web_parts (flags, OCTAVO_* and file
-keys derive from them).
-Does not: look at the machine or a model (assembly passes those facts in), read files, or decide between sources
-(see settings).
+An option is one field of a section (in engine or server): its flag, OCTAVO_* variable, file key, help and checks
+derive from it.
+Does not: read the machine or a model (assembly passes those facts in), or merge sources (sources does).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.config.engine_parts import (
+from octavo.config.engine import (
     CALL_PARSERS,
     DTYPES,
     QUANTIZATIONS,
@@ -24,22 +23,25 @@ from octavo.config.engine_parts import (
     SpeculationConfig,
     StatisticsConfig,
 )
-from octavo.config.server_parts import (
+from octavo.config.server import (
     AdmissionConfig,
     BatchConfig,
     ResponsesConfig,
     RetryConfig,
     ServingConfig,
     TelemetryConfig,
+    WebConfig,
 )
-from octavo.config.web_parts import WebConfig
+from octavo.config.setting import Setting, section, settings_of
 from octavo.errors import ConfigError
 
 __all__ = [
     "CALL_PARSERS",
     "DTYPES",
+    "ENGINE_SECTIONS",
     "QUANTIZATIONS",
     "REASONING_PARSERS",
+    "SETTINGS",
     "AdmissionConfig",
     "BatchConfig",
     "CacheConfig",
@@ -52,35 +54,41 @@ __all__ = [
     "RetryConfig",
     "SchedulingConfig",
     "ServingConfig",
+    "Setting",
     "SpeculationConfig",
     "StatisticsConfig",
     "TelemetryConfig",
     "WebConfig",
 ]
+# Sections of commands that run an engine of their own, without a server.
+ENGINE_SECTIONS = ("model", "chat", "cache", "scheduling", "execution", "speculation")
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings."""
 
-    model: ModelConfig = ModelConfig()
-    chat: ChatConfig = ChatConfig()
-    cache: CacheConfig = CacheConfig()
-    scheduling: SchedulingConfig = SchedulingConfig()
-    execution: ExecutionConfig = ExecutionConfig()
-    speculation: SpeculationConfig = SpeculationConfig()
-    serving: ServingConfig = ServingConfig()
-    web: WebConfig = WebConfig()
-    admission: AdmissionConfig = AdmissionConfig()
-    retry: RetryConfig = RetryConfig()
-    responses: ResponsesConfig = ResponsesConfig()
-    batch: BatchConfig = BatchConfig()
-    statistics: StatisticsConfig = StatisticsConfig()
-    recording: RecordingConfig = RecordingConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
+    model: ModelConfig = section(ModelConfig, "model", "model")
+    chat: ChatConfig = section(ChatConfig, "conversations and chat templates", "model")
+    cache: CacheConfig = section(CacheConfig, "KV cache", "memory and speed")
+    scheduling: SchedulingConfig = section(SchedulingConfig, "scheduling", "memory and speed")
+    execution: ExecutionConfig = section(ExecutionConfig, "execution", "memory and speed")
+    speculation: SpeculationConfig = section(SpeculationConfig, "speculation", "memory and speed")
+    serving: ServingConfig = section(ServingConfig, "serving", "server")
+    web: WebConfig = section(WebConfig, "browsers, certificates, proxies", "server")
+    admission: AdmissionConfig = section(AdmissionConfig, "admission", "server")
+    retry: RetryConfig = section(RetryConfig, "retries and the journal", "server")
+    responses: ResponsesConfig = section(ResponsesConfig, "stored responses", "server")
+    batch: BatchConfig = section(BatchConfig, "files and batches", "server")
+    statistics: StatisticsConfig = section(StatisticsConfig, "statistics", "server")
+    recording: RecordingConfig = section(RecordingConfig, "recording", "server")
+    telemetry: TelemetryConfig = section(TelemetryConfig, "traces and the log", "server")
 
     def __post_init__(self) -> None:
         names = ("num_blocks", "kv_cache_bytes", "kv_cache_tokens")
         sizes = [name for name in names if getattr(self.cache, name) is not None]
         if len(sizes) > 1:
             raise ConfigError(f"{' and '.join(sizes)} are both set; give one size for the KV pool")
+
+
+SETTINGS: tuple[Setting, ...] = settings_of(Config)

@@ -10,17 +10,19 @@ import time
 from array import array
 from typing import Any
 
+from octavo.config.sources import config_from_keywords
+
 
 class OctavoHost:
     """One local engine and an event loop that stays open."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from octavo.assembly import build_local, config_from  # the only script of this folder that may import octavo
+        from octavo.assembly import build_local
         from octavo.bench.engine_facts import engine_facts, memory_facts
         from octavo.bench.offline import OfflineBench
         from octavo.bench.steps import StepRecorder
 
-        config = config_from(options["model"], {"max_sequences": options["at_once"], **options["settings"]})
+        config = config_from_keywords(options["model"], {"max_sequences": options["at_once"], **options["settings"]})
         local = build_local(config)
         self._make_bench = OfflineBench
         self._client, self._steps = local.client, StepRecorder()

@@ -1,13 +1,13 @@
-"""The settings of a model and of the engine that runs it: one option a line.
+"""The settings of a model and of the engine that runs it.
 
-Owns: fields, defaults, help, ranges, flags. Does not: look at the machine or a model.
+Owns: sections and their options. Does not: read the machine or a model (assembly compares them).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.config.option import option
+from octavo.config.setting import option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CALL_PARSERS = (
@@ -25,32 +25,43 @@ class ModelConfig:
     """The choice of a model, and how it is loaded."""
 
     model: str = option(
-        "smollm2", "short name, folder, .gguf file, Hugging Face repository, or scripted:FILE", "--model", "-m"
+        "smollm2",
+        "short name, folder, .gguf file, Hugging Face repository, or scripted:FILE",
+        "--model",
+        "-m",
+        brief="alias, folder, .gguf file or repository",
     )
     revision: str | None = option(None, "branch, tag or commit of the repository", "--revision")
     offline: bool = option(
-        False, "try no network: use what is on this machine (HF_HUB_OFFLINE=1 says the same)", "--offline"
+        False,
+        "use only files on this machine, without the network (as HF_HUB_OFFLINE=1)",
+        "--offline",
+        brief="use only what is on this machine",
     )
     served_model_name: tuple[str, ...] = option(
         (),
-        "names under which clients address the model; the first is in answers to requests that name none",
+        "names by which clients address the model; answers have the first one if the request has none",
         "--served-model-name",
         "--alias",
         "-a",
+        brief="the model's name for clients",
+        heading="server",
+        takes_words=True,
     )
     dtype: str = option("auto", "type of weights and activations", "--dtype", choices=DTYPES)
     quantization: str = option(
         "auto",
-        "bits of the weights on a CPU: auto keeps those of the files (with --dtype given, none), none makes them "
-        "floats, int8 and int4 shorten longer ones",
+        "type of the weights on a CPU: auto keeps that of the files (with --dtype: none), none converts them to "
+        "floats, int8 and int4 quantize larger ones",
         "--quantization",
         choices=QUANTIZATIONS,
+        brief="auto, none, int8 or int4",
     )
     weight_cache_dir: str | None = option(
-        None, "folder of weights made ready for this machine (default: ~/.cache/octavo/weights)", "--cache-dir"
+        None, "folder of weights converted for this machine (default: ~/.cache/octavo/weights)", "--cache-dir"
     )
     weight_cache_bytes: int = option(
-        20 << 30, "most bytes kept in that folder, such as 20G; 0 = keep none", "--weight-cache-bytes", within=(0, None)
+        20 << 30, "maximum bytes of that folder, such as 20G; 0 = keep none", "--weight-cache-bytes", within=(0, None)
     )
     max_model_len: int | None = option(
         None,
@@ -59,6 +70,7 @@ class ModelConfig:
         "--ctx-size",
         "-c",
         within=(1, None),
+        brief="longest prompt + output [the model's own]",
     )
 
     def shown_name(self, default: str) -> str:
@@ -71,28 +83,31 @@ class ChatConfig:
     """Chat templates, and the parsing of tool calls and reasoning."""
 
     chat_template: str | None = option(
-        None, "file with a jinja chat template to use instead of the model's", "--chat-template"
+        None,
+        "file with a jinja chat template to use instead of the model's",
+        "--chat-template",
+        brief="jinja file, instead of the model's",
     )
     trust_template: bool = option(
         False,
-        "render the chat template inside the API process, which one that means harm can stop (default: in a process "
-        "that is killed in time)",
+        "render the chat template in the API process, which a malicious template can block (default: in a sandbox "
+        "process with a time limit)",
         "--trust-template",
     )
     special_tokens_in_text: bool = option(
         False,
-        "special tokens spelled in messages, such as <|im_end|>, become their ids, as in transformers (default: text)",
+        "parse special tokens in messages, such as <|im_end|>, into their ids, as transformers does (default: text)",
         "--special-tokens-in-text",
     )
     tool_call_parser: str = option(
         "auto",
-        "how the model writes tool calls; auto goes by its chat template (docs/structured-output.md)",
+        "format of the model's tool calls; auto: derived from its chat template (docs/structured-output.md)",
         "--tool-call-parser",
         choices=CALL_PARSERS,
     )
     reasoning_parser: str = option(
         "auto",
-        "the tags around what the model says to itself; auto goes by its chat template",
+        "tags around the model's reasoning; auto: derived from its chat template",
         "--reasoning-parser",
         choices=REASONING_PARSERS,
     )
@@ -104,7 +119,13 @@ class CacheConfig:
 
     block_size: int = option(16, "token positions in one KV block", "--block-size", within=(1, 1024))
     num_blocks: int | None = option(None, "KV blocks in the pool", "--num-gpu-blocks-override", within=(1, None))
-    kv_cache_bytes: int | None = option(None, "bytes of the KV pool", "--kv-cache-memory-bytes", within=(1, None))
+    kv_cache_bytes: int | None = option(
+        None,
+        "bytes of the KV pool",
+        "--kv-cache-memory-bytes",
+        within=(1, None),
+        brief="bytes of the KV pool, such as 4G",
+    )
     kv_cache_tokens: int | None = option(None, "token positions in the KV pool", "--kv-cache-tokens", within=(1, None))
     memory_fraction: float | None = option(
         None,
@@ -126,13 +147,13 @@ class CacheConfig:
     )
     host_load_min_tokens: int = option(
         64,
-        "shortest prefix that is loaded back from the host cache instead of computed again",
+        "shortest prefix that is loaded from the host cache instead of computed again",
         "--host-load-min-tokens",
         within=(0, None),
     )
     preemption: str = option(
         "auto",
-        "what becomes of a preempted request's KV blocks; auto swaps those of several sequences",
+        "what happens to a preempted request's KV blocks; auto swaps those of several sequences",
         "--preemption",
         "--preemption-mode",
         choices=("auto", "recompute", "swap"),
@@ -165,6 +186,7 @@ class SchedulingConfig:
         "--parallel",
         "-np",
         within=(1, None),
+        brief="sequences running at once [CPU 32, GPU 256]",
     )
     headroom: float | None = option(
         None, "share of the pool kept free at admission (default: the policy's)", "--headroom", within=(0.0, 0.99)
@@ -172,21 +194,21 @@ class SchedulingConfig:
     chunked_prefill: bool = option(True, "split long prompts over several steps", "--enable-chunked-prefill")
     max_partial_prefills: int = option(
         0,
-        "sequences whose prompt may be partly computed at once; 0 = no bound",
+        "maximum sequences with a partly computed prompt; 0 = no limit",
         "--max-num-partial-prefills",
         within=(0, None),
     )
     long_prefill_threshold: int = option(
         0,
-        "most prompt tokens of one sequence in a step; 0 = no bound",
+        "maximum prompt tokens of one sequence in a step; 0 = no limit",
         "--long-prefill-token-threshold",
         within=(0, None),
     )
     max_kv_read: int = option(
-        0, "tokens of context that one step reads; 0 = no bound", "--max-kv-read-tokens", within=(0, None)
+        0, "maximum tokens of context that one step reads; 0 = no limit", "--max-kv-read-tokens", within=(0, None)
     )
     max_bypass: int = option(
-        64, "times that later requests may pass one that lacks room", "--max-bypass", within=(1, None)
+        64, "how often later requests may pass one that lacks memory", "--max-bypass", within=(1, None)
     )
     composition: str = option(
         "mixed",
@@ -196,12 +218,12 @@ class SchedulingConfig:
     )
     max_prefill_run: int = option(
         4,
-        "steps of prompts in a row while anything decodes, with separate steps",
+        "maximum prompt steps in a row while anything decodes, with separate steps",
         "--max-prefill-run",
         within=(1, None),
     )
     separate_modalities: bool = option(
-        False, "keep requests with media and without in steps of their own", "--separate-modalities", hidden=True
+        False, "run requests with and without media in separate steps", "--separate-modalities", is_hidden=True
     )
 
 
@@ -211,66 +233,72 @@ class ExecutionConfig:
 
     device: str = option("auto", "where steps run", "--device", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(
-        None, "CPU threads (default: the cores this process may use)", "--threads", "-t", within=(1, 1024)
+        None,
+        "CPU threads (default: the cores this process may use)",
+        "--threads",
+        "-t",
+        within=(1, 1024),
+        brief="CPU threads [the usable cores]",
     )
     depth: int = option(1, "plans in flight", "--pipeline-depth", within=(1, 8))
     attention: str = option(
         "auto",
-        "attention code; reference is the slow twin",
+        "attention code; reference is the slow one, for tests",
         "--attention-backend",
         choices=("auto", "batched", "reference"),
     )
     decoder: str = option(
         "auto",
-        "code of a model's layers on a CPU; torch is the slow twin of the native kernels",
+        "code of a model's layers on a CPU; torch is slower than the native kernels",
         "--decoder",
         choices=("auto", "native", "torch"),
     )
     numerics: str = option(
         "auto",
-        "invariant: an answer has the same bits whatever shares its batch; fast: no such promise; auto: invariant "
-        "where it costs under 10 %",
+        "invariant: an answer has the same bits in any batch; fast: it may not; auto: invariant where it costs under "
+        "10 %",
         "--numerics",
         choices=("auto", "invariant", "fast"),
     )
-    seed: int = option(
-        0, "seed from which requests without one draw theirs", "--seed", "-s", within=(-(2**63), 2**64 - 1)
-    )
+    seed: int = option(0, "seed of requests that have none of their own", "--seed", "-s", within=(-(2**63), 2**64 - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Speculation: guessed tokens are verified, which gives fewer steps and the same text."""
+    """Speculation: draft tokens are verified, which gives fewer steps and the same text."""
 
     speculate: str = option(
         "off",
-        "where guesses of the next tokens come from; ngram: what followed the same tokens earlier in the sequence",
+        "source of draft tokens; ngram: what followed the same tokens earlier in the sequence",
         "--speculate",
         choices=("off", "ngram"),
+        brief="ngram guesses tokens from earlier text",
     )
     speculate_max_tokens: int = option(
-        7, "most tokens guessed for one sequence in a step", "--speculate-max-tokens", within=(1, 64)
+        7, "maximum draft tokens of one sequence in a step", "--speculate-max-tokens", within=(1, 64)
     )
     speculate_max_rows: int = option(
-        8, "most sequences in a step that has guesses", "--speculate-max-rows", within=(1, None)
+        8, "maximum sequences in a step that has draft tokens", "--speculate-max-rows", within=(1, None)
     )
 
 
 @dataclass(frozen=True, slots=True)
 class StatisticsConfig:
-    """Which figures of its steps and requests the engine keeps."""
+    """Which measurements of its steps and requests the engine keeps."""
 
-    collect_statistics: bool = option(True, "keep figures of the last steps and requests", "--collect-statistics")
+    collect_statistics: bool = option(True, "keep measurements of the last steps and requests", "--collect-statistics")
     memory_analysis: bool = option(
-        False, "look into the KV pool whenever statistics are asked for, and every 5 s while busy", "--memory-analysis"
+        False, "analyse the KV pool with every query of the statistics, and every 5 s while busy", "--memory-analysis"
     )
-    step_records: int = option(4096, "steps whose figures are kept", "--step-records", within=(1, 65536))
-    request_records: int = option(1024, "ended requests whose figures are kept", "--request-records", within=(1, 65536))
+    step_records: int = option(4096, "steps whose measurements are kept", "--step-records", within=(1, 65536))
+    request_records: int = option(
+        1024, "finished requests whose measurements are kept", "--request-records", within=(1, 65536)
+    )
     explain_kept: int = option(
-        1024, "ended requests that can still be explained; 0 = none", "--explain-kept", within=(0, 65536)
+        1024, "finished requests that can still be explained; 0 = none", "--explain-kept", within=(0, 65536)
     )
     explain_kept_s: float = option(
-        600.0, "seconds after its end that a request can be explained", "--explain-kept-s", within=(0.0, None)
+        600.0, "seconds for which a finished request can be explained", "--explain-kept-s", within=(0.0, None)
     )
     drift_baseline: str | None = option(
         None, "fit of earlier steps (octavo simulate --fit) to compare the steps with", "--drift-baseline"
@@ -281,10 +309,13 @@ class StatisticsConfig:
 class RecordingConfig:
     """Recording of the engine's decisions, for octavo replay and octavo simulate (docs/recording.md)."""
 
-    record: str | None = option(None, "folder to record every decision of the engine in", "--record")
+    record: str | None = option(
+        None,
+        "folder in which every decision of the engine is recorded",
+        "--record",
+        brief="record every decision in this folder",
+    )
     record_bytes: int = option(
-        1 << 30, "most bytes in that folder; then the recording ends", "--record-bytes", within=(1 << 16, None)
+        1 << 30, "maximum bytes of that folder; the recording ends there", "--record-bytes", within=(1 << 16, None)
     )
-    record_text: bool = option(
-        False, "record token ids too; without, lengths and digests stand for them", "--record-text"
-    )
+    record_text: bool = option(False, "record token ids too (default: lengths and digests only)", "--record-text")

@@ -1,0 +1,95 @@
+"""Options of vLLM, SGLang and llama.cpp that are not ours: which of our flags was meant, or why there is none.
+
+Owns: the tables, for flags and for keyword arguments of LLM alike.
+Does not: list the flags of vLLM and llama.cpp that are ours too (they are spellings of the settings themselves).
+"""
+
+from __future__ import annotations
+
+# Our flag -> other programs' spellings that are too different for near names.
+_SPELLINGS = {
+    "--max-model-len": ("--n-ctx", "--max-seq-len", "--context-length"),
+    "--model": ("--hf-repo", "-hf", "-hfr", "--model-path"),
+    "--max-num-seqs": ("--max-running-requests", "--max-concurrent-requests"),
+    "--kv-cache-tokens": ("--max-total-tokens",),
+    "--gpu-memory-utilization": ("--mem-fraction-static",),
+    "--max-num-batched-tokens": ("--chunked-prefill-size", "--ubatch-size", "-ub"),
+    "--block-size": ("--page-size",),
+    "--policy": ("--schedule-policy",),
+    "--no-enable-prefix-caching": ("--disable-radix-cache",),
+    "--host-cache-bytes": ("--hicache-ratio", "--hicache-size", "--cpu-offload-gb"),
+    "--seed": ("--random-seed",),
+    "--numerics": ("--enable-deterministic-inference",),
+    "--speculate": ("--speculative-algorithm", "--speculative-config", "--lookup"),
+    "--chat-template": ("--chat-template-file",),
+    "--kv-cache-dtype": ("--cache-type-k", "--cache-type-v", "-ctk", "-ctv"),
+    "--threads": ("--threads-batch", "-tb", "--num-threads"),
+    "--speculate-max-tokens": ("--num-speculative-tokens",),
+    "--ssl-certfile": ("--ssl-cert-file",),
+    "--ssl-keyfile": ("--ssl-key-file",),
+    "--log-level": ("--uvicorn-log-level",),
+    "--root-path": ("--api-prefix",),
+    "--kv-cache-memory-bytes": ("--kv-cache-size",),
+    "--max-tokens": ("-n", "--n-predict", "--predict", "--max-new-tokens"),
+    "--system": ("--system-prompt", "-sys"),
+    "--url": ("--host-url", "--endpoint"),
+}
+RENAMED_FLAGS = {theirs: ours for ours, names in _SPELLINGS.items() for theirs in names}
+# Reason -> other programs' flags that have no counterpart here.
+_REASONS = {
+    "a model runs whole on one device (--device)": ("--gpu-layers", "--n-gpu-layers", "-ngl"),
+    "there is one device": (
+        "--tensor-parallel-size", "--tp", "-tp", "--pipeline-parallel-size", "--nnodes",
+        "--distributed-executor-backend",
+    ),
+    "start several servers": ("--data-parallel-size", "--dp"),
+    "there are no adapters": ("--enable-lora", "--lora-modules", "--lora", "--lora-paths", "--max-loras"),
+    "there are no draft models (--speculate ngram)": ("--model-draft", "-md", "--draft-model"),
+    "this version reads no images": ("--mmproj", "--limit-mm-per-prompt"),
+    "code from model repositories is never run": ("--trust-remote-code",),
+    "the tokenizer is the model's own": (
+        "--tokenizer", "--tokenizer-mode", "--tokenizer-revision", "--skip-tokenizer-init",
+    ),
+    "the model's configuration is used as it is": ("--hf-overrides",),
+    "the format is read from the files": ("--load-format",),
+    "weights are always read from the file's own pages": ("--mlock", "--no-mmap"),
+    "there is nothing to switch": ("--flash-attn", "-fa", "--enforce-eager"),
+    "it is always on": (
+        "--cont-batching", "-cb", "--jinja", "--enable-auto-tool-choice", "--embedding", "--embeddings",
+        "--is-embedding", "--metrics", "--enable-metrics",
+    ),
+    "one engine generates and embeds": ("--task", "--runner"),
+    "requests are not logged (--log-level)": ("--disable-log-requests", "--disable-log-stats"),
+    "octavo explain and octavo top show what runs": ("--slots",),
+    "set HF_HOME": ("--download-dir",),
+    "set HF_TOKEN, or run: hf auth login": ("--hf-token",),
+    "give sampling parameters with the request": ("--generation-config",),
+    "grammars are compiled by llguidance": ("--structured-outputs-config",),
+    "give logit_bias or a grammar with the request": ("--logits-processors",),
+}  # fmt: skip
+UNSUPPORTED_FLAGS = {flag: reason for reason, flags in _REASONS.items() for flag in flags}
+# Keyword arguments of vLLM's LLM that change nothing here, whatever their value is.
+_IGNORED = {
+    "compilation_config", "disable_custom_all_reduce", "disable_log_requests", "disable_log_stats",
+    "enable_log_requests", "enforce_eager",
+}  # fmt: skip
+# Others, with the values that change nothing here.
+_HARMLESS: dict[str, tuple[object, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "trust_remote_code": (False,),
+    "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+    "tokenizer_mode": ("auto", "slow", "fast"),
+    "skip_tokenizer_init": (False,),
+    "load_format": ("auto", "safetensors", "gguf"),
+    "generation_config": ("auto",),
+    "enable_lora": (False,),
+    "cpu_offload_gb": (0,),
+}
+
+
+def is_harmless(keyword: str, value: object) -> bool:
+    """Return True for a keyword argument of vLLM's LLM that has no effect here."""
+    return keyword in _IGNORED or value in _HARMLESS.get(keyword, ())
