@@ -17,7 +17,7 @@ from octavo.core.plan import ROW_BEAM, ROW_CARRY, ROW_FORK, Event, EventKind, Ev
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshots import Statistics
-from octavo.engine.grammars import collect, submit
+from octavo.engine.grammars import MaskedTicket, submit_masked
 from octavo.executors.protocol import Capacity, Executor, Ticket
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.matcher import Matcher
@@ -183,13 +183,17 @@ class _Loop:
             if plan.is_empty:
                 return plan
             self._count(plan)
-            self._flight.append((plan, submit(self._executor, plan, self.bank)))
+            masked = self.bank is not None and not self.bank.is_empty
+            ticket = submit_masked(self._executor, plan, self.bank) if masked else self._executor.submit(plan)
+            self._flight.append((plan, ticket))
             self.run.max_in_flight = max(self.run.max_in_flight, len(self._flight))
         return None
 
     def _retire(self) -> None:
         plan, ticket = self._flight.popleft()
-        events = self.scheduler.commit(plan, collect(self._executor, ticket), float(self.run.num_steps))
+        is_masked = isinstance(ticket, MaskedTicket)
+        result = ticket.collect(self._executor) if is_masked else self._executor.collect(ticket)
+        events = self.scheduler.commit(plan, result, float(self.run.num_steps))
         self.run.num_steps += 1
         if self.bank is not None:
             self.bank.committed(events)

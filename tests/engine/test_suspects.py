@@ -26,7 +26,7 @@ def search(names: list[str], culprits: set[str], max_rows: int) -> tuple[list[st
             for name in suspects.failed(rows):
                 live.remove(name)
                 ended.append(name)
-                suspects.cleared([name])
+                suspects.clear([name])
         else:
             suspects.progressed(rows)
             live = [name for name in live if name not in rows]

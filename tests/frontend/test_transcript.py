@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.fakes import EOS, make_tokenizer
 
 from octavo.core.request import FinishReason, SamplingParams
-from octavo.frontend.transcript import Transcript
+from octavo.frontend.sessions import Transcript
 
 TOKENIZER = make_tokenizer()
 

@@ -20,7 +20,7 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.limits import Limits
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine.grammars import collect, submit
+from octavo.engine.grammars import MaskedTicket, submit_masked
 from octavo.executors.openmp import limit_spinning
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
 from octavo.grammar.bank import GrammarBank
@@ -117,7 +117,11 @@ class _Halves:
     def _step(self, half: frozenset[str]) -> bool:
         """Run one step of a half; return False if it computed prompts."""
         plan = self._scheduler.plan(0.0, half)
-        ticket = submit(self._executor, plan, self._bank)
-        events = self._scheduler.commit(plan, collect(self._executor, ticket), 0.0)
+        ticket = submit_masked(self._executor, plan, self._bank)
+        if isinstance(ticket, MaskedTicket):
+            result = ticket.collect(self._executor)
+        else:
+            result = self._executor.collect(ticket)
+        events = self._scheduler.commit(plan, result, 0.0)
         self._bank.committed(events)
         return plan.num_query_tokens == len(half)

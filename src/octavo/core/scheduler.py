@@ -224,7 +224,30 @@ class Scheduler:
 
     def gauges(self) -> snapshots.Gauges:
         """Levels and totals. O(groups): cheap enough for every step."""
-        return snapshots.gauges(self._state)
+        state = self._state
+        cache, totals = state.cache, state.totals
+        cached = [len(pool.cached) for pool in cache.pools]
+        used = [pool.num_blocks - len(pool.plain) - count for pool, count in zip(cache.pools, cached, strict=True)]
+        return snapshots.Gauges(
+            state.num_sequences,
+            len(state.running),
+            len(state.waiting),
+            state.num_swapped,
+            tuple(used),
+            tuple(cached),
+            tuple([pool.num_filled for pool in cache.host.pools]) if cache.host.pools else (),
+            totals.num_steps,
+            totals.num_computed_tokens,
+            totals.num_output_tokens,
+            totals.num_accepted_tokens,
+            totals.num_preemptions,
+            sum(totals.finished.values()),
+            totals.num_swapped_out_tokens,
+            totals.num_swapped_in_tokens,
+            totals.num_host_hit_tokens,
+            cache.queried_tokens,
+            cache.hit_tokens,
+        )
 
     def statistics(self) -> snapshots.Statistics:
         """All gauges and totals. O(requests), for people."""

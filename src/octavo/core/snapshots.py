@@ -39,33 +39,6 @@ class Gauges(NamedTuple):
     hit_tokens: int
 
 
-def gauges(state: State) -> Gauges:
-    """Read the gauges. O(groups), cheap enough for every step."""
-    cache, totals = state.cache, state.totals
-    cached = [len(pool.cached) for pool in cache.pools]
-    used = [pool.num_blocks - len(pool.plain) - count for pool, count in zip(cache.pools, cached, strict=True)]
-    return Gauges(
-        state.num_sequences,
-        len(state.running),
-        len(state.waiting),
-        state.num_swapped,
-        tuple(used),
-        tuple(cached),
-        tuple([pool.num_filled for pool in cache.host.pools]) if cache.host.pools else (),
-        totals.num_steps,
-        totals.num_computed_tokens,
-        totals.num_output_tokens,
-        totals.num_accepted_tokens,
-        totals.num_preemptions,
-        sum(totals.finished.values()),
-        totals.num_swapped_out_tokens,
-        totals.num_swapped_in_tokens,
-        totals.num_host_hit_tokens,
-        cache.queried_tokens,
-        cache.hit_tokens,
-    )
-
-
 @dataclass(slots=True, kw_only=True)
 class Statistics(Totals):
     """Gauges now, and the totals since the start. Blocks are summed over groups; hits and swaps are in tokens.

@@ -19,40 +19,41 @@ from octavo.grammar.matcher import Matcher
 
 CHECK_S = 1.0
 MAX_BUILD_S = 60.0  # the first one of an engine loads the tokenizer, on a machine that may be slow and busy
-Built = Matcher | RequestError | None
+Built = Matcher | RequestError | None  # None: the request has no grammar
 
 
 class GrammarBuilds:
-    """The requests whose grammars are being built. Without a bank, requests with a grammar are refused."""
+    """The requests whose grammars are being built, with the times of `begin` in `begun_at`.
+
+    Without a bank, requests with a grammar are refused.
+    """
 
     def __init__(self, bank: GrammarBank | None, wake: Callable[[], object]) -> None:
         """`wake` wakes the loop."""
         self._bank = bank
         self._wake = wake
-        self._begun_at: dict[str, float] = {}
+        self.begun_at: dict[str, float] = {}
         self._ends: dict[str, FinishReason] = {}  # of requests cancelled meanwhile
 
     def begin(self, request: Request, now: float, then: Callable[[Built], None]) -> None:
-        """Call `then` with a request's matcher, None if it has no grammar. From any thread.
+        """Call `then` with the matcher of a request with a grammar. From any thread.
 
         A thread of its own builds grammars and calls `then`, so that no step waits for it.
         """
-        if not request.params.grammar:
-            then(None)
-        elif self._bank is None:
+        if self._bank is None:
             then(InvalidRequestError("this engine holds outputs to no grammar; leave it out", "grammar"))
         else:
-            self._begun_at[request.request_id] = now
+            self.begun_at[request.request_id] = now
             self._wake()  # an idle loop must wake regularly while a grammar is built
             self._bank.prepare(request, then)
 
     def cancel(self, request_ids: Iterable[str], reason: FinishReason) -> None:
         """Mark requests whose grammars are being built to end when they are admitted."""
-        self._ends.update((name, reason) for name in request_ids if name in self._begun_at)
+        self._ends.update((name, reason) for name in request_ids if name in self.begun_at)
 
     def finish(self, request: Request, built: Built) -> FinishReason | None:
         """Forget a request's build; return why the request must end at once, or None. Raises the grammar's error."""
-        self._begun_at.pop(request.request_id, None)
+        self.begun_at.pop(request.request_id, None)
         ends_as = self._ends.pop(request.request_id, None)
         if isinstance(built, RequestError):
             raise built
@@ -63,7 +64,7 @@ class GrammarBuilds:
 
         It is not shortened once a build has taken MAX_BUILD_S: only a new engine ends a thread that never returns.
         """
-        begun_at = min(list(self._begun_at.values()), default=None)
+        begun_at = min(list(self.begun_at.values()), default=None)
         if begun_at is None or now - begun_at >= MAX_BUILD_S:
             return until
         return now + CHECK_S if until is None else min(until, now + CHECK_S)
@@ -78,22 +79,19 @@ class MaskedTicket:
         self.ticket = ticket
         self.failures = failures
 
+    def collect(self, executor: Executor) -> StepResult:
+        """Collect the step. Raises the executor's errors."""
+        result = executor.collect(self.ticket)
+        result.dead_ends = tuple(sorted({**dict(result.dead_ends), **dict(self.failures)}.items()))
+        return result
 
-def submit(executor: Executor, plan: StepPlan, bank: GrammarBank | None) -> Ticket:
+
+def submit_masked(executor: Executor, plan: StepPlan, bank: GrammarBank) -> Ticket:
     """Submit a plan; compute its masks meanwhile, and supply them before it samples. Raises the executor's errors."""
-    masks = None if bank is None or bank.is_empty else bank.begin(plan)
+    masks = bank.begin(plan)
     ticket = executor.submit(plan)
     if masks is None:
         return ticket
     made, failures = masks.result()
     executor.supply(ticket, made)
     return MaskedTicket(ticket, failures) if failures else ticket
-
-
-def collect(executor: Executor, ticket: Ticket) -> StepResult:
-    """Collect a ticket of `submit`. Raises the executor's errors."""
-    if not isinstance(ticket, MaskedTicket):
-        return executor.collect(ticket)
-    result = executor.collect(ticket.ticket)
-    result.dead_ends = tuple(sorted({**dict(result.dead_ends), **dict(ticket.failures)}.items()))
-    return result

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, Verb
-from octavo.engine.grammars import Built, GrammarBuilds, collect, submit
+from octavo.engine.grammars import Built, GrammarBuilds, MaskedTicket, submit_masked
 from octavo.engine.heartbeat import HeartbeatWriter
 from octavo.engine.outbox import Outbox
 from octavo.engine.suspects import Suspects
@@ -94,6 +94,7 @@ class EngineLoop:
         self._depth = depth
         self._max_waiting = max_waiting
         self._bank = bank
+        self._active_bank: GrammarBank | None = None  # the bank while an open request has a grammar
         self._builds = GrammarBuilds(bank, partial(self._post, ignore, ignore))
         self._receive: Callable[[Events], None] = ignore
         self._ended: Callable[[], None] = ignore
@@ -162,6 +163,9 @@ class EngineLoop:
 
     def submit(self, request: Request, reply: Reply) -> None:
         """Submit a request; replies Accepted, a RequestError or an EngineError."""
+        if not request.params.grammar:
+            self._post(partial(self._admit, request, reply, None), reply)
+            return
         admit = partial(self._admit, request, reply)
         self._builds.begin(request, self.clock.now(), lambda built: self._post(partial(admit, built), reply))
 
@@ -238,7 +242,10 @@ class EngineLoop:
                 self.heartbeat.step_begins(plan)
             ticket, failure = None, None
             try:
-                ticket = submit(self._executor, plan, self._bank)
+                if self._active_bank is None:
+                    ticket = self._executor.submit(plan)
+                else:
+                    ticket = submit_masked(self._executor, plan, self._active_bank)
             except EngineDeadError:
                 raise
             except Exception as error:  # the executor shell: a step that fails is retried, then bisected
@@ -275,7 +282,9 @@ class EngineLoop:
         if step.failure is not None:
             return step.failure
         try:
-            return collect(self._executor, step.ticket)
+            if isinstance(step.ticket, MaskedTicket):
+                return step.ticket.collect(self._executor)
+            return self._executor.collect(step.ticket)
         except EngineDeadError:
             raise
         except Exception as error:  # the executor shell
@@ -292,7 +301,8 @@ class EngineLoop:
     def _wait(self, wake_at: float | None) -> None:
         now = self.clock.now()
         until = None if wake_at is None else max(wake_at, now + MIN_WAIT_S)
-        until = self._builds.wake_by(until, now)
+        if self._builds.begun_at:
+            until = self._builds.wake_by(until, now)
         if self.heartbeat is not None:
             self.heartbeat.idle()
         with self._condition:
@@ -301,8 +311,8 @@ class EngineLoop:
 
     def _deliver(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
         """Send the events of a commit to the client, the grammar bank, the suspects and the instruments."""
-        if self._bank is not None:
-            self._bank.committed(events)
+        if self._active_bank is not None:
+            self._active_bank.committed(events)
         self._send(self._outbox.committed(events))
         if isinstance(outcome, StepResult):
             self._suspects.stepped(plan, self._owners, events.request_ids)
@@ -321,9 +331,11 @@ class EngineLoop:
 
     def _note_decisions(self, decisions: tuple[Event, ...]) -> None:
         if decisions:
-            if self._bank is not None:
-                self._bank.ended(decisions)
-            self._suspects.cleared(e.request_id for e in decisions if e.kind == EventKind.FINISHED)
+            if self._active_bank is not None:
+                self._active_bank.ended(decisions)
+                if self._active_bank.is_empty:
+                    self._active_bank = None
+            self._suspects.ended(decisions)
             self.instruments.decided(decisions)
 
     def _recover(self, plan: StepPlan, failure: StepFailure) -> None:
@@ -340,7 +352,7 @@ class EngineLoop:
 
     def _admit(self, request: Request, reply: Reply, built: Built) -> None:
         try:
-            ends_as = self._builds.finish(request, built)
+            ends_as = self._builds.finish(request, built) if request.params.grammar else None
             if self._is_draining:
                 raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
             if self._max_waiting and self._scheduler.num_waiting >= self._max_waiting:
@@ -351,6 +363,7 @@ class EngineLoop:
             return
         if self._bank is not None and isinstance(built, Matcher):
             self._bank.open(request.request_id, built)
+            self._active_bank = self._bank
         self._outbox.open(request.request_id)
         self.instruments.admitted(request)
         reply(Accepted(request.request_id, admission.max_tokens, admission.capped))

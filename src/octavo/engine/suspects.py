@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from octavo.core.plan import ROW_BEAM, StepPlan
+from octavo.core.plan import ROW_BEAM, Event, EventKind, StepPlan
 
 MAX_FAILURES = 128  # failed steps in a row, of any requests, after which all requests of the failing plan are ended
 MEMORY_TRIES = 8
@@ -110,12 +110,6 @@ class Suspects:
             self._groups += [half for half in (group[middle:], group[:middle]) if half]
         return ()
 
-    def progressed(self, ids: Iterable[str]) -> None:
-        """Clear requests that committed a token."""
-        self._num_failures = 0
-        self._num_culprits = 0
-        self.cleared(ids)
-
     def stepped(self, plan: StepPlan, owners: Mapping[int, str], ids: Iterable[str] = ()) -> None:
         """Record a successful step with tokens for `ids`. A beam search has its tokens last: a row is progress."""
         self.step_limit.stepped()
@@ -124,11 +118,22 @@ class Suspects:
             if progressed := [*ids, *beams]:
                 self.progressed(progressed)
 
-    def cleared(self, ids: Iterable[str]) -> None:
-        """Remove requests from the search, for example when they ended."""
+    def progressed(self, ids: Iterable[str]) -> None:
+        """Clear requests that committed a token."""
+        self._num_failures = 0
+        self._num_culprits = 0
+        self.clear(ids)
+
+    def ended(self, decisions: Iterable[Event]) -> None:
+        """Remove the requests that ended from the search."""
+        if self._groups:
+            self.clear(event.request_id for event in decisions if event.kind == EventKind.FINISHED)
+
+    def clear(self, ids: Iterable[str]) -> None:
+        """Remove requests from the search."""
         if self._groups:
             cleared = set(ids)
-            groups = ([i for i in group if i not in cleared] for group in self._groups)
+            groups = ([name for name in group if name not in cleared] for group in self._groups)
             self._groups = [group for group in groups if group]
 
     def set_aside(self, only: frozenset[str]) -> None:

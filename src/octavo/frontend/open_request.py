@@ -45,6 +45,7 @@ class Page:
 class OpenRequest:
     """One request: as submitted (with a seed), a page per choice, made at the choice's first event, and its end.
 
+    `has_several`: the engine runs several sequences for it, so it starts over in a later epoch.
     `epoch` is that of its arrival, 0 if an earlier front end accepted it. `has_progress`: it got a token in this epoch,
     even one that was already held; `num_crashes` are the engines that died with it in their batch since its last
     token. `requested_ends` are cancellations, by choice (None = the whole request), which an engine that died may not
@@ -55,8 +56,9 @@ class OpenRequest:
 
     __slots__ = (
         "_num_choices", "_num_ended", "_out_since", "_scores", "_scores_from", "answer", "cached_tokens", "end",
-        "epoch", "final_only", "first_at", "has_logprobs", "has_progress", "is_abandoned", "is_read", "max_tokens",
-        "next_score", "num_crashes", "pages", "pooled", "preempted", "queue_s", "request", "requested_ends", "waiter",
+        "epoch", "final_only", "first_at", "has_logprobs", "has_progress", "has_several", "is_abandoned",
+        "is_read", "max_tokens", "next_score", "num_crashes", "pages", "pooled", "preempted", "queue_s", "request",
+        "requested_ends", "waiter",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -81,17 +83,12 @@ class OpenRequest:
         self.next_score = request.score_from
         self.pooled: bytes | None = None
         self.has_logprobs = request.params.num_logprobs is not None
+        self.has_several = request.params.num_sequences > 1 or request.params.beam_width > 0
         self._num_choices = num_choices(request.params)
         self._num_ended = 0  # choices
         self._out_since: float | None = None
         self._scores: list[TokenLogprobs] = []
         self._scores_from = 0
-
-    @property
-    def has_several(self) -> bool:
-        """True if the engine runs several sequences for it: such a request starts over in a later epoch."""
-        params = self.request.params
-        return params.num_sequences > 1 or params.beam_width > 0
 
     @property
     def ended_choices(self) -> list[int]:

@@ -24,6 +24,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Protocol, Self, TypedDict, Unpack
 
 from octavo.core.kv.prefix import prompt_keys
+from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, EngineClient, TokenOutput
 from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
@@ -31,7 +32,8 @@ from octavo.executors.protocol import Capacity
 from octavo.frontend.open_request import num_choices
 from octavo.frontend.open_requests import OutputReader
 from octavo.frontend.outputs import Scores, TextDelta, Usage, best_choices, slice_tokens
-from octavo.frontend.transcript import Transcript
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
@@ -73,6 +75,68 @@ def _wants(params: SamplingParams) -> Want:
     if params.max_tokens == 0:
         return Want.SCORE
     return Want.SAMPLE if params.prompt_logprobs is None else Want.SAMPLE | Want.SCORE
+
+
+class Transcript:
+    """The growing text of one choice. `stop_string` is set once one matched; later ids are ignored."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
+        eos = () if params.ignore_eos else tuple(eos_token_ids)
+        self._end_ids = frozenset((*eos, *params.stop_token_ids))
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._min_tokens = params.min_tokens
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, params.shown_special_ids)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self.num_tokens = 0
+        self.stop_string: str | None = None
+        self.stop_token_id: int | None = None
+        self.logprob_sum: float | None = None if params.num_logprobs is None else 0.0  # None: not known
+
+    def push(
+        self, ids: array[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs | None] | None = None
+    ) -> tuple[str, int]:
+        """Add the next ids; return their text and how many of the ids count.
+
+        `finish` is the engine's reason if these are the last ids; a stop string in them still takes precedence.
+        """
+        if self.stop_string is not None:
+            return "", 0
+        shown = ids
+        if finish is FinishReason.STOP and ids and ids[-1] in self._end_ids:
+            shown = ids[:-1]
+        text, num_counted = self._show(shown)
+        if self.stop_string is None:
+            num_counted = len(ids)
+            if len(shown) < len(ids) and ids[-1] in self._stop_token_ids:
+                self.stop_token_id = ids[-1]
+            if finish is not None:
+                text += self._flush()
+        self.num_tokens += num_counted
+        if self.logprob_sum is not None:
+            known = [entry.logprob for entry in (logprobs or ())[:num_counted] if entry is not None]
+            self.logprob_sum = self.logprob_sum + sum(known) if len(known) == num_counted else None
+        return text, num_counted
+
+    def _show(self, ids: array[int]) -> tuple[str, int]:
+        stops = self._stops
+        if stops is None:
+            return self._detokenizer.push(ids), len(ids)
+        texts: list[str] = []
+        for count, token_id in enumerate(ids, 1):
+            text = self._detokenizer.push((token_id,))
+            if self.num_tokens + count > self._min_tokens:
+                text, self.stop_string = stops.push(text)
+            texts.append(text)
+            if self.stop_string is not None:
+                return "".join(texts), count
+        return "".join(texts), len(ids)
+
+    def _flush(self) -> str:
+        text = self._detokenizer.flush()
+        if self._stops is None:
+            return text
+        safe, self.stop_string = self._stops.push(text)
+        return safe if self.stop_string is not None else safe + self._stops.flush()
 
 
 class OutputClient(Protocol):
@@ -139,17 +203,11 @@ class Session:
         return self
 
     async def __anext__(self) -> TextDelta:
-        if not self._ready:
-            await self._fill()
-        elif self._ready[0].prompt_logprobs is not None:
+        if self._ready and self._ready[0].prompt_logprobs is not None:
             await asyncio.sleep(0)  # many may be ready, and other tasks need this event loop
-        return self._ready.popleft()
-
-    async def _fill(self) -> None:
-        """Wait for the next delta."""
-        if self._has_ended:
-            raise StopAsyncIteration
         while not self._ready:
+            if self._has_ended:
+                raise StopAsyncIteration
             output = await anext(self._outputs, None)
             if output is None:
                 self._has_ended = True
@@ -162,6 +220,7 @@ class Session:
                 (self._held if self._is_ranked else self._ready).append(delta)
             if self._is_ranked and output.is_final:
                 self._ready.extend(best_choices(self._held, self.params.n))
+        return self._ready.popleft()
 
     async def collect(self) -> list[TextDelta]:
         """Return all deltas. Without stop strings this wakes up once, at the end."""

@@ -1,6 +1,6 @@
 """Forecaster: predicts when requests without a token get their first one, from the last steps and answers.
 
-Owns: the model of a step's time, the forecast, and the WaitModel by which another process estimates waits.
+Owns: the forecast, and the WaitModel by which another process estimates waits.
 Does not: decide, or read a clock.
 Method: a step of k tokens takes a + b k seconds, by least squares over the last steps with and without prompts. With
 that, the queue is simulated in jumps from one event (a prompt is done, an answer ends) to the next: slots, blocks and
@@ -19,23 +19,17 @@ from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from itertools import chain
 from math import inf
-from statistics import fmean, linear_regression
 
-from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshots import OpenWork, RequestView
+from octavo.observe.series import StepTimeModel
 
-NUM_STEPS = 64  # kept of each kind
-NUM_RECENT = 16  # steps that measure the machine's present speed
-MIN_STEPS = 4
-NUM_ANSWERS = 256
 NUM_RUNS = 9  # with nine draws, the true value is between the least and the greatest four times in five
 MAX_REPEATED = 256  # open requests beyond which there is only one run, as it delays the next step
 MAX_JUMPS = 20_000
 LEAST_AGE_S = 0.1  # a forecast is used at least this long,
 MAX_SHARE = 0.02  # and so long that forecasts take at most this share of the time
 NEW_REQUEST = ""  # a request that would arrive now, after all waiting ones; no request has this name
-_SAME_RUN = 0.1  # a pause before a step is counted as part of it if it is at most this share of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,40 +56,6 @@ class WaitModel:
         num_rows = max(1, num_running)
         num_steps = (output_tokens + self.answer_tokens) / num_rows  # a running request has to end first
         return self.steps_s(num_steps, num_steps * num_rows + prompt_tokens)
-
-
-class StepTimeModel:
-    """The seconds of a step by its tokens, from the last steps."""
-
-    def __init__(self) -> None:
-        self._prompts: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)
-        self._others: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)
-        self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)
-        self._last_end = -inf
-
-    def add(self, plan: StepPlan, end: float) -> None:
-        """Add a step that has a result. With several plans in flight its time begins at the end of the one before."""
-        seconds, begin = end - plan.now, plan.now
-        if begin - self._last_end <= _SAME_RUN * seconds:
-            begin = self._last_end
-        self._last_end = end
-        kept = self._prompts if plan.num_query_tokens > len(plan.slots) else self._others
-        kept.append((plan.num_query_tokens, end - begin))
-        self._recent.append(kept[-1])
-
-    def fit(self) -> tuple[float, float] | None:
-        """Return (seconds of a step, additional seconds per token); None before there were enough steps.
-
-        Steps with prompts may be old, and a machine's speed changes: the first is computed from the most recent steps.
-        """
-        points = (*self._prompts, *self._others)
-        if len(points) < MIN_STEPS:
-            return None
-        tokens, seconds = zip(*points, strict=True)
-        slope = linear_regression(tokens, seconds).slope if len(set(tokens)) > 1 else 0.0
-        mean_k, mean_s = (fmean(column) for column in zip(*self._recent, strict=True))
-        slope = min(max(slope, 0.0), mean_s / mean_k)  # neither a step nor a token takes a negative time
-        return mean_s - slope * mean_k, slope
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, St
 from octavo.core.request import FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshots import Gauges
-from octavo.observe.forecast import NUM_ANSWERS, StepTimeModel
-from octavo.observe.series import FINE_SECONDS, Histogram, StepTimes
+from octavo.observe.series import FINE_SECONDS, Histogram, StepTimeModel, StepTimes
 
 NUM_FIRST = 16  # events kept from the beginning of a request
 NUM_LAST = 48  # and from its end
 TOKEN_STEPS = 65_536  # steps whose times are kept; a request that began before them has no quantiles of its gaps
+NUM_ANSWERS = 256  # whose lengths are kept
 PHASES = ("earlier", "queue", "prefill", "decode", "preempted", "recompute")  # earlier: in an engine before this one
 _EARLIER, _QUEUE, _PREFILL, _DECODE, _PREEMPTED, _RECOMPUTE = range(len(PHASES))
 

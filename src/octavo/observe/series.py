@@ -1,6 +1,7 @@
-"""Time series of bounded size: histograms of values, and the seconds of the last steps by part.
+"""Series of bounded size: histograms of values, and the seconds of the last steps, by part and by number of tokens.
 
-Owns: the counts and the last records. Does not: measure, or know the names under which they are exported.
+Owns: the counts, the last records, and the model of a step's time.
+Does not: measure, or know the names under which they are exported.
 Invariants: one thread writes, so there are no locks; an observation costs one bisection.
 """
 
@@ -10,7 +11,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
-from statistics import median_high
+from math import inf
+from statistics import fmean, linear_regression, median_high
+
+from octavo.core.plan import StepPlan
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0,
@@ -20,6 +24,10 @@ SECONDS = (
 FINE_SECONDS = tuple(1e-5 * 1.2**power for power in range(100))
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 PARTS = ("schedule", "prepare", "forward", "sample", "emit", "step")  # of a step; `step` is all, from plan to emit
+NUM_STEPS = 64  # kept of each kind
+NUM_RECENT = 16  # steps that measure the machine's present speed
+MIN_STEPS = 4
+_SAME_RUN = 0.1  # a pause before a step is counted as part of it if it is at most this share of it
 
 
 class Histogram:
@@ -102,3 +110,37 @@ class StepTimes:
             "total_s": dict(zip(PARTS, self._totals, strict=True)),
             "median_s": dict(zip(PARTS, medians, strict=True)),
         }
+
+
+class StepTimeModel:
+    """The seconds of a step by its tokens, from the last steps."""
+
+    def __init__(self) -> None:
+        self._prompts: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)
+        self._others: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)
+        self._last_end = -inf
+
+    def add(self, plan: StepPlan, end: float) -> None:
+        """Add a step that has a result. With several plans in flight its time begins at the end of the one before."""
+        seconds, begin = end - plan.now, plan.now
+        if begin - self._last_end <= _SAME_RUN * seconds:
+            begin = self._last_end
+        self._last_end = end
+        kept = self._prompts if plan.num_query_tokens > len(plan.slots) else self._others
+        kept.append((plan.num_query_tokens, end - begin))
+        self._recent.append(kept[-1])
+
+    def fit(self) -> tuple[float, float] | None:
+        """Return (seconds of a step, additional seconds per token); None before there were enough steps.
+
+        Steps with prompts may be old, and a machine's speed changes: the first is computed from the most recent steps.
+        """
+        points = (*self._prompts, *self._others)
+        if len(points) < MIN_STEPS:
+            return None
+        tokens, seconds = zip(*points, strict=True)
+        slope = linear_regression(tokens, seconds).slope if len(set(tokens)) > 1 else 0.0
+        mean_k, mean_s = (fmean(column) for column in zip(*self._recent, strict=True))
+        slope = min(max(slope, 0.0), mean_s / mean_k)  # neither a step nor a token takes a negative time
+        return mean_s - slope * mean_k, slope
