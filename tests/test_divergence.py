@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tools.sections import write_section
 
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.plan import TokenLogprobs

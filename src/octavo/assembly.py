@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo import machine
-from octavo.artifacts.model_spec import ModelSpec, read_model_spec
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.artifacts.script import read_script
 from octavo.config import SETTINGS, Config

@@ -7,8 +7,8 @@ import pytest
 from tests.artifacts.gguf_writing import write_gguf, write_llama
 
 from octavo.artifacts.gguf_file import GGUFFile
-from octavo.artifacts.gguf_spec import read_gguf_spec
-from octavo.artifacts.model_spec import RopeScaling, read_model_spec
+from octavo.artifacts.model_spec import RopeScaling
+from octavo.artifacts.read_spec import read_gguf_spec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles, find_wheel_model
 from octavo.errors import ModelFileError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.artifacts.script import Script, ScriptedRequest, read_script
 from octavo.errors import ModelFileError, UnknownModelError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.core.plan import ROW_CARRY, ROW_POOL, ROW_SAMPLE, ROW_SCORE, TokenLogprobs
 from octavo.core.request import SamplingParams

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
-from octavo.models.decoder import Decoder
-from octavo.models.registry import load_model
+from octavo.models.decoder import Decoder, load_model
 from octavo.ops.attention import AttentionBatch
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import find_wheel_model
-from octavo.models import registry
-from octavo.models.registry import load_model
+from octavo.models import decoder as decoder_module
+from octavo.models.decoder import load_model
 from octavo.nn.weights import open_weights
 from tests.models.dense_backend import all_logits
 
@@ -57,7 +57,7 @@ def test_logits_equal_transformers(
     """Logits reach 38 here. In float64's eyes transformers is off by up to 2.9e-4 itself, the packed path by 5.5e-4."""
     assert FILES is not None
     if path == "plain":
-        monkeypatch.setattr("octavo.nn.linear.choose_path", lambda dtype, device: "plain")
+        monkeypatch.setattr("octavo.nn.layers.choose_path", lambda dtype, device: "plain")
     decoder = load_model(FILES, read_model_spec(FILES), torch.float32, "cpu")
     for row, logits in zip(ROWS, all_logits(decoder, ROWS), strict=True):
         with torch.inference_mode():
@@ -71,14 +71,14 @@ def test_loading_holds_no_second_copy() -> None:
     """A fresh process, so that its peak is the load's own."""
     code = (
         "import torch, re; torch.set_num_threads(1)\n"
-        "from octavo.artifacts.model_spec import read_model_spec\n"
+        "from octavo.artifacts.read_spec import read_model_spec\n"
         "from octavo.artifacts.resolve import find_wheel_model\n"
-        "from octavo.models.registry import load_model\n"
+        "from octavo.models.decoder import load_model\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) / 1024\n"
         "before = peak(); files = find_wheel_model()\n"
         "load_model(files, read_model_spec(files), torch.bfloat16, 'cpu'); print(peak() - before)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(registry.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(decoder_module.__file__).parents[2])}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     # 269 MB of weights, 57 for the packed copy of the tied head, 98 of the mapped file, 64 of chunks and tables
     assert float(result.stdout) < 490

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.plan import ROW_SAMPLE

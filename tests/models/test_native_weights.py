@@ -21,14 +21,15 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 
-from octavo.artifacts.model_spec import ModelSpec, read_model_spec
+from octavo.artifacts.families import LINEARS, linear_tensors
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.errors import ModelFileError
-from octavo.models import families
 from octavo.models.native_weights import NativeWeights, load_native_weights
 from octavo.nn.packed_weight import PackedWeight, WeightKind
+from octavo.nn.packing import WantedTensor, pack_runs, plan_runs
 from octavo.nn.weight_cache import _PREAMBLE, WeightCache
-from octavo.nn.weight_runs import WantedTensor, pack_runs, plan_runs
 from octavo.nn.weights import Weights, open_weights
 from octavo.ops import cpu
 from tests.tiny_gguf import make_tiny_gguf
@@ -36,7 +37,7 @@ from tests.tiny_models import FAMILIES, make_tiny_model, tiny_config, tiny_tenso
 
 pytestmark = pytest.mark.skipif(not cpu.status().is_loaded, reason="weights are packed by the C++ library")
 
-MATRICES = {"qkv": families.QKV, "output": families.OUTPUT, "gate_up": families.GATE_UP, "down": families.DOWN}
+MATRICES = tuple(LINEARS)
 
 
 def open_model(path: Path) -> tuple[ModelFiles, ModelSpec]:
@@ -69,16 +70,14 @@ class Expected:
         return out
 
     def matrix(self, layer: int, name: str) -> torch.Tensor:
-        fused = MATRICES[name]
-        prefix = families.LAYER.format(layer) + fused.module
-        return torch.cat([self[f"{prefix}.{part}.weight"] for part in fused.parts])
+        return torch.cat([self[f"{tensor}.weight"] for tensor in linear_tensors(self.spec, name, layer)])
 
 
 def assert_matrices(weights: NativeWeights, expected: Expected, tolerance: float) -> None:
     """Every multiplication is the checkpoint's, up to a share of its largest value."""
-    pairs = [(weights.embedding.dequantize(), expected[families.EMBEDDING])]
+    pairs = [(weights.embedding.dequantize(), expected["model.embed_tokens.weight"])]
     if not expected.spec.tie_word_embeddings:
-        pairs.append((weights.head.dequantize(), expected[families.HEAD]))
+        pairs.append((weights.head.dequantize(), expected["lm_head.weight"]))
     for index, layer in enumerate(weights.layers):
         pairs += [(stacked(getattr(layer, name)), expected.matrix(index, name)) for name in MATRICES]
     assert len(weights.layers) == expected.spec.num_layers
@@ -169,7 +168,7 @@ def test_a_weight_that_has_no_codes_stays_float(tmp_path: Path) -> None:
 def test_norms_have_offset_and_scalar(tmp_path: Path) -> None:
     folder = make_tiny_model("gemma3", tmp_path)
     weights, expected = load(folder, "none", torch.bfloat16), Expected(folder)
-    layer, prefix = weights.layers[2], families.LAYER.format(2)
+    layer, prefix = weights.layers[2], "model.layers.2."
     names = {
         "attention_norm": "input_layernorm",
         "mlp_norm": "pre_feedforward_layernorm",
@@ -181,9 +180,9 @@ def test_norms_have_offset_and_scalar(tmp_path: Path) -> None:
         found = getattr(layer, name)
         assert found.dtype == np.float32 and found.flags.c_contiguous
         np.testing.assert_array_equal(found, (expected[f"{prefix}{tensor}.weight"] + 1.0).numpy())
-    q_norm = (expected[prefix + families.Q_NORM] + 1.0) * (32 / 24) ** 0.5
+    q_norm = (expected[prefix + "self_attn.q_norm.weight"] + 1.0) * (32 / 24) ** 0.5
     np.testing.assert_allclose(layer.q_norm, q_norm.numpy(), rtol=1e-6)
-    np.testing.assert_array_equal(weights.final_norm, (expected[families.FINAL_NORM] + 1.0).numpy())
+    np.testing.assert_array_equal(weights.final_norm, (expected["model.norm.weight"] + 1.0).numpy())
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
@@ -273,7 +272,7 @@ _STARTER = """
 import sys
 import torch
 from pathlib import Path
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.models.native_weights import load_native_weights
 from octavo.nn.weight_cache import WeightCache
@@ -399,8 +398,8 @@ def test_a_header_of_anything_gives_the_weights_or_makes_them_again(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda about: about.update(shapes={}), "names other weights"),
-        (lambda about: about["vectors"].pop(), "names other weights"),
+        (lambda about: about.update(shapes={}), "lists other weights"),
+        (lambda about: about["vectors"].pop(), "lists other weights"),
         (lambda about: about["shapes"].update(embedding=[[0, 1, 64, 0]]), "section embedding.0"),
         (lambda about: about["shapes"].update(embedding=[[9, 300, 64, 0]]), "wrong shape for embedding"),
         (lambda about: about["shapes"].update(embedding=[[2, 300, 64, 0]]), "wrong shape for embedding"),

@@ -10,11 +10,12 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.families import FAMILIES
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.errors import ModelFileError
-from octavo.nn.gguf_weights import SUPPORTED_TYPES, canonical_name
-from octavo.nn.rope import inverse_frequencies
+from octavo.nn.gguf_blocks import GGUF_TYPES
+from octavo.nn.layers import inverse_frequencies
 from octavo.nn.weights import Weights, open_weights
 from tests.models.dense_backend import all_logits, load_decoder
 from tests.tiny_gguf import gguf_name, make_tiny_gguf
@@ -37,8 +38,9 @@ def read(weights: Weights, name: str) -> torch.Tensor:
 def test_every_name_maps_back() -> None:
     for family in ("llama3", "qwen2", "qwen3", "gemma3"):
         for name in parameter_shapes(tiny_config(family)):
-            assert canonical_name(gguf_name(name, family), family) == name
-    assert canonical_name("blk.0.attn_strange.weight") == "blk.0.attn_strange.weight"
+            entry = FAMILIES["llama" if family == "llama3" else family]
+            assert entry.from_gguf(gguf_name(name, family))[1] == name
+    assert FAMILIES["llama"].from_gguf("blk.0.attn_strange.weight") == ("", "blk.0.attn_strange.weight")
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
@@ -80,7 +82,7 @@ def test_rope_factors_stand_for_llama3_scaling(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", SUPPORTED_TYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", GGUF_TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_synthetic_blocks_of_every_type(kind: GGMLQuantizationType, dtype: torch.dtype, tmp_path: Path) -> None:
     """More values than are dequantised at once, random bits, against the gguf package on the whole."""

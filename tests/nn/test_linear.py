@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.nn.linear import Linear, choose_path
+from octavo.nn.layers import Linear, choose_path
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

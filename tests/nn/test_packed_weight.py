@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from octavo.nn.gguf_blocks import codes_of_blocks
 from octavo.nn.packed_weight import (
     ALIGNMENT,
     Codes,
@@ -19,7 +20,7 @@ from octavo.nn.packed_weight import (
     empty_buffer,
     pack_rows,
 )
-from octavo.nn.quantize import codes_of_blocks, codes_of_floats
+from octavo.nn.packing import codes_of_floats
 from octavo.ops import cpu
 from tests.nn.test_quantize import TYPES, random_blocks
 

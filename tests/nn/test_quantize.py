@@ -9,11 +9,13 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-from octavo.artifacts.model_spec import ModelSpec, read_model_spec
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.errors import ConfigError
+from octavo.nn.gguf_blocks import GGUF_TYPES, codes_of_blocks
 from octavo.nn.packed_weight import WeightKind
-from octavo.nn.quantize import block_kind, choose_quantization, codes_of_blocks, codes_of_floats
+from octavo.nn.packing import choose_quantization, codes_of_floats
 from tests.tiny_gguf import make_tiny_gguf
 from tests.tiny_models import make_tiny_model
 
@@ -36,7 +38,8 @@ def random_blocks(kind: GGMLQuantizationType, rows: int = 40, columns: int = 768
 def test_blocks_give_what_the_gguf_package_reads_in_them(kind: GGMLQuantizationType) -> None:
     raw = random_blocks(kind)
     codes = codes_of_blocks(raw, kind)
-    assert codes is not None and (codes.kind, codes.group) == block_kind(kind)
+    entry = GGUF_TYPES[kind].codes
+    assert codes is not None and entry is not None and (codes.kind, codes.group) == (entry.kind, entry.group)
     found, expected = codes.dequantize().numpy(), quants.dequantize(raw, kind)
     if kind.name in ("Q4_0", "Q4_1", "Q8_0"):
         np.testing.assert_array_equal(found, expected)

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from octavo.artifacts.model_spec import ModelSpec, RopeScaling
-from octavo.nn.rope import RopeTable
+from octavo.nn.layers import RopeTable
 from octavo.ops.rope import apply_rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.errors import ModelFileError
-from octavo.nn.safetensors_weights import SafetensorsWeights
-from octavo.nn.weights import Weights
+from octavo.nn.weights import SafetensorsWeights, Weights
 from tests.models.dense_backend import all_logits, load_decoder
 from tests.tiny_models import make_tiny_model, tiny_config, tiny_tensors, write_tensors
 

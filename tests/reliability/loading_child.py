@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import torch  # noqa: E402  the path comes first
 
-from octavo.artifacts.model_spec import read_model_spec  # noqa: E402
+from octavo.artifacts.read_spec import read_model_spec  # noqa: E402
 from octavo.artifacts.resolve import resolve_model  # noqa: E402
 from octavo.config import ExecutionConfig, ModelConfig  # noqa: E402
 from octavo.errors import OctavoError  # noqa: E402

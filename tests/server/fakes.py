@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from octavo.artifacts.spec import ModelSpec
+from octavo.artifacts.model_spec import ModelSpec
 from octavo.config import Config, ServingConfig
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, Want

@@ -1,36 +1,100 @@
-"""Read a model's specification from files of any supported kind.
+"""A model's specification: sizes, rope, ids, as one frozen value.
 
-Owns: the choice between the readers, and the names that other packages import.
+Owns: ModelSpec and the checks that hold for every source.
+Does not: read files (read_spec.py does), know families, or load torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
-from octavo.artifacts.gguf_file import GGUFFile
-from octavo.artifacts.gguf_spec import read_gguf_spec
-from octavo.artifacts.hf_spec import read_hf_spec
-from octavo.artifacts.resolve import DEFAULT_MODEL, ModelFiles
-from octavo.artifacts.script import script_spec
-from octavo.artifacts.spec import FAMILIES, ModelSpec, RopeScaling
+from octavo.errors import ModelFileError
 
-__all__ = ["FAMILIES", "ModelSpec", "RopeScaling", "read_model_spec"]
+_LARGEST = 1 << 24  # bounds every size, so that a damaged header cannot ask for absurd tables
 
 
-_DEFAULT_SAMPLING = {
-    "temperature": 0.2,
-    "top_p": 0.9,
-}  # recommended by the default model's card; its files have no defaults
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """The scaling of rotary frequencies. `kind` is "linear" or "llama3"; linear uses `factor` only.
+
+    llama3 (Llama 3.1's rule): wavelengths above original_max_len / low_freq_factor are divided by `factor`, those
+    below original_max_len / high_freq_factor are kept, those between are interpolated.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_len: int = 0
 
 
-def read_model_spec(files: ModelFiles) -> ModelSpec:
-    """Read and check the specification. Raises ModelFileError naming the file and what is wrong or unsupported."""
-    if files.kind == "scripted":
-        return script_spec(files.weights[0])
-    if files.kind == "gguf":
-        spec = read_gguf_spec([GGUFFile.open(path) for path in files.weights])
-    else:
-        spec = read_hf_spec(files.root)
-    if files.name == DEFAULT_MODEL and not spec.generation:
-        return replace(spec, generation=_DEFAULT_SAMPLING)
-    return spec
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The specification of a decoder, made by read_spec.read_model_spec.
+
+    `attention_bias` means biases on q, k and v (never on the output). `dtype` is "float32", "float16" or "bfloat16";
+    a quantised checkpoint has "float32", to which it dequantises, and its most frequent type in `quantization`.
+    `rope_factors_tensor` names a GGUF tensor [head_dim / 2] whose values divide the inverse frequencies.
+    `layer_windows` has each layer's sliding window, None for full attention; it is empty if all layers are full.
+    `sliding_rope_theta`, if given, is the unscaled rope of layers with a window; the others use `rope_theta`, scaled.
+    Scores are divided by the root of `query_scalar`, None for head_dim. `generation` has the checkpoint's own
+    sampling defaults.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_model_len: int
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
+    sliding_rope_theta: float | None = None
+    query_scalar: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "float32"
+    quantization: str | None = None
+    rope_factors_tensor: str | None = None
+    generation: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, path: Path) -> ModelSpec:
+        """Return self if the sizes are consistent. Raises ModelFileError naming `path` and the field."""
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.type == "int" and not 1 <= value <= _LARGEST:
+                raise ModelFileError(path, f"{entry.name} is {value}; 1 to {_LARGEST} are supported")
+            is_number = entry.type == "float" or (entry.type == "float | None" and value is not None)
+            if is_number and not 0.0 < value < 1e18:
+                raise ModelFileError(path, f"{entry.name} is {value}; a positive number is needed")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelFileError(path, f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.head_dim % 2:
+            raise ModelFileError(path, f"head_dim is {self.head_dim}; rotary positions need an even number")
+        self._check_windows(path)
+        ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ModelFileError(path, f"token id {token_id} lies outside the vocabulary of {self.vocab_size}")
+        return self
+
+    def _check_windows(self, path: Path) -> None:
+        if len(self.layer_windows) not in (0, self.num_layers):
+            raise ModelFileError(path, f"{len(self.layer_windows)} of {self.num_layers} layers have an attention type")
+        for window in self.layer_windows:
+            if window is not None and window < 1:
+                raise ModelFileError(path, f"sliding_window is {window}; 1 or more is needed")
+
+    def window_of(self, layer: int) -> int | None:
+        """Return how many tokens a query of this layer sees, including itself; None for all."""
+        return self.layer_windows[layer] if self.layer_windows else None

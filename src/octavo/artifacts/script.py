@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from octavo.artifacts.spec import ModelSpec
+from octavo.artifacts.model_spec import ModelSpec
 from octavo.errors import ModelFileError
 
 PREFIX = "scripted:"

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.artifacts.model_spec import ModelSpec, read_model_spec
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.assembly import executor_spec, find_files, limits
 from octavo.config import Config
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult

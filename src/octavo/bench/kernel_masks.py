@@ -13,7 +13,7 @@ import time
 from array import array
 from statistics import median
 
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.bench.kernel_table import KernelTable, Sizes
 from octavo.config import ExecutionConfig, ModelConfig

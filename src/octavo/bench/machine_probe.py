@@ -14,7 +14,7 @@ import torch
 
 from octavo.bench.floor import Rates
 from octavo.bench.kernel_linear import random_weight
-from octavo.nn.linear import Linear, choose_path
+from octavo.nn.layers import Linear, choose_path
 from octavo.nn.packed_weight import PackedWeight, WeightKind
 from octavo.ops import cpu
 from octavo.ops.packed_linear import linear, prepare

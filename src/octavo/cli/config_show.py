@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.cli.flags import add_settings, resolve_args
 from octavo.config import SETTINGS, Setting

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.pull import pull_model
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import DEFAULT_MODEL
 
 

@@ -18,10 +18,10 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import ConfigError
 from octavo.models import native_decoder
+from octavo.models.decoder import load_model
 from octavo.models.native_decoder import NativeDecoder
 from octavo.models.native_weights import load_native_weights
-from octavo.models.registry import load_model
-from octavo.nn.quantize import choose_quantization
+from octavo.nn.packing import choose_quantization
 from octavo.nn.weight_cache import WeightCache
 from octavo.ops.attention import AttentionBackend
 
@@ -110,7 +110,7 @@ def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConf
         return "decoder is 'torch'"
     if execution.attention != "auto":
         return f"attention is {execution.attention!r}"
-    return native_decoder.why_not(spec, model.dtype)
+    return native_decoder.unsupported_reason(spec, model.dtype)
 
 
 def choose_device(name: str) -> torch.device:

@@ -11,7 +11,8 @@ from math import prod
 import torch
 
 from octavo import machine
-from octavo.artifacts.model_spec import ModelSpec, read_model_spec
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import CapacityError

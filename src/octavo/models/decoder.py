@@ -16,20 +16,31 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from octavo.artifacts.families import FAMILIES, layer_norms, linear_shape, linear_tensors
 from octavo.artifacts.model_spec import ModelSpec
-from octavo.models import families
-from octavo.models.families import FAMILIES, Fused
-from octavo.nn.embedding import Embedding, ScaledEmbedding
-from octavo.nn.linear import Linear
-from octavo.nn.norm import RMSNorm
-from octavo.nn.rope import RopeTable
-from octavo.nn.weights import Weights
+from octavo.artifacts.resolve import ModelFiles
+from octavo.nn.layers import Embedding, Linear, RMSNorm, RopeTable, ScaledEmbedding
+from octavo.nn.weights import Weights, open_weights
 from octavo.ops.attention import AttentionBackend
 from octavo.ops.gelu_mul import gelu_mul
 from octavo.ops.rope import apply_rope
 from octavo.ops.silu_mul import silu_mul
 
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu": gelu_mul}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu": gelu_mul}
+
+
+def load_model(
+    files: ModelFiles,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_model_len: int | None = None,
+) -> Decoder:
+    """Read the weights into a new decoder. Raises ModelFileError naming the file, the tensor and the reason."""
+    decoder = Decoder(spec, dtype, device, max_model_len)
+    with torch.no_grad():
+        decoder.load(open_weights(files, spec))
+    return decoder
 
 
 class Decoder:
@@ -57,15 +68,15 @@ class Decoder:
         spec = self.spec
         self._embedding = loader.embedding()
         self._layers = [_Layer(loader, index) for index in range(spec.num_layers)]
-        self._norm = loader.norm(families.FINAL_NORM)
-        head_VE = (
+        self._norm = loader.norm("final_norm")
+        head = f"{loader.family.tensor('head')}.weight"
+        self._head = Linear(
             self._embedding.weight_VE
             if spec.tie_word_embeddings
-            else loader.tensor(families.HEAD, spec.vocab_size, spec.hidden_size)
+            else loader.tensor(head, spec.vocab_size, spec.hidden_size)
         )
-        self._head = Linear(head_VE)
         self._ropes = loader.ropes(self.max_model_len)
-        weights.check_all_read(frozenset({families.HEAD}) if spec.tie_word_embeddings else frozenset())
+        weights.check_all_read(frozenset({head}) if spec.tie_word_embeddings else frozenset())
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend) -> Tensor:
         """Return the hidden states after the final norm, [T, E]. `backend.begin` was called for this step."""
@@ -95,29 +106,28 @@ class Decoder:
 class _Layer:
     """Attention and feed-forward, each after its norm."""
 
-    __slots__ = ("down", "gate", "gate_up", "head_dim", "index", "linears", "mlp_norm", "norm", "num_heads",
+    __slots__ = ("activation", "down", "gate_up", "head_dim", "index", "linears", "mlp_norm", "norm", "num_heads",
                  "num_rotated", "output", "qk_norm", "qkv", "rope_index", "rotated_size")  # fmt: skip
 
     def __init__(self, loader: _Loader, index: int) -> None:
-        spec, family = loader.spec, loader.family
-        prefix = families.LAYER.format(index)
+        spec = loader.spec
         self.index = index
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_heads
         self.num_rotated = spec.num_heads + spec.num_kv_heads
         self.rotated_size = self.num_rotated * spec.head_dim
         self.rope_index = int(spec.sliding_rope_theta is not None and spec.window_of(index) is not None)
-        self.norm = loader.norm(prefix + families.ATTENTION_NORM)
-        self.qkv = loader.linear(prefix, families.QKV, bias=loader.qkv_bias)
-        self.qk_norm = loader.qk_norm(prefix) if loader.has_qk_norm else None
-        output = loader.linear(prefix, families.OUTPUT)
-        self.mlp_norm = loader.norm(prefix + family.mlp_norm)
-        self.gate_up = loader.linear(prefix, families.GATE_UP)
-        down = loader.linear(prefix, families.DOWN)
-        self.gate = _GATES[family.gate]
+        self.norm = loader.norm("attention_norm", index)
+        self.qkv = loader.linear("qkv", index, has_bias=spec.attention_bias)
+        self.qk_norm = loader.qk_norm(index) if spec.qk_norm else None
+        output = loader.linear("output", index)
+        self.mlp_norm = loader.norm("mlp_norm", index)
+        self.gate_up = loader.linear("gate_up", index)
+        down = loader.linear("down", index)
+        self.activation = _ACTIVATIONS[loader.family.activation]
         self.linears = (self.qkv, output, self.gate_up, down)
-        self.output = loader.normed(output, prefix, family.norm_after_attention)
-        self.down = loader.normed(down, prefix, family.norm_after_mlp)
+        self.output = loader.with_norm(output, "after_attention", index)
+        self.down = loader.with_norm(down, "after_mlp", index)
 
     def forward(
         self, x_TE: Tensor, residual_TE: Tensor | None, rope: tuple[Tensor, Tensor], backend: AttentionBackend
@@ -134,18 +144,15 @@ class _Layer:
         o_THD = backend.attend(self.index, qk_THD[:, : self.num_heads], qk_THD[:, self.num_heads :], v_TKD)
         x_TE = self.output(o_THD.reshape(num_tokens, -1))
         x_TE, residual_TE = self.mlp_norm(x_TE, residual_TE)
-        return self.down(self.gate(self.gate_up(x_TE))), residual_TE
+        return self.down(self.activation(self.gate_up(x_TE))), residual_TE
 
 
 class _Loader:
     """Loader of layers from weights, in a model's dtype and on its device."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: Weights) -> None:
-        family = FAMILIES[spec.family]
         self.spec = spec
-        self.family = family
-        self.qkv_bias = family.qkv_bias or spec.attention_bias
-        self.has_qk_norm = family.qk_norm or spec.qk_norm
+        self.family = FAMILIES[spec.family]
         self._dtype = dtype
         self._device = device
         self._weights = weights
@@ -159,53 +166,53 @@ class _Loader:
 
     def embedding(self) -> Embedding:
         """Read the table of token embeddings."""
-        weight_VE = self.tensor(families.EMBEDDING, self.spec.vocab_size, self.spec.hidden_size)
+        name = f"{self.family.tensor('embedding')}.weight"
+        weight_VE = self.tensor(name, self.spec.vocab_size, self.spec.hidden_size)
         if self.family.scales_embedding:
             return ScaledEmbedding(weight_VE, self.spec.hidden_size**0.5)
         return Embedding(weight_VE)
 
-    def norm(self, name: str) -> RMSNorm:
+    def norm(self, role: str, layer: int | None = None) -> RMSNorm:
         """Read a norm over the hidden size."""
-        return RMSNorm(self._norm_weight(name, self.spec.hidden_size), self.spec.rms_norm_eps)
+        return RMSNorm(self._norm_weight(role, layer, self.spec.hidden_size), self.spec.rms_norm_eps)
 
-    def normed(self, linear: Linear, prefix: str, name: str | None) -> Callable[[Tensor], Tensor]:
-        """Return a linear layer followed by the norm of this name, if there is one."""
-        if name is None:
+    def with_norm(self, linear: Linear, role: str, layer: int) -> Callable[[Tensor], Tensor]:
+        """Return a linear layer followed by the norm of this role, if the family has one."""
+        if role not in layer_norms(self.spec):
             return linear
-        norm = self.norm(prefix + name)
+        norm = self.norm(role, layer)
         return lambda x_TE: norm(linear(x_TE))[0]
 
-    def _norm_weight(self, name: str, size: int) -> Tensor:
-        offset = self.family.norm_offset
+    def _norm_weight(self, role: str, layer: int | None, size: int) -> Tensor:
+        name, offset = f"{self.family.tensor(role, layer)}.weight", self.family.norm_offset
         if not offset:
             return self.tensor(name, size)
         return self.tensor(name, size, dtype=torch.float32).add_(offset)
 
-    def linear(self, prefix: str, fused: Fused, bias: bool = False) -> Linear:
-        """Read the parts of a fused linear layer into one weight."""
-        rows = families.fused_rows(self.spec, fused)
-        columns = families.columns(self.spec, fused)
-        names = [f"{prefix}{fused.module}.{part}" for part in fused.parts]
-        for name, count in zip(names, rows, strict=True):
-            self._weights.check_shape(f"{name}.weight", (count, columns))
-        weight = torch.empty(sum(rows), columns, dtype=self._dtype, device=self._device)
-        bias_F = torch.empty(sum(rows), dtype=self._dtype, device=self._device) if bias else None
+    def linear(self, linear: str, layer: int, has_bias: bool = False) -> Linear:
+        """Read the tensors of a linear layer into one weight."""
+        tensors = linear_tensors(self.spec, linear, layer)
+        num_rows, num_inputs = linear_shape(self.spec, linear)
+        for name, count in tensors.items():
+            self._weights.check_shape(f"{name}.weight", (count, num_inputs))
+        weight = torch.empty(num_rows, num_inputs, dtype=self._dtype, device=self._device)
+        bias_F = torch.empty(num_rows, dtype=self._dtype, device=self._device) if has_bias else None
         start = 0
-        for name, count in zip(names, rows, strict=True):
+        for name, count in tensors.items():
             self._weights.read_into(f"{name}.weight", weight[start : start + count])
             if bias_F is not None:
                 self._weights.read_into(f"{name}.bias", bias_F[start : start + count])
             start += count
         return Linear(weight, bias_F)
 
-    def qk_norm(self, prefix: str) -> RMSNorm:
+    def qk_norm(self, layer: int) -> RMSNorm:
         """Read the norms of query and key heads as one weight, [H + K, D].
 
         Attention divides scores by the root of D; for a model with another divisor, the query norm is scaled.
         """
         spec = self.spec
-        q_D = self._norm_weight(prefix + families.Q_NORM, spec.head_dim)
-        k_D = self._norm_weight(prefix + families.K_NORM, spec.head_dim)
+        q_D = self._norm_weight("q_norm", layer, spec.head_dim)
+        k_D = self._norm_weight("k_norm", layer, spec.head_dim)
         if spec.query_scalar is not None:
             q_D = q_D * (spec.head_dim / spec.query_scalar) ** 0.5
         weight = torch.cat((q_D.expand(spec.num_heads, -1), k_D.expand(spec.num_kv_heads, -1)))

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.artifacts.families import FAMILIES
 from octavo.artifacts.model_spec import ModelSpec
-from octavo.models.families import FAMILIES
 from octavo.models.native_weights import NativeLayer, NativeWeights, Vector
+from octavo.nn.layers import RopeTable
 from octavo.nn.packed_weight import PackedWeight, WeightDescriptor, WeightKind
-from octavo.nn.rope import RopeTable
 from octavo.ops import cpu
 from octavo.ops.attention import AttentionBackend, GroupedAttention
 from octavo.ops.attention_kernel import AttentionLayer, KernelAttention
@@ -40,7 +40,7 @@ class _Layer(Structure):
     _fields_ = (
         *((name, _Multiplication) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "after_attention", "after_mlp")),
-        *((name, c_void_p) for name in ("query_norm", "key_norm", "turns")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "rope_table")),
         ("group", c_int64),
         ("attention", AttentionLayer),
     )
@@ -162,7 +162,7 @@ class NativeDecoder:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             intermediate_size=spec.intermediate_size,
-            activation=_ACTIVATIONS[family.gate],
+            activation=_ACTIVATIONS[family.activation],
             norm_eps=spec.rms_norm_eps,
             embedding_scale=spec.hidden_size**0.5 if family.scales_embedding else 1.0,
             layers=self._layers,
@@ -184,7 +184,7 @@ class NativeDecoder:
             after_mlp=_address(layer.after_mlp),
             query_norm=_address(layer.q_norm),
             key_norm=_address(layer.k_norm),
-            turns=self._tables[int(is_sliding)].data_ptr(),
+            rope_table=self._tables[int(is_sliding)].data_ptr(),
         )
 
     def _multiplication(self, parts: Sequence[PackedWeight]) -> _Multiplication:
@@ -194,16 +194,16 @@ class NativeDecoder:
 
     def _bind(self, backend: AttentionBackend) -> None:
         """Set each layer's pool: the backend's, or its cache group's."""
-        places = [(backend, layer) for layer in range(self.spec.num_layers)]
+        pools = [(backend, layer) for layer in range(self.spec.num_layers)]
         if isinstance(backend, GroupedAttention):
-            places = backend.places
+            pools = backend.places
         backends: list[KernelAttention] = []
-        for layer, (one, local) in zip(self._layers, places, strict=True):
-            assert isinstance(one, KernelAttention), "the native decoder needs KernelAttention"
-            if one not in backends:
-                backends.append(one)
-            layer.group = backends.index(one)
-            layer.attention = one.layers[local]
+        for layer, (group, index) in zip(self._layers, pools, strict=True):
+            assert isinstance(group, KernelAttention), "the native decoder needs KernelAttention"
+            if group not in backends:
+                backends.append(group)
+            layer.group = backends.index(group)
+            layer.attention = group.layers[index]
         self._backend, self._backends = backend, tuple(backends)
         self._groups = (_StepGroup * len(backends))()
 
@@ -225,14 +225,14 @@ class NativeDecoder:
         return torch.get_num_threads() if cpu.status().is_parallel else 1
 
 
-def why_not(spec: ModelSpec, dtype: str) -> str | None:
+def unsupported_reason(spec: ModelSpec, dtype: str) -> str | None:
     """Return why this model cannot run natively here, None if it can. `dtype` is the setting's value."""
     if not cpu.status().is_loaded:
         return f"the C++ kernels are {cpu.status().reason}"
     if dtype == "float16":
-        return "dtype is 'float16', of which weights are not packed; give bfloat16 or float32"
+        return "dtype is 'float16', which cannot be packed; give bfloat16 or float32"
     if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is {spec.head_dim}; the kernels take multiples of 8 up to {MAX_HEAD_DIM}"
+        return f"head_dim is {spec.head_dim}; the kernels support multiples of 8 up to {MAX_HEAD_DIM}"
     return None
 
 
@@ -253,5 +253,5 @@ def _address(vector: Vector | None) -> int | None:
 
 def _function(name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
     function = cpu.function(name, *argument_types, result=result)
-    assert function is not None, "the native decoder needs the kernels; see why_not"
+    assert function is not None, "the native decoder needs the kernels; see unsupported_reason"
     return function

@@ -1,7 +1,7 @@
 """The weights of a native decoder: packed linear layers, float32 vectors.
 
 Owns: the parts of a layer, which packed weights make up its linear layers, packing them or mapping them from
-the cache. It is here and not in nn because it reads the families.
+the cache.
 Does not: compute, or know a packed layout.
 Invariants: a linear layer is one or more packed weights over consecutive runs of output rows, in order: more than
 one only if its parts have different kinds. Vectors are contiguous float32.
@@ -19,29 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.artifacts.families import FAMILIES, LINEARS, layer_norms, linear_shape, linear_tensors
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ModelFileError
-from octavo.models import families
-from octavo.models.families import FAMILIES
 from octavo.nn.packed_weight import ALIGNMENT, Bytes, PackedWeight, WeightKind, WeightShape
-from octavo.nn.quantize import coded_kinds
-from octavo.nn.safetensors_weights import INDEX_FILE
+from octavo.nn.packing import NoCodesError, WantedTensor, WeightRun, code_kinds, pack_runs, packing_version, plan_runs
 from octavo.nn.weight_cache import CacheKey, StoredWeights, UnfitError, WeightCache
-from octavo.nn.weight_runs import NoCodesError, WantedTensor, WeightRun, pack_runs, packing_version, plan_runs
-from octavo.nn.weights import open_weights
+from octavo.nn.weights import INDEX_FILE, open_weights
 
 Vector = npt.NDArray[np.float32]
 
-_MULTIPLICATIONS = {
-    "qkv": families.QKV,
-    "output": families.OUTPUT,
-    "gate_up": families.GATE_UP,
-    "down": families.DOWN,
-}
-_NORMS = ("attention_norm", "mlp_norm", "after_attention", "after_mlp", "q_norm", "k_norm")
 _TABLES = {"int4": "int8"}  # the embedding and the head lose too much at 4 bits
-_NOT_OF_WEIGHTS = ("generation", "eos_token_ids", "bos_token_id", "max_model_len")
+_UNRELATED_FIELDS = ("generation", "eos_token_ids", "bos_token_id", "max_model_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +112,7 @@ def _wanted(quantization: str, dtype: torch.dtype) -> WantedTensor:
 
 def _cache_key(files: ModelFiles, spec: ModelSpec, wanted: WantedTensor) -> CacheKey:
     """Make the key from the files and from the fields of the specification that describe tensors."""
-    facts = [(entry.name, getattr(spec, entry.name)) for entry in fields(spec) if entry.name not in _NOT_OF_WEIGHTS]
+    facts = [(entry.name, getattr(spec, entry.name)) for entry in fields(spec) if entry.name not in _UNRELATED_FIELDS]
     paths = [*files.weights, *(files.root.glob(INDEX_FILE) if files.kind == "hf" else ())]
     try:
         return CacheKey.of(paths, facts, wanted.quantization, int(wanted.float_kind), sys.byteorder, packing_version())
@@ -143,7 +133,7 @@ def _from_stored(spec: ModelSpec, stored: StoredWeights, notes: tuple[str, ...])
         case _:
             is_whole = False
     if not is_whole:
-        raise UnfitError("its header names other weights than the model has")
+        raise UnfitError("its header lists other weights than the model has")
     packed = {name: _matrix(stored, name, entries, matrices[name]) for name, entries in shapes.items()}
     vectors = {name: _aligned(stored, name, 4 * size).view(np.float32) for name, size in sizes.items()}
     return _assemble(spec, packed, vectors, (*map(str, kept), *notes))
@@ -176,38 +166,31 @@ def _is_kind(kind: int, inputs: int, group: int) -> bool:
     """Return True for a kind and group that weights with this number of inputs can have."""
     if kind in (WeightKind.FLOAT32, WeightKind.BFLOAT16):
         return group == 0
-    return (kind, group) in coded_kinds() and inputs % group == 0
+    return (kind, group) in code_kinds() and inputs % group == 0
 
 
 def _aligned(stored: StoredWeights, name: str, nbytes: int) -> Bytes:
     """Return a section, which must have that size and the kernels' alignment. Raises UnfitError."""
     section = stored.sections.get(name)
     if section is None or len(section) != nbytes or section.ctypes.data % ALIGNMENT:
-        raise UnfitError(f"its section {name} is not what the model needs")
+        raise UnfitError(f"its section {name} has another size than the model needs")
     return section
 
 
 def _layout(spec: ModelSpec) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
     """Return the model's parts: rows and inputs of each linear layer, and the size of each vector."""
-    family, table = FAMILIES[spec.family], (spec.vocab_size, spec.hidden_size)
+    table = (spec.vocab_size, spec.hidden_size)
     matrices = {"embedding": table} if spec.tie_word_embeddings else {"embedding": table, "head": table}
     vectors = {"final_norm": spec.hidden_size}
     if spec.rope_factors_tensor is not None:
         vectors["rope_factors"] = spec.head_dim // 2
-    norms = {"attention_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
-    if family.norm_after_attention is not None:
-        norms["after_attention"] = spec.hidden_size
-    if family.norm_after_mlp is not None:
-        norms["after_mlp"] = spec.hidden_size
-    if family.qk_norm or spec.qk_norm:
-        norms |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
+    norms = layer_norms(spec)
     for index in range(spec.num_layers):
-        place = f"layers.{index}."
-        for name, fused in _MULTIPLICATIONS.items():
-            matrices[place + name] = (sum(families.fused_rows(spec, fused)), families.columns(spec, fused))
-        vectors |= {place + name: size for name, size in norms.items()}
-        if family.qkv_bias or spec.attention_bias:
-            vectors[f"{place}qkv.bias"] = matrices[f"{place}qkv"][0]
+        prefix = f"layers.{index}."
+        matrices |= {prefix + name: linear_shape(spec, name) for name in LINEARS}
+        vectors |= {prefix + role: size for role, size in norms.items()}
+        if spec.attention_bias:
+            vectors[f"{prefix}qkv.bias"] = matrices[f"{prefix}qkv"][0]
     return matrices, vectors
 
 
@@ -229,8 +212,8 @@ def _assemble(
     layers = []
     for index in range(spec.num_layers):
         prefix = f"layers.{index}."
-        matrices = {name: matrix(prefix + name) for name in _MULTIPLICATIONS}
-        norms = {name: vectors[prefix + name] for name in _NORMS if prefix + name in vectors}
+        matrices = {name: matrix(prefix + name) for name in LINEARS}
+        norms = {role: vectors[prefix + role] for role in layer_norms(spec)}
         layers.append(NativeLayer(**matrices, **norms))  # type: ignore[arg-type]
     (embedding,) = matrix("embedding")
     (head,) = (embedding,) if spec.tie_word_embeddings else matrix("head")
@@ -298,49 +281,37 @@ class _Packer:
         return pack_runs(self._weights, runs, torch.get_num_threads())
 
     def _plan(self) -> _Plan:
-        """Choose every weight's kind and read every vector. Raises ModelFileError if a tensor does not fit."""
+        """Choose every weight's kind and read every vector. Raises ModelFileError for a tensor of another shape."""
         spec, wanted = self._spec, self._wanted
         plan = _Plan({}, {})
         table = replace(wanted, quantization=_TABLES.get(wanted.quantization, wanted.quantization))
-        tables = {"embedding": families.EMBEDDING, "head": families.HEAD}
-        if spec.tie_word_embeddings:
-            del tables["head"]
-        for place, name in tables.items():
-            plan.runs[place] = plan_runs(self._weights, {name: spec.vocab_size}, spec.hidden_size, table)
+        head = f"{self._family.tensor('head')}.weight"
+        for role in ("embedding",) if spec.tie_word_embeddings else ("embedding", "head"):
+            rows = {f"{self._family.tensor(role)}.weight": spec.vocab_size}
+            plan.runs[role] = plan_runs(self._weights, rows, spec.hidden_size, table)
         for index in range(spec.num_layers):
-            self._plan_layer(plan, f"layers.{index}.", families.LAYER.format(index))
-        plan.vectors["final_norm"] = self._norm(families.FINAL_NORM, spec.hidden_size)
+            self._plan_layer(plan, f"layers.{index}.", index)
+        plan.vectors["final_norm"] = self._norm("final_norm", None, spec.hidden_size)
         if spec.rope_factors_tensor is not None:
             plan.vectors["rope_factors"] = self._vector(spec.rope_factors_tensor, spec.head_dim // 2)
-        self._weights.check_all_read(frozenset({families.HEAD}) if spec.tie_word_embeddings else frozenset())
+        self._weights.check_all_read(frozenset({head}) if spec.tie_word_embeddings else frozenset())
         plan.notes = self._notes(plan)
         return plan
 
-    def _plan_layer(self, plan: _Plan, place: str, prefix: str) -> None:
-        spec, family = self._spec, self._family
-        for name, fused in _MULTIPLICATIONS.items():
-            modules = [f"{prefix}{fused.module}.{part}" for part in fused.parts]
-            rows = dict(zip(modules, families.fused_rows(spec, fused), strict=True))
-            matrices = {f"{module}.weight": count for module, count in rows.items()}
-            plan.runs[place + name] = plan_runs(self._weights, matrices, families.columns(spec, fused), self._wanted)
-            if fused is families.QKV and (family.qkv_bias or spec.attention_bias):
-                biases = [self._vector(f"{module}.bias", count) for module, count in rows.items()]
-                plan.vectors[f"{place}{name}.bias"] = np.concatenate(biases)
-        norms = {
-            "attention_norm": families.ATTENTION_NORM,
-            "mlp_norm": family.mlp_norm,
-            "after_attention": family.norm_after_attention,
-            "after_mlp": family.norm_after_mlp,
-        }
-        for name, tensor in norms.items():
-            if tensor is not None:
-                plan.vectors[place + name] = self._norm(prefix + tensor, spec.hidden_size)
-        if family.qk_norm or spec.qk_norm:
-            query = self._norm(prefix + families.Q_NORM, spec.head_dim)
-            if spec.query_scalar is not None:  # attention divides by the root of the head size
-                query = query * np.float32((spec.head_dim / spec.query_scalar) ** 0.5)
-            plan.vectors[place + "q_norm"] = query
-            plan.vectors[place + "k_norm"] = self._norm(prefix + families.K_NORM, spec.head_dim)
+    def _plan_layer(self, plan: _Plan, prefix: str, layer: int) -> None:
+        spec = self._spec
+        for name in LINEARS:
+            tensors = linear_tensors(spec, name, layer)
+            rows = {f"{tensor}.weight": count for tensor, count in tensors.items()}
+            plan.runs[prefix + name] = plan_runs(self._weights, rows, linear_shape(spec, name)[1], self._wanted)
+            if name == "qkv" and spec.attention_bias:
+                biases = [self._vector(f"{tensor}.bias", count) for tensor, count in tensors.items()]
+                plan.vectors[f"{prefix}{name}.bias"] = np.concatenate(biases)
+        for role, size in layer_norms(spec).items():
+            weight = self._norm(role, layer, size)
+            if role == "q_norm" and spec.query_scalar is not None:  # attention divides by the root of the head size
+                weight = weight * np.float32((spec.head_dim / spec.query_scalar) ** 0.5)
+            plan.vectors[prefix + role] = weight
 
     def _vector(self, name: str, size: int) -> Vector:
         self._weights.check_shape(name, (size,))
@@ -348,8 +319,8 @@ class _Packer:
         self._weights.read_into(name, values)
         return values.numpy()
 
-    def _norm(self, name: str, size: int) -> Vector:
-        return self._vector(name, size) + np.float32(self._family.norm_offset)
+    def _norm(self, role: str, layer: int | None, size: int) -> Vector:
+        return self._vector(f"{self._family.tensor(role, layer)}.weight", size) + np.float32(self._family.norm_offset)
 
     def _notes(self, plan: _Plan) -> tuple[str, ...]:
         """Return a note on linear layers that stay float although codes were requested."""

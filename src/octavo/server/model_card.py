@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.server.encoding import Json
 
 if TYPE_CHECKING:
-    from octavo.artifacts.spec import ModelSpec
+    from octavo.artifacts.model_spec import ModelSpec
     from octavo.server.context import Context
     from octavo.text.dialect import Dialect
 

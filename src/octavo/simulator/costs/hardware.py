@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo import machine
-from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError, UnknownModelError

@@ -1,0 +1,143 @@
+"""The GGUF types that can be read, and what becomes of their blocks.
+
+Owns: a type's entry: dequantising it, and the codes that keep its bits. A new type is an entry here and its place in
+the order of artifacts/gguf_choice.py.
+Does not: pack codes (packed_weight.py does) or read files.
+Invariants: rows are converted by themselves, so that they may be converted in pieces. Scales and minima are float16;
+a weight whose scales float16 cannot hold has no codes (None).
+Shapes: F output rows, B blocks, N bytes of a block's codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+from octavo.nn.packed_weight import Bytes, Codes, WeightKind
+
+Halves = npt.NDArray[np.float16]
+Values = npt.NDArray[np.float32]
+# Codes, scales and minima (None: the kind has none) of blocks, a row for each block.
+BlockParts = tuple[npt.NDArray[np.generic], Halves, Halves | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodes:
+    """How a type's bits are kept: the packed kind, the inputs that share a scale, and the conversion of blocks [B, N].
+
+    Layouts of blocks: the GGUF specification; meaning of the parts: `packed_weight.Codes`.
+    """
+
+    kind: WeightKind
+    group: int
+    convert: Callable[[Bytes], BlockParts]
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFType:
+    """A type that can be read. Without `codes` its values become floats when they are loaded.
+
+    `dequantize` returns the values of blocks [B, N]; None takes the gguf package's function.
+    """
+
+    codes: BlockCodes | None = None
+    dequantize: Callable[[Bytes], Values] | None = None
+
+
+def codes_of_blocks(raw: Bytes, kind: GGMLQuantizationType) -> Codes | None:
+    """Convert whole rows of blocks, [F, bytes of a row]; return None if float16 cannot hold a scale.
+
+    Q4_0, Q4_1 and Q8_0 lose nothing; Q4_K's and Q6_K's scales, products of two numbers, are rounded to float16.
+    """
+    entry = GGUF_TYPES[kind].codes
+    assert entry is not None, "a type whose bits are kept"
+    codes, scales, minima = entry.convert(np.ascontiguousarray(raw).reshape(-1, GGML_QUANT_SIZES[kind][1]))
+    num_rows = raw.shape[0]
+    if not np.isfinite(scales).all() or (minima is not None and not np.isfinite(minima).all()):
+        return None
+    shaped_minima = None if minima is None else minima.reshape(num_rows, -1)
+    return Codes(entry.kind, entry.group, codes.reshape(num_rows, -1), scales.reshape(num_rows, -1), shaped_minima)
+
+
+def dequantize(raw: Bytes, kind: GGMLQuantizationType) -> Values:
+    """Return the float32 values of whole rows of raw bytes, as a new array."""
+    own = GGUF_TYPES[kind].dequantize
+    if own is not None:
+        return own(np.ascontiguousarray(raw).reshape(-1, GGML_QUANT_SIZES[kind][1])).reshape(*raw.shape[:-1], -1)
+    values: Values = quants.dequantize(raw, kind)
+    return values if values.flags.writeable else values.copy()  # for float32 it is a view of the file
+
+
+def _halves(blocks: Bytes, start: int) -> Halves:
+    """Return the float16 at this byte of every block."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)[:, 0]
+
+
+def _nibbles(bytes_BN: Bytes, run: int) -> Bytes:
+    """Split bytes into 4-bit codes: for each `run` bytes, the low halves, then the high ones."""
+    runs = bytes_BN.reshape(len(bytes_BN), -1, run)
+    codes = np.empty((*runs.shape[:2], 2, run), np.uint8)
+    np.bitwise_and(runs, 15, out=codes[:, :, 0])
+    np.right_shift(runs, 4, out=codes[:, :, 1])
+    return codes
+
+
+def _q4_0(blocks: Bytes) -> BlockParts:
+    scales = _halves(blocks, 0)
+    with np.errstate(over="ignore"):
+        return _nibbles(blocks[:, 2:], 16), scales, scales * np.float16(-8)
+
+
+def _q4_1(blocks: Bytes) -> BlockParts:
+    return _nibbles(blocks[:, 4:], 16), _halves(blocks, 0), _halves(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> BlockParts:
+    return np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _halves(blocks, 0), None
+
+
+def _q4_k(blocks: Bytes) -> BlockParts:
+    """Convert blocks of 256: two float16, eight scales and minima of 6 bits in 12 bytes, codes by runs of 64."""
+    low, middle, high = (blocks[:, start : start + 4] for start in (4, 8, 12))
+    scales = np.concatenate((low & 63, (high & 15) | (low >> 6 << 4)), axis=1)
+    minima = np.concatenate((middle & 63, (high >> 4) | (middle >> 6 << 4)), axis=1)
+    step = _halves(blocks, 0).astype(np.float32)[:, None]
+    min_step = _halves(blocks, 2).astype(np.float32)[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (
+            _nibbles(blocks[:, 16:], 32),
+            (step * scales).astype(np.float16),
+            (min_step * minima * np.float32(-1)).astype(np.float16),
+        )
+
+
+def _q6_k(blocks: Bytes) -> BlockParts:
+    """Convert blocks of 256: low 4 bits, high 2 bits, sixteen int8 scales, one float16; codes are offset by 32."""
+    low = blocks[:, :128].reshape(-1, 2, 1, 64)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    codes = np.empty((len(blocks), 2, 2, 64), np.uint8)  # [block, half, low or high nibbles, 2 runs of 32]
+    np.bitwise_and(low, 15, out=codes[:, :, :1])
+    np.right_shift(low, 4, out=codes[:, :, 1:])
+    runs = codes.reshape(-1, 2, 4, 32)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    runs |= (high >> shifts & 3) << 4
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        products = _halves(blocks, 208).astype(np.float32)[:, None] * scales
+        return runs.view(np.int8) - np.int8(32), products.astype(np.float16), None
+
+
+GGUF_TYPES: dict[GGMLQuantizationType, GGUFType] = {
+    GGMLQuantizationType.F32: GGUFType(),
+    GGMLQuantizationType.F16: GGUFType(),
+    GGMLQuantizationType.BF16: GGUFType(),
+    GGMLQuantizationType.Q4_0: GGUFType(BlockCodes(WeightKind.INT4, 32, _q4_0)),
+    GGMLQuantizationType.Q4_1: GGUFType(BlockCodes(WeightKind.INT4, 32, _q4_1)),
+    GGMLQuantizationType.Q8_0: GGUFType(BlockCodes(WeightKind.INT8, 32, _q8_0)),
+    GGMLQuantizationType.Q4_K: GGUFType(BlockCodes(WeightKind.INT4, 32, _q4_k)),
+    GGMLQuantizationType.Q6_K: GGUFType(BlockCodes(WeightKind.INT8, 16, _q6_k)),
+}

@@ -1,0 +1,296 @@
+"""Pack the tensors of a checkpoint: choose each tensor's kind, convert it to codes, and pack with several threads.
+
+Owns: the choice of the kind, the 8-bit and 4-bit codes of floats, stacking parts of one kind into one weight, pieces
+of rows as jobs. Does not: know layers or families, convert GGUF blocks, or keep packed weights.
+Invariants: weights are yielded in the order planned; beside them, memory for a few pieces of rows is used. Each row is
+converted by itself. Torch runs in the calling thread only, on one core: in each other thread it would start another
+OpenMP pool, and the pools would slow each other down.
+Shapes: F output rows, E inputs, G groups of inputs, N values of a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGMLQuantizationType
+
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.resolve import ModelFiles
+from octavo.config import QUANTIZATIONS
+from octavo.errors import ConfigError
+from octavo.nn.gguf_blocks import GGUF_TYPES, Halves, Values, codes_of_blocks, dequantize
+from octavo.nn.packed_weight import Bytes, Codes, PackedWeight, WeightKind, WeightShape, empty_buffer, pack_rows
+from octavo.nn.weights import Weights
+
+GROUP = 32
+_MAX_INT8 = 127
+_MAX_INT4 = 15
+# Parts of a group's range over which 4-bit codes are first spread; the best of them is kept. For the squared errors on
+# normal and heavy-tailed weights, compared with the whole range alone, see tests/nn/test_quantize.py.
+_RANGES = ((0.0, 1.0), (0.03, 0.97), (0.08, 0.92), (0.0, 0.92), (0.08, 1.0))
+_PIECE = 1 << 18  # values converted by one job: its data fits in a core's own cache
+_AHEAD = 2  # weights whose jobs are submitted before the first one is waited for
+_CONVERSIONS = 1  # increment it when the codes of GGUF blocks change
+
+
+def choose_quantization(quantization: str, dtype: str, files: ModelFiles, spec: ModelSpec) -> str:
+    """Return "auto" (the codes of the files), "none", "int8" or "int4". Raises ConfigError.
+
+    A given "auto" stays "auto" only for quantized GGUF files without a requested dtype, else it becomes "none".
+    """
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization is {quantization!r}; give one of {', '.join(QUANTIZATIONS)}")
+    if quantization != "auto":
+        return quantization
+    return "auto" if files.kind == "gguf" and spec.quantization is not None and dtype == "auto" else "none"
+
+
+def code_kinds() -> frozenset[tuple[WeightKind, int]]:
+    """Return every kind and group that weights with codes can have."""
+    kept = {(entry.codes.kind, entry.codes.group) for entry in GGUF_TYPES.values() if entry.codes is not None}
+    return frozenset(kept | {(WeightKind.INT8, GROUP), (WeightKind.INT4, GROUP)})
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTensor:
+    """The requested quantization of matrices ("auto", "none", "int8" or "int4"), and the kind of float weights."""
+
+    quantization: str
+    float_kind: WeightKind
+    float_names: frozenset[str] = frozenset()  # tensors found to have no codes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor and its number of rows; with `is_raw` its GGUF blocks' codes are kept."""
+
+    name: str
+    num_rows: int
+    is_raw: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRun:
+    """Consecutive output rows of one linear layer, of one kind."""
+
+    shape: WeightShape
+    parts: tuple[Part, ...]
+
+
+class NoCodesError(Exception):
+    """The values of this tensor cannot be coded: they are not finite, or float16 cannot hold their scales."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def plan_runs(weights: Weights, rows: dict[str, int], inputs: int, wanted: WantedTensor) -> tuple[WeightRun, ...]:
+    """Choose a kind for each tensor of one linear layer; adjacent tensors of one kind become one run."""
+    chosen = []
+    for name, num_rows in rows.items():
+        weights.claim(name, (num_rows, inputs))
+        (kind, group), is_raw = _choose(weights, name, inputs, wanted)
+        chosen.append(((kind, group), Part(name, num_rows, is_raw)))
+    runs = []
+    for (kind, group), entries in itertools.groupby(chosen, key=lambda entry: entry[0]):
+        parts = tuple(part for _, part in entries)
+        runs.append(WeightRun(WeightShape(kind, sum(part.num_rows for part in parts), inputs, group), parts))
+    return tuple(runs)
+
+
+def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> tuple[tuple[WeightKind, int], bool]:
+    """Return kind and group, and whether the file's own codes are kept, which they are if they are as coarse."""
+    plain = ((wanted.float_kind, 0), False)
+    if wanted.quantization == "none" or name in wanted.float_names:
+        return plain
+    raw = weights.raw_rows(name)
+    codes = GGUF_TYPES[raw[1]].codes if raw is not None else None
+    own = (codes.kind, codes.group) if codes is not None else None
+    if wanted.quantization == "auto":
+        return (own, True) if own is not None else plain
+    kind = WeightKind.INT4 if wanted.quantization == "int4" else WeightKind.INT8
+    if own is not None and own[0] >= kind:
+        return own, True
+    return ((kind, GROUP), False) if inputs % GROUP == 0 else plain
+
+
+def pack_runs(weights: Weights, runs: Iterable[WeightRun], num_threads: int) -> Generator[Bytes, None, None]:
+    """Pack the runs in order, yielding each one's buffer. Close the generator: it has threads. Raises NoCodesError."""
+    with _one_torch_thread(), ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
+        begun: deque[tuple[Bytes, list[Future[None]]]] = deque()
+        open_jobs: deque[Future[None]] = deque()
+        for run in runs:
+            buffer = empty_buffer(run.shape.nbytes)
+            jobs = []
+            for job in _jobs(weights, run, buffer):
+                if len(open_jobs) > 4 * num_threads:
+                    open_jobs.popleft().result()
+                jobs.append(pool.submit(job))
+                open_jobs.append(jobs[-1])
+            begun.append((buffer, jobs))
+            if len(begun) > _AHEAD:
+                yield _finished(*begun.popleft())
+        while begun:
+            yield _finished(*begun.popleft())
+
+
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+def _finished(buffer: Bytes, jobs: list[Future[None]]) -> Bytes:
+    for job in jobs:
+        job.result()
+    return buffer
+
+
+def _jobs(weights: Weights, run: WeightRun, buffer: Bytes) -> Iterator[Callable[[], None]]:
+    """Split a run into jobs for pieces of rows. Tensors that torch must read are read here, in the caller's thread."""
+    shape, start = run.shape, 0
+    step = max(1, _PIECE // shape.inputs)
+    for part in run.parts:
+        raw = weights.raw_rows(part.name)
+        for first in range(0, part.num_rows, step):
+            count = min(step, part.num_rows - first)
+            pack = partial(_pack, shape, buffer, start + first, part.name)
+            if raw is None:
+                values = torch.empty(count, shape.inputs)
+                weights.read_rows(part.name, first, values)
+                yield partial(pack, partial(codes_of_floats, values.numpy(), shape.kind))
+            elif part.is_raw:
+                yield partial(pack, partial(codes_of_blocks, raw[0][first : first + count], raw[1]))
+            else:
+                yield partial(pack, partial(_codes_anew, raw[0][first : first + count], raw[1], shape.kind))
+        start += part.num_rows
+
+
+def _codes_anew(raw: Bytes, stored: GGMLQuantizationType, kind: WeightKind) -> Codes | None:
+    return codes_of_floats(dequantize(raw, stored), kind)
+
+
+def _pack(shape: WeightShape, buffer: Bytes, first_row: int, name: str, convert: Callable[[], Codes | None]) -> None:
+    codes = convert()
+    if codes is None:
+        raise NoCodesError(name)
+    pack_rows(shape, buffer, first_row, codes)
+
+
+@cache
+def packing_version() -> str:
+    """Return a text that changes whenever this code packs equal weights differently: layout, codes, conversions."""
+    sample = np.sin(np.arange(17 * 64, dtype=np.float32) ** 2).reshape(17, 64)  # numpy.random takes 50 ms to load
+    digest = hashlib.sha256(f"{_CONVERSIONS} {list(GGMLQuantizationType)}".encode())
+    for kind in WeightKind:
+        codes = codes_of_floats(sample, kind)
+        assert codes is not None, "the sample has codes"
+        digest.update(PackedWeight.pack(codes).buffer.tobytes())
+    return digest.hexdigest()
+
+
+def codes_of_floats(values_FE: Values, kind: WeightKind) -> Codes | None:
+    """Quantise or round rows to a kind, None if float16 cannot hold a scale. For codes, GROUP must divide E."""
+    if kind == WeightKind.FLOAT32:
+        return Codes(kind, 0, values_FE)
+    if kind == WeightKind.BFLOAT16:
+        return Codes(kind, 0, _bfloat16_bits(values_FE))
+    groups = values_FE.reshape(values_FE.shape[0], -1, GROUP)
+    if not np.isfinite(values_FE).all() or np.abs(values_FE).max(initial=0) > np.finfo(np.float16).max:
+        return None
+    return _int8(groups) if kind == WeightKind.INT8 else _int4(groups)
+
+
+def _bfloat16_bits(values: Values) -> npt.NDArray[np.uint16]:
+    """Round to nearest, ties to even; a NaN stays one. In numpy, so that no thread pool of torch is started."""
+    bits = values.view(np.uint32)
+    rounded = bits >> 16 & 1
+    rounded += bits
+    rounded += 0x7FFF
+    rounded >>= 16
+    result = rounded.astype(np.uint16)
+    result[np.isnan(values)] = 0x7FC0
+    return result
+
+
+def _int8(groups_FGN: Values) -> Codes:
+    """Quantise symmetrically: the largest magnitude of a group becomes 127."""
+    num_rows = groups_FGN.shape[0]
+    scales = (np.abs(groups_FGN).max(axis=-1) / _MAX_INT8).astype(np.float16)
+    codes = np.rint(groups_FGN * _inverse(scales)[..., None])
+    np.clip(codes, -_MAX_INT8, _MAX_INT8, out=codes)
+    return Codes(WeightKind.INT8, GROUP, codes.astype(np.int8).reshape(num_rows, -1), scales)
+
+
+def _int4(groups_FGN: Values) -> Codes:
+    """Quantise asymmetrically, with a search: first codes from several ranges, each refined once by least squares.
+
+    Given codes, the best scale and minimum are a linear regression; given those, the best codes are the nearest
+    (Lloyd's alternation). The result with the least squared error, computed with the stored scale and minimum, is kept.
+    """
+    num_rows, num_groups = groups_FGN.shape[:2]
+    x_NG = np.ascontiguousarray(groups_FGN.reshape(-1, GROUP).T)  # a group per column, so that sums run over whole rows
+    low_G, high_G = x_NG.min(axis=0), x_NG.max(axis=0)
+    best_error = np.full(x_NG.shape[1], np.inf, np.float32)
+    best_codes = np.zeros(x_NG.shape, np.float32)
+    best = np.zeros((2, x_NG.shape[1]), np.float16)
+    for start, end in _RANGES:
+        span_G = high_G - low_G
+        fit = _stored((end - start) / _MAX_INT4 * span_G, low_G + start * span_G)
+        fit = _stored(*_regression(x_NG, _nearest(x_NG, fit)))
+        codes = _nearest(x_NG, fit)
+        rest = codes * fit[0].astype(np.float32)
+        rest += fit[1].astype(np.float32)
+        rest -= x_NG
+        error = np.einsum("ng,ng->g", rest, rest)
+        better = error < best_error
+        np.copyto(best_error, error, where=better)
+        np.copyto(best_codes, codes, where=better)
+        np.copyto(best, fit, where=better)
+    codes_FE = best_codes.T.astype(np.uint8).reshape(num_rows, -1)
+    shape = (num_rows, num_groups)
+    return Codes(WeightKind.INT4, GROUP, codes_FE, best[0].reshape(shape), best[1].reshape(shape))
+
+
+def _stored(scale_G: Values, minimum_G: Values) -> Halves:
+    """Round scale and minimum, [2, G], as they are stored."""
+    return np.stack((scale_G, minimum_G)).astype(np.float16)
+
+
+def _nearest(x_NG: Values, fit: Halves) -> Values:
+    """Return the codes, as floats, whose values are nearest."""
+    codes: Values = x_NG - fit[1].astype(np.float32)
+    codes *= _inverse(fit[0])
+    np.rint(codes, out=codes)
+    np.clip(codes, 0, _MAX_INT4, out=codes)
+    return codes
+
+
+def _regression(x_NG: Values, codes_NG: Values) -> tuple[Values, Values]:
+    """Return scale and minimum of each group for its codes, by least squares; for equal codes, 0 and the mean."""
+    mean_x, mean_code = x_NG.mean(axis=0), codes_NG.mean(axis=0)
+    spread = np.einsum("ng,ng->g", codes_NG, codes_NG) - GROUP * mean_code * mean_code
+    joint = np.einsum("ng,ng->g", codes_NG, x_NG) - GROUP * mean_code * mean_x
+    scale = np.divide(joint, spread, out=np.zeros_like(joint), where=spread > 0.5)  # sums of integers: 0 or >= 31/32
+    return scale, mean_x - scale * mean_code
+
+
+def _inverse(scales: Halves) -> Values:
+    """Return 1 / scale, 0 for scale 0."""
+    wide = scales.astype(np.float32)
+    return np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide != 0)
