@@ -33,8 +33,7 @@ from octavo.simulator.report import Case, page
 from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import ReplicaFailure, Setup, SimulatedRun, simulate
 from octavo.simulator.summary import summarise
-from octavo.simulator.workloads import Shaping, SimulatedWorkload, open_workload
-from octavo.simulator.workloads.shaping import TOO_LONG
+from octavo.simulator.workloads import TOO_LONG, Shaping, SimulatedWorkload, open_workload
 
 DEFAULT_WORKLOAD = "poisson:rate=4,lengths=azure_conv,requests=2000"
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"

@@ -71,7 +71,7 @@ def workload_help() -> Iterator[str]:
     yield "KIND:FILE,option=value,...       read, plain or gzipped"
     yield ""
     for name, kind in KINDS.items():
-        yield f"  {name:13}{'FILE  ' if kind.reads else ''}{kind.text}"
+        yield f"  {name:13}{'FILE  ' if kind.is_file else ''}{kind.help}"
     yield ""
     yield "generated   requests=1000, duration=S; prompt= and output= with a number, fixed(n), uniform(a,b),"
     yield "            lognormal(median,sigma), normal(mean,sd), exponential(mean), geometric(mean),"

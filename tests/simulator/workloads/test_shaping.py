@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.workloads import Shaping, open_workload
-from octavo.simulator.workloads.shaping import shape
-from octavo.simulator.workloads.source import Notes
+from octavo.simulator.workloads import Shaping, open_workload, shape_arrivals
+from octavo.simulator.workloads.spec import Notes
 
 
 def run(arrivals: list[Arrival], notes: Notes | None = None, **shaping: Any) -> list[Arrival]:
     """Shape a list."""
-    return list(shape(iter(arrivals), Shaping(**shaping), notes or Notes()))
+    return list(shape_arrivals(iter(arrivals), Shaping(**shaping), notes or Notes()))
 
 
 def at(*times: float) -> list[Arrival]:
@@ -35,7 +34,7 @@ def test_a_limit_reads_no_more_than_it_needs() -> None:
         yield from at(1, 2, 3)
         raise AssertionError("nobody asked for the fourth")
 
-    assert len(list(shape(endless(), Shaping(limit=2), Notes()))) == 2
+    assert len(list(shape_arrivals(endless(), Shaping(limit=2), Notes()))) == 2
 
 
 def test_a_window_over_an_endless_workload_ends() -> None:
@@ -43,7 +42,7 @@ def test_a_window_over_an_endless_workload_ends() -> None:
         yield from at(*range(1000))
         raise AssertionError("behind the window nothing is asked for")
 
-    assert len(list(shape(endless(), Shaping(end=10), Notes(), has_followers=False))) == 10
+    assert len(list(shape_arrivals(endless(), Shaping(end=10), Notes(), has_followers=False))) == 10
 
 
 def test_who_follows_somebody_left_out_is_left_out_and_the_others_keep_their_leader() -> None:

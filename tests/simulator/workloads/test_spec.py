@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
 from octavo.simulator.workloads import KINDS, Shaping, open_workload
-from octavo.simulator.workloads.lengths import read_distribution
 from octavo.simulator.workloads.spec import Spec, read_number
+from octavo.simulator.workloads.synthetic import read_distribution
 
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=8)
 VALUES = st.one_of(
@@ -41,7 +41,7 @@ def test_any_words_give_a_workload_or_a_typed_error(text: str) -> None:
 
 
 @given(
-    st.sampled_from([name for name, kind in KINDS.items() if not kind.reads]),
+    st.sampled_from([name for name, kind in KINDS.items() if not kind.is_file]),
     st.text("=,():.0123456789ratemk", max_size=30),
 )
 def test_any_options_of_a_kind_give_a_workload_or_a_typed_error(kind: str, rest: str) -> None:

@@ -1,16 +1,21 @@
 """A workload's specification: `KIND:key=value,...` for a generated one, `KIND:PATH,key=value,...` for a file.
 
-Owns: splitting the text, typed reading of the options, errors that name the option, its value and the remedy. Does not:
-know any kind (catalogue does). Invariant: an option that its kind does not read is an error, with a near name.
+Owns: splitting the text, typed reading of the options, errors that name the option, its value and the remedy; and what
+every kind is built with and returns. Does not: know any kind.
+Invariants: an option that its kind does not read is an error, with a near name; nothing is left out of a workload or
+changed without a note.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
+from octavo.simulator.arrival import Arrival
 
 MAX_SPEC = 4096  # characters
 
@@ -26,11 +31,11 @@ class Spec:
         self.kind = kind.strip()
         self.path = ""
         self.options: dict[str, str] = {}
-        self._asked: dict[str, None] = {}
-        for place, word in enumerate(_split(rest, text)):
+        self._known: dict[str, None] = {}  # the options that were read, in order
+        for index, word in enumerate(_split(rest, text)):
             name, equals, value = word.partition("=")
             name = name.strip()
-            if not equals and place == 0:
+            if not equals and index == 0:
                 self.path = name
             elif not equals or not name:
                 raise ConfigError(f"workload {text!r}: {word!r} is no option; write name=value")
@@ -41,7 +46,7 @@ class Spec:
 
     def text_of(self, name: str, default: str = "") -> str:
         """Return an option's text."""
-        self._asked[name] = None
+        self._known[name] = None
         return self.options.get(name, default)
 
     def number(
@@ -49,17 +54,20 @@ class Spec:
     ) -> float:
         """Return a finite number greater than `above`, or of at least `least`. Required if `default` is None."""
         text = self.text_of(name)
-        if not text:
-            if default is None and name not in self.options:
+        if name not in self.options:
+            if default is None:
                 raise ConfigError(f"workload {self.text!r} needs {name}=NUMBER, as in {self.kind}:{name}=1")
-            if name not in self.options:
-                assert default is not None
-                return default
+            return default
         bound = f"above {above:g}" if least is None else f"of at least {least:g}"
         value = read_number(text)
         if value is None or not math.isfinite(value) or (value <= above if least is None else value < least):
             raise ConfigError(f"workload {self.text!r}: {name} is {text!r}; give a number {bound}")
         return value
+
+    def optional_number(self, name: str) -> float | None:
+        """Return a number above 0 if the option is given."""
+        self.text_of(name)
+        return self.number(name) if name in self.options else None
 
     def count(self, name: str, default: int, *, least: int = 0) -> int:
         """Return a whole number of at least `least`."""
@@ -81,9 +89,37 @@ class Spec:
     def close(self) -> None:
         """Raise ConfigError for options that were never read."""
         for name in self.options:
-            if name not in self._asked:
-                remedy = f"{self.kind} takes {', '.join(sorted(self._asked))}"
-                raise ConfigError(f"workload {self.text!r}: {unknown('key', name, self._asked, remedy)}")
+            if name not in self._known:
+                remedy = f"{self.kind} takes {', '.join(sorted(self._known))}"
+                raise ConfigError(f"workload {self.text!r}: {unknown('key', name, self._known, remedy)}")
+
+
+class Notes:
+    """Counts of what was left out or changed, by description."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def add(self, description: str, number: int = 1) -> None:
+        """Add to a count."""
+        if number:
+            self.counts[description] = self.counts.get(description, 0) + number
+
+
+Source = Callable[[Notes], Iterator[Arrival]]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """What a kind is built with: the seed, its index among several, and a function that opens another specification."""
+
+    seed: int
+    index: int
+    open_source: Callable[[str], Source]
+
+    def rng(self, spec: Spec, purpose: str) -> random.Random:
+        """Return a generator for one purpose, so that one more draw of lengths moves no arrival."""
+        return random.Random(f"{self.seed}/{self.index}/{spec.kind}/{purpose}")
 
 
 def read_number(text: str) -> float | None:
@@ -97,26 +133,26 @@ def read_number(text: str) -> float | None:
     return None if math.isnan(value) or "_" in text else value * (unit or 1.0)
 
 
-def read_call(text: str, where: str) -> tuple[str, list[str]]:
+def read_call(text: str, option: str) -> tuple[str, list[str]]:
     """Split `name(a,b)` into its name and arguments; a bare number is `fixed(number)`. Raises ConfigError."""
     if read_number(text) is not None:
         return "fixed", [text]
     name, bracket, rest = text.partition("(")
     if bracket and not rest.endswith(")"):
-        raise ConfigError(f"{where} is {text!r}; close the bracket, as in lognormal(512,0.8)")
+        raise ConfigError(f"{option} is {text!r}; close the bracket, as in lognormal(512,0.8)")
     return name.strip(), [part.strip() for part in rest[:-1].split(",")] if rest[:-1].strip() else []
 
 
 def _split(rest: str, text: str) -> Iterable[str]:
     """Yield the parts between commas that are outside of brackets."""
     depth, start = 0, 0
-    for place, letter in enumerate(rest):
+    for index, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")
         if depth < 0:
             raise ConfigError(f"workload {text!r} closes a bracket that is not open")
         if letter == "," and depth == 0:
-            yield rest[start:place]
-            start = place + 1
+            yield rest[start:index]
+            start = index + 1
     if depth:
         raise ConfigError(f"workload {text!r} leaves a bracket open")
     if rest[start:].strip() or start:

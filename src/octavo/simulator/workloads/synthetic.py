@@ -1,40 +1,300 @@
-"""Generated workloads: an arrival process, lengths, prefixes that groups share, conversations and closed loops.
+"""Generated workloads: arrival processes, distributions of lengths, shared prefixes, conversations and closed loops.
 
-Owns: what is drawn, in what order. Does not: know a process's or a distribution's formula (gaps, lengths do).
-Invariants: the same spec and seed give the same arrivals; requests of one group share their prefix's keys and
-no others; a turn of a conversation begins with all of the turns before it.
+Owns: what is drawn, in what order, and by which formula. Does not: read files.
+Invariants: the same spec and seed give the same arrivals; times never fall; requests of one group share their prefix's
+keys and no others; a turn of a conversation begins with all of the turns before it.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import accumulate, islice
 
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.workloads.gaps import read_process
-from octavo.simulator.workloads.lengths import PAIRS, Draw, quantiles, read_distribution, whole
-from octavo.simulator.workloads.source import Notes, Source, Surroundings, Zipf
-from octavo.simulator.workloads.spec import Spec
+from octavo.simulator.workloads.spec import BuildContext, Notes, Source, Spec, read_call, read_number
 
 KEY_TOKENS = 16
 DEFAULT_REQUESTS = 1000
 MAX_PAIRS = 1_000_000  # of a trace from which lengths are drawn
 _STRIDE = 1 << 32  # keys of one group, or of one conversation: no prompt has more blocks
 
+# --- arrival processes: times of requests, from a rate and a random generator
 
-def open_loop(spec: Spec, around: Surroundings) -> Source:
+Times = Callable[[random.Random], Iterator[float]]
+
+
+def _poisson(spec: Spec) -> Times:
+    return _renewal(spec.number("rate"), _unit_gap)
+
+
+def _constant(spec: Spec) -> Times:
+    rate = spec.number("rate")
+
+    def times(rng: random.Random) -> Iterator[float]:
+        number = 0
+        while True:
+            yield number / rate
+            number += 1
+
+    return times
+
+
+def _bursty(spec: Spec) -> Times:
+    """Return gaps of a gamma distribution: a coefficient of variation of 1 is Poisson, 2 twice as bursty."""
+    rate, shape = spec.number("rate"), spec.number("cv", 2.0) ** -2
+    if not 1e-4 <= shape <= 1e4:
+        raise ConfigError(f"workload {spec.text!r}: cv is {shape**-0.5:g}; give 0.01 to 100")
+    return _renewal(rate, lambda rng: rng.gammavariate(shape, 1 / shape))
+
+
+def _weibull(spec: Spec) -> Times:
+    rate, shape = spec.number("rate"), spec.number("shape", 0.5)
+    if not 0.05 <= shape <= 20:
+        raise ConfigError(f"workload {spec.text!r}: shape is {shape:g}; give 0.05 to 20 (1 = Poisson, less = burstier)")
+    scale = 1 / math.gamma(1 + 1 / shape)
+    return _renewal(rate, lambda rng: rng.weibullvariate(scale, shape))
+
+
+def _on_off(spec: Spec) -> Times:
+    """Return a process that is Poisson at `rate` for `on` seconds, silent for `off` seconds, and repeats."""
+    rate, on_s, off_s = spec.number("rate"), spec.number("on", 10.0), spec.number("off", 10.0, least=0.0)
+
+    def times(rng: random.Random) -> Iterator[float]:
+        busy = 0.0  # seconds of `on` time so far
+        while True:
+            busy += _unit_gap(rng) / rate
+            yield busy + off_s * (busy // on_s)
+
+    return times
+
+
+def _mmpp(spec: Spec) -> Times:
+    """Return a Poisson process whose rate changes between `low` and `high` at exponential times (Markov-modulated)."""
+    rates = (spec.number("high"), spec.number("low", least=0.0))
+    stays = (spec.number("high_s", 10.0), spec.number("low_s", 30.0))
+
+    def times(rng: random.Random) -> Iterator[float]:
+        now, state = 0.0, 1
+        until = _unit_gap(rng) * stays[state]
+        while True:
+            # Exponential gaps have no memory, so the gap is drawn anew at a change of rate.
+            gap = _unit_gap(rng) / rates[state] if rates[state] else math.inf
+            if now + gap < until:
+                now += gap
+                yield now
+            else:
+                now, state = until, 1 - state
+                until = now + _unit_gap(rng) * stays[state]
+
+    return times
+
+
+def _wave(spec: Spec) -> Times:
+    """Return a Poisson process whose rate varies by `swing` of it each `period` s (thinning: Lewis, Shedler 1979)."""
+    rate, period = spec.number("rate"), spec.number("period", 86400.0)
+    swing = spec.number("swing", 0.5, least=0.0)
+    if swing > 1:
+        raise ConfigError(f"workload {spec.text!r}: swing is {swing:g}; give 0 to 1")
+
+    def times(rng: random.Random) -> Iterator[float]:
+        now, peak = 0.0, rate * (1 + swing)
+        while True:
+            now += _unit_gap(rng) / peak
+            if rng.random() * peak < rate * (1 - swing * math.cos(2 * math.pi * now / period)):
+                yield now
+
+    return times
+
+
+def _burst(spec: Spec) -> Times:
+    """Return a process in which all requests arrive at 0."""
+
+    def times(rng: random.Random) -> Iterator[float]:
+        while True:
+            yield 0.0
+
+    return times
+
+
+def _renewal(rate: float, gap: Callable[[random.Random], float]) -> Times:
+    def times(rng: random.Random) -> Iterator[float]:
+        now = 0.0
+        while True:
+            now += gap(rng) / rate
+            yield now
+
+    return times
+
+
+def _unit_gap(rng: random.Random) -> float:
+    return -math.log1p(-rng.random())
+
+
+# Name -> how it is built, and its help.
+PROCESSES: dict[str, tuple[Callable[[Spec], Times], str]] = {
+    "poisson": (_poisson, "rate=R"),
+    "constant": (_constant, "rate=R, equal gaps"),
+    "bursty": (_bursty, "rate=R, cv=2: gamma gaps of that coefficient of variation"),
+    "weibull": (_weibull, "rate=R, shape=0.5"),
+    "onoff": (_on_off, "rate=R for on=10 seconds, nothing for off=10"),
+    "mmpp": (_mmpp, "low=R, high=R, high_s=10, low_s=30: Poisson that changes its rate at random"),
+    "wave": (_wave, "rate=R, swing=0.5, period=86400: Poisson whose rate rises and falls in a day"),
+    "all_at_once": (_burst, "requests=N at the start"),
+}
+
+# --- distributions of prompt, answer and pause lengths, written as `512`, `lognormal(512,0.8)`, ...
+# A draw is a number of at least 0, decided by the generator's state alone.
+
+Draw = Callable[[random.Random], float]
+
+# Deciles and tails of the public Azure traces of 2023 (Patel et al., Splitwise, ISCA 2024; CC-BY-4.0), measured: (per
+# cent, prompt tokens, output tokens). The marginals only: prompt and output are drawn independently.
+AZURE_CONV = (
+    (0, 2, 7), (1, 29, 16), (5, 181, 41), (10, 207, 54), (25, 396, 85), (50, 1020, 129), (75, 1189, 395),
+    (90, 2735, 424), (95, 4083, 451), (99, 4142, 601), (99.9, 6212, 954), (100, 14050, 1000),
+)  # fmt: skip
+AZURE_CODE = (
+    (0, 3, 6), (1, 17, 6), (5, 75, 6), (10, 147, 7), (25, 578, 9), (50, 1469, 13), (75, 2745, 24), (90, 5194, 55),
+    (95, 7315, 90), (99, 7436, 252), (99.9, 7437, 831), (100, 7437, 1899),
+)  # fmt: skip
+PAIRS = {"azure_conv": AZURE_CONV, "azure_code": AZURE_CODE}
+
+
+def read_distribution(text: str, option: str) -> Draw:
+    """Parse a distribution. Raises ConfigError naming the option."""
+    name, words = read_call(text, option)
+    if name in ("quantiles", "empirical"):
+        return _read_quantiles(words, option)
+    if name not in _NAMED:
+        raise ConfigError(f"{option} is {text!r}: {unknown('distribution', name, [*_NAMED, 'quantiles'])}")
+    make, names = _NAMED[name]
+    values = [read_number(word) for word in words]
+    if len(values) != len(names) or any(value is None or not math.isfinite(value) or value < 0 for value in values):
+        raise ConfigError(f"{option} is {text!r}; write {name}({','.join(names)}) with numbers of at least 0")
+    return make(*(value for value in values if value is not None), option)
+
+
+def quantiles(points: Sequence[tuple[float, float]]) -> Draw:
+    """Return a draw by inverse transform over (per cent, value), linear between points.
+
+    Below the first and above the last point, it gives their values.
+    """
+    shares = [share / 100 for share, _ in points]
+    values = [value for _, value in points]
+
+    def draw(rng: random.Random) -> float:
+        share = rng.random()
+        right = bisect_right(shares, share)
+        if right in (0, len(shares)):
+            return values[0 if right == 0 else -1]
+        part = (share - shares[right - 1]) / (shares[right] - shares[right - 1])
+        return values[right - 1] + part * (values[right] - values[right - 1])
+
+    return draw
+
+
+def draw_tokens(draw: Draw, rng: random.Random) -> int:
+    """Return a draw as a whole number of tokens, at least 1."""
+    return max(1, round(draw(rng)))
+
+
+def _fixed(value: float, option: str) -> Draw:
+    return lambda rng: value
+
+
+def _uniform(low: float, high: float, option: str) -> Draw:
+    if low > high:
+        raise ConfigError(f"{option} is uniform({low:g},{high:g}); give the smaller bound first")
+    return lambda rng: low + (high - low) * rng.random()
+
+
+def _lognormal(median: float, sigma: float, option: str) -> Draw:
+    if not median or sigma > 8:
+        raise ConfigError(f"{option} is lognormal({median:g},{sigma:g}); give a median above 0 and a sigma up to 8")
+    return lambda rng: median * math.exp(rng.gauss(0.0, sigma))
+
+
+def _normal(mean: float, sigma: float, option: str) -> Draw:
+    return lambda rng: max(0.0, rng.gauss(mean, sigma))
+
+
+def _exponential(mean: float, option: str) -> Draw:
+    return lambda rng: -mean * math.log1p(-rng.random())
+
+
+def _geometric(mean: float, option: str) -> Draw:
+    if mean < 1:
+        raise ConfigError(f"{option} is geometric({mean:g}); give a mean of at least 1")
+    if mean == 1:
+        return lambda rng: 1.0
+    base = math.log1p(-1 / mean)
+    return lambda rng: 1.0 + math.floor(math.log1p(-rng.random()) / base)
+
+
+def _pareto(least: float, alpha: float, option: str) -> Draw:
+    if not least or alpha <= 0:
+        raise ConfigError(f"{option} is pareto({least:g},{alpha:g}); give a least value and an alpha above 0")
+    return lambda rng: min(least * (1.0 - rng.random()) ** (-1 / alpha), 1e9)
+
+
+_NAMED: dict[str, tuple[Callable[..., Draw], tuple[str, ...]]] = {
+    "fixed": (_fixed, ("value",)),
+    "uniform": (_uniform, ("low", "high")),
+    "lognormal": (_lognormal, ("median", "sigma")),
+    "normal": (_normal, ("mean", "sigma")),
+    "exponential": (_exponential, ("mean",)),
+    "geometric": (_geometric, ("mean",)),
+    "pareto": (_pareto, ("least", "alpha")),
+}
+
+
+def _read_quantiles(words: Sequence[str], option: str) -> Draw:
+    points: list[tuple[float, float]] = []
+    for word in words:
+        share, value = (read_number(part) for part in (*word.split(":"), "", "")[:2])
+        if share is None or value is None or not 0 <= share <= 100 or not 0 <= value < math.inf:
+            raise ConfigError(
+                f"{option}: {word!r} is no quantile; write PERCENT:VALUE, as in quantiles(0:8,50:200,100:4K)"
+            )
+        if points and not (share > points[-1][0] and value >= points[-1][1]):
+            raise ConfigError(f"{option}: {word!r} does not rise; give the quantiles in order")
+        points.append((share, value))
+    if len(points) < 2:
+        raise ConfigError(f"{option} has {len(points)} quantiles; give at least two, as in quantiles(0:8,100:4K)")
+    return quantiles(points)
+
+
+class Zipf:
+    """Draws 0 .. count - 1, the k-th with weight 1 / (k + 1) ** exponent; an exponent of 0 is uniform."""
+
+    def __init__(self, count: int, exponent: float) -> None:
+        self._bounds = list(accumulate((index + 1) ** -exponent for index in range(count)))
+
+    def draw(self, rng: random.Random) -> int:
+        """Draw a number."""
+        return min(bisect_right(self._bounds, rng.random() * self._bounds[-1]), len(self._bounds) - 1)
+
+
+# --- workloads
+
+
+def open_loop(spec: Spec, context: BuildContext) -> Source:
     """Return requests that arrive independently of the earlier ones."""
-    times, lengths, prefixes, until = read_process(spec), _Lengths(spec, around), _Prefixes(spec), _Until(spec)
+    make_times, _ = PROCESSES[spec.kind]
+    times, lengths, prefixes, until = make_times(spec), _Lengths(spec, context), _Prefixes(spec), _Until(spec)
     if spec.kind == "all_at_once" and until.count is None:
         raise ConfigError(f"workload {spec.text!r} never ends; give requests=N")
 
     def source(notes: Notes) -> Iterator[Arrival]:
-        clock, chance = around.rng(spec, "times"), around.rng(spec, "lengths")
-        groups = around.rng(spec, "groups")
+        clock, chance = context.rng(spec, "times"), context.rng(spec, "lengths")
+        groups = context.rng(spec, "groups")
         for time in until.cut(times(clock)):
             prompt, output = lengths.draw(chance)
             yield prefixes.arrival(time, prompt, output, groups)
@@ -42,16 +302,16 @@ def open_loop(spec: Spec, around: Surroundings) -> Source:
     return source
 
 
-def closed_loop(spec: Spec, around: Surroundings) -> Source:
+def closed_loop(spec: Spec, context: BuildContext) -> Source:
     """Return requests of a number of users, each sending the next one a pause after its last answer."""
     users, think = spec.count("users", 8, least=1), _distribution(spec, "think", "fixed(0)")
-    lengths, prefixes, until = _Lengths(spec, around), _Prefixes(spec), _Until(spec)
+    lengths, prefixes, until = _Lengths(spec, context), _Prefixes(spec), _Until(spec)
     if until.count is None:
         raise ConfigError(f"workload {spec.text!r} has no end that a closed loop knows; give requests=N")
     number = until.count
 
     def source(notes: Notes) -> Iterator[Arrival]:
-        chance, groups = around.rng(spec, "lengths"), around.rng(spec, "groups")
+        chance, groups = context.rng(spec, "lengths"), context.rng(spec, "groups")
         # By the earliest time at which each can arrive, as if answers took none: a parent is always before its child.
         heap: list[tuple[float, int, float, int | None]] = [(0.0, user, 0.0, None) for user in range(users)]
         for index in range(number):
@@ -65,62 +325,60 @@ def closed_loop(spec: Spec, around: Surroundings) -> Source:
     return source
 
 
-def conversations(spec: Spec, around: Surroundings) -> Source:
+def conversations(spec: Spec, context: BuildContext) -> Source:
     """Return conversations that begin at a rate, each turn a pause after the answer before."""
     rate = spec.number("rate")
     turns, think = _distribution(spec, "turns", "geometric(4)"), _distribution(spec, "think", "exponential(10)")
-    lengths, prefixes, until = _Lengths(spec, around), _Prefixes(spec), _Until(spec)
+    lengths, prefixes, until = _Lengths(spec, context), _Prefixes(spec), _Until(spec)
 
     def source(notes: Notes) -> Iterator[Arrival]:
-        chance, groups, clock = (around.rng(spec, purpose) for purpose in ("lengths", "groups", "times"))
-        heap: list[tuple[float, int, _Talk]] = []
-        begun, next_start, index = 0, clock.expovariate(rate), 0
+        chance, groups, clock = (context.rng(spec, purpose) for purpose in ("lengths", "groups", "times"))
+        heap: list[tuple[float, int, _Conversation]] = []
+        num_started, next_start, index = 0, clock.expovariate(rate), 0
         while until.count is None or index < until.count:
             while not heap or heap[0][0] >= next_start:
                 if until.duration is not None and next_start >= until.duration:
                     break
-                length = whole(turns, chance)
-                heappush(heap, (next_start, begun, _Talk(begun, length, prefixes.group(groups), pause=next_start)))
-                begun, next_start = begun + 1, next_start + clock.expovariate(rate)
+                length = draw_tokens(turns, chance)
+                started = _Conversation(num_started, length, prefixes.group(groups), pause=next_start)
+                heappush(heap, (next_start, num_started, started))
+                num_started, next_start = num_started + 1, next_start + clock.expovariate(rate)
             if not heap:
                 return
-            nominal, serial, talk = heappop(heap)
-            yield talk.turn(*lengths.draw(chance), prefixes, index)
+            nominal, serial, conversation = heappop(heap)
+            yield conversation.turn(*lengths.draw(chance), prefixes, index)
             index += 1
-            if talk.turns_left:
-                talk.pause = think(chance)
-                heappush(heap, (nominal + talk.pause, serial, talk))
+            if conversation.turns_left:
+                conversation.pause = think(chance)
+                heappush(heap, (nominal + conversation.pause, serial, conversation))
 
     return source
 
 
 @dataclass(slots=True)
-class _Talk:
-    """One conversation: how many tokens it has so far, and when its next turn comes."""
+class _Conversation:
+    """One conversation: the number of its tokens so far, and the pause before its next turn."""
 
     serial: int
     turns_left: int
     group: int
     pause: float
-    said: int = 0
+    num_tokens: int = 0
     parent: int | None = None
 
     def turn(self, prompt: int, output: int, prefixes: _Prefixes, index: int) -> Arrival:
         """Return the next turn: all earlier tokens, and a new message."""
-        said = (self.said or prefixes.length) + prompt
-        keys = self._keys(said + output, prefixes)
-        arrival = Arrival(
-            self.pause, said, output, tenant=prefixes.name(self.group), session=f"talk{self.serial}",
-            keys=keys[: said // KEY_TOKENS], key_tokens=KEY_TOKENS, output_keys=keys[said // KEY_TOKENS :],
-            follows=self.parent,
-        )  # fmt: skip
-        self.said, self.parent, self.turns_left = said + output, index, self.turns_left - 1
-        return arrival
-
-    def _keys(self, num_tokens: int, prefixes: _Prefixes) -> tuple[int, ...]:
+        prompt += self.num_tokens or prefixes.length
         shared = prefixes.length // KEY_TOKENS
         own = (self.serial + prefixes.count) * _STRIDE
-        return (*prefixes.keys(self.group), *range(own, own + num_tokens // KEY_TOKENS - shared))
+        keys = (*prefixes.keys(self.group), *range(own, own + (prompt + output) // KEY_TOKENS - shared))
+        arrival = Arrival(
+            self.pause, prompt, output, tenant=prefixes.name(self.group), session=f"talk{self.serial}",
+            keys=keys[: prompt // KEY_TOKENS], key_tokens=KEY_TOKENS, output_keys=keys[prompt // KEY_TOKENS :],
+            follows=self.parent,
+        )  # fmt: skip
+        self.num_tokens, self.parent, self.turns_left = prompt + output, index, self.turns_left - 1
+        return arrival
 
 
 class _Prefixes:
@@ -155,7 +413,7 @@ class _Prefixes:
 class _Lengths:
     """Pairs of lengths: two distributions, a preset, or the pairs of a trace, drawn with replacement."""
 
-    def __init__(self, spec: Spec, around: Surroundings) -> None:
+    def __init__(self, spec: Spec, context: BuildContext) -> None:
         words = spec.text_of("lengths")
         preset = PAIRS.get(words)
         self._prompt: Draw = _length(spec, "prompt", "lognormal(512,0.8)")
@@ -167,7 +425,7 @@ class _Lengths:
             self._prompt = quantiles([(share, prompt) for share, prompt, _ in preset])
             self._output = quantiles([(share, output) for share, _, output in preset])
         elif ":" in words:
-            arrivals = around.open_source(words)(Notes())
+            arrivals = context.open_source(words)(Notes())
             self._pairs = [(one.prompt_tokens, one.output_tokens) for one in islice(arrivals, MAX_PAIRS)]
         if words and preset is None and not self._pairs:
             raise ConfigError(
@@ -178,15 +436,14 @@ class _Lengths:
         """Draw prompt and output tokens."""
         if self._pairs:
             return self._pairs[int(rng.random() * len(self._pairs))]
-        return whole(self._prompt, rng), whole(self._output, rng)
+        return draw_tokens(self._prompt, rng), draw_tokens(self._output, rng)
 
 
 class _Until:
     """The end of a generated workload: after `requests`, or `duration` seconds, whichever is first."""
 
     def __init__(self, spec: Spec) -> None:
-        self.duration = spec.number("duration") if "duration" in spec.options else None
-        spec.text_of("duration")
+        self.duration = spec.optional_number("duration")
         default = 0 if self.duration is not None else DEFAULT_REQUESTS
         self.count = spec.count("requests", default, least=1) or None
 

@@ -1,0 +1,455 @@
+"""Readers of workloads in files: public traces, sessions of agents, ServeGen's clients, token files, own recordings.
+
+Owns: their columns, units and quirks, one function each. Does not: parse rows (rows) or recordings (observe.recording).
+Files are read on iteration; of traces with one request a line, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from hashlib import blake2b
+from heapq import heapify, heappop, heappush, merge
+from itertools import zip_longest
+from pathlib import Path
+
+from octavo.config.spelling import unknown
+from octavo.errors import ConfigError
+from octavo.observe.recording.arrivals import RecordedRequest, arrivals
+from octavo.observe.recording.reader import open_recording
+from octavo.simulator.arrival import Arrival, choice_lengths
+from octavo.simulator.rows import FileRow, csv_rows, json_rows
+from octavo.simulator.workloads.spec import BuildContext, Notes, Source, Spec
+from octavo.simulator.workloads.synthetic import Draw, draw_tokens, quantiles
+
+MOONCAKE_BLOCK, SERVING_SIM_BLOCK, AGENTIC_BLOCK, TOKEN_FILE_BLOCK = 512, 16, 64, 16  # tokens
+MAX_CLIENTS = 10_000
+MAX_BLOCKS = 1 << 24  # of one prompt
+MAX_TOKEN_FILE = 1 << 30  # bytes
+_SESSION_STRIDE = 1 << 40  # keys of one session, whose ids are its own
+_EPOCH = 738_000  # days before the traces: a float then keeps microseconds
+
+# --- public traces with one request a line
+
+
+class TraceReader:
+    """Converts a trace's rows: times from the first on, in order, with at least one prompt and one output token."""
+
+    def __init__(self, spec: Spec, notes: Notes) -> None:
+        self._is_sorting = spec.choice("sort", ("no", "yes")) == "yes"
+        self._notes = notes
+        self._first: float | None = None
+        self._latest = 0.0
+
+    def time(self, row: FileRow, name: str, seconds: float) -> float:
+        """Return seconds since the first row. Raises ConfigError if they fall, unless rows are sorted later."""
+        if self._first is None:
+            self._first = self._latest = seconds
+        if seconds < self._latest and not self._is_sorting:
+            raise row.fault(
+                name, "this is earlier than the line before; give sort=yes, which reads the whole file first"
+            )
+        self._latest = seconds
+        return seconds - self._first
+
+    def tokens(self, prompt: int, output: int) -> tuple[int, int] | None:
+        """Return both counts as an engine can take them, or None for a request to leave out."""
+        if not prompt:
+            self._notes.add("without a prompt, left out")
+            return None
+        if not output:
+            self._notes.add("answers of no token, taken as one")
+        return prompt, max(1, output)
+
+
+def azure(spec: Spec, context: BuildContext) -> Source:
+    """Read Azure's LLM inference traces of 2023 and 2024 (Patel et al., ISCA 2024): one CSV row a request."""
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        reader = TraceReader(spec, notes)
+        for row in csv_rows(Path(spec.path), ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+            time = reader.time(row, "TIMESTAMP", _seconds(row))
+            if pair := reader.tokens(row.count("ContextTokens"), row.count("GeneratedTokens")):
+                yield Arrival(time, *pair)
+
+    return source
+
+
+def burstgpt(spec: Spec, context: BuildContext) -> Source:
+    """Read BurstGPT (Wang et al., 2024): release 1's six columns, or release 2's eight with a session id.
+
+    A response of no token is a failure and is left out; `model=` keeps one model's requests, `log=` one log type's.
+    """
+    model, log = spec.text_of("model"), spec.text_of("log")
+    columns = ["Timestamp", "Model", "Request tokens", "Response tokens", "Log Type"]
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        reader = TraceReader(spec, notes)
+        for row in csv_rows(Path(spec.path), columns, optional=("Session ID",)):
+            time = reader.time(row, "Timestamp", row.number("Timestamp"))
+            prompt, output = row.count("Request tokens"), row.count("Response tokens")
+            if (model and row.text("Model") != model) or (log and row.text("Log Type") != log):
+                notes.add("of another model or log, left out")
+            elif not output:
+                notes.add("failed (no response), left out")
+            elif pair := reader.tokens(prompt, output):
+                yield Arrival(time, *pair, session=row.text("Session ID"))
+
+    return source
+
+
+def mooncake(spec: Spec, context: BuildContext) -> Source:
+    """Read Mooncake's traces (Qin et al., FAST 2025), conversation and tool-and-agent alike: a block id per 512 tokens.
+
+    The id of a prompt's last block names a part of a block, which no cache keeps; it is dropped. With `round=up`
+    prompts are lengthened to whole blocks instead, as in counts of hits by blocks.
+    """
+    is_rounding = spec.choice("round", ("no", "up")) == "up"
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        reader = TraceReader(spec, notes)
+        for row in json_rows(Path(spec.path)):
+            time = reader.time(row, "timestamp", row.number("timestamp") / 1e3)
+            keys = row.integers("hash_ids")
+            prompt = len(keys) * MOONCAKE_BLOCK if is_rounding else row.count("input_length")
+            if pair := reader.tokens(prompt, row.count("output_length")):
+                full = keys[: prompt // MOONCAKE_BLOCK]
+                yield Arrival(time, *pair, keys=full, key_tokens=MOONCAKE_BLOCK)
+
+    return source
+
+
+def serving_sim(spec: Spec, context: BuildContext) -> Source:
+    """Read LLMServingSim's workloads: arrivals in nanoseconds, lengths, ids of 16-token prefix blocks."""
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        reader = TraceReader(spec, notes)
+        for row in json_rows(Path(spec.path)):
+            # Times are from the trace's own zero, not from the first request, as in its measurements.
+            time = row.number("arrival_time_ns") / 1e9
+            reader.time(row, "arrival_time_ns", time)
+            if pair := reader.tokens(row.count("input_toks"), row.count("output_toks")):
+                keys = row.integers("hash_ids16") if "hash_ids16" in row.values else ()
+                full = keys[: pair[0] // SERVING_SIM_BLOCK]
+                yield Arrival(time, *pair, keys=full, key_tokens=SERVING_SIM_BLOCK if full else 0)
+
+    return source
+
+
+def service_log(spec: Spec, context: BuildContext) -> Source:
+    """Read a CSV of client, req_time, prompt_len, output_len, as in VTC's results (Sheng et al., OSDI 2024)."""
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        reader = TraceReader(spec, notes)
+        for row in csv_rows(Path(spec.path), ("client", "req_time", "prompt_len", "output_len")):
+            time = reader.time(row, "req_time", row.number("req_time"))
+            if pair := reader.tokens(row.count("prompt_len"), row.count("output_len")):
+                yield Arrival(time, *pair, tenant=f"client{row.text('client')}")
+
+    return source
+
+
+def _seconds(row: FileRow) -> float:
+    """Parse a time stamp of 2023 (seven digits, no zone) or 2024 (six digits, a zone)."""
+    text = row.text("TIMESTAMP")
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise row.fault("TIMESTAMP", "give a time such as 2023-11-16 18:15:46.680590") from None
+    day = (moment.toordinal() - _EPOCH) * 86400.0
+    return day + moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
+
+
+# --- sessions of coding agents
+
+
+def agentic(spec: Spec, context: BuildContext) -> Source:
+    """Read kv-cache-tester's sessions: a JSON line each, requests with t, in, out, api_time and block ids as hash_runs.
+
+    They start `every` seconds apart, or at a `rate`, by default all at once. The loop is closed: a request arrives the
+    recorded pause after the end of the one that it waited for, however long that takes here.
+    """
+    every, rate = spec.number("every", 0.0, least=0.0), spec.optional_number("rate")
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        clock, start = context.rng(spec, "times"), 0.0
+        sessions: list[list[tuple[Arrival, int | None]]] = []
+        for row in json_rows(Path(spec.path)):
+            sessions.append(_read_session(row, len(sessions), start, notes))
+            start += clock.expovariate(rate) if rate else every
+        yield from _by_earliest(sessions)
+
+    return source
+
+
+def _by_earliest(sessions: list[list[tuple[Arrival, int | None]]]) -> Iterator[Arrival]:
+    """Yield all requests by the earliest time at which each can arrive, as if answers took no time: parents first."""
+    earliest: list[list[float]] = []
+    for turns in sessions:
+        times: list[float] = []
+        for arrival, parent in turns:
+            times.append(arrival.time + (0.0 if parent is None else times[parent]))
+        earliest.append(times)
+    heap = [(times[turn], number, turn) for number, times in enumerate(earliest) for turn in range(len(times))]
+    heapify(heap)
+    index_of: dict[tuple[int, int], int] = {}
+    while heap:
+        _, number, turn = heappop(heap)
+        arrival, parent = sessions[number][turn]
+        if parent is not None and (number, parent) not in index_of:
+            heappush(heap, (earliest[number][turn], number, turn))
+            continue
+        index_of[number, turn] = len(index_of)
+        yield arrival if parent is None else replace(arrival, follows=index_of[number, parent])
+
+
+def _read_session(row: FileRow, number: int, start: float, notes: Notes) -> list[tuple[Arrival, int | None]]:
+    """Return requests, each with the index of the one it waited for: of those that had ended, the last to end."""
+    block = row.count("block_size") if "block_size" in row.values else AGENTIC_BLOCK
+    if not block:
+        raise row.fault("block_size", "give at least 1")
+    name = row.text("id") or f"session{number}"
+    turns: list[tuple[Arrival, int | None]] = []
+    ends: list[float] = []
+    for request in row.rows("requests"):
+        time, prompt, output = request.number("t"), request.count("in"), request.count("out")
+        if not prompt:
+            notes.add("without a prompt, left out")
+            continue
+        notes.add("answers of no token, taken as one", 0 if output else 1)
+        parent = max((turn for turn, end in enumerate(ends) if end <= time + 1.0), key=ends.__getitem__, default=None)
+        pause = max(0.0, time - ends[parent]) if parent is not None else start + time
+        keys = _session_keys(request, number * _SESSION_STRIDE)[: prompt // block]
+        arrival = Arrival(pause, prompt, max(1, output), session=name, keys=keys, key_tokens=block)
+        turns.append((arrival, parent))
+        ends.append(time + request.number("api_time", 0.0))
+    return turns
+
+
+def _session_keys(row: FileRow, base: int) -> Sequence[int]:
+    """Return block ids from runs of (first, count)."""
+    runs = row.values.get("hash_runs", [])
+    is_list = isinstance(runs, list) and all(isinstance(run, list) and len(run) == 2 for run in runs)
+    if not is_list or not all(type(one) is int and 0 <= one < _SESSION_STRIDE for run in runs for one in run):
+        raise row.fault("hash_runs", "give a list of [first id, how many]")
+    if sum(count for _, count in runs) > MAX_BLOCKS:
+        raise row.fault("hash_runs", f"give at most {MAX_BLOCKS} blocks")
+    if len(runs) == 1:
+        return range(base + runs[0][0], base + runs[0][0] + runs[0][1])
+    return tuple(base + one for first, count in runs for one in range(first, first + count))
+
+
+# --- ServeGen's client pools
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """From `start` on, `rate` requests a second with gaps of a unit mean."""
+
+    start: float
+    rate: float
+    gap: Callable[[random.Random], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    name: str
+    windows: list[_Window]
+    end: float
+    prompt: Draw
+    output: Draw
+
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """Yield a renewal process on the clock of expected arrivals: gaps of mean 1, mapped to time by the rates."""
+        starts = [window.start for window in self.windows]
+        now, index = self.windows[0].start, 0
+        while True:
+            left = self.windows[index].gap(rng)
+            while True:
+                window = self.windows[index]
+                end = self.windows[index + 1].start if index + 1 < len(self.windows) else self.end
+                room = (end - now) * window.rate
+                if left < room:
+                    now += left / window.rate
+                    break
+                left -= room
+                now, index = end, index + 1
+                if index == len(self.windows):
+                    return
+            yield now
+            index = max(index, bisect_right(starts, now) - 1)
+
+
+def servegen(spec: Spec, context: BuildContext) -> Source:
+    """Read ServeGen's clients (Xiang et al., 2025), each one a tenant: rate and burstiness by windows, and lengths.
+
+    A window's mean rate is the measured one, whatever the shape of its gaps.
+    """
+    path = Path(spec.path)
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        clients: list[_Client] = []
+        for row in json_rows(path):
+            if len(clients) == MAX_CLIENTS:
+                raise ConfigError(f"{path} has more than {MAX_CLIENTS} clients; split it")
+            clients.append(_read_client(row))
+        if not clients:
+            raise ConfigError(f"{path} has no client; give ServeGen's clients as JSON lines")
+        yield from merge(*(_requests(one, spec, context) for one in clients), key=lambda arrival: arrival.time)
+
+    return source
+
+
+def _requests(client: _Client, spec: Spec, context: BuildContext) -> Iterator[Arrival]:
+    clock, chance = (context.rng(spec, f"{purpose} of {client.name}") for purpose in ("times", "lengths"))
+    for time in client.times(clock):
+        yield Arrival(time, draw_tokens(client.prompt, chance), draw_tokens(client.output, chance), tenant=client.name)
+
+
+def _read_client(row: FileRow) -> _Client:
+    windows, last = [], -math.inf
+    raw = row.values.get("windows")
+    if not isinstance(raw, list) or not raw:
+        raise row.fault("windows", "give a list of [start, rate, variation, family, shape, scale]")
+    for index, values in enumerate(raw):
+        window = _read_window(values)
+        if window is None or window.start <= last:
+            raise ConfigError(
+                f"{row.path}, line {row.line}, column windows[{index}]: {values!r}; give rising starts, as in "
+                "[600, 93.5, 1.04, 'Gamma', 0.93, 0.0115]"
+            )
+        windows.append(window)
+        last = window.start
+    span = windows[1].start - windows[0].start if len(windows) > 1 else 600.0
+    lengths = [_read_lengths(row, name) for name in ("input_tokens", "output_tokens")]
+    return _Client(f"client{row.text('client') or row.line}", windows, last + span, *lengths)
+
+
+def _read_window(values: object) -> _Window | None:
+    if not isinstance(values, list) or len(values) not in (3, 6):
+        return None
+    numbers = [value for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+    if len(numbers) != len(values) - (len(values) == 6) or min(numbers[:2]) < 0:
+        return None
+    if len(values) == 3:
+        return _Window(values[0], values[1], lambda rng: rng.expovariate(1.0))
+    family, shape = values[3], float(values[4])
+    if shape <= 0.01 or shape > 1e4 or family not in ("Gamma", "Weibull"):
+        return None
+    if family == "Gamma":
+        return _Window(values[0], values[1], lambda rng: rng.gammavariate(shape, 1 / shape))
+    scale = 1 / math.gamma(1 + 1 / shape)
+    return _Window(values[0], values[1], lambda rng: rng.weibullvariate(scale, shape))
+
+
+def _read_lengths(row: FileRow, name: str) -> Draw:
+    shares, table = row.values.get("quantile_pcts"), row.values.get("quantiles")
+    values = table.get(name) if isinstance(table, dict) else None
+    if not isinstance(shares, list) or not isinstance(values, list) or len(shares) != len(values) or not shares:
+        raise row.fault("quantiles", f"give quantile_pcts, and as many numbers in quantiles.{name}")
+    if not all(isinstance(value, (int, float)) and 0 <= value < 1e9 for value in (*shares, *values)):
+        raise row.fault("quantiles", f"give numbers of at least 0 in quantiles.{name}")
+    if sorted(shares) != shares or sorted(values) != values:
+        raise row.fault("quantiles", f"give rising quantile_pcts and quantiles.{name}")
+    return quantiles(list(zip(shares, values, strict=True)))
+
+
+# --- workload files of octavo bench offline
+
+
+def token_file(spec: Spec, context: BuildContext) -> Source:
+    """Return a file's requests, all at once, or at a `rate`; a group follows the longest answer of the group before."""
+    path, rate = Path(spec.path), spec.optional_number("rate")
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        clock, now, index = context.rng(spec, "times"), 0.0, 0
+        parent: int | None = None
+        for group, items in enumerate(_read_groups(path)):
+            longest: tuple[int, int | None] = (-1, None)
+            for number, item in enumerate(items):
+                ids, output = _read_item(item, f"{path}, group {group}, request {number}")
+                time = now if parent is None else 0.0
+                keys = _block_keys(ids)
+                yield Arrival(time, len(ids), output, keys=keys, key_tokens=TOKEN_FILE_BLOCK, follows=parent)
+                longest = max(longest, (output, index), key=lambda one: one[0])
+                index += 1
+                now += clock.expovariate(rate) if rate else 0.0
+            parent = longest[1]
+
+    return source
+
+
+def _read_groups(path: Path) -> Sequence[Sequence[object]]:
+    try:
+        if path.stat().st_size > MAX_TOKEN_FILE:
+            raise ConfigError(f"workload {path} is larger than {MAX_TOKEN_FILE} bytes; split it")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"workload {path} cannot be read ({error.strerror}); give a JSON file") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"workload {path} is no JSON: {error}") from None
+    if not isinstance(content, list) or not content:
+        raise ConfigError(f"workload {path} must be a non-empty list of requests, or of groups of requests")
+    groups = content if isinstance(content[0], list) else [content]
+    if not all(isinstance(group, list) for group in groups):
+        raise ConfigError(f"workload {path} mixes requests and groups; give one or the other")
+    return groups
+
+
+def _read_item(item: object, position: str) -> tuple[list[int], int]:
+    for key in item.keys() - {"prompt_token_ids", "max_tokens"} if isinstance(item, dict) else ():
+        raise ConfigError(f"{position}: {unknown('key', str(key), ('prompt_token_ids', 'max_tokens'))}")
+    ids = item.get("prompt_token_ids") if isinstance(item, dict) else None
+    if not isinstance(ids, list) or not ids or not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+        raise ConfigError(f"{position}: prompt_token_ids must be a non-empty list of token ids")
+    assert isinstance(item, dict)
+    count = item.get("max_tokens")
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"{position}: max_tokens is {count!r}; give a whole number of at least 1")
+    return ids, count
+
+
+def _block_keys(ids: Sequence[int]) -> tuple[int, ...]:
+    """Return a key for each full block that names it and all before it."""
+    keys, running = [], blake2b(digest_size=8)
+    for start in range(0, len(ids) - TOKEN_FILE_BLOCK + 1, TOKEN_FILE_BLOCK):
+        running.update(b"".join(one.to_bytes(4, "little") for one in ids[start : start + TOKEN_FILE_BLOCK]))
+        keys.append(int.from_bytes(running.digest(), "little") >> 1)
+    return tuple(keys)
+
+
+# --- recordings of one's own server
+
+
+def recording(spec: Spec, context: BuildContext) -> Source:
+    """Return the requests of a folder that `octavo serve --record` wrote, open loop, with their recorded lengths."""
+    path = Path(spec.path)
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        requests = arrivals(open_recording(path))
+        given: dict[str, tuple[int, ...]] = {}
+        for one in requests:  # if a request continued after a crash, its last life has the whole answer
+            before = given.get(one.name, ())
+            given[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
+        first = requests[0].arrival if requests else 0.0
+        for one in requests:
+            if one.is_resumed:
+                continue
+            notes.add("not ended when the recording was, taken as far as they came", one.end is None)
+            notes.add("answers of no token, taken as one", not max(given[one.name]))
+            yield _arrival(one, given[one.name], one.arrival - first)
+
+    return source
+
+
+def _arrival(one: RecordedRequest, counts: tuple[int, ...], time: float) -> Arrival:
+    return Arrival(
+        time, one.prompt_tokens, max(1, *counts), tenant=one.tenant, priority=one.priority, keys=one.keys,
+        key_tokens=one.key_tokens, output_keys=one.output_keys, choices=choice_lengths(counts),
+        ttft_objective=one.ttft_objective, tpot_objective=one.tpot_objective,
+    )  # fmt: skip
