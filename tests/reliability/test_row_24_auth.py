@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import pytest
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.config import Config, ServingConfig
-from octavo.server import app as app_module
-from octavo.server.auth import POLICIES, Access
-from octavo.server.routes import models
+from octavo.server.http.endpoints import Access, find_endpoints
 from tests.reliability.scorecard import Score
 from tests.server.fakes import Harness, keyed
 from tests.server.test_run import running
 
 Headers = list[tuple[bytes, bytes]]
 KEY = "sk-right-and-long"
+ACCESS = find_endpoints().access
 METHODS = ("GET", "POST", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
 BAD_KEYS: list[Headers] = [
     [],
@@ -105,7 +104,7 @@ async def status_of(app: Any, method: str, path: str, headers: Headers, root: st
 
 async def test_row_24_nobody_gets_in_without_a_key(tmp_path: Path, score: Score) -> None:
     played = harness(tmp_path)
-    routes = [concrete(path) for path, access in POLICIES.items() if access is Access.KEY]
+    routes = [concrete(path) for path, access in ACCESS.items() if access is Access.KEY]
     paths = [*routes, *(spelling.format(route[1:]) for spelling in SPELLINGS for route in routes), *ODD]
     asked: Iterable[tuple[str, str, Headers, Headers]] = itertools.product(METHODS, paths, BAD_KEYS, HOSTS)
     if score.dose(True, False):  # some of each on every spelling, all of each on every route
@@ -139,9 +138,9 @@ async def test_row_24_the_open_routes_and_the_right_key_do_get_in(tmp_path: Path
     score.share("open routes and the right key answer 200", [*opened, *keyed].count(200), 7)
 
 
-def without_policy(app: FastAPI) -> list[str]:
-    """Paths of the application's route table, mounts included, that no policy is for."""
-    return [path for path in paths_of(app.routes) if path not in POLICIES]
+def undeclared(app: Starlette) -> list[str]:
+    """Paths of the application's routes, mounts included, that no endpoint declares."""
+    return [path for path in paths_of(app.routes) if path not in ACCESS]
 
 
 def paths_of(routes: Iterable[Any], prefix: str = "") -> Iterator[str]:
@@ -154,35 +153,22 @@ def paths_of(routes: Iterable[Any], prefix: str = "") -> Iterator[str]:
             yield path
 
 
-def with_a_planted_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_24_every_route_that_is_served_is_declared(tmp_path: Path, score: Score) -> None:
+    """By the route tables that are served with and without keys."""
+    tables = [harness(tmp_path).app, Harness().app]
+    served = [set(paths_of(app.routes)) for app in tables]
+    score.share("endpoints that are served", min(len(ACCESS.keys() & paths) for paths in served), len(ACCESS))
+    score.count("routes served that no endpoint declares", len({path for app in tables for path in undeclared(app)}))
+
+
+async def test_row_24_an_undeclared_route_is_counted_and_needs_a_key(tmp_path: Path) -> None:
     async def page(request: Request) -> Response:
         return Response()
 
-    real = models.add_routes
-
-    def add_routes(app: FastAPI) -> None:
-        real(app)
-        app.add_api_route("/v1/new", page, methods=["GET"])
-
-    monkeypatch.setattr(app_module.models, "add_routes", add_routes)
-
-
-def test_row_24_every_route_that_is_served_has_a_policy(tmp_path: Path, score: Score) -> None:
-    """By the route tables that are served with and without keys, not by the check at the start."""
-    tables = [harness(tmp_path).app, Harness().app]
-    served = [set(paths_of(app.routes)) for app in tables]
-    score.share(
-        "routes with a policy that are served", min(len(POLICIES.keys() & paths) for paths in served), len(POLICIES)
-    )
-    score.count("routes served without a policy", len({path for app in tables for path in without_policy(app)}))
-
-
-def test_row_24_a_route_without_a_policy_is_counted_and_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_a_planted_route(monkeypatch)
-    with pytest.raises(AssertionError, match="/v1/new"):
-        Harness()
-    monkeypatch.setattr(app_module, "check_policies", lambda paths: list(paths))
-    assert without_policy(Harness().app) == ["/v1/new"]
+    planted = harness(tmp_path)
+    planted.app.add_route("/v1/new", page)
+    assert undeclared(planted.app) == ["/v1/new"]
+    assert await status_of(planted.app, "GET", "/v1/new", []) == 401
 
 
 HEAD = b" HTTP/1.1\r\nhost: x\r\n"

@@ -21,7 +21,7 @@ from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
 from octavo.observe.live import observe_engine
 from octavo.server.app import create_app
-from octavo.server.auth import POLICIES
+from octavo.server.http.endpoints import find_endpoints
 from octavo.server.limits import HttpLimits
 from tests.fake_model import FakeExecutor
 from tests.reliability.load import ask
@@ -271,7 +271,7 @@ async def act(harness: Harness) -> dict[str, list[str]]:
 def asked_by(name: str, secrets: dict[str, list[str]]) -> list[tuple[str, str, dict[str, Any]]]:
     """Every route with every method, with another's ids where an id belongs; and bodies that name another's."""
     paths = {f"/v1/requests/{name}-own/explain"}
-    for path in POLICIES:
+    for path in find_endpoints().access:
         holes = [hole for hole in secrets if hole in path] or [""]
         paths |= {path.replace(hole, each) if hole else path for hole in holes for each in secrets.get(hole, [""])}
     paths = {path.replace("{model_id:path}", "tiny").replace("{name}", "chat.js") for path in paths}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -282,7 +282,7 @@ class Harness:
 
     def __post_init__(self) -> None:
         sessions = Sessions(self.engine, self.text)
-        self.app: FastAPI = create_app(sessions, self.text, self.config, self.engine.statistics, limits=self.limits)
+        self.app: Starlette = create_app(sessions, self.text, self.config, self.engine.statistics, limits=self.limits)
         self.context = self.app.state.context
 
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -338,7 +338,7 @@ class Wire:
     """One ASGI request whose client reads, waits and leaves as told."""
 
     def __init__(
-        self, app: FastAPI, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+        self, app: Starlette, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> None:
         self._app = app
         self.scope = {

@@ -2,12 +2,14 @@
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
-from octavo.server.auth import POLICIES, Access, check_policies
-from octavo.server.gate import GATED
+from octavo.server.http.endpoints import Access, Endpoint, Endpoints, Limit, find_endpoints
 from tests.server.fakes import Harness, Wire, keyed
 
 KEY = "sk-right"
+ENDPOINTS = find_endpoints()
 BAD_HEADERS: list[dict[str, str]] = [
     {},
     {"authorization": ""},
@@ -44,28 +46,50 @@ def concrete(path: str) -> str:
     return path.replace("{model_id:path}", "tiny").replace("{request_id}", "r")
 
 
-def test_every_route_has_a_policy_and_only_four_are_open() -> None:
-    harness = Harness()
-    paths = {route.path for route in harness.app.routes}  # type: ignore[attr-defined]
-    assert paths == set(POLICIES)
-    assert {path for path, access in POLICIES.items() if access is Access.OPEN} == {"/livez", "/readyz", "/login"}
-    assert {path for path, access in POLICIES.items() if access is Access.STATUS} == {"/health"}
-    posts = {route.path for route in harness.app.routes if "POST" in (getattr(route, "methods", None) or ())}
+def test_every_route_is_an_endpoint_and_only_four_are_open() -> None:
+    routes = {(method, route.path) for route in Harness().app.routes for method in route.methods}  # type: ignore[attr-defined]
+    assert routes == {(each.method, each.path) for each in ENDPOINTS}
+    access = ENDPOINTS.access
+    assert {path for path in access if access[path] is Access.OPEN} == {"/livez", "/readyz", "/login"}
+    assert {path for path in access if access[path] is Access.STATUS} == {"/health"}
+
+
+def test_every_post_that_makes_work_goes_through_the_gate() -> None:
+    posts = {each.path for each in ENDPOINTS if each.method == "POST" and each.limit is not Limit.QUEUE}
     posts -= {"/login", "/logout"}
     posts -= {"/v1/requests/{request_id}/cancel", "/v1/messages/count_tokens"}  # makes no work
     posts -= {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}  # lines of batches go through it
     posts -= {"/tokenize", "/detokenize", "/v1/responses/input_tokens", "/v1/responses/{response_id}/cancel"}
     posts -= {"/v1/responses/compact"}  # is always 404
     posts -= {"/api/show", "/api/pull", "/api/push", "/api/create", "/api/copy"}
-    assert posts <= GATED, "a new endpoint that makes work goes through the gate, or is excused here by name"
-    with pytest.raises(AssertionError, match="/new"):
-        check_policies([*paths, "/new"])
+    assert not posts, "a new endpoint that makes work goes through the gate, or is excused here by name"
+
+
+async def _page(request: Request) -> Response:
+    return Response("in")
+
+
+def test_a_path_has_one_access_and_an_open_one_is_spelled_out() -> None:
+    for wrong in (
+        [Endpoint("GET", "/new", _page), Endpoint("POST", "/new", _page, Access.OPEN)],
+        [Endpoint("GET", "/new/{name}", _page, Access.OPEN)],
+        [Endpoint("GET", "/new", _page), Endpoint("GET", "/new", _page, limit=Limit.NONE)],
+    ):
+        with pytest.raises(AssertionError, match="/new"):
+            Endpoints(wrong)
+
+
+async def test_a_route_beside_the_table_still_needs_a_key() -> None:
+    harness = Harness(config=keyed(KEY))
+    harness.app.add_route("/new", _page)
+    assert (await harness.get("/new")).status_code == 401
+    assert (await harness.get("/new", headers={"authorization": f"Bearer {KEY}"})).text == "in"
 
 
 @pytest.mark.parametrize("headers", BAD_HEADERS, ids=str)
 async def test_bad_keys_get_401_on_every_route(headers: dict[str, str]) -> None:
     harness = Harness(config=keyed(KEY, "sk-other"))
-    for path, access in POLICIES.items():
+    for path, access in ENDPOINTS.access.items():
         for method in ("GET", "POST", "HEAD", "PUT", "OPTIONS"):
             response = await harness.request(method, concrete(path), headers=headers)
             if access is Access.KEY and response.status_code == 429:

@@ -1,53 +1,46 @@
 """create_app: the HTTP application over Sessions.
 
-Owns: assembling routes, middleware and error handlers. Does not: start a server or an engine.
-Order from outside: root path and CORS (if set), shell (id, limits, last catch), trusted hosts, auth (default
-deny), gate (room for new work), router.
+Owns: assembling endpoints, middleware and error handlers; the gate before each endpoint.
+Does not: start a server or an engine, or name an endpoint (endpoints finds their modules).
+Order from outside: root path (if set), shell (id, limits, last catch), trusted hosts, CORS (if set: a preflight needs
+no key), auth (default deny), router, gate (rates, room for new work), endpoint.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from octavo.errors import EngineError, RequestError
-from octavo.server.api.anthropic import requests as anthropic
-from octavo.server.api.completions import requests as completions
-from octavo.server.api.ollama import requests as ollama
-from octavo.server.api.responses import requests as responses
-from octavo.server.auth import AuthMiddleware, check_policies
-from octavo.server.context import EngineStatistics, build_context
-from octavo.server.cors import CorsMiddleware, PreflightMiddleware
+from octavo.server.auth import KEY, AuthMiddleware
+from octavo.server.connection import CUT, max_connections
+from octavo.server.context import Context, EngineStatistics, build_context
 from octavo.server.faults import ApiError, from_exception
-from octavo.server.gate import GateMiddleware
+from octavo.server.http.endpoints import ENDPOINT, Endpoint, Limit, find_endpoints
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 from octavo.server.root_path import RootPathMiddleware
-from octavo.server.routes import (
-    batches,
-    docs,
-    embeddings,
-    files,
-    health,
-    login,
-    metrics,
-    models,
-    ollama_embed,
-    ollama_models,
-    pages,
-    requests,
-    tokenize,
-)
-from octavo.server.shell import ShellMiddleware
+from octavo.server.shares import Shares
+from octavo.server.shell import METER, ShellMiddleware
 from octavo.server.trusted_hosts import TrustedHostMiddleware
 
 if TYPE_CHECKING:
     from octavo.config import Config
     from octavo.frontend.sessions import Sessions
     from octavo.text.text_model import TextModel
+
+_RETRY_HEADER = b"idempotency-key"
+_EXPOSED_HEADERS = ("X-Request-Id", "Retry-After", "X-Should-Retry", "X-Octavo-Ignored")  # to pages of other sites
 
 
 def create_app(
@@ -58,8 +51,8 @@ def create_app(
     *,
     limits: HttpLimits | None = None,
     lifecycle: Lifecycle | None = None,
-) -> FastAPI:
-    """Return the application; its shared parts are `app.state.context`."""
+) -> Starlette:
+    """Return the application; its shared parts are `app.state.context` and `app.state.endpoints`."""
     context = build_context(
         sessions,
         text,
@@ -69,39 +62,29 @@ def create_app(
         lifecycle=lifecycle or Lifecycle(),
     )
     web = config.web
-    servers = [{"url": web.root_path}] if web.root_path else None
-    app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, redirect_slashes=False, servers=servers)
+    endpoints = find_endpoints()
+    gate = RequestGate(context)
+    app = Starlette(routes=[EndpointRoute(each, endpoints.methods[each.path], gate) for each in endpoints])
+    app.router.redirect_slashes = False
     app.state.context = context
-    for module in (
-        completions,
-        embeddings,
-        tokenize,
-        files,
-        batches,
-        anthropic,
-        ollama,
-        ollama_embed,
-        ollama_models,
-        responses,
-        requests,
-        pages,
-        login,
-        models,
-        health,
-        metrics,
-        docs,
-    ):
-        module.add_routes(app)
+    app.state.endpoints = endpoints
+    app.state.root_path = web.root_path
     context.batches.connect(app)
-    check_policies(getattr(route, "path", repr(route)) for route in app.routes)
     for kind in (ApiError, RequestError, EngineError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_middleware(GateMiddleware, context=context)
-    app.add_middleware(AuthMiddleware, keys=context.keys, logins=context.logins, note=context.metrics.failed)
+    note = context.metrics.failed
+    app.add_middleware(AuthMiddleware, endpoints=endpoints, keys=context.keys, logins=context.logins, note=note)
     if web.allowed_origins:
-        app.add_middleware(PreflightMiddleware)
-    app.add_middleware(TrustedHostMiddleware, config=config, keys=context.keys, note=context.metrics.failed)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=web.allowed_origins,
+            allow_methods=web.allowed_methods,
+            allow_headers=web.allowed_headers,
+            allow_credentials=web.allow_credentials,
+            expose_headers=_EXPOSED_HEADERS,
+        )
+    app.add_middleware(TrustedHostMiddleware, endpoints=endpoints, config=config, keys=context.keys, note=note)
     app.add_middleware(
         ShellMiddleware,
         limits=context.limits,
@@ -109,11 +92,81 @@ def create_app(
         metrics=context.metrics,
         has_strict_fields=config.serving.strict_fields,
     )
-    if web.allowed_origins:
-        app.add_middleware(CorsMiddleware, web=web)
     if web.root_path:
         app.add_middleware(RootPathMiddleware, root_path=web.root_path)
     return app
+
+
+class EndpointRoute(Route):
+    """The route of an endpoint. It has the endpoint's method alone: Starlette would add HEAD to GET."""
+
+    def __init__(self, endpoint: Endpoint, allowed: Sequence[str], gate: RequestGate) -> None:
+        super().__init__(endpoint.path, endpoint.handler)
+        self.methods = {endpoint.method}
+        self._endpoint = endpoint
+        self._allowed = allowed
+        self._gate = gate
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the endpoint if the gate admits the request; raise HTTPException (405) for another method."""
+        scope[ENDPOINT] = self._endpoint
+        if scope["method"] != self._endpoint.method:
+            raise HTTPException(405, headers={"Allow": ", ".join(self._allowed)})
+        with self._gate.admitted(scope, self._endpoint.limit):
+            await self.app(scope, receive, send)
+
+
+class RequestGate:
+    """The first admission check, before a body is read: rates, room for new work, the tenant's open requests.
+
+    It does not know the body; admission's later checks do.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._shares = Shares(context.keys)
+        self._open: Counter[str] = Counter()  # requests with a connection, by tenant
+
+    @contextmanager
+    def admitted(self, scope: Scope, limit: Limit) -> Iterator[None]:
+        """Count a request as open. Raises ApiError or BusyError for one that exceeds a limit."""
+        tenant = scope[KEY].tenant if CUT in scope else None  # requests of batches have no connection
+        if tenant is not None:
+            self._check_connections(tenant)
+        self._check_limit(scope, limit)
+        if tenant is None:
+            yield
+            return
+        self._open[tenant] += 1
+        try:
+            yield
+        finally:
+            self._open[tenant] -= 1
+            if not self._open[tenant]:
+                del self._open[tenant]
+
+    def _check_connections(self, tenant: str) -> None:
+        """Refuse a request whose tenant has its share of the connections open (ApiError)."""
+        most = max_connections(self._context.limits)
+        if self._open.total() < most // 2 or len(self._context.keys.tenants) < 2:
+            return
+        if self._shares.free(tenant, self._open, most) < 1:
+            message = f"{self._open[tenant]} of your requests are open, and the other connections are for others"
+            raise ApiError(429, f"{message}; wait for one to end", code="too_many_connections", retry_after_s=1)
+
+    def _check_limit(self, scope: Scope, limit: Limit) -> None:
+        """Check the rates of the request's key, and the room for new work. Raises ApiError, BusyError."""
+        if limit is Limit.NONE or (limit is Limit.RATE_WITH_QUERY and not scope["query_string"]):
+            return
+        context, key = self._context, scope[KEY]
+        if limit is Limit.QUEUE:
+            context.lifecycle.check_ready()
+        scope[METER] = context.admission.meter(key)
+        if limit is not Limit.QUEUE:
+            context.admission.count(key)
+            return
+        # A retry's answer may be running or done: that is known only when its Idempotency-Key is looked up.
+        context.admission.glance(key, may_be_known=_RETRY_HEADER in dict(scope["headers"]))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

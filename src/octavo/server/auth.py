@@ -1,15 +1,14 @@
-"""Access to routes: a request is refused unless its route's policy allows it.
+"""Access to endpoints: a request is refused unless its endpoint or its key allows it.
 
-Owns: the routes' policies, finding a request's key (in a header, else by its session), the answers to wrong keys.
-Does not: hold keys (keys does) or sessions (logins does), or trust a path in any spelling but the exact one.
-Invariant: a route without a policy cannot be served (`check_policies` at start), and an unknown path needs a key.
+Owns: finding a request's key (in a header, else by its session), the answers to wrong keys.
+Does not: hold keys (keys does), sessions (logins does) or the access of paths (endpoints does).
+Invariant: an unknown path needs a key.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
+from collections.abc import Callable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -19,6 +18,7 @@ from octavo.dashboard.page import HEADERS, login_page
 from octavo.sandbox.pool import current_tenant
 from octavo.server.connection import JUDGED
 from octavo.server.faults import ApiError
+from octavo.server.http.endpoints import Access, Endpoints
 from octavo.server.keys import ANONYMOUS, KeyInfo, KeyRing
 from octavo.server.logins import Logins
 from octavo.server.pages import wants_html
@@ -27,78 +27,6 @@ KEY = "octavo.key"  # the KeyInfo of the request
 SESSION = "octavo.session"  # the id of the session that gave access, if one did
 _NO_KEY = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
 PAGES = {"/": "", "/dashboard": "dashboard", "/docs": "docs"}  # where a browser is shown the login form
-
-
-class Access(Enum):
-    """What a route requires of a request."""
-
-    OPEN = "anyone"
-    STATUS = "anyone for the bare status, holders of a key for the details"
-    KEY = "holders of a key, when keys are set"
-
-
-POLICIES: dict[str, Access] = {
-    "/livez": Access.OPEN,
-    "/readyz": Access.OPEN,
-    "/health": Access.STATUS,
-    "/metrics": Access.KEY,
-    "/docs": Access.KEY,
-    "/openapi.json": Access.KEY,
-    "/v1/models": Access.KEY,
-    "/v1/models/{model_id:path}": Access.KEY,
-    "/v1/chat/completions": Access.KEY,
-    "/v1/completions": Access.KEY,
-    "/v1/embeddings": Access.KEY,
-    "/score": Access.KEY,
-    "/v1/score": Access.KEY,
-    "/rerank": Access.KEY,
-    "/v1/rerank": Access.KEY,
-    "/v2/rerank": Access.KEY,
-    "/tokenize": Access.KEY,
-    "/detokenize": Access.KEY,
-    "/tokenizer_info": Access.KEY,
-    "/v1/messages": Access.KEY,
-    "/v1/messages/count_tokens": Access.KEY,
-    "/": Access.KEY,
-    "/login": Access.OPEN,
-    "/logout": Access.KEY,
-    "/dashboard": Access.KEY,
-    "/dashboard/feed": Access.KEY,
-    "/static/{name}": Access.KEY,
-    "/api/chat": Access.KEY,
-    "/api/generate": Access.KEY,
-    "/api/embed": Access.KEY,
-    "/api/embeddings": Access.KEY,
-    "/api/version": Access.KEY,
-    "/api/tags": Access.KEY,
-    "/api/ps": Access.KEY,
-    "/api/show": Access.KEY,
-    "/api/pull": Access.KEY,
-    "/api/push": Access.KEY,
-    "/api/create": Access.KEY,
-    "/api/copy": Access.KEY,
-    "/api/delete": Access.KEY,
-    "/v1/responses": Access.KEY,
-    "/v1/responses/input_tokens": Access.KEY,
-    "/v1/responses/compact": Access.KEY,
-    "/v1/responses/{response_id}": Access.KEY,
-    "/v1/responses/{response_id}/input_items": Access.KEY,
-    "/v1/responses/{response_id}/cancel": Access.KEY,
-    "/v1/files": Access.KEY,
-    "/v1/files/{file_id}": Access.KEY,
-    "/v1/files/{file_id}/content": Access.KEY,
-    "/v1/batches": Access.KEY,
-    "/v1/batches/{batch_id}": Access.KEY,
-    "/v1/batches/{batch_id}/cancel": Access.KEY,
-    "/v1/requests/{request_id}/explain": Access.KEY,
-    "/v1/requests/{request_id}/cancel": Access.KEY,
-}
-
-
-def check_policies(paths: Iterable[str]) -> None:
-    """Assert that every route has a policy."""
-    missing = [path for path in paths if path not in POLICIES]
-    assert not missing, f"routes without a policy in server/auth.py: {missing}"
 
 
 def given_key(scope: Scope) -> bytes | None:
@@ -115,16 +43,6 @@ def source_of(scope: Scope) -> str:
     """Return the address by which wrong keys are counted: the connection's, not one from a header."""
     client = scope.get("client")
     return str(client[0]) if client else ""
-
-
-def open_policy(scope: Scope) -> Access | None:
-    """Return the policy of a path that needs no key, if it is spelled exactly; else None."""
-    path: str = scope["path"]
-    raw: bytes = scope.get("raw_path") or path.encode()
-    if raw.split(b"?", 1)[0] != path.encode() or scope.get("root_path"):
-        return None
-    policy = POLICIES.get(path)
-    return policy if policy in (Access.OPEN, Access.STATUS) else None
 
 
 def login_form(status: int, message: str, next_page: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -152,10 +70,13 @@ def _refusal(scope: Scope, error: ApiError) -> Response:
 
 
 class AuthMiddleware:
-    """Middleware that passes a request if its path's policy and its key or session allow it; else 401 or 429."""
+    """Middleware that passes a request if its path's access and its key or session allow it; else 401 or 429."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, logins: Logins, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, endpoints: Endpoints, keys: KeyRing, logins: Logins, note: Callable[[str], None]
+    ) -> None:
         self._app = app
+        self._endpoints = endpoints
         self._keys = keys
         self._logins = logins
         self._note = note  # counts a refusal
@@ -181,11 +102,11 @@ class AuthMiddleware:
 
     def _check(self, scope: Scope) -> ApiError | None:
         """Return the refusal, if any, and set the scope's KEY: ANONYMOUS if no key is needed and none was valid."""
-        policy = open_policy(scope) if self._keys.keys else Access.OPEN
-        error = None if policy is Access.OPEN else self._identify(scope)
-        if error is not None or policy is Access.OPEN:
+        access = self._endpoints.open_access(scope) if self._keys.keys else Access.OPEN
+        error = None if access is Access.OPEN else self._identify(scope)
+        if error is not None or access is Access.OPEN:
             scope[KEY] = ANONYMOUS
-        return error if policy is None else None
+        return error if access is None else None
 
     def _identify(self, scope: Scope) -> ApiError | None:
         """Set the scope's KEY by the given key, else by the session; return the refusal if that is not valid."""

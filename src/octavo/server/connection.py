@@ -26,7 +26,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo.server.faults import RETRY_ENGINE_S, ApiError
-from octavo.server.limits import UPLOADS, HttpLimits
+from octavo.server.limits import HttpLimits
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, HTTPScope
@@ -103,6 +103,7 @@ class BoundedConnection(HttpToolsProtocol):
     """An HTTP/1.1 connection that closes when it exceeds a bound. `bounded` makes the class for one server."""
 
     places: Places
+    upload_paths: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -289,7 +290,7 @@ class BoundedConnection(HttpToolsProtocol):
     @property
     def _max_upload(self) -> int:
         """Bytes of a file that may be uploaded to this path; its route reads and bounds it in parts."""
-        return self.limits.max_upload_bytes if self.scope.get("path") == UPLOADS else 0
+        return self.limits.max_upload_bytes if self.scope.get("path") in self.upload_paths else 0
 
     def _refuse_http(self) -> None:
         """Refuse a request that is not valid HTTP."""
@@ -431,14 +432,19 @@ def _spread(seconds: float) -> float:
 
 
 def bounded(
-    limits: HttpLimits, note: Callable[[str], None], has_keys: Callable[[], bool] = bool
+    limits: HttpLimits,
+    note: Callable[[str], None],
+    has_keys: Callable[[], bool] = bool,
+    upload_paths: frozenset[str] = frozenset(),
 ) -> type[BoundedConnection]:
     """Return the class of one server's connections. `note` is called with the reason of each refusal or cut.
 
     Their number is bounded so that the process has open files left for everything else.
     """
     limits = replace(limits, max_connections=max_connections(limits))
-    return type("Connection", (BoundedConnection,), {"places": Places(limits, note, has_keys)})
+    return type(
+        "Connection", (BoundedConnection,), {"places": Places(limits, note, has_keys), "upload_paths": upload_paths}
+    )
 
 
 def max_connections(limits: HttpLimits) -> int:

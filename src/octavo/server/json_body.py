@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from octavo.server.bodies.checks import IGNORED_FIELDS, collecting
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.endpoints import ENDPOINT, Endpoint
 from octavo.server.limits import HttpLimits, JsonLimits
 from octavo.server.offload import parse_off_loop
 
@@ -41,7 +42,7 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
     """
     if "origin" in request.headers or "sec-fetch-site" in request.headers:
         _check_content_type(request)
-    body = await read_body(request, limits, limits.max_body_bytes)
+    body = await read_body(request, limits)
 
     def read() -> T:
         with collecting(request.scope[IGNORED_FIELDS]):
@@ -50,8 +51,10 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
     return await parse_off_loop(read, len(body)) if len(body) > OFF_LOOP_BYTES else read()
 
 
-async def read_body(request: Request, limits: HttpLimits, max_bytes: int) -> bytes:
-    """Read a body of at most `max_bytes`. Raises ApiError."""
+async def read_body(request: Request, limits: HttpLimits) -> bytes:
+    """Read a body within the bound of its endpoint, else of the server. Raises ApiError."""
+    endpoint: Endpoint | None = request.scope.get(ENDPOINT)
+    max_bytes = (endpoint and endpoint.max_body_bytes) or limits.max_body_bytes
     if "content-encoding" in request.headers:
         check_coding(request)
     declared = request.headers.get("content-length", "0")

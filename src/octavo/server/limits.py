@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-UPLOADS = "/v1/files"
-
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:

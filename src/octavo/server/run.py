@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from octavo.config import WebConfig
 from octavo.server.app import create_app
@@ -59,14 +59,18 @@ class HttpServer:
 
     def __init__(
         self,
-        app: FastAPI,
+        app: Starlette,
         listener: socket.socket,
         lifecycle: Lifecycle,
         drain_timeout_s: float,
         web: WebConfig | None = None,
     ) -> None:
         context = app.state.context
-        connection_class = bounded(context.limits, context.metrics.failed, lambda: bool(context.keys.keys))
+        web = web or WebConfig()
+        uploads = {prefix + path for path in app.state.endpoints.upload_paths for prefix in ("", web.root_path)}
+        connection_class = bounded(
+            context.limits, context.metrics.failed, lambda: bool(context.keys.keys), frozenset(uploads)
+        )
         config = uvicorn.Config(
             app,
             http=connection_class,
@@ -77,7 +81,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=CONNECTION_GRACE_S,
-            **tls_options(web or WebConfig()),
+            **tls_options(web),
         )
         self._server = _Server(config, connection_class)
         self._listener = listener

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.observe.metrics.requests import RequestMetrics
 from octavo.server.bodies.checks import HEADER, IGNORED_FIELDS, IgnoredFields
 from octavo.server.faults import ApiError, bad_field, disk_full_error, internal_error, is_disk_full
+from octavo.server.http.endpoints import ENDPOINT, Endpoint
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 
@@ -119,8 +120,9 @@ def _logged(error: Exception, scope: Scope) -> ApiError:
 
 
 def _handler(scope: Scope) -> str:
-    """Return the path template of the request's route; "none" without a route."""
-    return str(getattr(scope.get("route"), "path", "none"))
+    """Return the path template of the request's endpoint; "none" without one."""
+    endpoint: Endpoint | None = scope.get(ENDPOINT)
+    return "none" if endpoint is None else endpoint.path
 
 
 def _read_headers(scope: Scope, limits: HttpLimits) -> ApiError | None:

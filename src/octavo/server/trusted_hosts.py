@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.server.auth import KEY, Access, open_policy
+from octavo.server.auth import KEY
 from octavo.server.faults import ApiError
+from octavo.server.http.endpoints import Endpoints
 from octavo.server.keys import KeyInfo, KeyRing
 
 if TYPE_CHECKING:
@@ -97,8 +98,11 @@ class TrustedHosts:
 class TrustedHostMiddleware:
     """A middleware inside the shell and CORS, before preflights and keys."""
 
-    def __init__(self, app: ASGIApp, config: Config, keys: KeyRing, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, endpoints: Endpoints, config: Config, keys: KeyRing, note: Callable[[str], None]
+    ) -> None:
         self._app = app
+        self._endpoints = endpoints
         self._trusted = TrustedHosts(config)
         self._keys = keys
         self._note = note  # counts a refusal
@@ -113,7 +117,7 @@ class TrustedHostMiddleware:
             refusal = self._trusted.host_refusal(scope) or self._trusted.site_refusal(scope)
         elif self._trusted.has_listed:
             refusal = self._trusted.host_refusal(scope)
-        if refusal is not None and _is_probe(scope):
+        if refusal is not None and self._is_probe(scope):
             scope[UNTRUSTED] = True
             refusal = None
         if refusal is None:
@@ -122,9 +126,8 @@ class TrustedHostMiddleware:
             self._note(refusal.code)
             await refusal.response()(scope, receive, send)
 
-
-def _is_probe(scope: Scope) -> bool:
-    return scope["path"] != "/login" and open_policy(scope) in (Access.OPEN, Access.STATUS)
+    def _is_probe(self, scope: Scope) -> bool:
+        return scope["path"] != "/login" and self._endpoints.open_access(scope) is not None
 
 
 def _is_same_origin(origin: str, headers: Headers, scope: Scope) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.auth import KEY
@@ -14,10 +14,10 @@ from octavo.server.batches.store import new_id
 from octavo.server.bodies.batch import BatchBody, read_batch
 from octavo.server.context import context_of
 from octavo.server.faults import bad_field
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.json_body import read_json
 from octavo.server.keys import KeyInfo
 from octavo.server.routes.files import find, page
-from octavo.server.routes.posting import add_post
 
 _WINDOW_S = 24 * 3600
 _MAX_LISTED = 100
@@ -82,9 +82,9 @@ def _json(batch: BatchRecord) -> Response:
     return Response(msgspec.json.encode(batch.shown()), media_type="application/json")
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    add_post(app, "/v1/batches", create_batch, BatchBody)
-    app.add_api_route("/v1/batches", list_batches, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/batches/{batch_id}", get_batch, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"], response_model=None)
+ENDPOINTS = [
+    Endpoint("POST", "/v1/batches", create_batch, body=BatchBody),
+    Endpoint("GET", "/v1/batches", list_batches, limit=Limit.NONE),
+    Endpoint("GET", "/v1/batches/{batch_id}", get_batch, limit=Limit.NONE),
+    Endpoint("POST", "/v1/batches/{batch_id}/cancel", cancel_batch, limit=Limit.NONE),
+]

@@ -1,4 +1,4 @@
-"""GET /docs: the API's description as one plain page.
+"""GET /docs, the API's description as one plain page, and GET /openapi.json.
 
 Owns: the page's form. Does not: hold any text about an endpoint; that is in the OpenAPI document it is made from.
 Nothing is fetched from elsewhere and no script runs, so that the page works on a machine without a network.
@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from fastapi import FastAPI, Request
-from starlette.responses import HTMLResponse
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse
 
 from octavo.dashboard.page import HEADERS
+from octavo.server.http.endpoints import Endpoint, Limit
 
 _STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #16202c; --link: #2457c5; --verb: #9c4413 }
@@ -40,8 +41,14 @@ _CODE = re.compile(r"`([^`]+)`")
 
 async def docs(request: Request) -> HTMLResponse:
     """Show the endpoints and their fields."""
-    app: FastAPI = request.app
-    return HTMLResponse(render(app.openapi()), headers=_HEADERS)
+    return HTMLResponse(render(request.app.state.endpoints.openapi), headers=_HEADERS)
+
+
+async def openapi(request: Request) -> JSONResponse:
+    """Return the OpenAPI document, with the root path as its server."""
+    root_path = request.app.state.root_path
+    servers = {"servers": [{"url": root_path}]} if root_path else {}
+    return JSONResponse({**request.app.state.endpoints.openapi, **servers})
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -81,7 +88,7 @@ def _name(path: str, verb: str) -> str:
 
 
 def _anchor(path: str, verb: str) -> str:
-    """Return the id of an operation's heading, as FastAPI's operation ids are made."""
+    """Return the id of an operation's heading, like the operation ids."""
     return re.sub(r"[^\w-]", "_", f"{verb}{path}")
 
 
@@ -113,6 +120,8 @@ def _text(words: str) -> str:
     return _CODE.sub(r"<code>\1</code>", escape(words))
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoint; it does not describe itself."""
-    app.add_api_route("/docs", docs, methods=["GET"], response_model=None, include_in_schema=False)
+ENDPOINTS = [
+    Endpoint("GET", "/docs", docs, limit=Limit.NONE, is_documented=False),
+    Endpoint("GET", "/openapi.json", openapi, limit=Limit.NONE, is_documented=False),
+    Endpoint("HEAD", "/openapi.json", openapi, limit=Limit.NONE, is_documented=False),
+]

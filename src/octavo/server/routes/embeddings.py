@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.bodies.checks import field_notes
@@ -33,9 +32,9 @@ from octavo.server.bodies.scoring import (
 from octavo.server.context import Context, context_of
 from octavo.server.embedding import Embedded, Vector, embed, packed, shortened, similarity, worked
 from octavo.server.faults import bad_field
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.inputs import Inputs
 from octavo.server.json_body import read_json
-from octavo.server.routes.posting import add_post
 
 Json = dict[str, Any]
 _V2 = "/v2/rerank"
@@ -148,17 +147,21 @@ def _description(first: str, refused: Sequence[str]) -> str:
     return f"{first}\n\n{_RETRY_NOTE}\n\n{field_notes(dict.fromkeys(refused, ()), IGNORED_HERE)}"
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    method = "A vector is the decoder's state at a text's last token, after the final norm, scaled to length 1"
-    score_words = f"{method}; a score is the cosine of two, from -1 to 1."
-    endpoints: tuple[tuple[str, Any, type[BaseModel], str, Sequence[str]], ...] = (
-        ("/v1/embeddings", embeddings, EmbeddingBody, f"Vectors of texts. {method}.", [*REFUSED_EMBEDDING]),
-        ("/score", score, ScoreBody, f"Compare texts. {score_words}", [*REFUSED_SCORE]),
-        ("/v1/score", score, ScoreBody, f"Compare texts. {score_words}", [*REFUSED_SCORE]),
-        ("/rerank", rerank, RerankBody, f"Order documents by a query. {score_words}", [*REFUSED_RERANK]),
-        ("/v1/rerank", rerank, RerankBody, f"Order documents by a query. {score_words}", [*REFUSED_RERANK]),
-        (_V2, rerank, RerankBody, f"Order documents by a query. {score_words}", [*REFUSED_RERANK]),
-    )
-    for path, endpoint, body, words, refused in endpoints:
-        add_post(app, path, endpoint, body, _description(words, refused))
+_METHOD = "A vector is the decoder's state at a text's last token, after the final norm, scaled to length 1"
+_SCORES = f"{_METHOD}; a score is the cosine of two, from -1 to 1."
+_ABOUT_EMBEDDINGS = _description(f"Vectors of texts. {_METHOD}.", [*REFUSED_EMBEDDING])
+_ABOUT_SCORE = _description(f"Compare texts. {_SCORES}", [*REFUSED_SCORE])
+_ABOUT_RERANK = _description(f"Order documents by a query. {_SCORES}", [*REFUSED_RERANK])
+ENDPOINTS = [
+    Endpoint(
+        "POST", "/v1/embeddings", embeddings, limit=Limit.QUEUE, body=EmbeddingBody, description=_ABOUT_EMBEDDINGS
+    ),
+    *(
+        Endpoint("POST", path, score, limit=Limit.QUEUE, body=ScoreBody, description=_ABOUT_SCORE)
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        Endpoint("POST", path, rerank, limit=Limit.QUEUE, body=RerankBody, description=_ABOUT_RERANK)
+        for path in ("/rerank", "/v1/rerank", _V2)
+    ),
+]

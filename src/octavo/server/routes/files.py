@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from octavo.server.auth import KEY
@@ -22,6 +21,7 @@ from octavo.server.batches.uploads import UploadPace
 from octavo.server.bodies.checks import IGNORED_FIELDS, collecting, ignore
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.json_body import check_coding
 from octavo.server.keys import KeyInfo
 
@@ -210,16 +210,15 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    form = {
-        "type": "object",
-        "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
-    }
-    content = {"multipart/form-data": {"schema": {**form, "required": ["file", "purpose"]}}}
-    extra = {"requestBody": {"required": True, "content": content}}
-    app.add_api_route("/v1/files", create_file, methods=["POST"], response_model=None, openapi_extra=extra)
-    app.add_api_route("/v1/files", list_files, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/files/{file_id}", get_file, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/files/{file_id}", delete_file, methods=["DELETE"], response_model=None)
-    app.add_api_route("/v1/files/{file_id}/content", file_content, methods=["GET"], response_model=None)
+_FORM = {
+    "type": "object",
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
+    "required": ["file", "purpose"],
+}
+ENDPOINTS = [
+    Endpoint("POST", "/v1/files", create_file, body=_FORM, takes_file=True),
+    Endpoint("GET", "/v1/files", list_files),
+    Endpoint("GET", "/v1/files/{file_id}", get_file, limit=Limit.NONE),
+    Endpoint("DELETE", "/v1/files/{file_id}", delete_file, limit=Limit.NONE),
+    Endpoint("GET", "/v1/files/{file_id}/content", file_content),
+]

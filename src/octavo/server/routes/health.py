@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Mapping
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import EngineError
 from octavo.server.auth import KEY
 from octavo.server.context import Context, context_of
 from octavo.server.faults import RETRY_ENGINE_S, ApiError
+from octavo.server.http.endpoints import Access, Endpoint, Limit
 from octavo.server.keys import ANONYMOUS, KeyInfo
 from octavo.server.trusted_hosts import UNTRUSTED
 
@@ -79,7 +80,8 @@ def _json(body: Mapping[str, object], status: int = 200, headers: Mapping[str, s
     return Response(msgspec.json.encode(body), status, sent, media_type="application/json")
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    for path, endpoint in (("/livez", live), ("/readyz", ready), ("/health", health)):
-        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+ENDPOINTS = [
+    Endpoint("GET", "/livez", live, Access.OPEN, Limit.NONE),
+    Endpoint("GET", "/readyz", ready, Access.OPEN, Limit.NONE),
+    Endpoint("GET", "/health", health, Access.STATUS, Limit.NONE),
+]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from urllib.parse import parse_qs
 
 import msgspec
-from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.auth import SESSION, login_form, source_of, wrong_key_error
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError
+from octavo.server.http.endpoints import Access, Endpoint, Limit
 from octavo.server.json_body import read_body
 from octavo.server.logins import cookie_name, is_own_page, session_cookies
 from octavo.server.pages import wants_html
@@ -77,7 +78,7 @@ def _has_origin(headers: Headers) -> bool:
 
 
 async def _fields(request: Request, context: Context) -> dict[str, str]:
-    body = await read_body(request, context.limits, MAX_LOGIN_BYTES)
+    body = await read_body(request, context.limits)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
         try:
             return msgspec.json.decode(body, type=dict[str, str])
@@ -113,7 +114,8 @@ def _away(page: str) -> Response:
     return Response(status_code=303, headers={"location": page, "cache-control": "no-store"})
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints; pages do not describe themselves."""
-    for path, endpoint, method in (("/login", form, "GET"), ("/login", log_in, "POST"), ("/logout", log_out, "POST")):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None, include_in_schema=False)
+ENDPOINTS = [
+    Endpoint("GET", "/login", form, Access.OPEN, Limit.NONE, is_documented=False),
+    Endpoint("POST", "/login", log_in, Access.OPEN, Limit.NONE, is_documented=False, max_body_bytes=MAX_LOGIN_BYTES),
+    Endpoint("POST", "/logout", log_out, limit=Limit.NONE, is_documented=False),
+]

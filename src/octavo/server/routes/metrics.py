@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import EngineError
@@ -16,6 +16,7 @@ from octavo.observe.metrics.snapshots import SnapshotMetrics, engine_snapshot, r
 from octavo.server.auth import KEY
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.keys import KeyInfo
 
 PROBE_TIMEOUT_S = 2.0
@@ -63,6 +64,4 @@ def _dropped_lines(statistics: Mapping[str, object] | None) -> dict[str, int]:
     return dropped
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoint."""
-    app.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
+ENDPOINTS = [Endpoint("GET", "/metrics", metrics, limit=Limit.NONE)]

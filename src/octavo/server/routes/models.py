@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.context import Context, context_of
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.model_card import anthropic_card
 
 ANTHROPIC_VERSION = "anthropic-version"  # the header by which Anthropic's clients are recognized
@@ -44,7 +45,7 @@ async def get_model(request: Request) -> Response:
     return Response(msgspec.json.encode(card), media_type="application/json")
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    app.add_api_route("/v1/models", list_models, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"], response_model=None)
+ENDPOINTS = [
+    Endpoint("GET", "/v1/models", list_models, limit=Limit.NONE),
+    Endpoint("GET", "/v1/models/{model_id:path}", get_model, limit=Limit.NONE),
+]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.api.ollama.bodies import model_of
@@ -23,9 +23,9 @@ from octavo.server.context import context_of
 from octavo.server.embedding import Embedded, embed, shortened, worked
 from octavo.server.encoding import Json
 from octavo.server.faults import bad_field
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.inputs import Inputs
 from octavo.server.json_body import read_json
-from octavo.server.routes.posting import add_post
 from octavo.server.shell import ARRIVAL
 
 
@@ -75,8 +75,22 @@ async def _respond(answer: Callable[[], Json], found: Embedded) -> Response:
     return Response(content, media_type="application/json")
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    notes = field_notes(REFUSED_EMBED, IGNORED_EMBED)
-    add_post(app, "/api/embed", embed_texts, OllamaEmbedBody, str(embed_texts.__doc__), notes)
-    add_post(app, "/api/embeddings", embed_prompt, OllamaEmbeddingsBody, str(embed_prompt.__doc__), notes)
+_NOTES = field_notes(REFUSED_EMBED, IGNORED_EMBED)
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/api/embed",
+        embed_texts,
+        limit=Limit.QUEUE,
+        body=OllamaEmbedBody,
+        description=f"{embed_texts.__doc__}\n\n{_NOTES}",
+    ),
+    Endpoint(
+        "POST",
+        "/api/embeddings",
+        embed_prompt,
+        limit=Limit.QUEUE,
+        body=OllamaEmbeddingsBody,
+        description=f"{embed_prompt.__doc__}\n\n{_NOTES}",
+    ),
+]

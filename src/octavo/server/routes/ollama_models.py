@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from octavo.server.bodies.checks import Body, Refused, read
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.json_body import read_json
 from octavo.server.model_card import ollama_card, ollama_running, ollama_show
 from octavo.server.pages import file_response, wants_html
@@ -103,14 +104,14 @@ def _json(body: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    for path, endpoint in (("/api/version", version), ("/api/tags", tags), ("/api/ps", running)):
-        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-        app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
-    for path, endpoint in (("/api/show", show), ("/api/pull", pull)):
-        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
-    for path in _ELSEWHERE:
-        method = "DELETE" if path == "/api/delete" else "POST"
-        app.add_api_route(path, refuse, methods=[method], response_model=None, include_in_schema=False)
-    app.add_api_route("/", root, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
+_READ = (("/api/version", version), ("/api/tags", tags), ("/api/ps", running))
+ENDPOINTS = [
+    *(Endpoint("GET", path, handler, limit=Limit.NONE) for path, handler in _READ),
+    *(Endpoint("HEAD", path, handler, limit=Limit.NONE, is_documented=False) for path, handler in _READ),
+    Endpoint("POST", "/api/show", show),
+    Endpoint("POST", "/api/pull", pull),
+    *(Endpoint("POST", path, refuse, is_documented=False) for path in ("/api/push", "/api/create", "/api/copy")),
+    Endpoint("DELETE", "/api/delete", refuse, limit=Limit.NONE, is_documented=False),
+    Endpoint("GET", "/", root, limit=Limit.NONE, is_documented=False),
+    Endpoint("HEAD", "/", root, limit=Limit.NONE, is_documented=False),
+]

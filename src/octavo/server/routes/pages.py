@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.dashboard.page import NO_HTML_FROM_TEXT
 from octavo.server.auth import KEY
 from octavo.server.context import context_of
 from octavo.server.feed import FeedResponse
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.pages import file_response
 
 
@@ -30,7 +31,8 @@ async def static(request: Request) -> Response:
     return file_response(request, request.path_params["name"])
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints; pages do not describe themselves."""
-    for path, endpoint in (("/dashboard", dashboard), ("/dashboard/feed", feed), ("/static/{name}", static)):
-        app.add_api_route(path, endpoint, methods=["GET"], response_model=None, include_in_schema=False)
+ENDPOINTS = [
+    Endpoint("GET", "/dashboard", dashboard, limit=Limit.NONE, is_documented=False),
+    Endpoint("GET", "/dashboard/feed", feed, limit=Limit.NONE, is_documented=False),
+    Endpoint("GET", "/static/{name}", static, limit=Limit.NONE, is_documented=False),
+]

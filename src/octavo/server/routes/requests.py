@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.auth import KEY
 from octavo.server.context import Context, context_of
 from octavo.server.explanations import explain_own
 from octavo.server.faults import ApiError
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.keys import KeyInfo
 
 
@@ -43,7 +44,7 @@ def _json(body: dict[str, object]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    app.add_api_route("/v1/requests/{request_id}/explain", explain, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/requests/{request_id}/cancel", cancel, methods=["POST"], response_model=None)
+ENDPOINTS = [
+    Endpoint("GET", "/v1/requests/{request_id}/explain", explain),
+    Endpoint("POST", "/v1/requests/{request_id}/cancel", cancel, limit=Limit.NONE),
+]

@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.auth import KEY
 from octavo.server.bodies.tokenizing import DetokenizeBody, TokenizeBody, read_detokenize, read_tokenize
 from octavo.server.context import Context, context_of
 from octavo.server.faults import bad_field
+from octavo.server.http.endpoints import Endpoint
 from octavo.server.inputs import HERE_CHARS
 from octavo.server.json_body import read_json
 from octavo.server.offload import off_loop
-from octavo.server.routes.posting import add_post
 
 _OFF_LOOP_IDS = 1024
 
@@ -85,13 +85,12 @@ def _info(context: Context) -> dict[str, Any]:
     }
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    words = {
-        "/tokenize": "The ids of `prompt`, or of `messages` (with the fields of a chat completion that say how the "
-        "model is shown them). With `return_token_strs` the vocabulary's spelling of each.",
-        "/detokenize": "The text of ids, special tokens included.",
-    }
-    add_post(app, "/tokenize", tokenize, TokenizeBody, words["/tokenize"])
-    add_post(app, "/detokenize", detokenize, DetokenizeBody, words["/detokenize"])
-    app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"], response_model=None)
+_ABOUT_TOKENIZE = (
+    "The ids of `prompt`, or of `messages` (with the fields of a chat completion that say how the model is shown "
+    "them). With `return_token_strs` the vocabulary's spelling of each."
+)
+ENDPOINTS = [
+    Endpoint("POST", "/tokenize", tokenize, body=TokenizeBody, description=_ABOUT_TOKENIZE),
+    Endpoint("POST", "/detokenize", detokenize, body=DetokenizeBody),
+    Endpoint("GET", "/tokenizer_info", tokenizer_info),
+]

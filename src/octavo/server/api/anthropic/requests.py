@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.api.anthropic.bodies import (
@@ -38,9 +38,9 @@ from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.json_body import read_json
 from octavo.server.reply import RETRY_NOTE, reply
-from octavo.server.routes.posting import add_post
 from octavo.server.shell import REQUEST_ID
 from octavo.server.spelling import Spelling, rename_field
 from octavo.text.dialect import Dialect
@@ -225,10 +225,21 @@ def _asked(fields: dict[str, object], dialect: Dialect) -> tuple[MessagesBody, C
     return body, chat_of(body, dialect)
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    notes = field_notes(REFUSED_MESSAGES, IGNORED_MESSAGES)
-    answered = "Answer a conversation in Anthropic's form."
-    add_post(app, "/v1/messages", messages, MessagesBody, answered, RETRY_NOTE, notes)
-    counted = "Count the tokens of a prompt in Anthropic's form."
-    add_post(app, "/v1/messages/count_tokens", count_tokens, CountBody, counted, notes)
+_NOTES = field_notes(REFUSED_MESSAGES, IGNORED_MESSAGES)
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/v1/messages",
+        messages,
+        limit=Limit.QUEUE,
+        body=MessagesBody,
+        description=f"Answer a conversation in Anthropic's form.\n\n{RETRY_NOTE}\n\n{_NOTES}",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        body=CountBody,
+        description=f"Count the tokens of a prompt in Anthropic's form.\n\n{_NOTES}",
+    ),
+]

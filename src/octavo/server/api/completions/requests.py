@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
@@ -35,10 +35,10 @@ from octavo.server.encoding import AnswerSpec, Identity
 from octavo.server.faults import bad_field, from_exception, with_field
 from octavo.server.generation import GenerationRequest
 from octavo.server.grammars import Structure, refusal, structure_of
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.json_body import read_json
 from octavo.server.params import check_scores, read_params, spellings
 from octavo.server.reply import RESUME_NOTE, reply
-from octavo.server.routes.posting import add_post
 from octavo.text.answer_format import AnswerFormat
 from octavo.text.dialect import Tags
 
@@ -266,14 +266,6 @@ async def completions(request: Request) -> Response:
     return await reply(request, await CompletionRequest.of(context, body, "text", "cmpl"))
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    chat = "/v1/chat/completions"
-    add_post(app, chat, chat_completions, ChatBody, "Answer a conversation.", RESUME_NOTE, field_notes(REFUSED_CHAT))
-    about = "Go on with one or several texts, n choices each."
-    add_post(app, "/v1/completions", completions, CompletionBody, about, RESUME_NOTE, field_notes(REFUSED_COMPLETION))
-
-
 def _check_forced(context: Context, body: ChatBody) -> None:
     """Refuse a forced call that cannot be parsed, and fields that cannot be combined with one."""
     for name, is_given in (
@@ -310,3 +302,24 @@ def _is_text(schema: Mapping[str, object]) -> bool:
     if "enum" in schema and isinstance(schema["enum"], list):
         return all(isinstance(value, str) for value in schema["enum"])
     return schema.get("type") == "string"
+
+
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        limit=Limit.QUEUE,
+        body=ChatBody,
+        description=f"Answer a conversation.\n\n{RESUME_NOTE}\n\n{field_notes(REFUSED_CHAT)}",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        completions,
+        limit=Limit.QUEUE,
+        body=CompletionBody,
+        description="Go on with one or several texts, n choices each."
+        f"\n\n{RESUME_NOTE}\n\n{field_notes(REFUSED_COMPLETION)}",
+    ),
+]

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.api.completions.bodies import ChatBody, CompletionBody
@@ -31,9 +31,9 @@ from octavo.server.api.ollama.bodies import (
 from octavo.server.bodies.checks import field_notes
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.json_body import read_json
 from octavo.server.reply import RETRY_NOTE, reply
-from octavo.server.routes.posting import add_post
 from octavo.server.spelling import rename_field
 from octavo.text.dialect import Dialect
 
@@ -87,11 +87,23 @@ def _loaded(model: str, said: dict[str, object]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    options = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
-    chat_notes, generate_notes = (field_notes(each, IGNORED_OLLAMA) for each in (REFUSED_CHAT, REFUSED_GENERATE))
-    add_post(app, "/api/chat", chat, OllamaChatBody, str(chat.__doc__), RETRY_NOTE, chat_notes, options)
-    add_post(
-        app, "/api/generate", generate, OllamaGenerateBody, str(generate.__doc__), RETRY_NOTE, generate_notes, options
-    )
+_OPTIONS = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/api/chat",
+        chat,
+        limit=Limit.QUEUE,
+        body=OllamaChatBody,
+        description=f"{chat.__doc__}\n\n{RETRY_NOTE}\n\n{field_notes(REFUSED_CHAT, IGNORED_OLLAMA)}\n\n{_OPTIONS}",
+    ),
+    Endpoint(
+        "POST",
+        "/api/generate",
+        generate,
+        limit=Limit.QUEUE,
+        body=OllamaGenerateBody,
+        description=f"{generate.__doc__}\n\n{RETRY_NOTE}\n\n{field_notes(REFUSED_GENERATE, IGNORED_OLLAMA)}"
+        f"\n\n{_OPTIONS}",
+    ),
+]

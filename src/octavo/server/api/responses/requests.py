@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.api.completions.bodies import ChatBody, read_chat
@@ -36,13 +36,13 @@ from octavo.server.bodies.checks import field_notes, inline_schema
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
 from octavo.server.json_body import OFF_LOOP_BYTES, read_json
 from octavo.server.keys import KeyInfo
 from octavo.server.offload import parse_off_loop
 from octavo.server.reply import EventStream, body_hash, open_run, reply
 from octavo.server.responses.store import Given, Link, Stored
-from octavo.server.routes.posting import add_post
 from octavo.server.spelling import rename_field
 
 if TYPE_CHECKING:
@@ -450,14 +450,21 @@ def _schema() -> dict[str, object]:
     return {**schema, "properties": {name: each for name, each in properties.items() if name not in left_out}}
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add this module's endpoints."""
-    path, schema = "/v1/responses", _schema()
-    add_post(app, path, create, schema, "Answer a conversation of items.", _RETRIES, _notes())
-    add_post(app, f"{path}/input_tokens", count, schema)
-    app.add_api_route(f"{path}/compact", compact, methods=["POST"], response_model=None, include_in_schema=False)
-    one = path + "/{response_id}"
-    app.add_api_route(one, retrieve, methods=["GET"], response_model=None)
-    app.add_api_route(one, delete, methods=["DELETE"], response_model=None)
-    app.add_api_route(f"{one}/input_items", list_input_items, methods=["GET"], response_model=None)
-    app.add_api_route(f"{one}/cancel", cancel, methods=["POST"], response_model=None)
+_PATH = "/v1/responses"
+_ONE = "/v1/responses/{response_id}"
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        _PATH,
+        create,
+        limit=Limit.QUEUE,
+        body=_schema(),
+        description=f"Answer a conversation of items.\n\n{_RETRIES}\n\n{_notes()}",
+    ),
+    Endpoint("POST", f"{_PATH}/input_tokens", count, body=_schema()),
+    Endpoint("POST", f"{_PATH}/compact", compact, is_documented=False),
+    Endpoint("GET", _ONE, retrieve, limit=Limit.RATE_WITH_QUERY),  # a poll has no query, a stream has
+    Endpoint("DELETE", _ONE, delete, limit=Limit.NONE),
+    Endpoint("GET", f"{_ONE}/input_items", list_input_items),
+    Endpoint("POST", f"{_ONE}/cancel", cancel, limit=Limit.NONE),
+]

@@ -1,0 +1,1 @@
+"""HTTP: connections, keys, limits, and the middleware and endpoints of the application."""

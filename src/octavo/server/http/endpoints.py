@@ -1,0 +1,138 @@
+"""Endpoint: one method of one path, with all that the application must know of it.
+
+Owns: the access, limit, body and description of each endpoint; finding the modules that declare them; the OpenAPI
+document. Does not: check a key (auth does), admit a request (app does) or read a body (json_body does).
+A module in octavo.server.api or octavo.server.routes declares a list ENDPOINTS, and nothing else names it.
+Invariant: what is not in the table is not served, and needs a key.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from octavo.server.bodies.checks import inline_schema
+
+ENDPOINT = "octavo.endpoint"  # in a request's scope: its Endpoint, once it is routed
+PACKAGES = ("octavo.server.api", "octavo.server.routes")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Access(Enum):
+    """What an endpoint requires of a request."""
+
+    OPEN = "anyone"
+    STATUS = "anyone for the bare status, holders of a key for the details"
+    KEY = "holders of a key, when keys are set"
+
+
+class Limit(Enum):
+    """What is checked before an endpoint is called, in addition to its key."""
+
+    QUEUE = "room in the queue; the request counts in its key's rates once it is admitted"
+    RATE = "the key's requests per minute"
+    RATE_WITH_QUERY = "the key's requests per minute, for requests with a query"
+    NONE = "nothing: the request is cheap, or ends or frees something"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One method of one path.
+
+    `body` is the model or the schema of its JSON or form, for the OpenAPI document; without `description` the
+    document has the handler's docstring. `max_body_bytes` replaces the server's bound of a body. With `takes_file` the
+    body is an upload, which the handler reads in parts and bounds.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access = Access.KEY
+    limit: Limit = Limit.RATE
+    body: type[BaseModel] | Mapping[str, object] | None = None
+    description: str = ""
+    is_documented: bool = True
+    max_body_bytes: int | None = None
+    takes_file: bool = False
+
+    def operation(self) -> dict[str, object]:
+        """Return its operation in the OpenAPI document."""
+        name = self.handler.__name__
+        operation: dict[str, object] = {
+            "summary": name.replace("_", " ").title(),
+            "description": self.description or (self.handler.__doc__ or "").strip(),
+            "operationId": re.sub(r"\W", "_", f"{name}{self.shown_path}_{self.method.lower()}"),
+        }
+        if self.body is not None:
+            schema = inline_schema(self.body) if isinstance(self.body, type) else self.body
+            kind = "multipart/form-data" if self.takes_file else "application/json"
+            operation["requestBody"] = {"content": {kind: {"schema": schema}}, "required": True}
+        answer = {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
+        return {**operation, "responses": {"200": answer}}
+
+    @property
+    def shown_path(self) -> str:
+        """The path with the names of its parameters alone, without how they are matched."""
+        return re.sub(r":\w+}", "}", self.path)
+
+
+class Endpoints:
+    """The endpoints of one application."""
+
+    def __init__(self, endpoints: Iterable[Endpoint]) -> None:
+        self._all = tuple(endpoints)
+        self.access: dict[str, Access] = {}  # by path
+        self.methods: dict[str, list[str]] = {}  # by path
+        for each in self._all:
+            access = self.access.setdefault(each.path, each.access)
+            assert access is each.access, f"{each.path} has endpoints of different access"
+            assert access is Access.KEY or "{" not in each.path, f"{each.path} is open, and has parameters"
+            methods = self.methods.setdefault(each.path, [])
+            assert each.method not in methods, f"{each.method} {each.path} is declared twice"
+            methods.append(each.method)
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return iter(self._all)
+
+    @property
+    def upload_paths(self) -> frozenset[str]:
+        """The paths that take files."""
+        return frozenset(each.path for each in self._all if each.takes_file)
+
+    def open_access(self, scope: Scope) -> Access | None:
+        """Return the access of a path that needs no key, if it is spelled exactly; else None."""
+        path: str = scope["path"]
+        raw: bytes = scope.get("raw_path") or path.encode()
+        if raw.split(b"?", 1)[0] != path.encode() or scope.get("root_path"):
+            return None
+        access = self.access.get(path)
+        return None if access is Access.KEY else access
+
+    @cached_property
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document, without servers."""
+        paths: dict[str, dict[str, object]] = {}
+        for each in sorted(self._all, key=lambda each: each.path):
+            if each.is_documented:
+                paths.setdefault(each.shown_path, {})[each.method.lower()] = each.operation()
+        return {"openapi": "3.1.0", "info": {"title": "Octavo", "version": "0.1.0"}, "paths": paths}
+
+
+def find_endpoints() -> Endpoints:
+    """Return the endpoints of every module in PACKAGES; those that generate come first, since they are called most."""
+    found: list[Endpoint] = []
+    for package in PACKAGES:
+        for module in pkgutil.walk_packages(import_module(package).__path__, f"{package}."):
+            found += getattr(import_module(module.name), "ENDPOINTS", ())
+    return Endpoints(sorted(found, key=lambda each: each.limit is not Limit.QUEUE))
