@@ -137,9 +137,9 @@ class FakeServer:
 
     def status(self) -> Any:
         """What its admin socket tells."""
-        from octavo.cli.admin_client import ask
+        from octavo.cli.servers import call_admin
 
-        return ask(self.admin, "status")
+        return call_admin(self.admin, "status")
 
     def pid(self, role: str) -> int:
         """The process of a role now."""

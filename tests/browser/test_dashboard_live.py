@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from octavo.cli.admin_client import ask
+from octavo.cli.servers import call_admin
 from tests.browser.browsing import watched
 from tests.browser.test_dashboard_page import drawn, pixels, until, value
 from tests.fake_server import RealServer
@@ -108,7 +108,7 @@ def test_an_unused_server_says_so_and_totals_are_since_its_start_on_every_load(
         assert page.is_visible("#view-steps") and pixels(page, "#timeline") > 3
 
         Asking(server, 3, 1100, "again and again " * 40).join()  # more steps than the engine keeps
-        found = ask(server.admin, "statistics")["scheduler"]
+        found = call_admin(server.admin, "statistics")["scheduler"]
         hits = 100 * found["prefix_hit_tokens"] / found["prefix_queried_tokens"]
         seen = []
         for _ in range(2):

@@ -7,23 +7,22 @@ import subprocess
 from typing import Any
 
 import pytest
+import shtab
 
 from octavo.cli import COMMANDS, main
-from octavo.cli.catalogue import catalogue
+from octavo.cli.help import parser_of_all
 
 
 @pytest.fixture(scope="module")
 def script() -> str:
-    from octavo.cli.completions import bash
-
-    return bash(list(catalogue(COMMANDS)))
+    return str(shtab.complete(parser_of_all(), "bash"))
 
 
 def completed(script: str, *words: str) -> list[str]:
     """What bash would offer for the last word."""
     listed = " ".join(f"'{word}'" for word in ("octavo", *words))
-    ask = f'COMP_WORDS=({listed}); COMP_CWORD={len(words)}; _octavo; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, check=True, timeout=30)
+    ask = f'COMP_WORDS=({listed}); COMP_CWORD={len(words)}; _shtab_octavo; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", script + "\n" + ask], capture_output=True, text=True, check=True, timeout=30)
     return done.stdout.split()
 
 

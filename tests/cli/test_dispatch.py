@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -11,10 +10,11 @@ import subprocess
 import sys
 
 import pytest
+import shtab
 
 from octavo import cli
-from octavo.cli.catalogue import catalogue, parser_of
 from octavo.cli.flags import Parser, UsageError, add_settings, config_from, respell, settings_given
+from octavo.cli.help import parser_of_all
 from octavo.config import SETTINGS
 from octavo.config.sources import load_config
 from octavo.errors import InvariantError
@@ -98,10 +98,8 @@ def test_every_command_explains_itself_without_torch(name) -> None:
 
 
 def test_every_command_has_a_module() -> None:
-    for module_name, text in cli.COMMANDS.values():
-        module = importlib.import_module(module_name)
-        assert callable(module.add_arguments)
-        assert callable(module.run)
+    for name, (_, text) in cli.COMMANDS.items():
+        assert callable(cli.load_command(name, Parser()))
         assert text
 
 
@@ -129,8 +127,8 @@ def test_a_hidden_setting_is_read_and_listed_nowhere(capsys) -> None:
     with pytest.raises(UsageError) as caught:
         _parse("--separate-modalitie")
     assert "--separate-modalities" not in str(caught.value).replace("--separate-modalitie ", "")
-    spellings = {word for command in catalogue(cli.COMMANDS) for flag in command.flags for word in flag.spellings}
-    assert "--max-prefill-run" in spellings and "--separate-modalities" not in spellings
+    completions = shtab.complete(parser_of_all(), "bash")
+    assert "--max-prefill-run" in completions and "--separate-modalities" not in completions
     assert cli.main(["config", "show"]) == 0
     assert "modalities" not in capsys.readouterr().out
     assert cli.main(["config", "show", "--separate-modalities"]) == 0
@@ -191,7 +189,8 @@ def test_remarks_go_to_stderr(capsys, monkeypatch) -> None:
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_the_short_help_fits_a_screen_and_the_whole_one_has_every_option(name, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    parser = parser_of(name, cli.COMMANDS)
+    parser = Parser(prog=f"octavo {name}")
+    cli.load_command(name, parser)
     texts = []
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit):

@@ -16,7 +16,7 @@ from tests.tiny_models import make_tiny_model
 
 from octavo import cli
 from octavo.cli import explain
-from octavo.cli.explain_text import story, table
+from octavo.cli.explain import open_lines, request_lines
 
 QUEUE = {"num_waiting": 2, "max_waiting": 32, "num_waiting_tokens": 40, "max_waiting_tokens": 4096, "wait_s": 1.5}
 BODY = {"prompt": "the cat", "max_tokens": 5, "temperature": 0, "seed": 1}
@@ -27,7 +27,7 @@ def told(*answers: dict[str, object]) -> dict[str, Any]:
 
 
 def shown(bench: Bench, name: str) -> str:
-    return "\n".join(story(told(bench.explainer.answer(name))))
+    return "\n".join(request_lines(told(bench.explainer.answer(name))))
 
 
 def test_the_story_of_one_that_waits() -> None:
@@ -46,9 +46,12 @@ def test_the_story_of_one_that_waits() -> None:
     text = "\n".join(lines)
     assert "order    priority: smaller priority first, with ageing; then order of arrival; priority 2, as if it" in text
     assert "ahead    first (priority 1, as if it had come 60 s later)" in text
-    assert "ends     in 8.9" in text and "unless it has begun before" in text
-    assert "tokens   12 of the prompt, 0 out of at most 3" in text
-    assert "queue: 2 sequences wait, 32 may; 40 of 4096 prompt tokens; a new one would wait about 1.5 s" in text
+    assert "timeout  in 8.9" in text and "unless it has started by then" in text
+    assert "tokens   12 in the prompt, 0 generated of at most 3" in text
+    assert (
+        "queue: 2 of at most 32 sequences, 40 of at most 4096 prompt tokens; a new request would wait about 1.5 s"
+        in text
+    )
     bench.run()
 
 
@@ -64,14 +67,14 @@ def test_the_story_of_one_that_was_preempted_and_ended() -> None:
     assert "resumed" in text and "finished        length, 12 tokens" in text
 
 
-def test_a_client_reads_of_somebody_else() -> None:
+def test_another_tenants_request_has_no_name() -> None:
     bench = Bench(limits(num_blocks=9))
     bench.admit("other", 8, 25)
     bench.admit("mine", 9, 12)
     bench.run()
     answer: Any = bench.explainer.answer("mine")
     answer["events"] = [{**event, "by": None} if "by" in event else event for event in answer["events"]]
-    assert "by a request of somebody else" in "\n".join(story(told(answer)))
+    assert "by another tenant's request" in "\n".join(request_lines(told(answer)))
 
 
 def test_all_that_are_open() -> None:
@@ -79,14 +82,14 @@ def test_all_that_are_open() -> None:
     for name in ("a", "b"):
         bench.admit(name, 4, 9)
     bench.step()
-    lines = table({**bench.explainer.answer(""), "queue": QUEUE})
-    assert lines[0].split() == ["ID", "STATE", "PLACE", "WHY", "AGE", "PROMPT", "OUTPUT", "NEXT", "TOKEN"]
+    lines = open_lines({**bench.explainer.answer(""), "queue": QUEUE})
+    assert lines[0].split() == ["ID", "STATE", "POSITION", "REASON", "AGE", "PROMPT", "OUTPUT", "NEXT", "TOKEN"]
     assert lines[1].split()[:4] == ["b", "waiting", "1", "sequence_cap"] and "0 left)" in lines[1]
     assert lines[2].split()[:4] == ["a", "decode", "-", "-"]
     assert lines[3].startswith("queue: ")
-    assert table({**bench.explainer.answer(""), "queue": QUEUE, "num_waiting": 300})[3] == "... and 299 more"
+    assert open_lines({**bench.explainer.answer(""), "queue": QUEUE, "num_waiting": 300})[3] == "... and 299 more"
     bench.run()
-    assert table({**bench.explainer.answer(""), "queue": QUEUE})[0] == "no request is open"
+    assert open_lines({**bench.explainer.answer(""), "queue": QUEUE})[0] == "no request is open"
 
 
 def test_it_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +105,7 @@ def test_it_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         bench.step()
         return told(bench.explainer.answer("b"))
 
-    monkeypatch.setattr(explain, "ask", ask)
+    monkeypatch.setattr(explain, "call_admin", ask)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     assert cli.main(["explain", "b", "--follow", "--socket", "/socket"]) == 0
     text = capsys.readouterr().out
@@ -181,6 +184,6 @@ def test_the_story_goes_on_in_the_next_engine(server: FakeServer, capsys: pytest
     capsys.readouterr()
     text = out(capsys, "heir", *admin)
     assert "resumed by the engine of epoch 2, it came in epoch 1" in text
-    assert "engine   epoch 2, resumed 1 time\n" in text
+    assert "engine   epoch 2, resumed once\n" in text
     assert cli.main(["admin", "resume", *admin]) == 0
     asking.join(30)

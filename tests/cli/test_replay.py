@@ -22,7 +22,7 @@ from tests.fake_server import FakeServer
 
 from octavo.assembly import build_local
 from octavo.cli import main
-from octavo.cli.admin_client import ask
+from octavo.cli.servers import call_admin
 from octavo.config.sources import config_from_keywords
 from octavo.core.sampling_params import SamplingParams
 from octavo.frontend.offline import OfflineEngine
@@ -68,7 +68,7 @@ def ask_many(server: FakeServer, count: int, max_tokens: int, every: int = 4) ->
 
 
 def statistics(server: FakeServer) -> Any:
-    return ask(server.admin, "statistics")
+    return call_admin(server.admin, "statistics")
 
 
 def wait_for_tokens(server: FakeServer, least: int) -> None:

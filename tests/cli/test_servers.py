@@ -20,38 +20,46 @@ from typing import Any
 import pytest
 
 from octavo import cli
-from octavo.cli import servers
-from octavo.cli.servers import Record, find_servers, own_home, process_start, send_signal
+from octavo.cli.server_registry import (
+    RUN_DIR,
+    ServerRecord,
+    find_servers,
+    open_server_folder,
+    process_start_ticks,
+    send_signal,
+)
 from octavo.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="octavo-") as short:  # pytest's are too long for a socket
-        monkeypatch.setenv(servers.RUN_DIR, str(Path(short) / "run"))
+        monkeypatch.setenv(RUN_DIR, str(Path(short) / "run"))
         yield Path(short) / "run"
 
 
-def record(url: str = "http://127.0.0.1:1", begun: float = 1.0, admin: str = "/none/admin.sock") -> Record:
-    return Record(os.getpid(), url, "tiny", admin, begun)
+def record(url: str = "http://127.0.0.1:1", started_at: float = 1.0, admin: str = "/none/admin.sock") -> ServerRecord:
+    return ServerRecord(os.getpid(), url, "tiny", admin, started_at)
 
 
 def test_a_server_is_found_while_it_lives(folder: Path) -> None:
     assert find_servers() == []
-    with own_home() as first, own_home() as second:
+    with open_server_folder() as first, open_server_folder() as second:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(first.path.stat().st_mode) == 0o700
         assert find_servers() == [], "one that has not told yet"
-        second.record(record(begun=2.0))
-        first.record(record("http://127.0.0.1:2"))
-        assert [found.begun for found in find_servers()] == [1.0, 2.0]
+        second.publish(record(started_at=2.0))
+        first.publish(record("http://127.0.0.1:2"))
+        assert [found.started_at for found in find_servers()] == [1.0, 2.0]
     assert find_servers() == [] and list(folder.iterdir()) == []
 
 
 def kill_a_server() -> Path:
     """Make a server that is killed while it runs; return its folder."""
     script = (
-        "import os\nfrom octavo.cli.servers import Record, own_home\nwith own_home() as home:\n    print(home.path)\n"
-        f"    home.record(Record({os.getpid()}, 'http://127.0.0.1:1', 'tiny', '/x', 1.0))\n    os.kill(os.getpid(), 9)"
+        "import os\nfrom octavo.cli.server_registry import ServerRecord, open_server_folder\n"
+        "with open_server_folder() as home:\n    print(home.path)\n"
+        f"    home.publish(ServerRecord({os.getpid()}, 'http://127.0.0.1:1', 'tiny', '/x', 1.0))\n"
+        "    os.kill(os.getpid(), 9)"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-uc", script], stdout=subprocess.PIPE, text=True, env=environ)
@@ -146,7 +154,10 @@ def test_a_folder_without_proof_stays(folder: Path, kind: str) -> None:
 def test_a_folder_of_the_user_is_refused_and_not_changed(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
-    with pytest.raises(ConfigError, match=rf"{folder}, is open to other users \(mode 0755\); chmod 700 it"), own_home():
+    with (
+        pytest.raises(ConfigError, match=rf"{folder}, is open to other users \(mode 0755\); chmod 700 it"),
+        open_server_folder(),
+    ):
         pass
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755 and list(folder.iterdir()) == []
 
@@ -156,7 +167,7 @@ def test_a_full_disk_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", fail)
-    with pytest.raises(ConfigError, match="No space left"), own_home():
+    with pytest.raises(ConfigError, match="No space left"), open_server_folder():
         pass
     assert list(folder.iterdir()) == []
 
@@ -164,8 +175,11 @@ def test_a_full_disk_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")
 def test_a_process_that_has_a_servers_number_is_not_signalled(capsys: pytest.CaptureFixture[str]) -> None:
     """A record that a container, or a backup that is locked, shows to this machine."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as innocent, own_home() as home:
-        home.record(Record(innocent.pid, "http://127.0.0.1:1", "tiny", "/none/admin.sock", 1.0, "17"))
+    with (
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as innocent,
+        open_server_folder() as home,
+    ):
+        home.publish(ServerRecord(innocent.pid, "http://127.0.0.1:1", "tiny", "/none/admin.sock", 1.0, "17"))
         assert cli.main(["stop", "--timeout", "0.1"]) == 1
         assert f"process {innocent.pid} is not tiny at http://127.0.0.1:1" in capsys.readouterr().err
         assert innocent.poll() is None
@@ -174,7 +188,7 @@ def test_a_process_that_has_a_servers_number_is_not_signalled(capsys: pytest.Cap
 
 def test_only_the_process_that_is_meant_is_signalled() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        server = Record(process.pid, "", "", "", 0.0, process_start(process.pid))
+        server = ServerRecord(process.pid, "", "", "", 0.0, process_start_ticks(process.pid))
         assert send_signal(server, signal.SIGTERM)
         assert process.wait(30) == -signal.SIGTERM
     assert not send_signal(server, signal.SIGTERM)
@@ -182,11 +196,11 @@ def test_only_the_process_that_is_meant_is_signalled() -> None:
 
 def test_a_folder_that_cannot_be_used_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(servers.RUN_DIR, str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=servers.RUN_DIR), own_home():
+    monkeypatch.setenv(RUN_DIR, str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=RUN_DIR), open_server_folder():
         pass
-    monkeypatch.setenv(servers.RUN_DIR, str(folder))
-    with own_home() as home:
+    monkeypatch.setenv(RUN_DIR, str(folder))
+    with open_server_folder() as home:
         assert home.admin_path(None).parent == home.path
         with pytest.raises(ConfigError, match="--admin-socket"):
             home.admin_path("/" + "x" * 200)
@@ -195,14 +209,14 @@ def test_a_folder_that_cannot_be_used_is_told(folder: Path, tmp_path: Path, monk
 def test_ps_shows_one_that_does_not_answer_yet(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ps"]) == 0
     assert "no server" in capsys.readouterr().out
-    with own_home() as home:
-        home.record(record(begun=time.time() - 3700))
+    with open_server_folder() as home:
+        home.publish(record(started_at=time.time() - 3700))
         assert cli.main(["ps", "--json"]) == 0
         (shown,) = json.loads(capsys.readouterr().out)
         assert (shown["model"], shown["phase"]) == ("tiny", "starting")
         assert cli.main(["ps"]) == 0
         header, row = capsys.readouterr().out.splitlines()
-        assert header.split()[:3] == ["PID", "URL", "MODEL"] and "starting" in row and "1 h 1 m" in row
+        assert header.split()[:3] == ["PID", "URL", "MODEL"] and "starting" in row and "1 h 01 m" in row
 
 
 @pytest.mark.parametrize(
@@ -229,9 +243,9 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[s
 
 
 def test_several_servers_must_be_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    with own_home() as first, own_home() as second:
-        first.record(record())
-        second.record(record("http://127.0.0.1:2", 2.0))
+    with open_server_folder() as first, open_server_folder() as second:
+        first.publish(record())
+        second.publish(record("http://127.0.0.1:2", 2.0))
         assert cli.main(["admin", "status"]) == 2
     pid = os.getpid()
     known = f"tiny (pid {pid}, port 1), tiny (pid {pid}, port 2)"

@@ -10,7 +10,8 @@ from typing import Any
 
 from octavo.artifacts.resolve import ModelFiles
 from octavo.cli.api_task import ApiTask
-from octavo.cli.startup import call_report, limit_remarks, process_report, startup_report
+from octavo.cli.startup import call_report, process_report, startup_report
+from octavo.cli.terminal import limit_remarks
 from octavo.config.sources import load_config
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.executors.protocol import Capacity

@@ -14,12 +14,13 @@ from tests.tiny_models import make_tiny_model
 
 from octavo.cli import main
 from octavo.cli.flags import UsageError
-from octavo.cli.servers import Record, choose
+from octavo.cli.server_registry import ServerRecord
+from octavo.cli.servers import choose
 
 SERVERS = [
-    Record(11, "http://127.0.0.1:8000", "one", "/a", 0.0),
-    Record(12, "http://127.0.0.1:8001", "two", "/b", 1.0),
-    Record(13, "http://127.0.0.1:8002", "two", "/c", 2.0),
+    ServerRecord(11, "http://127.0.0.1:8000", "one", "/a", 0.0),
+    ServerRecord(12, "http://127.0.0.1:8001", "two", "/b", 1.0),
+    ServerRecord(13, "http://127.0.0.1:8002", "two", "/c", 2.0),
 ]
 
 
@@ -76,7 +77,7 @@ def test_now_takes_the_time_from_open_requests(tmp_path: Path, capsys: Any) -> N
         while server.status()["open_requests"] < 1 and asking.is_alive():
             pass
         assert main(["stop", "--timeout", "0"]) == 1
-        assert "still drains" in capsys.readouterr().err
+        assert "still draining" in capsys.readouterr().err
         assert main(["stop", "--now", str(server.process.pid)]) == 0
         asking.join(30)
         assert answers[0][0] == 503

@@ -27,10 +27,9 @@ from tests.fake_server import ROOT, FakeServer
 from tools.sample_frames import Stream
 
 from octavo.cli import main, top
-from octavo.cli.admin_client import AdminError
-from octavo.cli.keyboard import Keyboard
-from octavo.cli.top_figures import Figures
-from octavo.cli.top_screen import ORDERS, View, bar, plain, screen, sparkline
+from octavo.cli.servers import AdminError
+from octavo.cli.top import Figures
+from octavo.cli.top_screen import ORDERS, Keyboard, View, bar, plain, screen, sparkline
 
 WAIT_S = 30.0
 SCRIPT = '{"rules": [{"say": "All is well. ", "finish": "length", "delay_ms": 5}]}'
@@ -148,7 +147,7 @@ def test_once_is_plain_text(server: FakeServer, capsys: pytest.CaptureFixture[st
     assert main(["top", "--once", "--socket", server.admin]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "loaded" in out and "sequences" in out and "2 of 2" in out
-    assert "waiting, first of 3" in out and "sequence cap: needs 1, 0 there" in out
+    assert "waiting, first of 3" in out and "sequence cap: needs 1, 0 available" in out
     assert "running, by age" in out and "20,000" in out
 
 
@@ -183,8 +182,8 @@ def test_it_follows_a_restart_of_the_engine_and_says_when_the_server_ended(folde
 def test_a_server_that_does_not_answer_but_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     source = top.WatchedServer("/none", "the server", lambda: True)
     with pytest.raises(AdminError, match="no answer on the admin socket /none"):
-        source.look()
-    assert source.without("no answer")["server"]["state"] == "no answer"
+        source.poll()
+    assert source.last_figures("no answer")["server"]["state"] == "no answer"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +237,7 @@ def test_figures_are_those_of_the_scheduler() -> None:
     )
     assert shown["requests"]["preemptions"] == state.totals.num_preemptions
     recent = [step for step in figures.steps if step.end >= figures.now - 5.0]
-    assert shown["rates"]["steps_per_s"] == pytest.approx(len(recent) / min(5.0, figures.now - figures.since))
+    assert shown["rates"]["steps_per_s"] == pytest.approx(len(recent) / min(5.0, figures.now - figures.complete_from))
 
 
 def test_ends_and_cache_hits_are_since_the_start_as_on_the_dashboard() -> None:
@@ -291,7 +290,7 @@ def test_the_orders_come_round() -> None:
     seen = []
     for _ in ORDERS:
         seen.append(view.order)
-        view.next_order()
+        view.press("s")
     assert seen == list(ORDERS) and view.order == "age"
 
 

@@ -101,7 +101,7 @@ def test_lives_stand_behind_each_other(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing is to be written; give --perfetto FILE, --page FILE or both"),
+        ([], "there is nothing to write; give --perfetto FILE, --page FILE or both"),
         (["--perfetto", "x", "--begin", "3", "--end", "2"], "--begin is 3 and --end 2"),
         (["--perfetto", "x", "--begin", "-1"], "--begin is -1"),
         (["--page", "x", "--max-steps", "0"], "--max-steps is 0; give 1 or more"),

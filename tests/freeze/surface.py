@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
-import importlib
 import inspect
 import io
 import json
@@ -58,7 +57,7 @@ COMMANDS = (
 def surface() -> dict[str, Any]:
     """All that is frozen."""
     found = {
-        "commands": {name: _flags(module) for name, (module, _) in sorted(cli.COMMANDS.items())},
+        "commands": {name: _flags(name) for name in sorted(cli.COMMANDS)},
         "renamed commands": cli.RENAMED_COMMANDS,
         "settings": {setting.name: _setting(setting) for setting in SETTINGS},
         "variables": sorted(
@@ -81,9 +80,9 @@ def surface() -> dict[str, Any]:
     return plain
 
 
-def _flags(module_name: str) -> dict[str, Any]:
+def _flags(command: str) -> dict[str, Any]:
     parser = Parser(prog="octavo")
-    importlib.import_module(module_name).add_arguments(parser)
+    cli.load_command(command, parser)
     found = {}
     for action in parser._actions:
         name = ", ".join(action.option_strings) or action.dest

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli import systemd
+from octavo.cli.serve import NOTIFY_SOCKET, notify_systemd
 from octavo.frontend import api_supervisor
 from octavo.frontend.api_supervisor import EXIT_ENGINE_FAILED, EXIT_GAVE_UP, ApiSupervisor, ChildSpec, _Child
 from octavo.frontend.restarts import RestartBudget
@@ -202,10 +202,10 @@ def test_time_in_which_the_supervisor_was_stopped_is_not_counted() -> None:
 def test_whoever_asks_is_told_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        monkeypatch.setenv(systemd.VARIABLE, str(tmp_path / "notify"))
-        systemd.notify("READY=1")
+        monkeypatch.setenv(NOTIFY_SOCKET, str(tmp_path / "notify"))
+        notify_systemd("READY=1")
         assert manager.recv(100) == b"READY=1"
-    systemd.notify("READY=1")  # gone: nothing happens
+    notify_systemd("READY=1")  # gone: nothing happens
     told = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         spec = ChildSpec(CHILD, listener.fileno(), lambda life: b'{"says": ["fail"], "life": 1}\n', 1.0)

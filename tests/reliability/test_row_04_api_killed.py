@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from octavo.cli.admin_client import AdminError
+from octavo.cli.servers import AdminError
 from octavo.frontend.journal_files import BootClock
 from octavo.frontend.journal_state import recover
 from tests.fake_server import FakeServer

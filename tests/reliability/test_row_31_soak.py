@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from octavo.bench.completion_client import CompletionClient, Target
-from octavo.bench.drill import Drill, Drilling, Outcome
 from octavo.bench.percentiles import percentile
-from octavo.cli.chaos import process_of
+from octavo.cli.chaos import Drill, DrillResult, DrillRun, process_of
 from tests.fake_server import FakeServer
 from tests.reliability.scorecard import IS_WHOLE, Score
 from tests.tiny_models import make_tiny_model
@@ -29,9 +28,9 @@ SETTLED_S = 20.0
 MB_PER_HOUR = 20
 
 
-def drill(server: FakeServer, duration_s: float, every_s: dict[str, float]) -> Outcome:
+def drill(server: FakeServer, duration_s: float, every_s: dict[str, float]) -> DrillResult:
     client = CompletionClient(Target(server.url, "tiny", timeout_s=120), keeps_texts=True)
-    made = Drilling(Drill(every_s, 16, 48, duration_s), client, lambda role: process_of(server.admin, role))
+    made = DrillRun(Drill(every_s, 16, 48, duration_s), client, lambda role: process_of(server.admin, role))
     return asyncio.run(made.run())
 
 

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from octavo.cli.admin_client import ask
-from octavo.cli.servers import Record, find_servers
+from octavo.cli.server_registry import ServerRecord, find_servers
+from octavo.cli.servers import call_admin
 from tests.fake_server import COMMON, FakeServer
 from tests.reliability.load import quantile
 from tests.reliability.scorecard import Score
@@ -62,7 +62,7 @@ class Stderr:
 @contextlib.contextmanager
 def serving(
     model: str, stderr: int, program: tuple[str, ...] = FakeServer.program, num_lines: int = 0
-) -> Iterator[tuple[subprocess.Popen[bytes], Record]]:
+) -> Iterator[tuple[subprocess.Popen[bytes], ServerRecord]]:
     """Run a server whose stderr cannot tell where it serves."""
     command = [*program, "serve", model, *COMMON, "--log-level", "debug"]
     with tempfile.TemporaryDirectory(prefix="octavo-") as short, pytest.MonkeyPatch.context() as patch:
@@ -76,7 +76,7 @@ def serving(
             process.wait(30)
 
 
-def _ready(process: subprocess.Popen[bytes]) -> Record:
+def _ready(process: subprocess.Popen[bytes]) -> ServerRecord:
     end = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < end:
         for record in find_servers():
@@ -87,7 +87,7 @@ def _ready(process: subprocess.Popen[bytes]) -> Record:
     raise AssertionError(f"not ready; exit status {process.poll()}")
 
 
-def get(record: Record, path: str) -> tuple[int, str]:
+def get(record: ServerRecord, path: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection(urlsplit(record.url).netloc, timeout=20)
     try:
         connection.request("GET", path)
@@ -97,7 +97,7 @@ def get(record: Record, path: str) -> tuple[int, str]:
         connection.close()
 
 
-def generate(record: Record) -> dict[str, Any]:
+def generate(record: ServerRecord) -> dict[str, Any]:
     connection = http.client.HTTPConnection(urlsplit(record.url).netloc, timeout=60)
     try:
         connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
@@ -107,7 +107,7 @@ def generate(record: Record) -> dict[str, Any]:
         connection.close()
 
 
-def reset_often(record: Record, until: float) -> int:
+def reset_often(record: ServerRecord, until: float) -> int:
     """Break streams off with an RST, each after its first bytes; every one is a line at this level of the log."""
     place, count = urlsplit(record.url), 0
     body = json.dumps({**BODY, "stream": True}).encode()
@@ -122,7 +122,7 @@ def reset_often(record: Record, until: float) -> int:
     return count
 
 
-def look(record: Record, until: float) -> tuple[list[float], int]:
+def look(record: ServerRecord, until: float) -> tuple[list[float], int]:
     """Ask for /livez again and again: the seconds each took, and how many were not 200."""
     times, failed = [], 0
     while time.monotonic() < until:
@@ -133,7 +133,7 @@ def look(record: Record, until: float) -> tuple[list[float], int]:
     return times, failed
 
 
-def dropped(record: Record) -> int:
+def dropped(record: ServerRecord) -> int:
     found = re.search(r'^octavo_log_lines_dropped_total\{process="api"\} ([\d.e+]+)$', get(record, "/metrics")[1], re.M)
     assert found is not None
     return int(float(found[1]))
@@ -157,7 +157,7 @@ def test_row_39_a_stalled_stderr_stops_nothing(tmp_path: Path, score: Score) -> 
         for thread in floods:
             thread.join()
         answers = [generate(record)["usage"]["completion_tokens"] for _ in range(10)]
-        ask(record.admin, "kill_engine")
+        call_admin(record.admin, "kill_engine")
         answers += [generate(record)["usage"]["completion_tokens"] for _ in range(10)]
         num_dropped = dropped(record)
         os.close(stderr.writing)
@@ -189,7 +189,7 @@ def test_row_39_a_stderr_that_cannot_be_written_ends_nothing(tmp_path: Path, sco
     program = ("sh", "-c", 'exec "$@" 2>&-', "sh") if kind == "closed" else ()
     with serving(model, writing, (*program, *FakeServer.program), LINES) as (process, record):
         answered = [generate(record)["usage"]["completion_tokens"] for _ in range(3)]
-        ask(record.admin, "kill_engine")
+        call_admin(record.admin, "kill_engine")
         answered.append(generate(record)["usage"]["completion_tokens"])
         process.send_signal(signal.SIGTERM)
         status = process.wait(60)

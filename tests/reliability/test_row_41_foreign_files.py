@@ -15,7 +15,7 @@ import pytest
 
 from octavo.artifacts.cache_folder import make_room
 from octavo.cli import main
-from octavo.cli.servers import process_start
+from octavo.cli.server_registry import process_start_ticks
 from tests.fake_server import FakeServer
 from tests.reliability.scorecard import Score
 from tests.tiny_models import make_tiny_model
@@ -58,7 +58,7 @@ def _make_foreign(root: Path, bystander: subprocess.Popen[bytes]) -> None:
     records = ["", "{}", "[]", "\x00", json.dumps(told), json.dumps({"made": {}, "server": told})]
     made = {"format": "octavo-server-1", "name": "app-6", "inode": 1, "scratch": str(scratch / "octavo-mine"),
             "scratch_inode": 1}  # fmt: skip
-    records += [json.dumps({"made": made, "server": {**told, "started": process_start(bystander.pid)}})]
+    records += [json.dumps({"made": made, "server": {**told, "started": process_start_ticks(bystander.pid)}})]
     for number, record in enumerate(records):
         folder = run / f"app-{number}"
         _write(folder / "server.json", record)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from octavo.assembly import build_local
-from octavo.cli.admin_client import ask
+from octavo.cli.servers import call_admin
 from octavo.config.sources import config_from_keywords
 from octavo.server.app import create_app
 from tests.fake_server import FakeServer
@@ -205,7 +205,7 @@ def test_a_server_starts_and_goes_on_behind_a_scripted_crash(tmp_path: Path) -> 
         status, _, answer = server.post("/v1/chat/completions", body)
         assert status == 200 and answer["choices"][0]["message"]["content"] == "on and on"
         assert answer["model"] == "script"
-        assert ask(server.admin, "status")["engine"]["epoch"] == 2
+        assert call_admin(server.admin, "status")["engine"]["epoch"] == 2
         assert server.end() == 0
 
 

@@ -1,16 +1,17 @@
-"""The `octavo` command: find the command's module, parse, run, and say errors in one line.
+"""The `octavo` command: find the command's module, parse, run, and print an error in one line.
 
 Owns: the table of commands, dispatch, exit codes (0 done, 1 a check failed, 2 an error, 130 Ctrl-C).
 Does not: import a command before it is chosen, so that `octavo --help` needs neither torch nor a server.
-Invariant: an OctavoError never shows a traceback; anything else does, for it is a bug.
+Invariant: an OctavoError never shows a traceback; any other error is a bug and does.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from octavo.cli.flags import Parser, UsageError
 from octavo.cli.hide_keys import hide_keys
@@ -19,12 +20,13 @@ from octavo.errors import InvariantError, OctavoError
 from octavo.machine import needing_torch
 from octavo.observe.log import open_missing_streams
 
-# command words -> (module with add_arguments and run, one line of help)
+# Command words -> (module, one line of help). The module has `add_arguments` and `run`; one with several commands has
+# `add_VERB_arguments` and `run_VERB`, and is named as module:VERB.
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("octavo.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
     "run": ("octavo.cli.run", "answer one prompt in the terminal"),
-    "chat": ("octavo.cli.chat", "talk with a model in the terminal"),
-    "generate": ("octavo.cli.generate", "answer a file of prompts, a line each"),
+    "chat": ("octavo.cli.chat", "chat with a model in the terminal"),
+    "generate": ("octavo.cli.generate", "answer a file of prompts, one per line"),
     "batch": ("octavo.cli.batch", "answer a file of requests in OpenAI's batch format"),
     "bench offline": ("octavo.cli.bench_offline", "measure this engine on a workload, beside the memory floor"),
     "bench online": ("octavo.cli.bench_online", "benchmark a server under timed arrivals"),
@@ -34,23 +36,23 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench compare": ("octavo.cli.bench_compare", "measure this engine beside others on the same workloads"),
     "bench kernel": ("octavo.cli.bench_kernel", "measure the kernels of a step, each alone"),
     "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
-    "bench simulator": ("octavo.cli.bench_simulator", "measure how many requests a simulation gets through"),
+    "bench simulator": ("octavo.cli.bench_simulator", "measure how many requests a second a simulation handles"),
     "simulate": ("octavo.cli.simulate", "predict how engines would serve a workload, without running a model"),
-    "plan": ("octavo.cli.plan", "what a model takes and how much fits, without loading it"),
-    "ps": ("octavo.cli.ps", "list the servers that run here"),
+    "plan": ("octavo.cli.plan", "show what a model needs and how much fits, without loading it"),
+    "ps": ("octavo.cli.servers:ps", "list the servers that run here"),
     "top": ("octavo.cli.top", "watch a running server in the terminal"),
-    "explain": ("octavo.cli.explain", "say why a request waits, what it does, or what became of it"),
-    "stop": ("octavo.cli.stop", "end a server that runs here, once its open requests are done"),
+    "explain": ("octavo.cli.explain", "explain why a request waits, runs or ended"),
+    "stop": ("octavo.cli.servers:stop", "stop a server that runs here, after its open requests finish"),
     "admin": ("octavo.cli.admin", "query or control a running server"),
-    "chaos": ("octavo.cli.chaos", "drill a server here: kill its engine under streams, and count what is lost"),
-    "replay": ("octavo.cli.replay", "check that a recording's decisions come out the same, or try other settings"),
+    "chaos": ("octavo.cli.chaos", "kill the engine of a server here while it streams, and count lost tokens"),
+    "replay": ("octavo.cli.replay", "check that a recording repeats its decisions, or try other settings"),
     "trace": ("octavo.cli.trace", "write a recording as a trace for Perfetto, or as a page"),
-    "doctor": ("octavo.cli.doctor", "check this installation and machine, with remedies"),
-    "pull": ("octavo.cli.pull", "download a model"),
-    "list": ("octavo.cli.list_models", "list the models on this machine, with sizes"),
-    "rm": ("octavo.cli.remove", "remove a downloaded model"),
-    "completions": ("octavo.cli.completions", "print a script that completes commands and flags in a shell"),
-    "config show": ("octavo.cli.config_show", "show the settings in force and where each comes from"),
+    "doctor": ("octavo.cli.doctor", "check this installation and machine, and suggest fixes"),
+    "pull": ("octavo.cli.models:pull", "download a model"),
+    "list": ("octavo.cli.models:list", "list the models on this machine, with sizes"),
+    "rm": ("octavo.cli.models:rm", "remove a downloaded model"),
+    "completions": ("octavo.cli.help:completions", "print a script that completes commands and flags in a shell"),
+    "config show": ("octavo.cli.config_show", "show the settings in effect and where each comes from"),
 }
 # Other programs' words -> ours.
 RENAMED_COMMANDS = {
@@ -99,20 +101,29 @@ def _dispatch(words: list[str]) -> int:
         print(f"octavo {version('octavo')}")
         return 0
     if len(words) > 1 and words[0] == "help":
-        from octavo.cli.help import run_help
-
-        return run_help(words[1:], COMMANDS)
+        code: int = importlib.import_module("octavo.cli.help").run_help(words[1:])
+        return code
     name, rest = _find(words)
     if name is None:
-        print(_usage(), end="", file=sys.stdout)
+        print(_usage(), end="")
         return 0
-    module_name, text = COMMANDS[name]
-    module = importlib.import_module(module_name)
-    parser = Parser(prog=f"octavo {name}", description=text[0].upper() + text[1:] + ".")
-    module.add_arguments(parser)
-    code: int = module.run(parser.parse(rest))
+    parser = Parser(prog=f"octavo {name}")
+    run = load_command(name, parser)
+    code = run(parser.parse(rest))
     sys.stdout.flush()
     return code
+
+
+def load_command(name: str, parser: Parser) -> Callable[[argparse.Namespace], int]:
+    """Import a command's module, add its description and arguments to the parser, and return its `run`."""
+    target, text = COMMANDS[name]
+    module_name, _, verb = target.partition(":")
+    module = importlib.import_module(module_name)
+    parser.description = f"{text[0].upper()}{text[1:]}."
+    add_arguments = getattr(module, f"add_{verb}_arguments" if verb else "add_arguments")
+    add_arguments(parser)
+    run: Callable[[argparse.Namespace], int] = getattr(module, f"run_{verb}" if verb else "run")
+    return run
 
 
 def _find(words: list[str]) -> tuple[str | None, list[str]]:
@@ -129,11 +140,11 @@ def _find(words: list[str]) -> tuple[str | None, list[str]]:
         raise SystemExit(0 if len(words) > 1 else 2)
     if family:
         raise UsageError(unknown(f"{words[0]} command", words[1], [name.split()[1] for name in family]))
-    firsts = [name.split()[0] for name in COMMANDS]
-    meant = RENAMED_COMMANDS.get(words[0])
-    if meant in firsts:
-        raise UsageError(unknown("command", words[0], (), f"did you mean {meant!r}?"))
-    raise UsageError(unknown("command", words[0], firsts, "see octavo --help"))
+    first_words = [name.split()[0] for name in COMMANDS]
+    our_name = RENAMED_COMMANDS.get(words[0])
+    if our_name in first_words:
+        raise UsageError(unknown("command", words[0], (), f"did you mean {our_name!r}?"))
+    raise UsageError(unknown("command", words[0], first_words, "see octavo --help"))
 
 
 def _usage(prefix: str = "") -> str:

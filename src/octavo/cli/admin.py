@@ -1,38 +1,55 @@
-"""`octavo admin VERB`: query or control a running server over its admin socket."""
+"""`octavo admin VERB`: query or control a running server, and the server's side of its verbs.
+
+Owns: the verbs, the server's status. Does not: know the socket (server.admin serves it, servers.call_admin queries it).
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from octavo.cli.admin_client import ask
 from octavo.cli.flags import UsageError
-from octavo.cli.servers import add_server_arguments, named_server
+from octavo.cli.servers import add_server_arguments, call_admin, named_server
+from octavo.errors import ConfigError, EngineError
+from octavo.server.explanations import explain_any, explain_open
+
+if TYPE_CHECKING:
+    from octavo.cli.api_task import ApiTask
+    from octavo.cli.engines import Engine
+    from octavo.engine.client import Verb as EngineVerb
+    from octavo.server.admin import Verb
+    from octavo.server.context import Context
+    from octavo.server.run import HttpServer
 
 VERBS = {  # verb -> what it does
-    "status": "processes, epoch, restarts and open requests, as JSON",
-    "statistics": "the engine's counters and gauges, as JSON",
-    "frames": "what the engine did since the cursor ARG, as docs/statistics.md has it",
-    "top": "status, statistics and frames at once",
+    "status": "print processes, epoch, restarts and open requests as JSON",
+    "statistics": "print the engine's counters and gauges as JSON",
+    "frames": "print what the engine did since the cursor ARG (docs/statistics.md)",
+    "top": "print status, statistics and frames at once",
     "pause": "stop making steps; requests wait",
-    "resume": "go on after pause",
-    "drain": "take no new requests, finish the open ones (ARG now: end them), end the server",
-    "cancel": "end the request with the id ARG",
-    "cancel_all": "end every request in the engine",
-    "explain": "where the request with the id ARG stands, or all open ones, as JSON (octavo explain says it in words)",
-    "reset_prefix_cache": "forget the cached prefixes that nobody uses",
+    "resume": "continue after pause",
+    "drain": "refuse new requests, finish the open ones (ARG now: fail them), then exit",
+    "cancel": "cancel the request with the id ARG",
+    "cancel_all": "cancel every request in the engine",
+    "explain": "print the state of the request with the id ARG, or of all open ones, as JSON (octavo explain: as text)",
+    "reset_prefix_cache": "free the cached prefixes that no request uses",
     "reload_keys": "read the key file again",
-    "kill_engine": "kill the engine process, for a drill; requests go on in the next",
+    "kill_engine": "kill the engine process, as a drill; requests continue in the next one",
 }
-
 _WITH_ARGUMENT = ("frames", "top", "drain", "cancel", "explain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     known = "; ".join(f"{verb}: {text}" for verb, text in VERBS.items())
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=known)
-    parser.add_argument("argument", nargs="?", default="", metavar="ARG", help="what a verb needs: the id, or now")
+    parser.add_argument("verb", choices=tuple(VERBS), metavar="VERB", help=known)
+    parser.add_argument("argument", nargs="?", default="", metavar="ARG", help="argument of the verb: an id, or now")
     add_server_arguments(parser)
 
 
@@ -40,6 +57,103 @@ def run(args: argparse.Namespace) -> int:
     """Print the answer: text as it is, anything else as JSON."""
     if args.argument and args.verb not in _WITH_ARGUMENT:
         raise UsageError(f"{args.verb} takes no {args.argument!r}; choose a server with --server NAME|PID|PORT")
-    answer = ask(named_server(args).admin, args.verb, args.argument)
+    answer = call_admin(named_server(args).admin, args.verb, args.argument)
     print(answer if isinstance(answer, str) else json.dumps(answer, indent=2))
     return 0
+
+
+def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Context, url: str) -> dict[str, Verb]:
+    """Return the functions that answer the verbs in a server's api process."""
+
+    async def drain(when: str) -> object:
+        if when not in ("", "now"):
+            raise ConfigError(f"drain {when!r} is not known; leave it out, or give now to fail open requests")
+        loop = asyncio.get_running_loop()
+        loop.call_soon(server.stop)
+        if when:
+            loop.call_soon(context.lifecycle.stop)
+        return {"open_requests": context.queue.num_requests}
+
+    async def cancel(request_id: str) -> object:
+        if not request_id:
+            raise ConfigError("cancel needs the id of a request")
+        ids = context.request_index.find(request_id)
+        engine.client.cancel(ids or (request_id,))
+        return ids
+
+    async def explain(request_id: str) -> object:
+        return await (explain_any(context, request_id) if request_id else explain_open(context))
+
+    async def reload_keys(_: str) -> object:
+        return context.keys.reload()
+
+    async def kill_engine(_: str) -> object:
+        engine.kill("octavo admin kill_engine")
+        return engine.processes
+
+    async def control(verb: EngineVerb, _: str) -> object:
+        return await engine.client.control(verb)
+
+    verbs: dict[str, Verb] = {
+        **_reading_verbs(task, engine, context, url),
+        "drain": drain,
+        "cancel": cancel,
+        "explain": explain,
+        "reload_keys": reload_keys,
+        "kill_engine": kill_engine,
+        "pause": partial(control, "pause"),
+        "resume": partial(control, "resume"),
+        "cancel_all": partial(control, "cancel_all"),
+        "reset_prefix_cache": partial(control, "reset_prefix_cache"),
+    }
+    assert verbs.keys() == VERBS.keys()
+    return verbs
+
+
+def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) -> dict[str, Verb]:
+    """Return the verbs that only read."""
+    started_at = time.monotonic()
+
+    async def status(_: str) -> object:
+        processes = {"supervisor": task.supervisor} if task.supervisor else {}
+        return {
+            "url": url,
+            "model": context.model,
+            "phase": context.lifecycle.phase.value,
+            "trouble": engine.trouble(),
+            "uptime_s": round(time.monotonic() - started_at, 3),
+            "processes": {**processes, "api": os.getpid(), **engine.processes},
+            "api_restarts": task.life - 1,
+            "engine": engine.report(),
+            "open_requests": context.queue.num_requests,
+            "api": _own_resources(),
+        }
+
+    async def statistics(_: str) -> object:
+        return await engine.client.statistics()
+
+    async def frames(cursor: str) -> object:
+        return await engine.client.control("frames", cursor)
+
+    async def top(cursor: str) -> object:
+        answer: dict[str, object] = {"status": await status("")}
+        try:
+            answer["statistics"] = await statistics("")
+            answer["frames"] = await frames(cursor)
+        except EngineError as error:  # it is being restarted
+            answer["trouble"] = str(error)
+        return answer
+
+    return {"status": status, "statistics": statistics, "frames": frames, "top": top}
+
+
+def _own_resources() -> dict[str, object]:
+    """Return what would grow with a leak: this process's memory, file descriptors and tasks."""
+    resources: dict[str, object] = {"tasks": len(asyncio.all_tasks())}
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resources["rss_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
+        resources["fds"] = len(os.listdir("/proc/self/fd"))
+    except OSError:  # no /proc here
+        pass
+    return resources

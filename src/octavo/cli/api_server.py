@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from octavo.artifacts.resolve import ModelFiles
 from octavo.assembly import find_files, load_text
-from octavo.cli.admin_verbs import admin_verbs
+from octavo.cli.admin import admin_verbs
 from octavo.cli.api_task import ApiTask
 from octavo.cli.engines import Engine
 from octavo.cli.startup import call_report, journal_report, process_report, startup_report

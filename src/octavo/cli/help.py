@@ -1,45 +1,99 @@
-"""`octavo help [WORD]`: the help of a command, or all commands and flags that contain a word."""
+"""`octavo help [WORD]`, a search in all commands and flags, and `octavo completions SHELL`, a script for the shell.
+
+Both read every command's parser, so they import every command's module. The scripts are made by shtab.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Sequence
 
-from octavo.cli.catalogue import Command, Commands, Flag, catalogue, parser_of
-from octavo.cli.flags import UsageError
+import shtab
 
-_SHOWN = 5  # commands listed for each flag
+from octavo.cli import COMMANDS, load_command
+from octavo.cli.flags import Parser, UsageError, choices_of
+
+_MAX_OWNERS = 5  # commands listed for each flag
+_NUMBERS = ("N", "X", "S")  # metavars of values for which no files are offered
+# Into files: making the script builds every command's parser, which would delay each start of a shell.
+_INSTALL = {
+    "bash": "octavo completions bash > ~/.local/share/bash-completion/completions/octavo",
+    "zsh": "octavo completions zsh > ~/.zfunc/_octavo, with fpath=(~/.zfunc $fpath) before compinit in ~/.zshrc",
+    "fish": "octavo completions fish > ~/.config/fish/completions/octavo.fish",
+}
 
 
-def run_help(words: Sequence[str], commands: Commands) -> int:
-    """Print the matches; return 1 if there is none. Raises UsageError."""
+def add_completions_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `octavo completions`."""
+    usage = "; ".join(f"{shell}: {command}" for shell, command in _INSTALL.items())
+    parser.add_argument("shell", choices=list(_INSTALL), help=usage)
+
+
+def run_completions(args: argparse.Namespace) -> int:
+    """Print the script for a shell."""
+    print(shtab.complete(parser_of_all(), args.shell))
+    return 0
+
+
+def parser_of_all() -> Parser:
+    """Return one parser with every command as a subparser, whose arguments say how shells complete them."""
+    root = Parser(prog="octavo")
+    families = {"": root.add_subparsers()}
+    for name, (_, text) in COMMANDS.items():
+        family, _, word = name.rpartition(" ")
+        if family not in families:
+            families[family] = families[""].add_parser(family, help=f"{family} commands").add_subparsers()
+        parser = families[family].add_parser(word, help=text)
+        load_command(name, parser)
+        for action in parser._actions:
+            _set_completion(action)
+    families[""].add_parser("help", help="show the help of a command, or search all commands and flags")
+    return root
+
+
+def _set_completion(action: argparse.Action) -> None:
+    """Let shells offer an argument's choices, else files where one word of text is expected."""
+    if choices := choices_of(action):
+        action.choices = choices
+        action.metavar = action.metavar or "NAME"
+    elif action.nargs in (None, "?") and action.metavar not in _NUMBERS:
+        vars(action)["complete"] = shtab.FILE  # the attribute that shtab reads
+
+
+def run_help(words: Sequence[str]) -> int:
+    """Print the help of the command that the words name, else what contains them; return 1 if nothing does."""
     name = " ".join(words)
-    if name in commands:
-        parser_of(name, commands).print_help()
+    if name in COMMANDS:
+        parser = Parser(prog=f"octavo {name}")
+        load_command(name, parser)
+        parser.print_help()
         return 0
     if any(not word.strip("-") for word in words):
         raise UsageError("give a word to look for, such as: octavo help cache")
-    found = list(search([word.lower() for word in words], catalogue(commands)))
-    for line in found:
-        print(line)
-    if not found:
-        print(f"unknown word {name!r}; octavo --help lists the commands")
-    return 0 if found else 1
+    lines = _search([word.lower() for word in words])
+    print("\n".join(lines) if lines else f"unknown word {name!r}; octavo --help lists the commands")
+    return 0 if lines else 1
 
 
-def search(words: Sequence[str], known: Iterator[Command]) -> Iterator[str]:
-    """Yield lines about commands and flags whose names or help contain all the words, each flag once."""
-    owners: dict[Flag, list[str]] = {}
-    for command in known:
-        if _has(words, f"{command.name} {command.help}"):
-            yield f"octavo {command.name:20} {command.help}"
-        for flag in command.flags:
-            if _has(words, f"{' '.join(flag.spellings)} {flag.help}"):
-                owners.setdefault(flag, []).append(command.name)
-    for flag, names in owners.items():
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        yield f"{', '.join(flag.spellings)}\n    {flag.help}\n    of: {', '.join(names[:_SHOWN])}{more}"
+def _search(words: Sequence[str]) -> list[str]:
+    """Return lines about the commands and flags whose names or help contain all the words; each flag once."""
+    lines: list[str] = []
+    owners: dict[tuple[str, str], list[str]] = {}  # spellings and help of a flag -> its commands
+    for name, (_, text) in COMMANDS.items():
+        if _has_all(words, f"{name} {text}"):
+            lines.append(f"octavo {name:20} {text}")
+        parser = Parser()
+        load_command(name, parser)
+        for action in parser._actions:
+            spellings, flag_help = ", ".join(action.option_strings), (action.help or "").replace("%%", "%")
+            if spellings and action.help != argparse.SUPPRESS and _has_all(words, f"{spellings} {flag_help}"):
+                owners.setdefault((spellings, flag_help), []).append(name)
+    for (spellings, flag_help), names in owners.items():
+        more = f" and {len(names) - _MAX_OWNERS} more" if len(names) > _MAX_OWNERS else ""
+        lines += [spellings, f"    {flag_help}", f"    of: {', '.join(names[:_MAX_OWNERS])}{more}"]
+    return lines
 
 
-def _has(words: Sequence[str], text: str) -> bool:
+def _has_all(words: Sequence[str], text: str) -> bool:
     text = text.lower()
     return all(word in text for word in words)

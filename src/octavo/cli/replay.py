@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.flags import check_output
-from octavo.cli.recorded_views import Wanted, write_views
 from octavo.cli.terminal import say
-from octavo.cli.trace import tell
+from octavo.cli.trace import ViewOptions, print_views, write_views
 from octavo.cli.what_if import compare, read_change, table
 from octavo.errors import ConfigError
 from octavo.observe.recording import Recording, ReplayReport, open_recording, replay
@@ -47,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
         need_policy(segment.header.limits.policy)
     for text in args.what_if:  # report errors before minutes of work
         read_change(text, recording.header.limits)
-    wanted = Wanted(args.page, args.perfetto)
-    if wanted.page is None and wanted.perfetto is None:
+    options = ViewOptions(args.page, args.perfetto)
+    if options.page is None and options.perfetto is None:
         report, views = replay(recording), None
     else:
-        views = write_views(recording, wanted)
+        views = write_views(recording, options)
         report = views.report
     cases, remarks = compare(recording, args.what_if, args.cost) if args.what_if and report.is_equal else ([], [])
     facts = _facts(recording, report, cases, remarks)
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return 0 if report.is_equal else 1
     print("\n".join(_lines(recording, report)))
     if views is not None:
-        tell(views, wanted)
+        print_views(views, options)
     elif args.what_if and not report.is_equal:
         say("no settings are tried on a recording that does not replay to the same decisions")
     if cases:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from octavo.cli.api_task import COMMAND, ApiTask
 from octavo.cli.flags import UsageError, add_settings, resolve_args
-from octavo.cli.servers import Record, find_servers, own_home, process_start, who_has
-from octavo.cli.systemd import notify
+from octavo.cli.server_registry import ServerRecord, find_servers, open_server_folder, process_start_ticks
+from octavo.cli.servers import port_in_use_message
 from octavo.config import Config
 from octavo.errors import ConfigError, InvariantError, OctavoError
 from octavo.frontend.api_supervisor import READY, ApiSupervisor, ChildSpec
@@ -30,6 +30,7 @@ from octavo.server.listener import PortInUseError, open_socket, url_of
 from octavo.server.web_settings import check_web
 
 EXIT_ERROR = 2  # as every command's
+NOTIFY_SOCKET = "NOTIFY_SOCKET"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,12 +71,12 @@ def _serve(config: Config, *, is_quiet: bool) -> int:
     check_web(config.web)
     if config.recording.record is not None:
         prepare_folder(Path(config.recording.record))
-    with contextlib.closing(_listen(config)) as listener, own_home() as home:
-        admin = str(home.admin_path(config.serving.admin_socket))
+    with contextlib.closing(_listen(config)) as listener, open_server_folder() as folder:
+        admin = str(folder.admin_path(config.serving.admin_socket))
         task = ApiTask(config, admin, is_quiet=is_quiet)
         pid = os.getpid()
         url = url_of(listener, config.web)
-        home.record(Record(pid, url, _name(config), admin, time.time(), process_start(pid)))
+        folder.publish(ServerRecord(pid, url, _name(config), admin, time.time(), process_start_ticks(pid)))
         find_servers()  # removes the folders of killed servers
         if config.serving.in_process:
             return _run_here(task, listener)
@@ -87,7 +88,7 @@ def _listen(config: Config) -> socket.socket:
     try:
         return open_socket(config.serving)
     except PortInUseError:
-        raise ConfigError(who_has(config.serving.host, config.serving.port)) from None
+        raise ConfigError(port_in_use_message(config.serving.host, config.serving.port)) from None
 
 
 def _supervise(task: ApiTask, listener: socket.socket) -> int:
@@ -98,7 +99,7 @@ def _supervise(task: ApiTask, listener: socket.socket) -> int:
     has_file = task.config.serving.api_key_file is not None
     passed = (signal.SIGHUP,) if has_file else ()
     child = ChildSpec(COMMAND, listener.fileno(), make_line, drain_s, passed, stderr=stderr_of_children())
-    return ApiSupervisor(child, RestartBudget(), print_notice, lambda: notify("READY=1")).run()
+    return ApiSupervisor(child, RestartBudget(), print_notice, lambda: notify_systemd("READY=1")).run()
 
 
 def _run_here(task: ApiTask, listener: socket.socket) -> int:
@@ -107,10 +108,19 @@ def _run_here(task: ApiTask, listener: socket.socket) -> int:
 
     def report(word: bytes) -> None:
         if word == READY:
-            notify("READY=1")
+            notify_systemd("READY=1")
 
     return run(task, Place(listener, report), InProcessEngine.start)
 
 
 def _name(config: Config) -> str:
     return config.model.shown_name(config.model.model)
+
+
+def notify_systemd(state: str) -> None:
+    """Report a state, such as READY=1, to systemd (Type=notify); do nothing elsewhere. Source: sd_notify(3)."""
+    address = os.environ.get(NOTIFY_SOCKET, "")
+    if not address.startswith(("/", "@")):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(state.encode(), address.replace("@", "\0", 1) if address.startswith("@") else address)

@@ -1,7 +1,4 @@
-"""What `octavo serve` says when it starts.
-
-Owns: the words. Does not: measure or decide anything.
-"""
+"""What `octavo serve` prints when it starts: the model, memory, processes, and how to call it."""
 
 from __future__ import annotations
 
@@ -20,19 +17,6 @@ if TYPE_CHECKING:
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def limit_remarks(config: Config, capacity: Capacity) -> Iterator[str]:
-    """Yield remarks on settings that the engine could not satisfy."""
-    asked = config.model.max_model_len
-    if asked is not None and asked > capacity.max_model_len:
-        yield f"--max-model-len is {asked}, this model holds {capacity.max_model_len} tokens; that is used"
-    if 0 < capacity.usable_len < capacity.max_model_len:
-        yield (
-            f"a request can use {capacity.usable_len:,} tokens, which is what the KV pool holds, and not "
-            f"{capacity.max_model_len:,}; enlarge the pool, or give --max-model-len {capacity.usable_len}"
-        )
-    yield from capacity.notes
-
-
 def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startup_s: float) -> Iterator[str]:
     """Yield lines about the model, the machine, memory and the features that are off."""
     revision = f" at {files.revision[:12]}" if files.revision else ""
@@ -44,8 +28,8 @@ def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startu
     if files.kind == "scripted":
         yield f"weights   none: answers are those of {files.weights[0]}"
     else:
-        place = files.weights[0] if files.kind == "gguf" else files.root
-        yield f"weights   {capacity.weight_bytes / 2**20:,.0f} MiB from {place}"
+        source = files.weights[0] if files.kind == "gguf" else files.root
+        yield f"weights   {capacity.weight_bytes / 2**20:,.0f} MiB from {source}"
     yield (
         f"KV pool   {tokens:,} tokens, {pool_bytes / 2**20:,.0f} MiB: "
         f"{tokens / capacity.max_model_len:.1f} requests of full length ({capacity.max_model_len:,}), "
@@ -76,7 +60,7 @@ def _features_off(config: Config) -> Iterator[str]:
         yield "crash protection (--in-process)"
     if not config.serving.has_keys:
         reason = (
-            "only this machine can connect" if config.serving.host in _LOOPBACK else "ANYONE who reaches it may use it"
+            "only this machine can connect" if config.serving.host in _LOOPBACK else "ANYONE who can connect can use it"
         )
         yield f"authentication (no --api-key): {reason}"
 
@@ -104,8 +88,8 @@ def call_report(config: Config, model: str, url: str) -> Iterator[str]:
     )
 
 
-def journal_report(num_going: int, num_kept: int) -> list[str]:
+def journal_report(num_resumed: int, num_answers: int) -> list[str]:
     """Return a line about what a server resumed from the journal, if anything."""
-    if not num_going + num_kept:
+    if not num_resumed + num_answers:
         return []
-    return [f"journal: {num_going} requests go on, {num_kept} answers are kept for a retry"]
+    return [f"journal: {num_resumed} requests go on, {num_answers} answers are kept for a retry"]

@@ -1,4 +1,8 @@
-"""`octavo top [NAME|PID|PORT]`: a running server at a glance, in the terminal."""
+"""`octavo top [NAME|PID|PORT]`: watch a running server in the terminal.
+
+Owns: following the engine's frames (docs/statistics.md), rates over the last seconds, a minute of history.
+Does not: draw (top_screen). Times are the engine's clock.
+"""
 
 from __future__ import annotations
 
@@ -6,121 +10,328 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
-from octavo.cli.admin_client import AdminError, ask
 from octavo.cli.flags import UsageError
-from octavo.cli.servers import Record, add_server_arguments, find_servers, named_server
-from octavo.cli.top_figures import Figures
-from octavo.cli.top_screen import View, screen
+from octavo.cli.server_registry import ServerRecord, find_servers
+from octavo.cli.servers import AdminError, add_server_arguments, call_admin, named_server
+from octavo.cli.top_screen import Keyboard, View, screen
 
-INTERVALS_S = (0.1, 60.0)
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 60.0
 TIMEOUT_S = 5.0
 MAX_POLLS = 50  # in one refresh, to catch up with the engine
-_PAGE = 10
+WINDOW_S = 5.0  # for rates and for the mean step
+HISTORY_S = 60
+MAX_STEPS = 20_000  # of the last minute, for quantiles
+PARTS = ("schedule", "prepare", "forward", "sample", "emit")
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+_WAITING = ("name", "tenant", "reason", "needed", "available", "waited_s", "tokens")  # of an entry of a queue frame
+Json = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     add_server_arguments(parser, is_positional=True)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks [1]")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between refreshes [1]")
     parser.add_argument("--once", action="store_true", help="print once, without taking the terminal over")
-    parser.add_argument("--json", action="store_true", help="print everything shown as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the server until q; return 1 if it ended meanwhile."""
-    least, most = INTERVALS_S
-    if not least <= args.interval <= most:
-        raise UsageError(f"--interval is {args.interval:g}; give {least:g} to {most:g} seconds")
-    source = WatchedServer.of(named_server(args))
+    if not MIN_INTERVAL_S <= args.interval <= MAX_INTERVAL_S:
+        raise UsageError(f"--interval is {args.interval:g}; give {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
+    server = WatchedServer.of(named_server(args))
     if args.json:
-        print(json.dumps(source.look()))
+        print(json.dumps(server.poll()))
         return 0
     if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         console = Console(highlight=False)
-        console.print(screen(source.look(), View(is_live=False), console.width, console.height))
+        console.print(screen(server.poll(), View(is_live=False), console.width, console.height))
         return 0
-    return _show(source, args.interval)
+    return _watch(server, args.interval)
+
+
+def _watch(server: WatchedServer, interval_s: float) -> int:
+    """Refresh the screen until the user quits (0) or the server has ended (1)."""
+    figures, view, console = server.poll(), View(), Console(highlight=False)
+    with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
+        next_poll = time.monotonic() + interval_s
+        while True:
+            live.update(screen(figures, view, console.width, console.height), refresh=True)
+            key = keyboard.wait(max(0.0, next_poll - time.monotonic()))
+            if key in ("q", "Q", "escape", "ctrl-c", "end of input"):
+                return 0
+            if key is not None:
+                view.press(key)
+                continue
+            next_poll = time.monotonic() + interval_s
+            if view.is_paused:
+                continue
+            try:
+                figures = server.poll()
+            except AdminError as error:
+                if not server.is_running():
+                    break
+                figures = server.last_figures(str(error))
+    print(f"{server.name} ended", file=sys.stderr)
+    return 1
 
 
 class WatchedServer:
-    """A server queried over its admin socket. `is_there` returns True if a server that did not answer still runs."""
+    """A server queried over its admin socket. `is_running` returns True if one that does not answer still runs."""
 
-    def __init__(self, path: str, name: str = "", is_there: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, path: str, name: str = "", is_running: Callable[[], bool] = lambda: False) -> None:
         self.name = name or f"the server at {path}"
-        self.is_there = is_there
+        self.is_running = is_running
         self._path = path
         self._figures = Figures()
         self._cursor = ""
-        self._last: dict[str, Any] = {"status": {}}
+        self._last: Json = {"status": {}}
 
     @classmethod
-    def of(cls, server: Record) -> WatchedServer:
-        """Return a watch on a server that was found, or on another user's."""
+    def of(cls, server: ServerRecord) -> WatchedServer:
+        """Return a watch on one of this user's servers, or on another user's."""
         if not server.pid:
             return cls(server.admin)
         name = f"{server.model} at {server.url} (process {server.pid})"
         return cls(server.admin, name, lambda: any(known.pid == server.pid for known in find_servers()))
 
-    def look(self) -> dict[str, Any]:
+    def poll(self) -> dict[str, Any]:
         """Fetch what is new and return the figures. Raises AdminError if there is no answer."""
-        answer = ask(self._path, "top", self._cursor, TIMEOUT_S)
-        self._last = answer
-        self._read(answer.get("frames"))
+        self._last = call_admin(self._path, "top", self._cursor, TIMEOUT_S)
+        page = self._last.get("frames")
         for _ in range(MAX_POLLS):
-            if not (answer.get("frames") or {}).get("more"):
+            if page is None:
                 break
-            answer = {"frames": ask(self._path, "frames", self._cursor, TIMEOUT_S)}
-            self._read(answer["frames"])
+            self._cursor = page["cursor"]
+            self._figures.read(page["frames"])
+            page = call_admin(self._path, "frames", self._cursor, TIMEOUT_S) if page.get("more") else None
         return self._figures.snapshot(self._last)
 
-    def without(self, trouble: str) -> dict[str, Any]:
+    def last_figures(self, trouble: str) -> dict[str, Any]:
         """Return the last figures, while the server does not answer."""
         return self._figures.snapshot({**self._last, "trouble": trouble})
 
-    def _read(self, polled: dict[str, Any] | None) -> None:
-        if polled is not None:
-            self._cursor = polled["cursor"]
-            self._figures.read(polled["frames"])
+
+@dataclass(slots=True)
+class RunningSequence:
+    """One sequence with a slot. It decodes once its prompt is computed."""
+
+    name: str
+    choice: int
+    num_prompt: int
+    num_computed: int = 0
+    is_decoding: bool = False
 
 
-def _show(source: WatchedServer, interval_s: float) -> int:
-    from octavo.cli.keyboard import Keyboard  # terminals of this system only
+@dataclass(slots=True)
+class Second:
+    """Sums over the steps that ended in one second, and gauges at its last step."""
 
-    figures, view, console = source.look(), View(), Console(highlight=False)
-    with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
-        next_look = time.monotonic() + interval_s
-        while True:
-            live.update(screen(figures, view, console.width, console.height), refresh=True)
-            key = keyboard.wait(max(0.0, next_look - time.monotonic()))
-            if key in ("q", "Q", "escape", "ctrl-c", "end of input"):
-                return 0
-            if key is not None:
-                _press(key, view)
-                continue
-            next_look = time.monotonic() + interval_s
-            if view.is_paused:
-                continue
-            try:
-                figures = source.look()
-            except AdminError as error:
-                if not source.is_there():
-                    break
-                figures = source.without(str(error))
-    print(f"{source.name} ended", file=sys.stderr)
-    return 1
+    number: int
+    prompt: int = 0
+    output: int = 0
+    running: int = 0
+    waiting: int = 0
+    held: int = 0
 
 
-def _press(key: str, view: View) -> None:
-    moves = {"up": -1, "down": 1, "page up": -_PAGE, "page down": _PAGE, "home": -(1 << 30), "end": 1 << 30}
-    if key in moves:
-        view.first = max(0, view.first + moves[key])
-    elif key == "s":
-        view.next_order()
-    elif key in ("p", " "):
-        view.is_paused = not view.is_paused
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """The fields of a step from which rates are computed."""
+
+    begin: float
+    end: float
+    prompt: int
+    output: int
+    tokens: int
+    parts: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Figures:
+    """The figures of one server, updated from its frames."""
+
+    head: Json = field(default_factory=dict)
+    slots: dict[int, RunningSequence] = field(default_factory=dict)
+    requests: dict[str, list[Any]] = field(default_factory=dict)
+    rows: list[tuple[int, int, int]] = field(default_factory=list)  # of the last step: slot, first position, count
+    steps: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
+    seconds: deque[Second] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
+    queue: Json = field(default_factory=dict)
+    now: float = 0.0
+    complete_from: float = 0.0  # no step after this time is missing
+
+    def read(self, frames: Iterable[Json]) -> None:
+        """Update from frames."""
+        for frame in frames:
+            kind = frame["k"]
+            self.now = max(self.now, frame.get("t", 0.0))
+            if kind == "head":
+                self._read_head(frame)
+            elif kind == "step":
+                self._read_step(frame)
+            elif kind == "note":
+                self._read_requests(frame)
+            elif kind == "queue":
+                self.queue = frame
+
+    def _read_head(self, frame: Json) -> None:
+        if frame["life"] != self.head.get("life"):
+            self.steps.clear()
+        self.now = self.complete_from = frame["t"]
+        self.head, self.rows = frame, []
+        self.slots = {slot: RunningSequence(name, choice, prompt) for slot, name, choice, prompt in frame["slots"]}
+        self.requests = {entry[0]: entry for entry in frame["open"]}
+
+    def _read_requests(self, frame: Json) -> None:
+        for entry in frame.get("in", ()):
+            self.requests[entry[0]] = entry
+        for kind, name, _ in frame.get("ev", ()):
+            if kind == "finished":
+                self.requests.pop(name, None)
+
+    def _read_step(self, frame: Json) -> None:
+        self._read_requests(frame)
+        for slot in frame.get("freed", ()):
+            self.slots.pop(slot, None)
+        for slot, name, choice, prompt in frame.get("new", ()):
+            self.slots[slot] = RunningSequence(name, choice, prompt)
+        flat = frame.get("rows")
+        if flat is not None:
+            self.rows = list(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
+        else:  # the same rows as in the last step, moved on by their counts
+            self.rows = [(slot, start + count, count) for slot, start, count in self.rows]
+        for slot, start, count in self.rows:
+            if (sequence := self.slots.get(slot)) is not None:
+                sequence.num_computed = start + count
+                sequence.is_decoding = sequence.num_computed >= sequence.num_prompt
+        begin, prompt, output = frame["t"], frame["tok"][0], frame["tok"][4]
+        end = begin + frame["s"]
+        self.now = max(self.now, end)
+        parts = tuple(part or 0.0 for part in frame["parts"])
+        self.steps.append(StepFigures(begin, end, prompt, output, sum(frame["tok"][:3]), parts))
+        second = self._second(int(end))
+        second.prompt += prompt
+        second.output += output
+        second.running, second.waiting, second.held = frame["run"], frame["wait"], sum(frame["used"])
+
+    def _second(self, number: int) -> Second:
+        """Return the entry of a second; seconds without steps are filled in."""
+        last = self.seconds[-1].number if self.seconds else number - 1
+        for missing in range(max(last + 1, number - HISTORY_S), number + 1):
+            self.seconds.append(Second(missing))
+        return self.seconds[-1]
+
+    def snapshot(self, answer: Json) -> dict[str, Any]:
+        """Return everything shown, as plain JSON values; `answer` is the server's answer to the verb `top`."""
+        statistics = answer.get("statistics") or {}
+        scheduler, collected = statistics.get("scheduler", {}), statistics.get("collected", {})
+        self._second(int(self.now))
+        recent = [step for step in self.steps if step.end >= self.now - WINDOW_S]
+        latency = collected.get("requests", {}).items()
+        return {
+            "server": self._server(answer["status"], answer.get("trouble")),
+            "pool": {
+                "blocks": scheduler.get("num_blocks", 0),
+                "held": scheduler.get("num_blocks_used", 0),
+                "cached": scheduler.get("num_blocks_cached", 0),
+                "host_blocks": scheduler.get("num_host_blocks", 0),
+                "host_held": scheduler.get("num_host_blocks_used", 0),
+            },
+            "requests": _requests(scheduler),
+            "rates": self._rates(recent),
+            "steps": self._steps(recent),
+            "latency": {name: values for name, values in latency if name.endswith("_s") and values.get("count")},
+            "history": self._history(),
+            "waiting": [dict(zip(_WAITING, entry, strict=False)) for entry in self.queue.get("top", ())],
+            "running": [self._running(sequence) for sequence in self.slots.values() if sequence.name in self.requests],
+        }
+
+    def _server(self, status: Json, trouble: object) -> dict[str, Any]:
+        engine, limits = status.get("engine", {}), self.head.get("limits", {})
+        return {
+            "model": status.get("model", ""),
+            "url": status.get("url", ""),
+            "state": trouble or status.get("trouble") or status.get("phase", ""),
+            "uptime_s": status.get("uptime_s", 0.0),
+            "epoch": engine.get("epoch", 1),
+            "restarts": engine.get("restarts", 0),
+            "api_restarts": status.get("api_restarts", 0),
+            "device": self.head.get("device", ""),
+            "policy": limits.get("policy", ""),
+            "max_sequences": limits.get("max_sequences", 0),
+            "max_batch_tokens": limits.get("max_batch_tokens", 0),
+        }
+
+    def _rates(self, recent: list[StepFigures]) -> dict[str, float]:
+        begin = max(self.now - WINDOW_S, self.complete_from)
+        window = max(self.now - begin, 1e-3)
+        busy, busy_until = 0.0, begin
+        for step in recent:  # with several plans in flight they overlap
+            busy += max(0.0, step.end - max(step.begin, busy_until))
+            busy_until = max(busy_until, step.end)
+        return {
+            "window_s": window,
+            "prompt_tokens_per_s": sum(step.prompt for step in recent) / window,
+            "output_tokens_per_s": sum(step.output for step in recent) / window,
+            "steps_per_s": len(recent) / window,
+            "busy": min(1.0, busy / window),
+        }
+
+    def _steps(self, recent: list[StepFigures]) -> dict[str, Any]:
+        """Return the mean of the recent steps, and quantiles of the last minute's durations."""
+        count = max(1, len(recent))
+        times = sorted(step.end - step.begin for step in self.steps if step.end >= self.now - HISTORY_S)
+        last = len(times) - 1
+        return {
+            "mean_tokens": sum(step.tokens for step in recent) / count,
+            "parts_s": {part: sum(step.parts[index] for step in recent) / count for index, part in enumerate(PARTS)},
+            "step_s": {
+                name: times[min(last, int(share * len(times)))] if times else None for name, share in _QUANTILES.items()
+            },
+        }
+
+    def _history(self) -> dict[str, list[int]]:
+        kinds = ("prompt", "output", "running", "waiting", "held")
+        complete = [second for second in self.seconds if second.number < int(self.now)]
+        return {kind: [getattr(second, kind) for second in complete] for kind in kinds}
+
+    def _running(self, sequence: RunningSequence) -> dict[str, Any]:
+        _, arrival, tenant, _, _, max_tokens = self.requests[sequence.name][:6]
+        num_outputs = max(0, sequence.num_computed - sequence.num_prompt + 1) if sequence.is_decoding else 0
+        return {
+            "name": sequence.name,
+            "choice": sequence.choice,
+            "tenant": tenant,
+            "age_s": max(0.0, self.now - arrival),
+            "phase": "decode" if sequence.is_decoding else "prefill",
+            "prompt": sequence.num_prompt,
+            "computed": sequence.num_computed,
+            "outputs": num_outputs,
+            "max_tokens": max_tokens,
+        }
+
+
+def _requests(scheduler: Json) -> dict[str, Any]:
+    queried = scheduler.get("prefix_queried_tokens", 0)
+    return {
+        "running": scheduler.get("num_running", 0),
+        "waiting": scheduler.get("num_waiting", 0),
+        "swapped": scheduler.get("num_swapped", 0),
+        "waiting_by_reason": scheduler.get("waiting_by_reason", {}),
+        "admitted": scheduler.get("num_admitted", 0),
+        "finished": {name: count for name, count in scheduler.get("finished", {}).items() if count},
+        "preemptions": scheduler.get("num_preemptions", 0),
+        "failed_steps": scheduler.get("num_failed_steps", 0),
+        "hit_share": scheduler.get("prefix_hit_tokens", 0) / queried if queried else None,
+        "drafted_tokens": scheduler.get("num_drafted_tokens", 0),
+        "accepted_tokens": scheduler.get("num_accepted_tokens", 0),
+    }

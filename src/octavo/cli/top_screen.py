@@ -1,11 +1,18 @@
-"""How `octavo top` looks: one snapshot of figures as lines for a terminal of any size.
+"""The terminal of `octavo top`: one snapshot of figures as lines for any size, and the keys.
 
-Owns: the layout, bars, sparklines, orders of the running requests. Does not: know where the figures come from.
+Owns: the layout, bars, sparklines, orders of the running requests; the terminal's mode, which is always restored.
+Does not: know where the figures come from.
 Names of requests, tenants and models are untrusted, so their control characters are not written.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import termios
+import time
+import tty
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
@@ -15,14 +22,24 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from octavo.cli.terminal import duration_text
+
 BAR_WIDTH = 24
 NAME_WIDTHS = (16, 44)
 NUM_WAITING = 5
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _WIDE = 116  # columns from which the sparklines fit beside the bars
-_Row = Mapping[str, Any]
+_PAGE = 10
+_MOVES = {"up": -1, "down": 1, "page up": -_PAGE, "page down": _PAGE, "home": -(1 << 30), "end": 1 << 30}
+_KEYS = {
+    b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"\x1b[5~": "page up",
+    b"\x1b[6~": "page down", b"\x1b[H": "home", b"\x1bOH": "home", b"\x1b[1~": "home", b"\x1b[F": "end",
+    b"\x1bOF": "end", b"\x1b[4~": "end", b"\x1b": "escape", b"\x03": "ctrl-c",
+}  # fmt: skip
+_ESCAPE_S = 0.05  # within which the rest of a sequence arrives
+Values = Mapping[str, Any]
 # Order of the running requests -> its sort key, greatest first.
-ORDERS: dict[str, Callable[[_Row], float]] = {
+ORDERS: dict[str, Callable[[Values], float]] = {
     "age": lambda row: row["age_s"],
     "outputs": lambda row: row["outputs"],
     "tokens": lambda row: row["computed"],
@@ -32,72 +49,118 @@ ORDERS: dict[str, Callable[[_Row], float]] = {
 
 @dataclass(slots=True)
 class View:
-    """What the user chose."""
+    """What the user chose. `first` is the index of the first running request shown."""
 
     order: str = "age"
     first: int = 0
     is_paused: bool = False
     is_live: bool = True
 
-    def next_order(self) -> None:
-        """Sort by the next figure."""
-        names = list(ORDERS)
-        self.order = names[(names.index(self.order) + 1) % len(names)]
+    def press(self, key: str) -> None:
+        """Change the view as a key says; ignore other keys."""
+        if key in _MOVES:
+            self.first = max(0, self.first + _MOVES[key])
+        elif key == "s":
+            names = list(ORDERS)
+            self.order = names[(names.index(self.order) + 1) % len(names)]
+        elif key in ("p", " "):
+            self.is_paused = not self.is_paused
 
 
-def screen(figures: _Row, view: View, width: int, height: int) -> RenderableType:
+class Keyboard:
+    """The keys of standard input, which must be a terminal, one by one and without echo. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._fd = sys.stdin.fileno()
+        self._saved_mode: list[Any] = []
+
+    def __enter__(self) -> Keyboard:
+        self._saved_mode = termios.tcgetattr(self._fd)
+        tty.setcbreak(self._fd)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        termios.tcsetattr(self._fd, termios.TCSADRAIN, self._saved_mode)
+
+    def wait(self, timeout_s: float) -> str | None:
+        """Return the next key within the time, as its name or letter; None if none was pressed.
+
+        Returns "end of input" when the input is closed.
+        """
+        end = time.monotonic() + timeout_s
+        if not self._is_ready(max(0.0, timeout_s)):
+            return None
+        data = os.read(self._fd, 1)
+        if not data:
+            return "end of input"
+        while data[:1] == b"\x1b" and len(data) < 8 and (data == b"\x1b" or data not in _KEYS):
+            if not self._is_ready(_ESCAPE_S):
+                break
+            data += os.read(self._fd, 1)
+        if data in _KEYS:
+            return _KEYS[data]
+        text = data.decode(errors="replace")
+        return text if len(text) == 1 else self.wait(end - time.monotonic())
+
+    def _is_ready(self, timeout_s: float) -> bool:
+        return bool(select.select([self._fd], [], [], timeout_s)[0])
+
+
+def screen(figures: Values, view: View, width: int, height: int) -> RenderableType:
     """Return the whole screen; a live view is cut to `height` lines."""
     lines = [_requests_line(figures["requests"]), _steps_line(figures), _latency_line(figures["latency"])]
     text = [part for line in lines for part in wrap(line, width, subsequent_indent=" " * 11)]
-    bars, lines_of_bars = _bars(figures, width)
+    bars, num_bar_lines = _bars(figures, width)
     parts: list[RenderableType] = [_headline(figures["server"], view), bars, Text("\n".join(text))]
-    room = height - 1 - lines_of_bars - len(text) - 3 if view.is_live else len(figures["running"]) + NUM_WAITING + 1
-    waiting = figures["waiting"][: max(0, min(NUM_WAITING, room // 2))]
+    rows_left = height - num_bar_lines - len(text) - 4 if view.is_live else len(figures["running"]) + NUM_WAITING + 1
+    waiting = figures["waiting"][: max(0, min(NUM_WAITING, rows_left // 2))]
     if waiting:
         parts.append(_waiting_table(waiting, figures["requests"]["waiting"], width))
-        room -= len(waiting) + 1
-    parts.append(_running_table(figures["running"], view, max(1, room), width))
+        rows_left -= len(waiting) + 1
+    parts.append(_running_table(figures["running"], view, max(1, rows_left), width))
     if view.is_live:
-        parts.append(_keys_line(view))
+        pause = "go on" if view.is_paused else "pause"
+        keys = f"q quit  p {pause}  s sort ({view.order})  ↑ ↓ PgUp PgDn scroll"
+        parts.append(Text(keys, style="dim", no_wrap=True))
     return Group(*parts)
 
 
-def _headline(server: _Row, view: View) -> Text:
+def _headline(server: Values, view: View) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(plain(server["model"]), style="bold")
     line.append(f"  {server['url']}  ")
-    is_well = server["state"] == "ready"
-    line.append(plain(server["state"]), style="green" if is_well else "bold red")
-    line.append(f"  up {_duration(server['uptime_s'])}")
-    about = [server["device"], server["policy"], f"epoch {server['epoch']}"]
+    line.append(plain(server["state"]), style="green" if server["state"] == "ready" else "bold red")
+    line.append(f"  up {duration_text(server['uptime_s'])}")
+    details = [server["device"], server["policy"], f"epoch {server['epoch']}"]
     if server["restarts"] or server["api_restarts"]:
-        about.append(f"restarts: engine {server['restarts']}, api {server['api_restarts']}")
-    line.append("  " + "  ".join(word for word in about if word), style="dim")
+        details.append(f"restarts: engine {server['restarts']}, api {server['api_restarts']}")
+    line.append("  " + "  ".join(word for word in details if word), style="dim")
     if view.is_paused:
         line.append("  PAUSED", style="bold yellow")
     return line
 
 
-def _bars(figures: _Row, width: int) -> tuple[RenderableType, int]:
-    """Return bars and sparklines of the last minute, beside them if there is room, else below; and their lines."""
+def _bars(figures: Values, width: int) -> tuple[RenderableType, int]:
+    """Return bars with the last minute's sparklines, beside them if there is room, else below; and their lines."""
     is_wide = width >= _WIDE
-    levels, courses = _levels(figures), _courses(figures)
+    levels = _levels(figures)
+    trends = _trends(figures, width - _WIDE + 12 if is_wide else width - 26)
     grid = Table.grid(padding=(0, 1))
     for _ in range(4):
         grid.add_column(no_wrap=True)
-    beside = courses if is_wide else ()
-    for place, (name, used, most, told) in enumerate(levels):
-        share = used / most if most else 0.0
-        course = _course(*beside[place], width - _WIDE + 12) if place < len(beside) else ""
-        level = Text(bar(share, BAR_WIDTH if is_wide else BAR_WIDTH // 2), style=_heat(share))
-        grid.add_row(name, level, f"{100 * share:3.0f}% {told}", course)
+    for index, (name, used, limit, detail) in enumerate(levels):
+        share = used / limit if limit else 0.0
+        color = "red" if share >= 0.9 else "yellow" if share >= 0.7 else "green"
+        level = Text(bar(share, BAR_WIDTH if is_wide else BAR_WIDTH // 2), style=color)
+        trend = trends[index] if is_wide and index < len(trends) else ""
+        grid.add_row(name, level, f"{100 * share:3.0f}% {detail}", trend)
     if is_wide:
         return grid, len(levels)
-    below = Text("\n").join([_course(*course, width - 26) for course in courses])
-    return Group(grid, below), len(levels) + len(courses)
+    return Group(grid, Text("\n").join(trends)), len(levels) + len(trends)
 
 
-def _levels(figures: _Row) -> list[tuple[str, float, float, str]]:
+def _levels(figures: Values) -> list[tuple[str, float, float, str]]:
+    """Return name, use, limit and text of what can be full."""
     pool, requests, server, steps = (figures[name] for name in ("pool", "requests", "server", "steps"))
     slots, tokens = server["max_sequences"], server["max_batch_tokens"]
     held = f"{pool['held']:,} of {pool['blocks']:,} blocks, {pool['cached']:,} cached"
@@ -107,25 +170,26 @@ def _levels(figures: _Row) -> list[tuple[str, float, float, str]]:
         ("step", steps["mean_tokens"], tokens, f"{steps['mean_tokens']:,.0f} of {tokens:,} tokens"),
     ]
     if pool["host_blocks"]:
-        told = f"{pool['host_held']:,} of {pool['host_blocks']:,} blocks"
-        levels.append(("host KV", pool["host_held"], pool["host_blocks"], told))
+        held = f"{pool['host_held']:,} of {pool['host_blocks']:,} blocks"
+        levels.append(("host KV", pool["host_held"], pool["host_blocks"], held))
     return levels
 
 
-def _courses(figures: _Row) -> list[tuple[str, float, Sequence[float]]]:
-    rates, history = figures["rates"], figures["history"]
-    return [
+def _trends(figures: Values, width: int) -> list[Text]:
+    """Return name, value now and sparkline of the last minute."""
+    rates, history, width = figures["rates"], figures["history"], max(8, min(60, width))
+    trends = (
         ("prompt tok/s", rates["prompt_tokens_per_s"], history["prompt"]),
         ("output tok/s", rates["output_tokens_per_s"], history["output"]),
         ("waiting", figures["requests"]["waiting"], history["waiting"]),
+    )
+    return [
+        Text.assemble(f"{name:>12} {value:>9,.0f} ", (sparkline(values, width), "cyan"))
+        for name, value, values in trends
     ]
 
 
-def _course(name: str, value: float, values: Sequence[float], width: int) -> Text:
-    return Text.assemble(f"{name:>12} {value:>9,.0f} ", (sparkline(values, max(8, min(60, width))), "cyan"))
-
-
-def _requests_line(requests: _Row) -> str:
+def _requests_line(requests: Values) -> str:
     reasons = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in requests["waiting_by_reason"].items())
     ended = ", ".join(f"{count:,} {name}" for name, count in requests["finished"].items()) or "none"
     line = f"requests   {requests['running']:,} running, {requests['waiting']:,} waiting"
@@ -141,69 +205,62 @@ def _requests_line(requests: _Row) -> str:
     return line
 
 
-def _steps_line(figures: _Row) -> str:
+def _steps_line(figures: Values) -> str:
     rates, steps = figures["rates"], figures["steps"]
     parts = "  ".join(f"{part} {1e3 * seconds:.2f}" for part, seconds in steps["parts_s"].items())
     line = f"steps      {rates['steps_per_s']:,.1f}/s, busy {100 * rates['busy']:.0f}%   mean ms: {parts}"
     return f"{line}   {_quantiles(steps['step_s'])} ms"
 
 
-def _latency_line(latency: _Row) -> str:
+def _latency_line(latency: Values) -> str:
     names = {"ttft_s": "first token", "gap_s": "per token", "e2e_s": "end to end", "queue_s": "queue"}
-    known = [f"{said} {_quantiles(latency[name])}" for name, said in names.items() if name in latency]
+    known = [f"{text} {_quantiles(latency[name])}" for name, text in names.items() if name in latency]
     return "latency    " + ("   ".join(known) + " ms" if known else "-")
 
 
-def _quantiles(figures: _Row) -> str:
-    known = [(name, figures.get(name)) for name in ("p50", "p90", "p99")]
-    return " ".join(f"{name} {_ms(value)}" for name, value in known if value is not None) or "-"
+def _quantiles(seconds: Values) -> str:
+    known = [(name, 1e3 * seconds[name]) for name in ("p50", "p90", "p99") if seconds.get(name) is not None]
+    digits = [0 if ms >= 100 else 1 if ms >= 1 else 2 for _, ms in known]
+    return " ".join(f"{name} {ms:,.{num}f}" for (name, ms), num in zip(known, digits, strict=True)) or "-"
 
 
-def _waiting_table(waiting: Sequence[_Row], total: int, width: int) -> Table:
+def _waiting_table(waiting: Sequence[Values], total: int, width: int) -> Table:
     rows = []
     for row in waiting:
-        why = row["reason"].replace("_", " ")
+        reason = row["reason"].replace("_", " ")
         if row["needed"] or row["available"]:
-            why += f": needs {row['needed']:,}, {row['available']:,} there"
-        cells = (plain(row["name"]), plain(row["tenant"]), _duration(row["waited_s"]), f"{row['tokens']:,}", why)
-        rows.append(cells)
-    return _table((f"waiting, first of {total:,}", "tenant", "waited", "tokens", "why"), rows, width)
+            reason += f": needs {row['needed']:,}, {row['available']:,} available"
+        waited = duration_text(row["waited_s"])
+        rows.append((plain(row["name"]), plain(row["tenant"]), waited, f"{row['tokens']:,}", reason))
+    return _table((f"waiting, first of {total:,}", "tenant", "waited", "tokens", "reason"), rows, width)
 
 
-def _running_table(running: Sequence[_Row], view: View, room: int, width: int) -> Table:
+def _running_table(running: Sequence[Values], view: View, num_rows: int, width: int) -> Table:
     ordered = sorted(running, key=ORDERS[view.order], reverse=True)
-    view.first = max(0, min(view.first, len(ordered) - room))
+    view.first = max(0, min(view.first, len(ordered) - num_rows))
     rows = []
-    for row in ordered[view.first : view.first + room]:
+    for row in ordered[view.first : view.first + num_rows]:
         name = plain(row["name"]) + (f" #{row['choice']}" if row["choice"] else "")
-        done, most = row["computed"], row["prompt"]
+        done, total = row["computed"], row["prompt"]
         if row["phase"] == "decode":
-            done, most = row["outputs"], row["max_tokens"]
-        told = f"{done:,}" + (f" of {most:,}" if most else "")
-        progress = bar(done / most, BAR_WIDTH // 2) if most else ""
-        rows.append((name, plain(row["tenant"]), _duration(row["age_s"]), row["phase"], progress, told))
+            done, total = row["outputs"], row["max_tokens"]
+        tokens = f"{done:,}" + (f" of {total:,}" if total else "")
+        progress = bar(done / total, BAR_WIDTH // 2) if total else ""
+        rows.append((name, plain(row["tenant"]), duration_text(row["age_s"]), row["phase"], progress, tokens))
     return _table((f"running, by {view.order}", "tenant", "age", "phase", "progress", "tokens"), rows, width)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
     """Return rows below a heading. The first column gets the width that the others leave; empty ones are left out."""
-    kept = [place for place in range(len(columns)) if place == 0 or not rows or any(row[place] for row in rows)]
-    others = sum(max(len(columns[place]), *(len(row[place]) for row in rows), 0) + 2 for place in kept[1:])
+    kept = [index for index in range(len(columns)) if index == 0 or not rows or any(row[index] for row in rows)]
+    others = sum(max(len(columns[index]), *(len(row[index]) for row in rows), 0) + 2 for index in kept[1:])
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="reverse")
-    for place in kept:
-        table.add_column(columns[place], no_wrap=True, overflow="ellipsis")
+    for index in kept:
+        table.add_column(columns[index], no_wrap=True, overflow="ellipsis")
     table.columns[0].width = max(NAME_WIDTHS[0], min(NAME_WIDTHS[1], width - others - 2))
     for row in rows:
-        table.add_row(*(row[place] for place in kept))
+        table.add_row(*(row[index] for index in kept))
     return table
-
-
-def _keys_line(view: View) -> Text:
-    return Text(
-        f"q quit  p {'go on' if view.is_paused else 'pause'}  s sort ({view.order})  ↑ ↓ PgUp PgDn scroll",
-        style="dim",
-        no_wrap=True,
-    )
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> str:
@@ -215,28 +272,10 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return the last values as a line of small bars; each step of height is an eighth of the greatest."""
     shown = values[-width:]
-    most = max(shown, default=0)
-    return "".join(_LEVELS[min(8, int(8 * value / most) + (value > 0)) if most else 0] for value in shown).rjust(width)
+    top = max(shown, default=0)
+    return "".join(_LEVELS[min(8, int(8 * value / top) + (value > 0)) if top else 0] for value in shown).rjust(width)
 
 
 def plain(text: object) -> str:
     """Return untrusted text without characters that would move the cursor."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(text))
-
-
-def _heat(share: float) -> str:
-    return "red" if share >= 0.9 else "yellow" if share >= 0.7 else "green"
-
-
-def _ms(seconds: float) -> str:
-    ms = 1e3 * seconds
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 1 else f"{ms:.2f}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} m"

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from octavo.bench.completion_client import CompletionResult
-from octavo.bench.drill import Expected, Outcome, joined, judge
+from octavo.cli.chaos import DrillResult, ReferenceAnswer, join_answers
 
 
 def answer(*texts: str, usage_tokens: int | None = None) -> CompletionResult:
@@ -35,23 +35,23 @@ WHOLE = ("the", " cat", " sat", " on")
     ],
 )
 def test_what_is_lost_and_what_is_too_much(got: CompletionResult, lost: int, extra: int) -> None:
-    expected = Expected.of(answer(*WHOLE, usage_tokens=4))
-    assert judge(got, expected) == (lost, extra)
+    expected = ReferenceAnswer.of(answer(*WHOLE, usage_tokens=4))
+    assert expected.compare(got) == (lost, extra)
 
 
 def test_chunks_of_several_tokens_count_for_as_many() -> None:
-    expected = Expected.of(answer("the cat", " sat on", usage_tokens=4))
-    assert judge(answer("the cat"), expected) == (2, 0)
+    expected = ReferenceAnswer.of(answer("the cat", " sat on", usage_tokens=4))
+    assert expected.compare(answer("the cat")) == (2, 0)
 
 
 def test_an_answer_over_two_connections_is_one() -> None:
     first, second = answer("the", " cat"), answer(" sat", " on", usage_tokens=4)
     first.kind, first.last_id = "lost", "2"
-    whole = joined(first, second)
-    assert judge(whole, Expected.of(answer(*WHOLE, usage_tokens=4))) == (0, 0)
+    whole = join_answers(first, second)
+    assert ReferenceAnswer.of(answer(*WHOLE, usage_tokens=4)).compare(whole) == (0, 0)
     assert (whole.kind, whole.last_id, len(whole.chunk_times)) == ("", "2", 4)
 
 
 def test_an_outcome_is_clean_when_nothing_was_lost_doubled_or_changed() -> None:
-    assert Outcome().is_clean and Outcome(num_refused=3).is_clean
-    assert not Outcome(num_lost=1).is_clean and not Outcome(num_duplicated=1).is_clean
+    assert DrillResult().is_clean and DrillResult(num_refused=3).is_clean
+    assert not DrillResult(num_lost=1).is_clean and not DrillResult(num_duplicated=1).is_clean
