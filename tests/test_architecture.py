@@ -77,8 +77,8 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("observe",): 3_531,
     ("simulator",): 4_360,
     ("server",): 11_090,
-    ("cli",): 5_610,
-    ("bench",): 3_190,
+    ("cli",): 5_615,
+    ("bench",): 3_260,
 }
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
