@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from octavo.assembly import LLM, AsyncLLM
     from octavo.config import Config
     from octavo.core.policy import Policy, register_policy
-    from octavo.core.request import FinishReason, Request, RequestState, SamplingParams
+    from octavo.core.request import FinishReason, Request, SamplingParams
+    from octavo.core.request_state import RequestState
     from octavo.errors import (
         AdmissionError,
         CapacityError,
@@ -34,7 +35,8 @@ _HOMES = {
     "octavo.assembly": ("LLM", "AsyncLLM"),
     "octavo.config": ("Config",),
     "octavo.core.policy": ("Policy", "register_policy"),
-    "octavo.core.request": ("FinishReason", "Request", "RequestState", "SamplingParams"),
+    "octavo.core.request": ("FinishReason", "Request", "SamplingParams"),
+    "octavo.core.request_state": ("RequestState",),
     "octavo.frontend.outputs": ("CompletionOutput", "EmbeddingOutput", "RequestOutput"),
     "octavo.frontend.sessions": ("TextDelta", "Usage"),
     "octavo.errors": (

@@ -24,7 +24,7 @@ from octavo.assembly import build_local
 from octavo.cli import main
 from octavo.cli.servers import call_admin
 from octavo.config.sources import config_from_keywords
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.request import SamplingParams
 from octavo.frontend.offline import OfflineEngine
 from octavo.observe.recording import arrivals, open_recording, steps
 from octavo.observe.recording import replay as replay_recording

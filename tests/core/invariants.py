@@ -8,7 +8,7 @@ from __future__ import annotations
 from octavo.core.encoder import EncoderCache
 from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
-from octavo.core.request import RequestState, Sequence, Status
+from octavo.core.request_state import RequestState, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.core.state import State
 from octavo.errors import InvariantError

@@ -13,7 +13,7 @@ from tests.fake_pool import quads, triples
 
 from octavo.core.plan import ROW_FORK, EventKind, StepPlan, WaitReason
 from octavo.core.policy import POLICIES
-from octavo.core.request import Status
+from octavo.core.request_state import Status
 
 if TYPE_CHECKING:
     from tests.core.harness import Run

@@ -13,7 +13,7 @@ from tests.fake_model import Faults
 
 from octavo.core.limits import GroupKind, GroupSpec, Limits
 from octavo.core.policy import POLICIES, Policy, register_policy
-from octavo.core.request import RequestState
+from octavo.core.request_state import RequestState
 
 VOCAB_SIZE = 23
 TENANTS = ("", "acme", "zeta")

@@ -15,7 +15,8 @@ from tests.fake_model import quads
 
 from octavo.core import policy
 from octavo.core.policy.basic import Fcfs, Fifo
-from octavo.core.request import FinishReason, Request, RequestState, SamplingParams
+from octavo.core.request import FinishReason, Request, SamplingParams
+from octavo.core.request_state import RequestState
 
 
 class Counted(float):

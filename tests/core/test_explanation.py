@@ -15,7 +15,7 @@ from tests.core.test_budgets import PROVOKED
 from octavo.core.explain import Explanation, Standing, explain_all
 from octavo.core.plan import EventKind, StepPlan, WaitReason
 from octavo.core.policy import Policy, create_policy
-from octavo.core.request import RequestState, Status
+from octavo.core.request_state import RequestState, Status
 from octavo.observe.explainer import plain_values, sentence, unit
 
 # No numbers go with these: they are about somebody else, or about a moment.

@@ -14,7 +14,8 @@ from tests.core.harness import Run, limits, prompt
 from octavo.core.gates import AdapterSlots
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.policy import POLICIES
-from octavo.core.request import Request, RequestState
+from octavo.core.request import Request
+from octavo.core.request_state import RequestState
 from octavo.errors import InvariantError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"

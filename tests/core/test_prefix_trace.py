@@ -15,7 +15,8 @@ import pytest
 
 from octavo.core.kv.cache import KVCache
 from octavo.core.limits import Limits
-from octavo.core.request import Request, RequestState, Sequence
+from octavo.core.request import Request
+from octavo.core.request_state import RequestState, Sequence
 
 BLOCK_SIZE = 512
 TRACE = Path("shared/data/mooncake/conversation_trace.jsonl.gz")

@@ -14,7 +14,8 @@ from tests.fake_model import Faults, quads
 
 from octavo.core.plan import ROW_FORK, ROW_SAMPLE, EventKind, WaitReason
 from octavo.core.policy import Policy, register_policy
-from octavo.core.request import FinishReason, RequestState
+from octavo.core.request import FinishReason
+from octavo.core.request_state import RequestState
 
 
 class Skipping(Policy):

@@ -19,7 +19,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from octavo.core.request import FinishReason, Request, RequestState, SamplingParams, Status
+from octavo.core.request import FinishReason, Request, SamplingParams
+from octavo.core.request_state import RequestState, Status
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
 from octavo.engine.loop import EngineLoop

@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Mapping
 
 from octavo.cli.flags import whole
-from octavo.core.request import SamplingParams
-from octavo.core.sampling_params import sampling_defaults
+from octavo.core.request import SamplingParams, sampling_defaults
 
 MAX_TOKENS = 512
 _GIVEN = ("temperature", "top_p", "top_k")

@@ -14,8 +14,7 @@ from octavo.artifacts.resolve import resolve_model
 from octavo.cli.flags import add_settings, resolve_args
 from octavo.config import SETTINGS, Setting
 from octavo.config.sources import Resolved
-from octavo.core.request import SamplingParams
-from octavo.core.sampling_params import MODEL_FIELDS, sampling_defaults
+from octavo.core.request import MODEL_FIELDS, SamplingParams, sampling_defaults
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.request import SamplingParams
 
 
 def _rounded(value: float) -> float:

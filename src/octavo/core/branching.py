@@ -16,7 +16,8 @@ from octavo.core.beam_search import BeamGroup, Hypothesis
 from octavo.core.kv.cache import KVCache
 from octavo.core.kv.prefix import Match
 from octavo.core.plan import EventKind, WaitReason
-from octavo.core.request import FinishReason, RequestState, Sequence
+from octavo.core.request import FinishReason
+from octavo.core.request_state import RequestState, Sequence
 from octavo.core.state import State
 from octavo.core.step import Step
 

@@ -24,7 +24,8 @@ from octavo.core.plan import (
     StepResult,
     TokenLogprobs,
 )
-from octavo.core.request import FinishReason, RequestState, Sequence, Status
+from octavo.core.request import FinishReason
+from octavo.core.request_state import RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 from octavo.errors import InvariantError
 

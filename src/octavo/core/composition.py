@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from octavo.core.limits import Limits
 from octavo.core.plan import WaitReason
-from octavo.core.request import RequestState
+from octavo.core.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)

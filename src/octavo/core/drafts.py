@@ -13,7 +13,8 @@ from array import array
 
 from octavo.core.ngrams import DraftHistory
 from octavo.core.plan import DROP_BLOCK, ROW_SAMPLE
-from octavo.core.request import Request, RequestState, Sequence, Status
+from octavo.core.request import Request
+from octavo.core.request_state import RequestState, Sequence, Status
 from octavo.core.state import State
 from octavo.core.step import Step
 

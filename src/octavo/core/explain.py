@@ -15,7 +15,7 @@ from enum import Enum
 from octavo.core.branching import own_blocks
 from octavo.core.kv.host_tier import distinct_blocks
 from octavo.core.plan import WaitReason
-from octavo.core.request import RequestState, Status
+from octavo.core.request_state import RequestState, Status
 from octavo.core.start import growth_blocks, needed_blocks, swapped_blocks
 from octavo.core.state import State
 

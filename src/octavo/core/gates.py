@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from octavo.core.plan import WaitReason
-from octavo.core.request import RequestState
+from octavo.core.request_state import RequestState
 from octavo.errors import InvariantError
 
 

@@ -9,7 +9,8 @@ computed again; what the executor was told by a failed plan is told again.
 from __future__ import annotations
 
 from octavo.core.plan import ROW_FORK
-from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
+from octavo.core.request import FinishError, FinishReason
+from octavo.core.request_state import RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 from octavo.errors import ErrorKind
 

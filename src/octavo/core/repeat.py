@@ -13,7 +13,7 @@ from array import array
 from dataclasses import dataclass
 
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan, WaitReason
-from octavo.core.request import RequestState, Sequence
+from octavo.core.request_state import RequestState, Sequence
 from octavo.core.start import is_still_short
 from octavo.core.state import State, Updates
 from octavo.core.step import is_fast

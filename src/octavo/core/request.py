@@ -1,30 +1,290 @@
-"""Request (what was submitted, frozen), RequestState and Sequence (how far the scheduler is with it).
+"""What is submitted: SamplingParams, how a request is sampled, and Request. Both are frozen and check their fields.
 
-Owns: the request's fields and their ranges; the per-sequence counters that the scheduler moves.
-Does not: decide anything, hold text, or know tensors.
-Invariants: num_computed <= num_scheduled <= num_known; num_known = num_committed + num_pending;
-a sequence that is not running holds no blocks and no slot.
+Owns: the fields, each declared with its default, its range and the remedy; how a request ends.
+Does not: sample, know a vocabulary (see feasibility and the front end), hold text, or know how far a request is
+(request_state).
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import IntEnum, IntFlag
-from typing import NamedTuple
+from types import NoneType
+from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
-from octavo.core.beam_search import BeamGroup
-from octavo.core.ngrams import DraftHistory
-from octavo.core.sampling_params import SamplingParams, check
 from octavo.errors import ErrorKind, InvalidRequestError
 
-__all__ = [
-    "FinishError", "FinishReason", "Request", "RequestState", "SamplingParams", "Sequence", "Span", "Status", "Want",
-]  # fmt: skip
+_MAX_SHOWN = 200  # characters of a value in a message
+_INT32 = 2**31 - 1  # integers are sent and kept as 32-bit columns
+MAX_GRAMMAR = 1 << 20  # characters
+DEFAULT_MAX_TOKENS = 16  # as in OpenAI's completions and vLLM's SamplingParams
+MODEL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation config may set
+
+# What other libraries call a field, or have and this one does not: name -> what to give instead.
+_ELSEWHERE = {
+    "structured_outputs": "give grammar=grammar_from(json_schema=...)",
+    "guided_decoding": "give grammar=grammar_from(json_schema=...)",
+    "response_format": "give grammar=grammar_from(json_schema=...)",
+    "bad_words": "give their token ids as bad_words_ids",
+    "use_beam_search": "give beam_width",
+    "max_new_tokens": "give max_tokens",
+    "max_completion_tokens": "give max_tokens",
+    "stop_sequences": "give stop",
+    "do_sample": "give temperature, 0 for greedy",
+    "repeat_penalty": "give repetition_penalty",
+}
 
 
-MAX_RETURNS = 3  # preemptions after which a request is the last to go (PolicyGuard.victim_rank, start.growth_blocks)
+def check(ok: bool, param: str, value: object, remedy: str) -> None:
+    """Raise InvalidRequestError with the field, its value and the remedy unless `ok`."""
+    if not ok:
+        shown = repr(value)
+        shown = shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
+        raise InvalidRequestError(f"{param} is {shown}; {remedy}", param)
+
+
+def sampling_defaults(generation: Mapping[str, float]) -> dict[str, Any]:
+    """Return the sampling fields that a model's generation config sets; all others keep SamplingParams' defaults.
+
+    The command line, the HTTP interfaces and the library all take what a request leaves out from here.
+    Raises InvalidRequestError when a value is out of range.
+    """
+    defaults: dict[str, Any] = {name: generation[name] for name in MODEL_FIELDS if generation.get(name) is not None}
+    if "top_k" in defaults:
+        defaults["top_k"] = int(defaults["top_k"])
+    SamplingParams(**defaults)
+    return defaults
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_id(value: Any) -> bool:
+    return _is_int(value) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# --- checks: each is called with a field's name and value, and returns the value to keep ---------------------------
+
+_IDS_REMEDY = "give token ids of the model's vocabulary"
+_TRUNCATE_REMEDY = "give how many of the prompt's last tokens to keep, or -1 for all that fit"
+
+
+@dataclass(frozen=True, slots=True)
+class _Integer:
+    """An integer from `least` to `greatest`; None too where the field's type has it."""
+
+    least: int
+    remedy: str
+    greatest: int = _INT32
+
+    def __call__(self, name: str, value: Any) -> object:
+        if not (_is_int(value) and self.least <= value <= self.greatest):
+            is_too_large = _is_int(value) and value > self.greatest == _INT32
+            check(False, name, value, f"give less than {2**31}" if is_too_large else self.remedy)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A finite number from `least` to `greatest`."""
+
+    least: float
+    greatest: float
+    remedy: str
+
+    def __call__(self, name: str, value: Any) -> object:
+        if not (_is_number(value) and self.least <= value <= self.greatest):
+            check(False, name, value, self.remedy)
+        return value
+
+
+def _entries(name: str, value: Any, entries: str) -> Any:
+    """Return a list field's value as a tuple or list; None is an empty one."""
+    value = () if value is None else value
+    if not isinstance(value, (tuple, list)):
+        check(False, name, value, f"give a tuple of {entries}")
+    return value
+
+
+def _accept_ids(name: str, value: Any) -> object:
+    ids = _entries(name, value, "token ids")
+    is_plain = set(map(type, ids)) <= {int}  # a list of a whole vocabulary is checked in a millisecond
+    if ids and not (min(ids) >= 0 if is_plain else all(map(_is_id, ids))):
+        check(False, name, ids, _IDS_REMEDY)
+    return ids
+
+
+def _accept_stop(name: str, value: Any) -> object:
+    stop = _entries(name, (value,) if isinstance(value, str) else value, "strings")
+    check(all(isinstance(s, str) and s for s in stop), name, stop, "give non-empty strings")
+    return stop
+
+
+def _accept_logit_bias(name: str, value: Any) -> object:
+    pairs = "(token id, bias) pairs"
+    biases = _entries(name, tuple(value.items()) if isinstance(value, Mapping) else value, pairs)
+    for entry in biases:
+        check(isinstance(entry, (tuple, list)) and len(entry) == 2, name, biases, f"give a tuple of {pairs}")
+        token, bias = entry
+        check(_is_id(token), name, token, "use token ids of the model's vocabulary as keys")
+        check(_is_number(bias) and -100.0 <= bias <= 100.0, name, bias, "give each bias a number from -100 to 100")
+    return biases
+
+
+def _accept_bad_words(name: str, value: Any) -> object:
+    sequences = "non-empty tuples of token ids"
+    banned = _entries(name, value, sequences)
+    for ids in banned:
+        check(isinstance(ids, (tuple, list)) and len(ids) > 0, name, ids, f"give a tuple of {sequences}")
+        check(all(map(_is_id, ids)), name, ids, _IDS_REMEDY)
+    return banned
+
+
+def _accept_early_stopping(name: str, value: Any) -> object:
+    check(isinstance(value, bool) or value == "never", name, value, 'give true, false or "never"')
+    return value
+
+
+_TokenIds = Annotated[tuple[int, ...], _accept_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one request. Every field is checked when the object is made.
+
+    `max_tokens=None` means as many as fit; 0, with prompt_logprobs, that nothing else is wanted. `temperature=0` is
+    greedy. `top_k=0` means off. `truncate_prompt_tokens=k` keeps the last k tokens of the prompt, -1 all that fit.
+    `logprobs=k` asks for the sampled token's log-probability and the k best beside it.
+    `seed=None` is replaced by a drawn seed in the frontend, so that every request can be replayed.
+    `bad_words_ids`: sequences of ids that must not be completed; `allowed_token_ids`: the only ids that may be
+    sampled (empty = all). `dry_*`: the DRY penalty against repeating what came before: an id that would prolong
+    a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
+    `stop` may be one string, `logit_bias` a dict; None is an empty list everywhere.
+    `n` choices are returned; with `best_of` > n so many are made and the n of highest mean log-probability kept.
+    `beam_width` > 0 is beam search: n of so many beams are returned, `length_penalty` and `early_stopping`
+    (True, False or "never") as in transformers. `shown_special_ids` are in the text although special tokens are
+    skipped. `grammar` is what the output must obey, in the form that the grammar
+    unit compiles to ("" = anything); an output that completes it ends. Raises InvalidRequestError naming the field.
+    """
+
+    max_tokens: Annotated[int | None, _Integer(0, "give at least 1")] = DEFAULT_MAX_TOKENS
+    min_tokens: Annotated[int, _Integer(0, "give 0 or more")] = 0
+    temperature: Annotated[float, _Number(0.0, 100.0, "give a number from 0 (greedy) to 100")] = 1.0
+    top_k: Annotated[int, _Integer(-1, "give 0 or -1 (off) or a positive whole number")] = 0
+    top_p: Annotated[float, _Number(0.0, 1.0, "give a number from 0 (the likeliest token only) to 1 (off)")] = 1.0
+    min_p: Annotated[float, _Number(0.0, 1.0, "give a number from 0 to 1")] = 0.0
+    typical_p: Annotated[float, _Number(1e-9, 1.0, "give a number above 0, up to 1 (off)")] = 1.0
+    presence_penalty: Annotated[float, _Number(-2.0, 2.0, "give a number from -2 to 2")] = 0.0
+    frequency_penalty: Annotated[float, _Number(-2.0, 2.0, "give a number from -2 to 2")] = 0.0
+    repetition_penalty: Annotated[float, _Number(1e-3, 100.0, "give a number above 0; 1 is off")] = 1.0
+    dry_multiplier: Annotated[float, _Number(0.0, 100.0, "give a number from 0 (off) to 100")] = 0.0
+    dry_base: Annotated[float, _Number(1.0, 100.0, "give a number from 1 to 100")] = 1.75
+    dry_allowed_length: Annotated[int, _Integer(1, "give at least 1")] = 2
+    dry_range: Annotated[int, _Integer(0, "give 0 (the whole context) or a number of tokens")] = 0
+    dry_breaker_ids: _TokenIds = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], _accept_logit_bias] = ()
+    bad_words_ids: Annotated[tuple[tuple[int, ...], ...], _accept_bad_words] = ()
+    allowed_token_ids: _TokenIds = ()
+    logprobs: Annotated[int | None, _Integer(0, "give a whole number from 0 to 20", 20)] = None
+    prompt_logprobs: Annotated[int | None, _Integer(0, "give a whole number from 0 to 20", 20)] = None
+    truncate_prompt_tokens: Annotated[int | None, _Integer(-1, _TRUNCATE_REMEDY)] = None
+    seed: Annotated[int | None, _Integer(-(2**63), "give a 64-bit whole number", 2**64 - 1)] = None
+    n: Annotated[int, _Integer(1, "give at least 1")] = 1
+    best_of: Annotated[int | None, _Integer(1, "give at least n, or leave it out")] = None
+    beam_width: Annotated[int, _Integer(0, "give a whole number from 0 (no beam search) to 64", 64)] = 0
+    length_penalty: Annotated[float, _Number(-100.0, 100.0, "give a number from -100 to 100")] = 1.0
+    early_stopping: Annotated[bool | str, _accept_early_stopping] = False
+    stop: Annotated[tuple[str, ...], _accept_stop] = ()
+    stop_token_ids: _TokenIds = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    shown_special_ids: _TokenIds = ()
+    grammar: str = ""
+
+    def __new__(cls, *_: object, **fields: object) -> Self:
+        """Refuse unknown fields with what to give instead; Python's own error would only name them."""
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                remedy = _ELSEWHERE.get(name, f"give {', '.join(cls.__dataclass_fields__)}")
+                raise InvalidRequestError(f"SamplingParams has no field {name}; {remedy}", name)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, (accept, default) in _ACCEPT.items():
+            value = getattr(self, name)
+            if value is default or (value is None and name in _OPTIONAL):
+                continue
+            kept = accept(name, value)
+            if kept is not value:
+                object.__setattr__(self, name, kept)
+        self._check_together()
+        if self.grammar != "":
+            self._check_grammar()
+
+    def _check_together(self) -> None:
+        """Check fields whose range depends on others."""
+        check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, _TRUNCATE_REMEDY)
+        if self.max_tokens == 0:
+            check(self.prompt_logprobs is not None, "max_tokens", 0, "give at least 1")
+            check(self.num_sequences == 1 and not self.beam_width, "max_tokens", 0, "give 1 choice where none is made")
+        if self.max_tokens is not None:
+            remedy = f"give at most max_tokens ({self.max_tokens})"
+            check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, remedy)
+        if self.best_of is not None:
+            check(self.best_of >= self.n, "best_of", self.best_of, f"give at least n ({self.n})")
+        if self.beam_width:
+            check(self.n <= self.beam_width, "n", self.n, f"give at most beam_width ({self.beam_width})")
+            check(self.best_of is None, "best_of", self.best_of, "leave it out; beam search has beam_width")
+
+    def _check_grammar(self) -> None:
+        shown = "..."  # the compiled text may be long, and no person wrote it
+        check(isinstance(self.grammar, str), "grammar", self.grammar, "give the text of a compiled grammar")
+        check(len(self.grammar) <= MAX_GRAMMAR, "grammar", shown, f"give at most {MAX_GRAMMAR} characters")
+        check(self.beam_width == 0, "grammar", shown, "leave it out; beam search takes none")
+        check(self.min_tokens == 0, "min_tokens", self.min_tokens, "leave it out; the grammar says when an output ends")
+        check(not self.ignore_eos, "ignore_eos", self.ignore_eos, "leave it out; the grammar says when an output ends")
+
+    def num_kept(self, max_model_len: int) -> int | None:
+        """Return how many of a prompt's last tokens truncate_prompt_tokens keeps, None for all.
+
+        -1 leaves room for max_tokens, or for one token where that is None.
+        """
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return max(1, max_model_len - (1 if self.max_tokens is None else self.max_tokens))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run: beams, or choices made."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Log-probabilities that the executor must give with each token: best_of ranks by the token's own."""
+        if self.logprobs is None and (self.best_of or self.n) > self.n:
+            return 0
+        return self.logprobs
+
+
+_HINTS = get_type_hints(SamplingParams, include_extras=True)
+_ACCEPT: dict[str, tuple[Callable[[str, Any], object], object]] = {  # each field's check, and its default
+    entry.name: (_HINTS[entry.name].__metadata__[0], entry.default)
+    for entry in fields(SamplingParams)
+    if get_origin(_HINTS[entry.name]) is Annotated
+}
+_OPTIONAL = frozenset(name for name in _ACCEPT if NoneType in get_args(_HINTS[name].__origin__))
+
+
+# --- the request --------------------------------------------------------------------------------------------------
 
 
 class FinishReason(IntEnum):
@@ -51,17 +311,6 @@ class Want(IntFlag):
     SAMPLE = 1
     SCORE = 2  # log-probabilities of its own prompt
     POOL = 4  # an embedding
-
-
-_SAMPLE, _SCORE, _POOL = (want.value for want in (Want.SAMPLE, Want.SCORE, Want.POOL))
-
-
-class Status(IntEnum):
-    """Which queue a request is in."""
-
-    WAITING = 0
-    RUNNING = 1
-    FINISHED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,190 +379,3 @@ def _pack_ids(ids: object, param: str) -> array[int]:
         return array("i", ids)  # type: ignore[call-overload, no-any-return]
     except (TypeError, OverflowError) as error:
         raise InvalidRequestError(f"{param} must be a list of 32-bit token ids ({error})", param) from None
-
-
-class Sequence:
-    """One live continuation of a request: its counters, block tables and executor slot.
-
-    `token_ids` holds committed ids (prompt and outputs), or None for a request known by length only.
-    `num_pending` counts ids sampled by plans still in flight, without drafts. Positions [0, num_computed) have
-    committed KV; [num_computed, num_scheduled) are being written by plans in flight. `is_entered`: the executor
-    knows it. `host_tables` hold its blocks while it is swapped out. `candidates` wait for a beam's siblings.
-    `num_drafts`: positions after num_scheduled that drafts in flight write; `draft_history`: where drafts come from.
-    """
-
-    __slots__ = (
-        "candidates", "capacity", "choice", "draft_history", "first_live", "host_tables", "in_flight", "in_place_end",
-        "is_entered", "keys", "limit", "num_committed", "num_computed", "num_drafts", "num_pending", "num_prompt",
-        "num_published", "num_scheduled", "request", "retried_at", "slot", "stale", "tables", "token_ids",
-    )  # fmt: skip
-
-    def __init__(self, request: RequestState, choice: int, num_groups: int) -> None:
-        asked = request.request
-        self.request = request
-        self.choice = choice
-        self.slot = -1
-        self.is_entered = False
-        self.num_prompt = asked.num_prompt_tokens
-        self.token_ids: array[int] | None = None
-        if asked.prompt_token_ids is not None:
-            self.token_ids = asked.prompt_token_ids[:]
-            if asked.emitted_token_ids is not None:
-                self.token_ids.extend(asked.emitted_token_ids)
-        self.num_committed = self.num_prompt + len(asked.emitted_token_ids or ())
-        self.num_pending = 0
-        self.num_scheduled = 0
-        self.num_computed = 0
-        self.num_published = 0
-        self.num_drafts = 0
-        self.draft_history: DraftHistory | None = None
-        self.capacity = 0
-        self.in_flight = 0
-        self.stale = 0  # rows in flight whose results must be dropped
-        self.retried_at = -1  # committed ids when a row of it failed last
-        self.in_place_end = 0  # below it a decode needs no block, writes no shared one and ends nothing by length
-        self.limit = 0
-        self.keys: list[bytes] = []
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.first_live = [0] * num_groups  # per group, the first table entry that still has a block
-        self.host_tables: list[list[int]] = []
-        self.candidates: tuple[tuple[int, ...], tuple[float, ...]] | None = None
-
-    @property
-    def num_known(self) -> int:
-        """Prompt and output tokens, those still in flight included."""
-        return self.num_committed + self.num_pending
-
-    @property
-    def num_outputs(self) -> int:
-        """Output tokens committed."""
-        return self.num_committed - self.num_prompt
-
-    @property
-    def is_void(self) -> bool:
-        """Return True if its rows in flight change nothing: its request has ended, or they were discarded."""
-        return self.stale > 0 or self.request.status == Status.FINISHED
-
-    def reset_tables(self) -> None:
-        """Note that the sequence holds no blocks, so none of its tokens are computed."""
-        self.capacity = self.in_place_end = self.num_published = 0
-        self.num_scheduled = self.num_computed = self.num_drafts = 0
-        self.first_live = [0] * len(self.tables)
-
-    def fork(self, choice: int) -> Sequence:
-        """Return a sequence of the same request with the same ids, without blocks."""
-        child = Sequence(self.request, choice, len(self.tables))
-        child.token_ids = None if self.token_ids is None else self.token_ids[:]
-        child.num_committed = self.num_committed
-        child.limit = self.limit
-        return child
-
-
-@dataclass(frozen=True, slots=True)
-class BlockShortage:
-    """Why admission had no room for a request: `deficit` blocks were missing in `group`.
-
-    `freed` is the pool's count of freed blocks at that time, `kept` the blocks that had to stay free.
-    """
-
-    reason: int
-    group: int
-    deficit: int
-    freed: int
-    kept: int
-
-
-class PrefixSeen(NamedTuple):
-    """What the cache had of a request when it was last looked up: tokens, the key that ended the match.
-
-    `num_published` is the cache's count of published blocks at that time.
-    """
-
-    num_tokens: int
-    missing: bytes | None
-    num_published: int
-
-
-class RequestState:
-    """The scheduler's state of one request. `rank` = (the policy's key, order of arrival), unique among open requests.
-
-    `sequences` are those that have not ended, oldest choice first. `num_scored` is the first prompt position whose
-    log-probability must still be returned. `seen` is the last look into the cache, `shortage` what
-    it lacked then: until that can have changed, no look is needed.
-    `num_bypassed` counts the steps since its last admission in which a later request was admitted before it.
-    `is_passable`: it waits at a gate that lets others be admitted before it (see gates).
-    `can_run_ahead`: a row may be planned while the id before it is in flight; not for beams, and not where a grammar
-    decides which ids may follow.
-    """
-
-    __slots__ = (
-        "beams", "cached_tokens", "can_run_ahead", "first_scheduled_at", "has_several", "is_decoding", "is_passable",
-        "is_swapped",
-        "lane", "max_tokens", "may_draft", "name", "num_bypassed", "num_ended_outputs", "num_preemptions", "num_scored",
-        "order", "pools", "rank", "request", "samples", "scores", "seen", "sequences", "shortage", "spare_slots",
-        "status", "stop_ids", "ticket", "wait_numbers", "wait_reason",
-    )  # fmt: skip
-
-    def __init__(self, request: Request, order: int) -> None:
-        self.request = request
-        self.name = request.request_id
-        self.order = order
-        self.rank: tuple[tuple[float, ...], int] = ((), order)
-        self.lane = ""
-        self.status = Status.WAITING
-        self.sequences: list[Sequence] = []
-        self.beams: BeamGroup | None = None
-        self.spare_slots: list[int] = []  # slots of beams that do not exist yet, or no longer
-        params = request.params
-        self.has_several = params.num_sequences > 1 or params.beam_width > 0
-        # Looked at for every row, and a flag of an enum costs ten times as much.
-        wants = int(request.wants)
-        self.samples = bool(wants & _SAMPLE)
-        self.scores = bool(wants & _SCORE)
-        self.pools = bool(wants & _POOL)
-        self.stop_ids = frozenset((*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids))
-        self.can_run_ahead = not (params.grammar or params.beam_width)
-        self.may_draft = False
-        self.is_decoding = False
-        self.is_passable = False
-        self.is_swapped = False
-        self.max_tokens = 0
-        self.ticket = 0  # of its latest entry in the waiting queue
-        self.num_scored = request.score_from
-        self.cached_tokens = 0
-        self.num_preemptions = 0
-        self.num_ended_outputs = 0  # of choices that ended
-        self.first_scheduled_at: float | None = None
-        self.wait_numbers = (0, 0, 0)  # needed, available, step: as of the last look
-        self.forget_waiting()
-
-    def forget_waiting(self) -> None:
-        """Reset what concerns one stay in the waiting queue: it starts, or ends."""
-        self.num_bypassed = 0
-        self.wait_reason = -1
-        self.seen: PrefixSeen | None = None
-        self.shortage: BlockShortage | None = None
-
-    @property
-    def in_flight(self) -> int:
-        """Rows of this request in plans not yet committed."""
-        return sum(sequence.in_flight for sequence in self.sequences)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that it takes while it runs: one for each sequence, and for each beam that does not exist yet."""
-        return max(len(self.sequences), self.request.params.beam_width)
-
-    def awaits_id(self, sequence: Sequence) -> bool:
-        """Return True if no row may follow the id in flight.
-
-        It is the last one (the sequence ends by length), or the next row depends on it.
-        """
-        is_last = sequence.num_known >= sequence.limit and self.samples
-        return is_last or (sequence.num_pending > 0 and not self.can_run_ahead)
-
-    def match_cap(self, sequence: Sequence) -> int:
-        """Return the longest usable prefix match: a score needs the logits before the first position to be scored."""
-        if self.scores and self.num_scored < sequence.num_prompt:
-            return self.num_scored - 1
-        return sequence.num_known

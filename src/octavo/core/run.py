@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from octavo.core import branching, drafts
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, WaitReason
-from octavo.core.request import RequestState, Sequence, Status
+from octavo.core.request_state import RequestState, Sequence, Status
 from octavo.core.step import Step
 
 _DECODE_AHEAD = ROW_SAMPLE | ROW_CARRY

@@ -24,7 +24,8 @@ from octavo.core.feasibility import Admission, check_feasible
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.repeat import Repeat, find_repeat, repeat
-from octavo.core.request import FinishError, FinishReason, Request, RequestState, Sequence
+from octavo.core.request import FinishError, FinishReason, Request
+from octavo.core.request_state import RequestState, Sequence
 from octavo.core.run import grant_running
 from octavo.core.start import start_waiting
 from octavo.core.state import State

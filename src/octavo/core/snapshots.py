@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from octavo.core.explain import find_barrier, reason_of
 from octavo.core.plan import WaitReason
-from octavo.core.request import RequestState, Status
+from octavo.core.request_state import RequestState, Status
 from octavo.core.start import needed_blocks
 from octavo.core.state import State, Totals
 

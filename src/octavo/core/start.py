@@ -16,7 +16,7 @@ from octavo.core.kv.cache import KVCache
 from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.prefix import Match
 from octavo.core.plan import EventKind, WaitReason
-from octavo.core.request import MAX_RETURNS, BlockShortage, PrefixSeen, RequestState, Status
+from octavo.core.request_state import MAX_RETURNS, BlockShortage, PrefixSeen, RequestState, Status
 from octavo.core.run import grant_row
 from octavo.core.state import State
 from octavo.core.step import Step

@@ -22,8 +22,8 @@ from octavo.core.kv.effects import Effects, without_slots
 from octavo.core.limits import GroupKind, Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason, int_column
 from octavo.core.policy import PolicyGuard, create_policy
-from octavo.core.queues import Deadlines, RunningList, WaitingQueue
-from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
+from octavo.core.request import FinishError, FinishReason
+from octavo.core.request_state import Deadlines, RequestState, RunningList, Sequence, Status, WaitingQueue
 
 UNBOUNDED = 2**62
 
@@ -94,7 +94,7 @@ class State:
         self.policy = PolicyGuard(create_policy(limits.policy, limits))
         self.cache = KVCache(limits)
         self.requests: dict[str, RequestState] = {}
-        self.waiting = WaitingQueue(self.policy)
+        self.waiting = WaitingQueue(self.policy.lane_key)
         self.running = RunningList()
         self.deadlines = Deadlines()
         self.max_step_tokens = limits.max_batch_tokens  # lower after a step ran out of memory

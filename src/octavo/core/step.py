@@ -26,7 +26,7 @@ from octavo.core.plan import (
     StepPlan,
     WaitReason,
 )
-from octavo.core.request import RequestState, Sequence, Status
+from octavo.core.request_state import RequestState, Sequence, Status
 from octavo.core.state import UNBOUNDED, Flight, State, Updates
 from octavo.errors import InvariantError
 

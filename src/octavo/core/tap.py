@@ -14,7 +14,8 @@ from octavo.core.drafts import Drafter
 from octavo.core.kv.prefix import KeyMaker
 from octavo.core.limits import Limits
 from octavo.core.plan import StepFailure, StepPlan, StepResult
-from octavo.core.request import FinishError, FinishReason, Request, Sequence
+from octavo.core.request import FinishError, FinishReason, Request
+from octavo.core.request_state import Sequence
 
 # --- calls: plans, results and requests in them are never written to afterwards, so they may cross to another thread --
 

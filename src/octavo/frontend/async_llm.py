@@ -13,8 +13,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Self, cast
 
-from octavo.core.request import FinishError, FinishReason, SamplingParams, Want
-from octavo.core.sampling_params import sampling_defaults
+from octavo.core.request import FinishError, FinishReason, SamplingParams, Want, sampling_defaults
 from octavo.errors import ErrorKind, InvalidRequestError
 from octavo.frontend.outputs import (
     EmbeddingOutput,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from octavo.core.sampling_params import sampling_defaults
+from octavo.core.request import sampling_defaults
 from octavo.observe.metrics.requests import RequestMetrics
 from octavo.observe.metrics.snapshots import cache_info
 from octavo.observe.otel import Tracer

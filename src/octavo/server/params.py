@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from octavo.core.request import SamplingParams
-from octavo.core.sampling_params import DEFAULT_MAX_TOKENS, MODEL_FIELDS
+from octavo.core.request import DEFAULT_MAX_TOKENS, MODEL_FIELDS, SamplingParams
 from octavo.errors import InvalidRequestError
 from octavo.frontend.sessions import check_stream
 from octavo.server.api.completions.bodies import ChatBody, CompletionBody

@@ -10,7 +10,8 @@ from tests.core.policy.hostile import BadInt, BadText, BadTuple, Hostile
 from tests.core.random_driver import Driver
 
 from octavo.core.policy import Policy, PolicyGuard, create_policy, register_policy
-from octavo.core.request import MAX_RETURNS, Request, RequestState
+from octavo.core.request import Request
+from octavo.core.request_state import MAX_RETURNS, RequestState
 from octavo.errors import ConfigError
 
 NAN = float("nan")

@@ -12,7 +12,8 @@ from tests.core.harness import limits
 from octavo.core.policy import POLICIES, PolicyGuard, create_policy
 from octavo.core.policy.basic import PrefixAffinity, ShortestPrefill
 from octavo.core.policy.fair import Fair
-from octavo.core.request import Request, RequestState, Sequence, Status
+from octavo.core.request import Request
+from octavo.core.request_state import RequestState, Sequence, Status
 
 ALL = ("deadline", "fair", "fcfs", "fifo", "prefill_first", "prefix_affinity", "priority", "shortest_prefill")
 

@@ -14,7 +14,7 @@ from octavo.core.kv.pool import BlockPool
 from octavo.core.kv.prefix import KeyMaker, Match, PrefixSearch, block_ids, empty_match
 from octavo.core.limits import Limits
 from octavo.core.plan import DROP_BLOCK
-from octavo.core.request import Sequence
+from octavo.core.request_state import Sequence
 
 __all__ = ["NO_BLOCK", "Effects", "KVCache", "Match", "Publication"]
 

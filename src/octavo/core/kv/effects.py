@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from octavo.core.plan import int_column
-from octavo.core.request import RequestState, Sequence
+from octavo.core.request_state import RequestState, Sequence
 
 NO_BLOCK = -1  # a table entry without a block: it left the window, or was never needed
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from octavo.core.kv.effects import NO_BLOCK, Effects
 from octavo.core.kv.pool import BlockPool
-from octavo.core.request import Sequence
+from octavo.core.request_state import Sequence
 
 
 class HostTier:

@@ -18,7 +18,8 @@ from hashlib import blake2b
 from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
 from octavo.core.limits import GroupSpec
-from octavo.core.request import Request, Sequence, Span
+from octavo.core.request import Request, Span
+from octavo.core.request_state import Sequence
 
 KEY_BYTES = 16
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.core.limits import Limits
-from octavo.core.request import MAX_RETURNS, RequestState
+from octavo.core.request_state import MAX_RETURNS, Rank, RequestState
 from octavo.errors import ConfigError
 
 
@@ -106,7 +106,6 @@ def find_policy(name: str) -> type[Policy]:
 _HOOKS = (
     "key", "victim_key", "lane", "lane_key", "prefer", "arrived", "admitted", "preempted", "finished", "served",
 )  # fmt: skip
-Rank = tuple[tuple[float, ...], int]
 
 
 def _shown(value: object) -> str:

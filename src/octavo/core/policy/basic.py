@@ -6,7 +6,7 @@ Owns: their orders, as keys of requests. Does not: check budgets, blocks or prog
 from __future__ import annotations
 
 from octavo.core.policy.base import Policy, register_policy
-from octavo.core.request import RequestState, Status
+from octavo.core.request_state import RequestState, Status
 
 
 @register_policy

@@ -13,7 +13,7 @@ from heapq import heappop, heappush, heapreplace
 
 from octavo.core.limits import Limits
 from octavo.core.policy.base import Policy, register_policy
-from octavo.core.request import RequestState
+from octavo.core.request_state import RequestState
 
 
 class _Tenant:
