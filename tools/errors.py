@@ -1,20 +1,19 @@
 """Write docs/errors.md from the table of error codes.
 
-Owns: the page's form. Does not: hold a code (octavo.server.error_codes does).
+Owns: the page's form. Does not: hold a code (octavo.server.http.errors does).
 Usage: python tools/errors.py [--check]
 """
 
 import sys
 from pathlib import Path
 
-from octavo.server.error_codes import CODES
-from octavo.server.faults import ApiError
+from octavo.server.http.errors import CODES, ApiError
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 HEAD = """# Errors
 
 This page lists every error code of the server: its status, its meaning, and whether a retry can succeed.
-`tools/errors.py` generates it from `octavo.server.error_codes` (`make docs`).
+`tools/errors.py` generates it from `octavo.server.http.errors` (`make docs`).
 
 Errors have OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. `code` is for programs and does not
 change. `message` is for people and has the numbers and the remedy. `param` is the field at fault, as the client

@@ -26,7 +26,7 @@ from octavo.cli.server_registry import ServerRecord, open_server_folder
 from octavo.config import ServingConfig
 from octavo.config.other_engines import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 from octavo.machine import listener_of
-from octavo.server.listener import open_socket
+from octavo.server.http.listener import open_socket
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ from octavo import cli, plugins
 from octavo.cli.flags import Parser
 from octavo.config import SETTINGS
 from octavo.config.setting import PREFIX
-from octavo.server.error_codes import CODES
 from octavo.server.http.endpoints import find_endpoints
+from octavo.server.http.errors import CODES
 from tests.freeze.pairs import places
 
 FILE = Path(__file__).with_name("surface.json")

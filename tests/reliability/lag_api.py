@@ -25,11 +25,10 @@ from octavo.artifacts.resolve import find_wheel_model  # noqa: E402  the path co
 from octavo.config.sources import load_config  # noqa: E402
 from octavo.frontend.sessions import Sessions  # noqa: E402
 from octavo.server.app import create_app  # noqa: E402
-from octavo.server.event_loop import new_event_loop  # noqa: E402
-from octavo.server.json_body import HttpLimits  # noqa: E402
-from octavo.server.lifecycle import Lifecycle  # noqa: E402
-from octavo.server.listener import open_socket  # noqa: E402
-from octavo.server.run import HttpServer  # noqa: E402
+from octavo.server.http.body import HttpLimits  # noqa: E402
+from octavo.server.http.lifecycle import Lifecycle  # noqa: E402
+from octavo.server.http.listener import open_socket  # noqa: E402
+from octavo.server.http.server import HttpServer, new_event_loop  # noqa: E402
 from octavo.text.chat_template import ChatTemplate  # noqa: E402
 from octavo.text.text_model import TextModel  # noqa: E402
 from octavo.text.tokenizer import Tokenizer  # noqa: E402

@@ -15,11 +15,11 @@ from typing import Any
 from octavo.config.sources import load_config
 from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
-from octavo.server.connection import BoundedConnection
-from octavo.server.lifecycle import Lifecycle
-from octavo.server.limits import HttpLimits
-from octavo.server.listener import open_socket
-from octavo.server.run import HttpServer
+from octavo.server.http.connection import BoundedConnection
+from octavo.server.http.lifecycle import Lifecycle
+from octavo.server.http.limits import HttpLimits
+from octavo.server.http.listener import open_socket
+from octavo.server.http.server import HttpServer
 from tests.engine.direct_client import start_engine
 from tests.reliability.load import quantile
 from tests.reliability.scorecard import Score

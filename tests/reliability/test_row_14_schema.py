@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from octavo.server.api.pages import openapi
 from octavo.server.http.endpoints import Endpoint, Endpoints
-from octavo.server.routes.docs import openapi
 from tests.reliability.scorecard import IS_WHOLE, Score
 from tests.reliability.test_row_14_fuzz import faults_of
 from tests.server.fakes import Harness

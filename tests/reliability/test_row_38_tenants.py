@@ -22,7 +22,7 @@ from octavo.frontend.sessions import Sessions
 from octavo.observe.live import observe_engine
 from octavo.server.app import create_app
 from octavo.server.http.endpoints import find_endpoints
-from octavo.server.limits import HttpLimits
+from octavo.server.http.limits import HttpLimits
 from tests.fake_model import FakeExecutor
 from tests.reliability.load import ask
 from tests.reliability.scorecard import Score

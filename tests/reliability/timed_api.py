@@ -21,10 +21,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from octavo.config.sources import load_config  # noqa: E402
 from octavo.frontend.sessions import Sessions  # noqa: E402
 from octavo.server.app import create_app  # noqa: E402
-from octavo.server.event_loop import new_event_loop  # noqa: E402
-from octavo.server.lifecycle import Lifecycle  # noqa: E402
-from octavo.server.listener import open_socket  # noqa: E402
-from octavo.server.run import HttpServer  # noqa: E402
+from octavo.server.http.lifecycle import Lifecycle  # noqa: E402
+from octavo.server.http.listener import open_socket  # noqa: E402
+from octavo.server.http.server import HttpServer, new_event_loop  # noqa: E402
 from tests.engine.direct_client import start_engine  # noqa: E402  the path comes first
 from tests.reliability.api_child import api_child  # noqa: E402
 from tests.server.fakes import make_text  # noqa: E402

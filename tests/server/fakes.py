@@ -30,7 +30,7 @@ from octavo.frontend.open_request import num_choices
 from octavo.frontend.sessions import Sessions
 from octavo.observe.explainer import unknown
 from octavo.server.app import create_app
-from octavo.server.limits import HttpLimits
+from octavo.server.http.limits import HttpLimits
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from octavo.config import AdmissionConfig
 from octavo.errors import LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
 from octavo.server.admission import AdmissionControl, AdmissionRequest, AdmissionTicket, Load
 from octavo.server.engine_queue import EngineQueue
-from octavo.server.keys import KeyInfo
+from octavo.server.http.keys import KeyInfo
 from tests.server.test_queue_forecast import taught
 
 

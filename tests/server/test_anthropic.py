@@ -12,7 +12,7 @@ import pytest
 
 from octavo.core.request import FinishError, FinishReason
 from octavo.errors import ErrorKind
-from octavo.server.limits import HttpLimits
+from octavo.server.http.limits import HttpLimits
 from tests.server.fakes import FakeClient, Harness, Wire, keyed
 
 USER = [{"role": "user", "content": "hi"}]

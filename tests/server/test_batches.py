@@ -20,8 +20,8 @@ from octavo.config import BatchConfig, Config, ServingConfig
 from octavo.errors import ConfigError
 from octavo.server.batches.records import FileRecord
 from octavo.server.batches.store import BatchStore
-from octavo.server.keys import KeyRing
-from octavo.server.shares import Shares
+from octavo.server.http.keys import KeyRing
+from octavo.server.http.limits import Shares
 from tests.server.fakes import Harness
 
 

@@ -20,10 +20,10 @@ import pytest
 import uvicorn
 
 from octavo.config import Config
-from octavo.server.connection import CUT as CUT_KEY
-from octavo.server.connection import BoundedConnection, bounded
-from octavo.server.event_loop import new_event_loop
-from octavo.server.limits import HttpLimits
+from octavo.server.http.connection import CUT as CUT_KEY
+from octavo.server.http.connection import BoundedConnection, bounded
+from octavo.server.http.limits import HttpLimits
+from octavo.server.http.server import new_event_loop
 from tests.server.test_run import Running, running
 
 QUICK = HttpLimits(

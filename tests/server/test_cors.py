@@ -10,7 +10,7 @@ import pytest
 from octavo.config import Config, WebConfig
 from octavo.errors import ConfigError
 from octavo.server.http.endpoints import Access, find_endpoints
-from octavo.server.web_settings import check_web
+from octavo.server.http.listener import check_web
 from tests.server.fakes import Harness, events, keyed
 
 APP = "https://app.example.com"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from octavo.server.api.completions.bodies import ChatBody, CompletionBody
-from octavo.server.routes.docs import render
+from octavo.server.api.pages import render
 from tests.server.fakes import Harness
 
 

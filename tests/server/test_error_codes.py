@@ -7,8 +7,7 @@ import pytest
 from tools.errors import PAGE, render
 
 from octavo import errors
-from octavo.server.error_codes import CODES
-from octavo.server.faults import from_exception
+from octavo.server.http.errors import CODES, from_exception
 from tests.source_tree import dotted, modules
 
 
@@ -33,7 +32,7 @@ def test_every_code_that_is_raised_is_in_the_table() -> None:
     ]
     assert len(found) > 15
     missing = [entry for entry in found if entry[1] not in CODES]
-    assert not missing, f"give these codes a row in server/error_codes.py: {missing}"
+    assert not missing, f"give these codes a row in server/http/errors.py: {missing}"
 
 
 def kinds() -> list[type[errors.OctavoError]]:

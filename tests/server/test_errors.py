@@ -9,7 +9,7 @@ from octavo.config import AdmissionConfig, Config, SchedulingConfig
 from octavo.core.request import FinishError, FinishReason
 from octavo.errors import EngineDeadError, ErrorKind, QueueFullError, StepFailedError
 from octavo.server.admission import AdmissionRequest
-from octavo.server.limits import HttpLimits
+from octavo.server.http.limits import HttpLimits
 from tests.server.fakes import MAX_LEN, Harness, events
 
 USER = [{"role": "user", "content": "hi"}]

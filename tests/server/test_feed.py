@@ -13,8 +13,8 @@ import pytest
 from octavo.config import Config, ServingConfig
 from octavo.errors import EngineDeadError
 from octavo.server import feed as feed_module
-from octavo.server.connection import CUT
 from octavo.server.feed import MAX_WATCHERS
+from octavo.server.http.connection import CUT
 from tests.server.fakes import FakeClient, Harness, Wire, keyed
 
 
@@ -167,7 +167,7 @@ async def test_a_watcher_that_does_not_read_is_cut_and_disturbs_nobody(
 
 
 async def test_a_silent_feed_is_kept_alive() -> None:
-    from octavo.server.limits import HttpLimits
+    from octavo.server.http.limits import HttpLimits
 
     harness = Harness(engine=FramesClient(), limits=HttpLimits(keep_alive_s=0.02))
     wire = watching(harness)

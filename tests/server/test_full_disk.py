@@ -72,7 +72,7 @@ async def test_an_upload_without_room_is_answered_with_the_cause(
         error = answer.json()["error"]
         assert error["code"] == "disk_full" and os.strerror(code) in error["message"]
         assert (await harness.get("/v1/files")).json()["data"] == [] and names(tmp_path) == set()
-        told = [record for record in caplog.records if record.name == "octavo.server.shell"]
+        told = [record for record in caplog.records if record.name == "octavo.server.http.middleware"]
         assert len(told) == 1 and told[0].levelno == logging.ERROR and not told[0].exc_info
         disk.code = 0
         assert (await upload(harness, lines(ask("a")))).status_code == 200

@@ -14,8 +14,8 @@ from octavo.server.api.responses.bodies import ResponsesBody
 from octavo.server.bodies.checks import MAX_PATH_CHARACTERS, MAX_PATHS
 from octavo.server.bodies.embedding import EmbeddingBody
 from octavo.server.bodies.field_table import HINTS, KNOWN_NAMES, MEANINGFUL
-from octavo.server.json_body import OFF_LOOP_BYTES
-from octavo.server.shell import MAX_LOGGED_FIELDS
+from octavo.server.http.body import OFF_LOOP_BYTES
+from octavo.server.http.middleware import MAX_LOGGED_FIELDS
 from tests.server.fakes import Harness, assert_ignored
 
 STRICT = Config(serving=ServingConfig(strict_fields=True))
@@ -115,7 +115,7 @@ async def test_the_counter_has_known_names_only() -> None:
 
 async def test_each_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     harness = Harness()
-    with caplog.at_level(logging.WARNING, "octavo.server.shell"):
+    with caplog.at_level(logging.WARNING, "octavo.server.http.middleware"):
         for _ in range(3):
             await harness.chat(foo=1)
         assert [record.getMessage() for record in caplog.records] == [

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from octavo.server.faults import ApiError
-from octavo.server.json_body import PatientReader, _read_quickly, parse_object
-from octavo.server.limits import JsonLimits
+from octavo.server.http.body import PatientReader, _read_quickly, parse_object
+from octavo.server.http.errors import ApiError
+from octavo.server.http.limits import JsonLimits
 
 _BITS = ["[", "]", "{", "}", ",", ":", '"', " ", "\n", "1", "-", "0", ".5", "e9", "E-3", "true", "null", "NaN",
          "Infinity", '"a"', '"b":', "\\", '"\\ud83d\\ude00"', '"\\ud800"', "é", "1,2,3", "\t", "01",

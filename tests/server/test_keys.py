@@ -9,7 +9,7 @@ import pytest
 from octavo.config import Config, ServingConfig
 from octavo.errors import ConfigError
 from octavo.server.generation import cache_salt
-from octavo.server.keys import ANONYMOUS, KeyInfo, KeyRing, with_key_weights
+from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing, with_key_weights
 
 TOML = """
 [[keys]]

@@ -8,8 +8,8 @@ import pytest
 
 from octavo.core.request import FinishReason
 from octavo.errors import EngineDeadError
-from octavo.server.lifecycle import ServerPhase
-from octavo.server.limits import HttpLimits
+from octavo.server.http.lifecycle import ServerPhase
+from octavo.server.http.limits import HttpLimits
 from tests.server.fakes import Harness, Wire, events
 
 CHAT = "/v1/chat/completions"

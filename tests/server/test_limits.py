@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from octavo.server.faults import ApiError
-from octavo.server.json_body import parse_object
-from octavo.server.limits import JsonLimits
+from octavo.server.http.body import parse_object
+from octavo.server.http.errors import ApiError
+from octavo.server.http.limits import JsonLimits
 
 
 def test_depth_is_counted_exactly() -> None:

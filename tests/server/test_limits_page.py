@@ -8,9 +8,10 @@ from octavo.config import AdmissionConfig
 from octavo.core.request import SamplingParams
 from octavo.grammar import limits
 from octavo.sandbox import checks
-from octavo.server import api, bodies, key_file
+from octavo.server import api, bodies
 from octavo.server.admission import _BOUNDS, MAX_RETRY_S, Load
-from octavo.server.limits import HttpLimits, JsonLimits
+from octavo.server.http import keys
+from octavo.server.http.limits import HttpLimits, JsonLimits
 from tests.source_tree import ROOT
 
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
@@ -117,8 +118,8 @@ def test_the_page_has_the_queues_limits_and_levels() -> None:
         assert f"| {level.value} {level.name.lower()} | {share} |" in PAGE
         top, bottom = share.split("/")
         assert _BOUNDS[level - 1] == int(top) / int(bottom)
-    assert f"at most {key_file.MAX_KEYS}" in PAGE
-    for name in key_file.KeyEntry.model_fields:
+    assert f"at most {keys.MAX_KEYS}" in PAGE
+    for name in keys.KeyEntry.model_fields:
         assert name in PAGE, f"docs/limits.md lacks {name}"
     assert SamplingParams(logprobs=20) and "| 20 | `top_logprobs`" in PAGE
 

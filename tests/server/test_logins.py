@@ -8,9 +8,9 @@ import pytest
 from starlette.datastructures import Headers
 
 from octavo.config import Config, ServingConfig, WebConfig
-from octavo.server import logins as logins_module
-from octavo.server.keys import KeyRing
-from octavo.server.logins import Logins, WrongKeys, cookie_name, is_own_page
+from octavo.server.http import auth as logins_module
+from octavo.server.http.auth import Logins, WrongKeys, cookie_name, is_own_page
+from octavo.server.http.keys import KeyRing
 from tests.server.fakes import Harness, keyed
 
 KEY = "sk-right-and-long"

@@ -12,7 +12,7 @@ import pytest
 
 from octavo.core.request import FinishError, FinishReason
 from octavo.errors import ErrorKind
-from octavo.server.limits import HttpLimits
+from octavo.server.http.limits import HttpLimits
 from tests.server.fakes import MAX_LEN, FakeClient, Harness, Wire, keyed, vector_of
 from tests.server.test_anthropic_tools import CALL, TOOLS, thinking
 

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from octavo.errors import RateLimitError
-from octavo.server.keys import KeyInfo
-from octavo.server.rates import Bucket, Meter
+from octavo.server.http.keys import KeyInfo
+from octavo.server.http.limits import Bucket, Meter
 
 
 def test_the_time_told_is_exact() -> None:

@@ -13,7 +13,7 @@ from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta, Usage
 from octavo.server.api.encoders import ENCODERS
 from octavo.server.encoding import AnswerSpec, Choice
-from octavo.server.faults import ApiError
+from octavo.server.http.errors import ApiError
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text
 from tests.server.response_events import check_events, check_model, put_together, read_events

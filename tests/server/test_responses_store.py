@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from octavo.config import Config, ResponsesConfig
-from octavo.server.faults import ApiError
+from octavo.server.http.errors import ApiError
 from octavo.server.responses.store import Given, ResponseStore, Stored
 
 KIB = b" " * 1024

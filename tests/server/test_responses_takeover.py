@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.server.keys import ANONYMOUS
+from octavo.server.http.keys import ANONYMOUS
 from tests.server.fakes import Wire
 from tests.server.response_events import check_events, put_together, read_events
 from tests.server.test_idempotency import key

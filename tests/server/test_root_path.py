@@ -8,7 +8,7 @@ import pytest
 
 from octavo.config import Config, WebConfig
 from octavo.errors import ConfigError
-from octavo.server.web_settings import check_web
+from octavo.server.http.listener import check_web
 from tests.server.fakes import Harness, keyed
 
 

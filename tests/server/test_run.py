@@ -20,9 +20,9 @@ import pytest
 from octavo.config import Config, ServingConfig
 from octavo.errors import ConfigError, QueueFullError
 from octavo.server.bodies.sampling import MAX_STOPS
-from octavo.server.limits import HttpLimits
-from octavo.server.listener import is_loopback, open_socket, url_of
-from octavo.server.run import HttpServer
+from octavo.server.http.limits import HttpLimits
+from octavo.server.http.listener import is_loopback, open_socket, url_of
+from octavo.server.http.server import HttpServer
 from tests.server.fakes import FakeClient, Harness, events, keyed
 
 KEY = "sk-test"
@@ -231,7 +231,7 @@ SIGTERM_SCRIPT = """
 import asyncio, sys, time
 from tests.server.fakes import Harness, Sessions
 from octavo.config import Config, ServingConfig
-from octavo.server.run import serve
+from octavo.server.http.server import serve
 harness = Harness()
 config = Config(serving=ServingConfig(port=0, drain_timeout_s=2.0))
 def say(url): print(url, flush=True)
@@ -259,7 +259,7 @@ def test_sigterm_ends_a_server_cleanly() -> None:
 
 def test_importing_the_server_is_quick_and_loads_no_torch() -> None:
     script = (
-        "import time; a = time.process_time(); import octavo.server.app, octavo.server.run; b = time.process_time();"
+        "import time; a = time.process_time(); import octavo.server.http.server; b = time.process_time();"
         "import sys; print(b - a, *({'torch', 'numpy', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

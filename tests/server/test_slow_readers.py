@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from octavo.config import ServingConfig
 from octavo.frontend.outputs import MAX_SLICE, slice_tokens
-from octavo.server import connection, reply
-from octavo.server.faults import ApiError
-from octavo.server.limits import HttpLimits
-from octavo.server.listener import open_socket
+from octavo.server import reply
+from octavo.server.http import connection
+from octavo.server.http.errors import ApiError
+from octavo.server.http.limits import HttpLimits
+from octavo.server.http.listener import open_socket
 from octavo.server.resumable_stream import Position
 from tests.server.fakes import Harness, Wire
 from tests.server.test_idempotency import CHAT, assembled, blocks, chat_body, key, plain

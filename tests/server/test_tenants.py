@@ -13,17 +13,16 @@ import pytest
 
 from octavo.config import BatchConfig, Config, ResponsesConfig, RetryConfig, ServingConfig
 from octavo.core.request import ErrorKind, FinishError, FinishReason
-from octavo.server import logins as logins_module
 from octavo.server.batches import store as store_module
 from octavo.server.batches import uploads as uploads_module
 from octavo.server.feed import MAX_WATCHERS
+from octavo.server.http import auth as logins_module
+from octavo.server.http.auth import Logins
 from octavo.server.http.endpoints import Limit, find_endpoints
-from octavo.server.keys import KeyInfo, KeyRing
-from octavo.server.lifecycle import RequestIndex
-from octavo.server.limits import HttpLimits
-from octavo.server.logins import Logins
+from octavo.server.http.keys import KeyInfo, KeyRing
+from octavo.server.http.lifecycle import RequestIndex
+from octavo.server.http.limits import HttpLimits, Shares, keeps_most
 from octavo.server.responses import background as background_module
-from octavo.server.shares import Shares, keeps_most
 from tests.server.fakes import Harness
 from tests.server.test_batches import ask, lines
 

@@ -13,8 +13,8 @@ import pytest
 
 from octavo.config import Config, WebConfig
 from octavo.errors import ConfigError
-from octavo.server.limits import HttpLimits
-from octavo.server.web_settings import check_web, tls_options
+from octavo.server.http.limits import HttpLimits
+from octavo.server.http.listener import check_web, tls_options
 from tests.server.test_run import Running, running
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")

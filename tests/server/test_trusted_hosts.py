@@ -12,7 +12,7 @@ import pytest
 from octavo.config import Config, ServingConfig, WebConfig
 from octavo.errors import ConfigError
 from octavo.server.http.endpoints import find_endpoints
-from octavo.server.web_settings import check_web
+from octavo.server.http.listener import check_web
 from tests.server.fakes import Harness, keyed
 from tests.server.test_run import running
 

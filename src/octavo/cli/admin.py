@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.engine.client import Verb as EngineVerb
     from octavo.server.admin import Verb
     from octavo.server.context import Context
-    from octavo.server.run import HttpServer
+    from octavo.server.http.server import HttpServer
 
 VERBS = {  # verb -> what it does
     "status": "print processes, epoch, restarts and open requests as JSON",

@@ -30,7 +30,7 @@ from octavo.frontend.journal import open_journal
 from octavo.frontend.open_requests import LedgerObserver
 from octavo.machine import needing_memory
 from octavo.observe.log import print_notice, set_up_log
-from octavo.server.event_loop import new_event_loop
+from octavo.server.http.server import new_event_loop
 
 EXIT_ERROR = 2  # as every command's
 EXIT_TOLD = 128 + signal.SIGTERM  # SIGTERM came before it served
@@ -105,7 +105,7 @@ def _engine_config(config: Config) -> Config:
     """Return the engine's settings: the tenant weights of the key file are added."""
     if config.serving.api_key_file is None:
         return config
-    from octavo.server.keys import with_key_weights  # reading the file takes a heavy library
+    from octavo.server.http.keys import with_key_weights  # reading the file takes a heavy library
 
     return with_key_weights(config)
 

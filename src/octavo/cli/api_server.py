@@ -31,15 +31,15 @@ from octavo.frontend.sessions import Sessions
 from octavo.observe.status_line import STATUS_LINE_S, StatusLine
 from octavo.server.admin import AdminServer
 from octavo.server.app import create_app
+from octavo.server.http.lifecycle import Lifecycle
+from octavo.server.http.listener import url_of
+from octavo.server.http.server import HttpServer
 from octavo.server.idempotency_restore import take_over
-from octavo.server.lifecycle import Lifecycle
-from octavo.server.listener import url_of
-from octavo.server.run import HttpServer
 from octavo.text.text_model import TextModel
 
 if TYPE_CHECKING:
     from octavo.cli.api_process import Place
-    from octavo.server.keys import KeyRing
+    from octavo.server.http.keys import KeyRing
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from octavo.cli.servers import (
     named_server,
 )
 from octavo.errors import EngineError
-from octavo.server.listener import is_loopback
+from octavo.server.http.listener import is_loopback
 
 MAX_STREAMS = 256
 MAX_TOKENS = 4096

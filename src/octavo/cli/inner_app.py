@@ -12,7 +12,7 @@ from octavo.assembly import LocalEngine
 from octavo.config import Config
 from octavo.server.app import create_app
 from octavo.server.batches.inner_call import InnerCall, inner_call
-from octavo.server.keys import ANONYMOUS
+from octavo.server.http.keys import ANONYMOUS
 
 
 @asynccontextmanager

@@ -26,8 +26,7 @@ from octavo.frontend.restarts import RestartBudget
 from octavo.observe.log import close_log, print_notice, set_up_log, stderr_of_children
 from octavo.observe.otel import check_endpoint
 from octavo.observe.recording.recorder import prepare_folder
-from octavo.server.listener import PortInUseError, open_socket, url_of
-from octavo.server.web_settings import check_web
+from octavo.server.http.listener import PortInUseError, check_web, open_socket, url_of
 
 EXIT_ERROR = 2  # as every command's
 NOTIFY_SOCKET = "NOTIFY_SOCKET"

@@ -25,7 +25,7 @@ from octavo.cli.terminal import align_columns, duration_text, reason_of, say
 from octavo.config.spelling import unknown
 from octavo.errors import OctavoError
 from octavo.machine import listener_of
-from octavo.server.listener import is_loopback
+from octavo.server.http.listener import is_loopback
 
 ADMIN_TIMEOUT_S = 65.0  # longer than the server's own bound
 MAX_ANSWER_BYTES = 1 << 24

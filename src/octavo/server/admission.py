@@ -18,8 +18,8 @@ from enum import IntEnum
 from octavo.config import AdmissionConfig
 from octavo.errors import BusyError, LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
 from octavo.server.engine_queue import DecayedMean, EngineQueue, QueuedWork
-from octavo.server.keys import ANONYMOUS, KeyInfo
-from octavo.server.rates import Meter
+from octavo.server.http.keys import ANONYMOUS, KeyInfo
+from octavo.server.http.limits import Meter
 
 MAX_RETRY_S = 60.0
 DEFAULT_PRIORITY = 0  # smaller is more urgent

@@ -22,17 +22,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import EngineError, RequestError
-from octavo.server.auth import KEY, AuthMiddleware
-from octavo.server.connection import CUT, max_connections
 from octavo.server.context import Context, EngineStatistics, build_context
-from octavo.server.faults import ApiError, from_exception
+from octavo.server.http.auth import KEY, AuthMiddleware
+from octavo.server.http.connection import CUT, max_connections
 from octavo.server.http.endpoints import ENDPOINT, Endpoint, Limit, find_endpoints
-from octavo.server.lifecycle import Lifecycle
-from octavo.server.limits import HttpLimits
-from octavo.server.root_path import RootPathMiddleware
-from octavo.server.shares import Shares
-from octavo.server.shell import METER, ShellMiddleware
-from octavo.server.trusted_hosts import TrustedHostMiddleware
+from octavo.server.http.errors import ApiError, from_exception
+from octavo.server.http.lifecycle import Lifecycle
+from octavo.server.http.limits import HttpLimits, Shares
+from octavo.server.http.middleware import METER, RootPathMiddleware, ShellMiddleware, TrustedHostMiddleware
 
 if TYPE_CHECKING:
     from octavo.config import Config

@@ -22,11 +22,11 @@ from octavo.errors import EngineError, OctavoError
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerSpec, Choice, Identity
-from octavo.server.faults import ApiError, from_exception
 from octavo.server.generation import GenerationRequest, start
+from octavo.server.http.body import off_loop
+from octavo.server.http.errors import ApiError, from_exception
+from octavo.server.http.lifecycle import ClientGoneError
 from octavo.server.inputs import Inputs, read_inputs
-from octavo.server.lifecycle import ClientGoneError
-from octavo.server.offload import off_loop
 
 if TYPE_CHECKING:
     pass

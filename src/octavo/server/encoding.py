@@ -16,7 +16,7 @@ from octavo.core.request import FinishReason
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
-    from octavo.server.faults import ApiError
+    from octavo.server.http.errors import ApiError
 
 Json = dict[str, Any]
 Identity = tuple[str, int, str]  # id, created (Unix seconds), model

@@ -21,12 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.engine.client import EngineClient
 from octavo.errors import OctavoError
-from octavo.server.connection import CUT
-from octavo.server.faults import ApiError
-from octavo.server.keys import KeyInfo, KeyRing
-from octavo.server.lifecycle import ClientGoneError, Lifecycle, ServerPhase, ServerStoppingError
-from octavo.server.limits import HttpLimits
-from octavo.server.shares import keeps_most
+from octavo.server.http.connection import CUT
+from octavo.server.http.errors import ApiError
+from octavo.server.http.keys import KeyInfo, KeyRing
+from octavo.server.http.lifecycle import ClientGoneError, Lifecycle, ServerPhase, ServerStoppingError
+from octavo.server.http.limits import HttpLimits, keeps_most
 
 MAX_WATCHERS = 16
 MAX_UNREAD_BYTES = 8 << 20  # for one watcher: some seconds of a busy engine, or twice all frames that it keeps

@@ -29,14 +29,14 @@ from octavo.frontend.sessions import RequestOptions
 from octavo.observe.metrics.requests import Finished, RequestMetrics
 from octavo.observe.request_trace import RequestTrace, Timed
 from octavo.server.admission import AdmissionRequest, AdmissionTicket
-from octavo.server.auth import KEY
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import REASONS, AnswerEncoder, AnswerSpec, Choice, Identity
-from octavo.server.faults import ApiError, cancelled_error, from_exception
-from octavo.server.keys import KeyInfo
-from octavo.server.lifecycle import MARK
-from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
+from octavo.server.http.auth import KEY
+from octavo.server.http.errors import ApiError, cancelled_error, from_exception
+from octavo.server.http.keys import KeyInfo
+from octavo.server.http.lifecycle import MARK
+from octavo.server.http.middleware import ARRIVAL, GIVEN_ID, REQUEST_ID
 from octavo.server.tracing import open_trace, send_at_end
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from octavo.sandbox.pool import Sandbox
 from octavo.sandbox.wire import CompileGrammar
 from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.bodies.structure import given_structures
-from octavo.server.faults import ApiError, bad_field, from_exception, with_field
+from octavo.server.http.errors import ApiError, bad_field, from_exception, with_field
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel

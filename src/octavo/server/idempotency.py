@@ -26,9 +26,9 @@ from octavo.errors import OctavoError
 from octavo.frontend.journal_files import Began
 from octavo.server.api.encoders import ENCODERS
 from octavo.server.encoding import AnswerSpec
-from octavo.server.faults import ApiError, bad_field, draining_error, from_exception, internal_error
+from octavo.server.http.errors import ApiError, bad_field, draining_error, from_exception, internal_error
+from octavo.server.http.limits import Shares, keeps_most
 from octavo.server.resumable_stream import Position, ResumableStream, TokenLog
-from octavo.server.shares import Shares, keeps_most
 
 if TYPE_CHECKING:
     from octavo.config import RetryConfig

@@ -26,8 +26,8 @@ from octavo.server.admission import AdmissionRequest
 from octavo.server.context import Context
 from octavo.server.encoding import REASONS, AnswerSpec
 from octavo.server.generation import Generation, failure_of
+from octavo.server.http.lifecycle import MARK
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey
-from octavo.server.lifecycle import MARK
 
 _log = logging.getLogger(__name__)
 RestoreEntries = Callable[[Iterable[OpenRequest]], None]

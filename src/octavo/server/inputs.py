@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
-from octavo.server.faults import bad_field, from_exception, too_long
-from octavo.server.offload import off_loop
+from octavo.server.http.body import off_loop
+from octavo.server.http.errors import bad_field, from_exception, too_long
 from octavo.text.length import num_tokens_if_over
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from octavo.frontend.sessions import check_stream
 from octavo.server.api.completions.bodies import ChatBody, CompletionBody
 from octavo.server.bodies.sampling import MAX_PROMPT_SCORES, SamplingBody
 from octavo.server.bodies.structure import given_structures
-from octavo.server.faults import bad_field, from_exception
-from octavo.server.offload import off_loop
+from octavo.server.http.body import off_loop
+from octavo.server.http.errors import bad_field, from_exception
 from octavo.text.dialect import Dialect
 
 if TYPE_CHECKING:

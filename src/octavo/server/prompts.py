@@ -21,8 +21,8 @@ from octavo.errors import OctavoError, RequestError, TooComplexError
 from octavo.sandbox.pool import RENDER
 from octavo.sandbox.wire import RenderChat
 from octavo.server.api.completions.bodies import ChatBody, Message
-from octavo.server.faults import bad_field, from_exception, too_long
-from octavo.server.offload import off_loop
+from octavo.server.http.body import off_loop
+from octavo.server.http.errors import bad_field, from_exception, too_long
 from octavo.text.dialect import Dialect
 from octavo.text.length import num_tokens_if_over
 

@@ -22,19 +22,18 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import OctavoError
 from octavo.frontend.outputs import MAX_SLICE
 from octavo.server.api.encoders import ENCODERS
-from octavo.server.auth import KEY
-from octavo.server.connection import CUT
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerEncoder, Choice
-from octavo.server.faults import ApiError, bad_field, from_exception
 from octavo.server.generation import GenerationRequest, start
+from octavo.server.http.auth import KEY
+from octavo.server.http.body import OFF_LOOP_BYTES, off_loop
+from octavo.server.http.connection import CUT
+from octavo.server.http.errors import ApiError, bad_field, from_exception
+from octavo.server.http.keys import KeyInfo
+from octavo.server.http.lifecycle import ClientGoneError
+from octavo.server.http.middleware import CLIENT_CLOSED_REQUEST
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
-from octavo.server.json_body import OFF_LOOP_BYTES
-from octavo.server.keys import KeyInfo
-from octavo.server.lifecycle import ClientGoneError
-from octavo.server.offload import off_loop
 from octavo.server.resumable_stream import ResumableStream
-from octavo.server.shell import CLIENT_CLOSED_REQUEST
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from octavo.core.plan import TokenLogprobs
 from octavo.frontend.outputs import TextDelta, slice_tokens, token_bytes
 from octavo.server.encoding import AnswerEncoder, Choice, Json, StreamFormat
-from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.errors import ApiError, bad_field
 
 MAX_IDENTIFIED = 64  # choices; streams of more have no event ids: each id would list all choices
 _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")

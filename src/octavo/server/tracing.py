@@ -14,8 +14,8 @@ from starlette.requests import Request
 from octavo.core.request import SamplingParams
 from octavo.observe.request_trace import RequestTrace, Value
 from octavo.server.context import Context
-from octavo.server.faults import from_exception
-from octavo.server.shell import ARRIVAL
+from octavo.server.http.errors import from_exception
+from octavo.server.http.middleware import ARRIVAL
 
 _PARENT = ("traceparent", "tracestate")
 _MAX_HEADER = 512  # of each; the standard requires up to this to be accepted

@@ -13,8 +13,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from octavo.server.auth import KEY
-from octavo.server.keys import KeyInfo
+from octavo.server.http.auth import KEY
+from octavo.server.http.keys import KeyInfo
 
 
 @dataclass(slots=True)

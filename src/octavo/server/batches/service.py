@@ -25,9 +25,9 @@ from octavo.server.batches.records import BatchRecord, LineError
 from octavo.server.batches.runner import BatchRun, RunOptions, append
 from octavo.server.batches.store import BatchStore
 from octavo.server.batches.uploads import UploadSlots
-from octavo.server.faults import ApiError, is_disk_full
-from octavo.server.keys import ANONYMOUS, KeyInfo, KeyRing
-from octavo.server.shares import Shares
+from octavo.server.http.errors import ApiError, is_disk_full
+from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
+from octavo.server.http.limits import Shares
 
 BATCH_PRIORITY = 10  # after interactive requests: low in a busy queue, later under --policy priority
 MAX_LINE_ERRORS = 100

@@ -26,9 +26,9 @@ from octavo.config import BatchConfig
 from octavo.frontend.journal_files import lock_folder
 from octavo.server.batches.records import BatchRecord, FileRecord
 from octavo.server.batches.runner import BatchPaths, write_whole
-from octavo.server.faults import ApiError, bad_field
-from octavo.server.keys import KeyInfo
-from octavo.server.shares import Shares
+from octavo.server.http.errors import ApiError, bad_field
+from octavo.server.http.keys import KeyInfo
+from octavo.server.http.limits import Shares
 
 MAX_ENDED_BATCHES = 1000  # of one tenant: a new batch drops the oldest ones beyond, not their files
 _OURS = re.compile(r"(file-|batch_)[0-9a-f]{32}\.(data|new)")  # what may be removed; any other file is foreign

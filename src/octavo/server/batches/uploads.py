@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from octavo.server.faults import ApiError
-from octavo.server.limits import HttpLimits
+from octavo.server.http.errors import ApiError
+from octavo.server.http.limits import HttpLimits
 
 MAX_UPLOADS = 4  # of one tenant at once: their bodies are in temporary files
 MAX_WAITING_UPLOADS = 16  # of one tenant, each with an unread body

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octavo.server.bodies.field_errors import place_of, refusal_of
 from octavo.server.bodies.field_table import HINTS, KNOWN_NAMES, MEANINGFUL
-from octavo.server.faults import bad_field
+from octavo.server.http.errors import bad_field
 
 HEADER = "X-Octavo-Ignored"
 IGNORED_FIELDS = "octavo.ignored_fields"  # of the request's scope

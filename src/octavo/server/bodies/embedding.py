@@ -13,7 +13,7 @@ from pydantic import Field
 from octavo.server.api.completions.bodies import Prompts
 from octavo.server.bodies.checks import Refused, sift, validate
 from octavo.server.bodies.served import ServedFields
-from octavo.server.faults import bad_field
+from octavo.server.http.errors import bad_field
 
 MAX_INPUTS = 2048
 IGNORED_HERE: Mapping[str, str] = {"user": "kept for the caller's own records; nothing here depends on it"}

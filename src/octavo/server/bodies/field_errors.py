@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.errors import ApiError, bad_field
 
 Details = Mapping[str, Any]  # one of pydantic's errors
 _REMEDIES: Mapping[str, Callable[[Details], str]] = {  # type of error -> what to give instead

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 from octavo.server.bodies.checks import Body, sift
 from octavo.server.bodies.served import ServedFields
 from octavo.server.bodies.structure import StructureFields
-from octavo.server.faults import bad_field
+from octavo.server.http.errors import bad_field
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.bodies.checks import Refused, sift, validate
 from octavo.server.bodies.embedding import IGNORED_HERE, MAX_INPUTS, PooledFields
-from octavo.server.faults import bad_field
+from octavo.server.http.errors import bad_field
 
 REFUSED_SCORE: Refused = {"use_activation": (), "activation": (), "encoding_format": ("float",)}
 REFUSED_RERANK: Refused = {**REFUSED_SCORE, "rank_fields": (), "max_chunks_per_doc": (), "return_embeddings": (False,)}

@@ -11,7 +11,7 @@ from pydantic import FailFast, Field
 
 from octavo.server.api.completions.bodies import ChatBody, read_chat
 from octavo.server.bodies.checks import Body, sift, validate
-from octavo.server.faults import bad_field
+from octavo.server.http.errors import bad_field
 
 MAX_TOKENIZED_CHARACTERS = 1_048_576
 MAX_DETOKENIZED = 262_144

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from octavo.server.bodies.checks import Body, Refused, ignore, sift, sift_if_object
 from octavo.server.bodies.structure import schema_text
-from octavo.server.faults import bad_field
+from octavo.server.http.errors import bad_field
 
 MAX_TOOLS = 128
 MAX_CALLS = 128

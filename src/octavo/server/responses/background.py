@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import OctavoError
 from octavo.server.api.responses.answers import ResponseEncoder
-from octavo.server.faults import ApiError, cancelled_error, from_exception
+from octavo.server.http.errors import ApiError, cancelled_error, from_exception
 
 if TYPE_CHECKING:
     from starlette.types import Message
 
     from octavo.server.encoding import Json
+    from octavo.server.http.lifecycle import Lifecycle
     from octavo.server.idempotency import IdempotentRequests, RetryKey
-    from octavo.server.lifecycle import Lifecycle
     from octavo.server.resumable_stream import ResumableStream
 
 MAX_RESUMABLE = 10_000  # remembered runs; over this, those that are no longer kept are dropped

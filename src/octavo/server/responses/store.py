@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.server.faults import ApiError, bad_field
-from octavo.server.shares import keeps_most
+from octavo.server.http.errors import ApiError, bad_field
+from octavo.server.http.limits import keeps_most
 
 if TYPE_CHECKING:
     from octavo.config import ResponsesConfig

@@ -8,15 +8,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.auth import KEY
 from octavo.server.batches.records import BatchRecord
 from octavo.server.batches.store import new_id
 from octavo.server.bodies.batch import BatchBody, read_batch
 from octavo.server.context import context_of
-from octavo.server.faults import bad_field
+from octavo.server.http.auth import KEY
+from octavo.server.http.body import read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.json_body import read_json
-from octavo.server.keys import KeyInfo
+from octavo.server.http.errors import bad_field
+from octavo.server.http.keys import KeyInfo
 from octavo.server.routes.files import find, page
 
 _WINDOW_S = 24 * 3600

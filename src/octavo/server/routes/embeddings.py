@@ -31,10 +31,10 @@ from octavo.server.bodies.scoring import (
 )
 from octavo.server.context import Context, context_of
 from octavo.server.embedding import Embedded, Vector, embed, packed, shortened, similarity, worked
-from octavo.server.faults import bad_field
+from octavo.server.http.body import read_json
 from octavo.server.http.endpoints import Endpoint, Limit
+from octavo.server.http.errors import bad_field
 from octavo.server.inputs import Inputs
-from octavo.server.json_body import read_json
 
 Json = dict[str, Any]
 _V2 = "/v2/rerank"

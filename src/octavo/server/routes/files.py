@@ -13,17 +13,17 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
-from octavo.server.auth import KEY
 from octavo.server.batches.records import BatchRecord, FileRecord
 from octavo.server.batches.service import BatchService
 from octavo.server.batches.store import new_id
 from octavo.server.batches.uploads import UploadPace
 from octavo.server.bodies.checks import IGNORED_FIELDS, collecting, ignore
 from octavo.server.context import Context, context_of
-from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.auth import KEY
+from octavo.server.http.body import check_coding
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.json_body import check_coding
-from octavo.server.keys import KeyInfo
+from octavo.server.http.errors import ApiError, bad_field
+from octavo.server.http.keys import KeyInfo
 
 R = TypeVar("R", FileRecord, BatchRecord)
 _MAX_FIELDS = 8

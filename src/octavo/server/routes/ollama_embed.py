@@ -22,11 +22,11 @@ from octavo.server.bodies.ollama_embed import (
 from octavo.server.context import context_of
 from octavo.server.embedding import Embedded, embed, shortened, worked
 from octavo.server.encoding import Json
-from octavo.server.faults import bad_field
+from octavo.server.http.body import read_json
 from octavo.server.http.endpoints import Endpoint, Limit
+from octavo.server.http.errors import bad_field
+from octavo.server.http.middleware import ARRIVAL
 from octavo.server.inputs import Inputs
-from octavo.server.json_body import read_json
-from octavo.server.shell import ARRIVAL
 
 
 async def embed_texts(request: Request) -> Response:

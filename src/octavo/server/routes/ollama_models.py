@@ -11,13 +11,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from octavo.server.api.pages import file_response
 from octavo.server.bodies.checks import Body, Refused, read
 from octavo.server.context import context_of
-from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.auth import wants_html
+from octavo.server.http.body import read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.json_body import read_json
+from octavo.server.http.errors import ApiError, bad_field
 from octavo.server.model_card import ollama_card, ollama_running, ollama_show
-from octavo.server.pages import file_response, wants_html
 
 API_VERSION = "0.12.11"  # of Ollama's API that this follows: clients compare it with what they need
 _REFUSED_NAMED: Refused = {"system": ("",), "template": ("",), "options": ({},)}

@@ -6,12 +6,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.auth import KEY
 from octavo.server.context import Context, context_of
 from octavo.server.explanations import explain_own
-from octavo.server.faults import ApiError
+from octavo.server.http.auth import KEY
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.keys import KeyInfo
+from octavo.server.http.errors import ApiError
+from octavo.server.http.keys import KeyInfo
 
 
 async def explain(request: Request) -> Response:

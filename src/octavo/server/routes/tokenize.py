@@ -11,14 +11,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.auth import KEY
 from octavo.server.bodies.tokenizing import DetokenizeBody, TokenizeBody, read_detokenize, read_tokenize
 from octavo.server.context import Context, context_of
-from octavo.server.faults import bad_field
+from octavo.server.http.auth import KEY
+from octavo.server.http.body import off_loop, read_json
 from octavo.server.http.endpoints import Endpoint
+from octavo.server.http.errors import bad_field
 from octavo.server.inputs import HERE_CHARS
-from octavo.server.json_body import read_json
-from octavo.server.offload import off_loop
 
 _OFF_LOOP_IDS = 1024
 

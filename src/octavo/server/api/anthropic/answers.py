@@ -15,14 +15,14 @@ import msgspec
 
 from octavo.core.request import FinishReason
 from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat
-from octavo.server.faults import anthropic_error
+from octavo.server.http.errors import anthropic_error
 from octavo.text.answer_format import AnswerFormat
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
-    from octavo.server.faults import ApiError
+    from octavo.server.http.errors import ApiError
 
 SIGNATURE = "unsigned"  # clients keep it and send it back; it is not checked here
 

@@ -16,7 +16,7 @@ from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, val
 from octavo.server.bodies.sampling import MAX_STOP_CHARACTERS, MAX_STOPS
 from octavo.server.bodies.served import ServedFields
 from octavo.server.bodies.tools import without_hosted
-from octavo.server.faults import NO_THREADS, bad_field
+from octavo.server.http.errors import NO_THREADS, bad_field
 
 MAX_SYSTEM_BLOCKS = 256
 _OUR_OWN = "an addition of this server"

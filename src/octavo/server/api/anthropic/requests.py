@@ -33,16 +33,15 @@ from octavo.server.api.anthropic.bodies import (
 )
 from octavo.server.api.completions.bodies import ChatBody, read_chat
 from octavo.server.api.completions.requests import ChatRequest
-from octavo.server.auth import KEY
 from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import context_of
-from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.auth import KEY
+from octavo.server.http.body import read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.json_body import read_json
+from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_field
+from octavo.server.http.middleware import REQUEST_ID
 from octavo.server.reply import RETRY_NOTE, reply
-from octavo.server.shell import REQUEST_ID
-from octavo.server.spelling import Spelling, rename_field
 from octavo.text.dialect import Dialect
 
 Message = dict[str, Any]

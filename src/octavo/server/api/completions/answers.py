@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from octavo.core.plan import TokenLogprobs
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.frontend.sessions import Scores
-    from octavo.server.faults import ApiError
+    from octavo.server.http.errors import ApiError
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 

@@ -24,7 +24,7 @@ from octavo.server.bodies.tools import (
     sift_calls,
     sift_tools,
 )
-from octavo.server.faults import bad_field
+from octavo.server.http.errors import bad_field
 
 MAX_MESSAGES = 2048
 MAX_DOCUMENTS = 256

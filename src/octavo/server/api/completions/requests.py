@@ -32,11 +32,11 @@ from octavo.server.bodies.structure import STRUCTURE_FIELDS, given_structures
 from octavo.server.bodies.tools import Tool
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerSpec, Identity
-from octavo.server.faults import bad_field, from_exception, with_field
 from octavo.server.generation import GenerationRequest
 from octavo.server.grammars import Structure, refusal, structure_of
+from octavo.server.http.body import read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.json_body import read_json
+from octavo.server.http.errors import bad_field, from_exception, with_field
 from octavo.server.params import check_scores, read_params, spellings
 from octavo.server.reply import RESUME_NOTE, reply
 from octavo.text.answer_format import AnswerFormat

@@ -17,8 +17,7 @@ from octavo.server.api.completions.bodies import MAX_MESSAGES, ChatBody, Complet
 from octavo.server.bodies.checks import Body, Refused, ignore, sift, sift_if_object, validate
 from octavo.server.bodies.sampling import Stops
 from octavo.server.bodies.served import ServedFields
-from octavo.server.faults import ApiError, bad_field
-from octavo.server.spelling import Spelling, rename_field
+from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_field
 from octavo.text.dialect import Dialect
 
 MAX_TOOL_ID_CHARACTERS = 256

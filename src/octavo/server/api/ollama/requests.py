@@ -30,11 +30,10 @@ from octavo.server.api.ollama.bodies import (
 )
 from octavo.server.bodies.checks import field_notes
 from octavo.server.context import context_of
-from octavo.server.faults import ApiError
+from octavo.server.http.body import read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.json_body import read_json
+from octavo.server.http.errors import ApiError, rename_field
 from octavo.server.reply import RETRY_NOTE, reply
-from octavo.server.spelling import rename_field
 from octavo.text.dialect import Dialect
 
 

@@ -23,7 +23,7 @@ from octavo.text.answer_reader import AnswerReader
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.encoding import Json
-    from octavo.server.faults import ApiError
+    from octavo.server.http.errors import ApiError
 
 Event = tuple[str, "Json"]  # its type, and its members without type and sequence number
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}

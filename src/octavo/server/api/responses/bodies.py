@@ -14,8 +14,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from octavo.server.bodies.checks import Body, Refused, ignore, sift, sift_if_object, validate
 from octavo.server.bodies.sampling import SamplingBody, check_stream_options
 from octavo.server.bodies.tools import IGNORED_IN_TOOLS, MAX_TOOLS, without_hosted
-from octavo.server.faults import ApiError, bad_field
-from octavo.server.spelling import Spelling
+from octavo.server.http.errors import ApiError, Spelling, bad_field
 
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARACTERS = 64

@@ -31,19 +31,17 @@ from octavo.server.api.responses.bodies import (
     chat_fields,
     read_responses,
 )
-from octavo.server.auth import KEY
 from octavo.server.bodies.checks import field_notes, inline_schema
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
-from octavo.server.faults import ApiError, bad_field
+from octavo.server.http.auth import KEY
+from octavo.server.http.body import OFF_LOOP_BYTES, parse_off_loop, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
+from octavo.server.http.errors import ApiError, bad_field, rename_field
+from octavo.server.http.keys import KeyInfo
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
-from octavo.server.json_body import OFF_LOOP_BYTES, read_json
-from octavo.server.keys import KeyInfo
-from octavo.server.offload import parse_off_loop
 from octavo.server.reply import EventStream, body_hash, open_run, reply
 from octavo.server.responses.store import Given, Link, Stored
-from octavo.server.spelling import rename_field
 
 if TYPE_CHECKING:
     from octavo.server.api.completions.bodies import ChatBody

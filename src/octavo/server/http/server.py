@@ -1,6 +1,6 @@
 """Run the application: one socket, signals, drain.
 
-Owns: SIGINT and SIGTERM: the first drains, the second ends all open requests.
+Owns: SIGINT and SIGTERM: the first drains, the second ends all open requests; the event loop's kind.
 Does not: open the socket, know routes or engines, or print (the announcement is a callback).
 """
 
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -19,16 +20,26 @@ from starlette.applications import Starlette
 
 from octavo.config import WebConfig
 from octavo.server.app import create_app
-from octavo.server.connection import BoundedConnection, bounded
-from octavo.server.lifecycle import Lifecycle
-from octavo.server.listener import BACKLOG, open_socket, url_of
-from octavo.server.web_settings import check_web, tls_options
+from octavo.server.http.connection import BoundedConnection, bounded
+from octavo.server.http.lifecycle import Lifecycle
+from octavo.server.http.listener import BACKLOG, check_web, open_socket, tls_options, url_of
 
 if TYPE_CHECKING:
     from octavo.config import Config
     from octavo.frontend.sessions import Sessions
     from octavo.server.context import EngineStatistics
     from octavo.text.text_model import TextModel
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return uvloop's event loop, or asyncio's on Windows; for asyncio.Runner(loop_factory=...)."""
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop  # not on every platform
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECTION_GRACE_S = 2  # for connections that are still open after the drain

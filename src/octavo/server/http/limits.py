@@ -1,18 +1,94 @@
-"""Token buckets: the limits of one key per minute, and the wait until it may use more.
+"""Limits: the bounds of one HTTP request, a tenant's share of a bound for all, and a key's rates.
 
-Owns: the buckets of a key, its count of open requests, its use so far.
-Does not: read a clock (`now` is an argument, seconds on one monotonic clock), or decide for more than one key.
-Invariant: a bucket never holds more than a minute's worth and refills at its rate, so that a wait is exact unless other
-requests use the bucket meanwhile.
+Owns: HttpLimits; the rule of Shares; a key's buckets, its count of open requests and its use so far.
+Does not: read a clock (`now` is an argument, seconds on one monotonic clock), count what a store holds, or refuse
+anything but a key's own excess.
+Shares: half of a bound is divided evenly among the tenants with keys, and reserved for each of them; the other half is
+for all. Entries that can be dropped (answers, responses, sessions, explanations) need no refusal: the tenant with
+most, including the new entry, loses its oldest, so a tenant within an even share never loses an entry to another.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from octavo.errors import RateLimitError
-from octavo.server.keys import KeyInfo
+from octavo.server.http.keys import KeyInfo, KeyRing
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLimits:
+    """Bounds of one JSON body. `max_parts` counts strings, objects and lists; `max_values` numbers and constants."""
+
+    max_depth: int = 64
+    max_parts: int = 65_536
+    max_values: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bounds of one request, one connection and all of them.
+
+    A body without a valid key, if keys are set, must arrive within `stranger_body_timeout_s`, and at most
+    `max_stranger_bodies` of them may be unfinished.
+    More than `max_header_bytes` are answered 431; a head over `max_head_bytes` is cut. The application answers a slow
+    body after `body_timeout_s`; a connection whose body is not read is cut `body_grace_s` later.
+    `max_upload_bytes` bounds a file (--max-upload-bytes with --batch-dir, else 0); after `upload_grace_s` it must have
+    arrived at `min_upload_bytes_per_s` on average.
+    A client that does not read its stream is cut after `stall_timeout_s`, or once `max_unread_bytes` wait for it.
+    """
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_upload_bytes: int = 0
+    max_header_bytes: int = 16 * 1024
+    max_headers: int = 100
+    json: JsonLimits = field(default_factory=JsonLimits)
+    max_prompts: int = 256
+    max_choices: int = 16
+    max_head_bytes: int = 64 * 1024
+    head_timeout_s: float = 10.0
+    handshake_timeout_s: float = 5.0
+    max_connections: int = 1024
+    max_pipelined: int = 4
+    body_timeout_s: float = 30.0
+    body_grace_s: float = 5.0
+    upload_grace_s: float = 5.0
+    min_upload_bytes_per_s: int = 8192
+    stranger_body_timeout_s: float = 2.0
+    max_stranger_bodies: int = 16
+    stall_timeout_s: float = 30.0
+    max_unread_bytes: int = 128 * 1024
+    keep_alive_s: float = 10.0
+
+
+K = TypeVar("K")
+
+
+def keeps_most(used: Mapping[K, int], among: Collection[K] | None = None) -> K:
+    """Return the tenant (or key) that uses most, of all or of those in `among`."""
+    return max(used if among is None else among, key=lambda each: used.get(each, 0))
+
+
+class Shares:
+    """The rule for the tenants of one key ring."""
+
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
+
+    def free(self, tenant: str, used: Mapping[str, int], bound: int) -> int:
+        """Return how much more of a bound a tenant may use; `used` is the current use of each.
+
+        Without keys, or with keys of one tenant only, nothing is reserved for others.
+        """
+        others = self._keys.tenants - {tenant}
+        own = bound // (2 * (len(others) + 1))
+        kept_free = sum(max(0, own - used.get(other, 0)) for other in others)
+        # The second applies if others use more than their share: answers of batches, tenants of removed keys.
+        return max(0, bound - sum(used.values()) - kept_free, own - used.get(tenant, 0))
+
 
 _DECIMALS = 9  # rounding of times: rounding errors must not become a wait
 

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from starlette.types import Receive
 
-from octavo.server.faults import RETRY_ENGINE_S, ApiError, draining_error
-from octavo.server.shares import keeps_most
+from octavo.server.http.errors import RETRY_ENGINE_S, ApiError, draining_error
+from octavo.server.http.limits import keeps_most
 
 T = TypeVar("T")
 MARK = "~"  # in no client's own id, so that no client can give the engine's id of another's request

@@ -25,8 +25,8 @@ import msgspec
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from octavo.server.faults import RETRY_ENGINE_S, ApiError
-from octavo.server.limits import HttpLimits
+from octavo.server.http.errors import RETRY_ENGINE_S, ApiError
+from octavo.server.http.limits import HttpLimits
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, HTTPScope

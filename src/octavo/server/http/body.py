@@ -1,11 +1,12 @@
-"""A request's body: received within its limits, and read as strict JSON.
+"""A request's body: received within its limits, and read as strict JSON; the threads for large inputs.
 
 Owns: UTF-8, no NaN or Infinity, no repeated keys, no lone surrogates, bounded depth and counts, and the two readers
 that keep these rules. Does not: know what the fields mean.
 Invariants: a body is refused before memory or time beyond its own size is spent on it; both readers give the same
 value or refuse the same text; neither holds the interpreter's lock for long: the library's C reader only gets few
 values, the patient one releases the lock between values.
-Measured: 8 MB of `[],[],...` keep the C reader, and with it every thread, busy for a second.
+Measured: 8 MB of `[],[],...` keep the C reader, and with it every thread, busy for a second. 6 MB of escapes in one
+string hold the lock for 30 ms, so one thread does all long parsing: the event loop never waits for two such pieces.
 """
 
 from __future__ import annotations
@@ -15,18 +16,39 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from octavo.server.bodies.checks import IGNORED_FIELDS, collecting
-from octavo.server.faults import ApiError, bad_field
 from octavo.server.http.endpoints import ENDPOINT, Endpoint
-from octavo.server.limits import HttpLimits, JsonLimits
-from octavo.server.offload import parse_off_loop
+from octavo.server.http.errors import ApiError, bad_field
+from octavo.server.http.limits import HttpLimits, JsonLimits
 
 T = TypeVar("T")
+LONG_BYTES = 512 * 1024  # of a body: a few milliseconds to parse
+LONG_CHARS = 64 * 1024  # of a text: a twentieth of a second to tokenize
+# No thread is started before its first work.
+_PARSING = ThreadPoolExecutor(1, thread_name_prefix="octavo-bodies")
+_PARSING_LONG = ThreadPoolExecutor(1, thread_name_prefix="octavo-long-bodies")
+_TOKENIZING = ThreadPoolExecutor(2, thread_name_prefix="octavo-prompts")
+_TOKENIZING_LONG = ThreadPoolExecutor(1, thread_name_prefix="octavo-long-prompts")
+
+
+async def parse_off_loop(work: Callable[[], T], num_bytes: int) -> T:
+    """Run work that holds the interpreter's lock. If the caller is cancelled, the work still runs to its end."""
+    lane = _PARSING_LONG if num_bytes > LONG_BYTES else _PARSING
+    return await asyncio.get_running_loop().run_in_executor(lane, work)
+
+
+async def off_loop(work: Callable[[], T], num_characters: int = 0) -> T:
+    """Run work that mostly releases the interpreter's lock. If the caller is cancelled, the work still ends."""
+    lane = _TOKENIZING_LONG if num_characters > LONG_CHARS else _TOKENIZING
+    return await asyncio.get_running_loop().run_in_executor(lane, work)
+
+
 OFF_LOOP_BYTES = 32 * 1024  # beyond this, parsing a body leaves the event loop
 _JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.ASCII | re.IGNORECASE)
 

@@ -1,0 +1,308 @@
+"""Middleware around every request, from outside: the root path, the shell, the trusted hosts.
+
+Root path (--root-path, for a server behind a proxy): removed from the path and the raw path alike, byte for byte,
+before anything reads either; a path that spells it in another way is unchanged, and not found.
+Shell: arrival time, the request id, header limits, the count of open requests, the header of ignored fields, and the
+catch-all: an unexpected error becomes a 500 without details. It does not log bodies or headers.
+Trusted hosts: without keys, only this machine's and the listed Hosts and sites are answered, decided on the raw
+request for every path; only the bare status of the probes is open. With keys only the Host is checked, and only if
+--allowed-hosts is given: other sites' pages have no key, and cookies are checked (auth).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.observe.metrics.requests import RequestMetrics
+from octavo.server.bodies.checks import HEADER, IGNORED_FIELDS, IgnoredFields
+from octavo.server.http.auth import KEY
+from octavo.server.http.endpoints import ENDPOINT, Endpoint, Endpoints
+from octavo.server.http.errors import ApiError, bad_field, disk_full_error, internal_error, is_disk_full
+from octavo.server.http.keys import KeyInfo, KeyRing
+from octavo.server.http.lifecycle import Lifecycle
+from octavo.server.http.limits import HttpLimits
+
+if TYPE_CHECKING:
+    from octavo.config import Config
+
+
+class RootPathMiddleware:
+    """The outermost middleware, which removes the root path."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._path = root_path
+        self._raw = root_path.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, without the root path."""
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            raw: bytes = scope.get("raw_path") or path.encode()
+            if path.startswith(self._path + "/") and raw.startswith(self._raw + b"/"):
+                scope = {**scope, "path": path[len(self._path) :], "raw_path": raw[len(self._raw) :]}
+        await self._app(scope, receive, send)
+
+
+ARRIVAL = "octavo.arrival"
+REQUEST_ID = "octavo.request_id"
+GIVEN_ID = "octavo.given_id"
+METER = "octavo.meter"  # of the request's key, set by the gate
+CLIENT_CLOSED_REQUEST = 499  # never sent; the logs and metrics of proxies use it
+MAX_LOGGED_FIELDS = 256
+_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_log = logging.getLogger(__name__)
+
+
+class ShellMiddleware:
+    """The middleware around the whole app."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: HttpLimits,
+        lifecycle: Lifecycle,
+        metrics: RequestMetrics,
+        has_strict_fields: bool = False,
+    ) -> None:
+        self._app = app
+        self._limits = limits
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._has_strict_fields = has_strict_fields
+        self._logged: set[str] = set()  # ignored fields, each of which is logged once
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; an unexpected error becomes an answer and a log line."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[ARRIVAL] = time.monotonic()
+        ignored = scope[IGNORED_FIELDS] = IgnoredFields(self._has_strict_fields)
+        refusal = _read_headers(scope, self._limits)
+        has_started = has_left = False
+        status = CLIENT_CLOSED_REQUEST  # of a client that left before the response started
+
+        async def watched(message: Message) -> None:
+            nonlocal has_started, has_left, status
+            if message["type"] == "http.response.start":
+                has_started = True
+                status = message["status"]
+                self._metrics.response_started(status)
+                message["headers"] = [*message["headers"], *self._headers(scope, ignored)]
+            try:
+                await send(message)
+            except OSError:
+                has_left = True
+                raise
+
+        with self._lifecycle.opened():
+            try:
+                if refusal is not None:
+                    await refusal.response()(scope, receive, watched)
+                else:
+                    await self._app(scope, receive, watched)
+            except Exception as error:  # the shell of every route
+                if has_left:
+                    _log.debug("client left request %s", scope[REQUEST_ID])
+                else:
+                    failure = _logged(error, scope)
+                    if not has_started:
+                        await failure.response()(scope, receive, watched)
+            finally:
+                seconds = time.monotonic() - scope[ARRIVAL]
+                self._metrics.response_ended(_handler(scope), scope["method"], status, seconds)
+
+    def _headers(self, scope: Scope, ignored: IgnoredFields) -> list[tuple[bytes, bytes]]:
+        """Return the headers of every answer: the id, the key's rates, the ignored fields."""
+        headers = [(b"x-request-id", scope[REQUEST_ID].encode())]
+        meter = scope.get(METER)
+        if meter is not None:
+            headers += meter.headers(time.monotonic())
+        if ignored.paths:
+            headers.append((HEADER.lower().encode(), ", ".join(ignored.paths).encode()))
+            self._note_ignored(ignored)
+        return headers
+
+    def _note_ignored(self, ignored: IgnoredFields) -> None:
+        for path, label in zip(ignored.paths, ignored.labels, strict=True):
+            self._metrics.ignored_field(label)
+            if path not in self._logged and len(self._logged) < MAX_LOGGED_FIELDS:
+                self._logged.add(path)
+                _log.warning("field %s of a request was ignored: this server does not know it (logged once)", path)
+
+
+def _logged(error: Exception, scope: Scope) -> ApiError:
+    """Log an unexpected error and return its answer: a full disk in one line, others with a traceback."""
+    meter = scope.get(METER)
+    whose = f" of key {meter.info.name!r}" if meter is not None else ""
+    if is_disk_full(error):
+        _log.error("request %s%s failed: %s", scope[REQUEST_ID], whose, error)
+        return disk_full_error(error)
+    _log.error("request %s%s failed", scope[REQUEST_ID], whose, exc_info=error)
+    return internal_error()
+
+
+def _handler(scope: Scope) -> str:
+    """Return the path template of the request's endpoint; "none" without one."""
+    endpoint: Endpoint | None = scope.get(ENDPOINT)
+    return "none" if endpoint is None else endpoint.path
+
+
+def _read_headers(scope: Scope, limits: HttpLimits) -> ApiError | None:
+    """Set the request's id, the client's X-Request-Id or a new one; return the refusal of its headers, or None."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    given: list[bytes] = []
+    num_bytes = 0
+    for name, value in headers:
+        num_bytes += len(name) + len(value)
+        if name == b"x-request-id":
+            given.append(value)
+    scope[REQUEST_ID] = uuid.uuid4().hex
+    scope[GIVEN_ID] = None
+    if given and (len(given) > 1 or not _ID.fullmatch(given[0])):
+        return bad_field(
+            "X-Request-Id", "X-Request-Id: give one id of 1 to 128 letters, digits, dots, colons, dashes or underscores"
+        )
+    if given:
+        scope[REQUEST_ID] = scope[GIVEN_ID] = given[0].decode()
+    if len(headers) > limits.max_headers or num_bytes > limits.max_header_bytes:
+        message = f"more than {limits.max_headers} headers or {limits.max_header_bytes} bytes of them"
+        return ApiError(431, message, code="headers_too_large")
+    return None
+
+
+UNTRUSTED = "octavo.untrusted"  # in the scope of a probe that gets the bare status only
+MAX_SHOWN = 64  # characters of a client's header that a message repeats
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{0,5})?")
+_MAX_HOST = 262  # characters of the longest name, its dot and a port
+_MAX_CACHED = 256
+_SAFE = ("GET", "HEAD")
+
+
+class TrustedHosts:
+    """The names and origins of one server. This machine's address is taken from the connection."""
+
+    def __init__(self, config: Config) -> None:
+        serving, web = config.serving, config.web
+        names = ("localhost", serving.host, socket.gethostname(), *web.allowed_hosts)
+        self._names = frozenset(map(_normal, names)) - {""}
+        self._is_any_host = "*" in web.allowed_hosts
+        self._origins = frozenset(web.allowed_origins)
+        self.has_listed = bool(web.allowed_hosts)
+        self._is_own = lru_cache(_MAX_CACHED)(self._is_own_host)  # clients send the same few
+
+    def host_refusal(self, scope: Scope) -> ApiError | None:
+        """Return the refusal of a Host that is missing, repeated, or neither this machine nor listed; else None."""
+        hosts = Headers(scope=scope).getlist("host")
+        if self._is_any_host:
+            return None
+        local = str(scope["server"][0]) if scope.get("server") else ""
+        if len(hosts) == 1 and len(hosts[0]) <= _MAX_HOST and self._is_own(hosts[0], local):
+            return None
+        message = (
+            f"Host is {' and '.join(hosts)[:MAX_SHOWN]!r}, which is neither an address of this machine nor listed; "
+            "add the name to --allowed-hosts, or serve with a key (OCTAVO_API_KEY)"
+        )
+        return ApiError(403, message, code="host_not_allowed")
+
+    def site_refusal(self, scope: Scope) -> ApiError | None:
+        """Return the refusal of a browser's request from another site's page or link; else None."""
+        headers = Headers(scope=scope)
+        origins, sites = headers.getlist("origin"), headers.getlist("sec-fetch-site")
+        if not (origins or sites) or "*" in self._origins:
+            return None
+        if len(origins) == 1 and origins[0] in self._origins:
+            return None
+        if origins and not (len(origins) == 1 and _is_same_origin(origins[0], headers, scope)):
+            message = (
+                f"Origin is {' and '.join(origins)[:MAX_SHOWN]!r}, a page of another site; add it to "
+                "--allowed-origins, or serve with a key (OCTAVO_API_KEY)"
+            )
+            return ApiError(403, message, code="cross_site")
+        if sites in ([], ["same-origin"]) or (sites == ["none"] and scope["method"] in _SAFE):
+            return None
+        message = (
+            f"Sec-Fetch-Site is {' and '.join(sites)[:MAX_SHOWN]!r}: a page of another site asks, or a link there; "
+            "type this server's address into the browser; a page that fetches needs its origin in --allowed-origins"
+        )
+        return ApiError(403, message, code="cross_site")
+
+    def _is_own_host(self, host: str, local: str) -> bool:
+        """Return True for a Host that means this machine. `local`: the address that the client connected to."""
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = _normal(found[1].strip("[]"))
+        address = _address(name)
+        if address is None:
+            return name in self._names
+        return address.is_loopback or name in self._names or address == _address(local.partition("%")[0])
+
+
+class TrustedHostMiddleware:
+    """A middleware inside the shell and CORS, before preflights and keys."""
+
+    def __init__(
+        self, app: ASGIApp, endpoints: Endpoints, config: Config, keys: KeyRing, note: Callable[[str], None]
+    ) -> None:
+        self._app = app
+        self._endpoints = endpoints
+        self._trusted = TrustedHosts(config)
+        self._keys = keys
+        self._note = note  # counts a refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 403."""
+        if scope["type"] != "http" or isinstance(scope.get(KEY), KeyInfo):  # a call from inside has no Host
+            await self._app(scope, receive, send)
+            return
+        refusal = None
+        if not self._keys.keys:
+            refusal = self._trusted.host_refusal(scope) or self._trusted.site_refusal(scope)
+        elif self._trusted.has_listed:
+            refusal = self._trusted.host_refusal(scope)
+        if refusal is not None and self._is_probe(scope):
+            scope[UNTRUSTED] = True
+            refusal = None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            self._note(refusal.code)
+            await refusal.response()(scope, receive, send)
+
+    def _is_probe(self, scope: Scope) -> bool:
+        return scope["path"] != "/login" and self._endpoints.open_access(scope) is not None
+
+
+def _is_same_origin(origin: str, headers: Headers, scope: Scope) -> bool:
+    """Return True for this server's own origin: the Host, which was checked. A proxy may terminate TLS."""
+    scheme, _, host = origin.partition("://")
+    schemes = ("https",) if scope["scheme"] == "https" else ("http", "https")
+    return scheme in schemes and host.lower() == headers.get("host", "").lower()
+
+
+def _normal(name: str) -> str:
+    """Return a name or address in its normal form, for comparisons."""
+    plain = name.lower().removesuffix(".")
+    address = _address(plain)
+    return plain if address is None else str(address)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
