@@ -74,8 +74,8 @@ def test_old_torch_warns(monkeypatch) -> None:
 
 
 def test_missing_model_names_the_command(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("octavo.artifacts.resolve.find_wheel_model", lambda: None)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "find_wheel_model", lambda: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     finding = doctor._model(HERE)
     assert finding.state == "warn"
     assert "octavo pull smollm2" in finding.remedy

@@ -7,12 +7,12 @@ Does not: know the conversation beyond its messages.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.cli.servers import bearer_headers, refusal_text
 from octavo.cli.terminal import reason_of
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.errors import EngineError, OctavoError
@@ -95,11 +95,9 @@ class RemoteAnswerer:
 
         if self._client is None:
             url = self.url.rstrip("/")
-            key = self.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
             timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
             base = url if url.endswith("/v1") else f"{url}/v1"
-            self._client = httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout)
+            self._client = httpx.AsyncClient(base_url=base, headers=bearer_headers(self.api_key), timeout=timeout)
         return self._client
 
     async def connect(self) -> None:
@@ -109,7 +107,7 @@ class RemoteAnswerer:
         try:
             answer = await self._open().get("/models")
             if answer.status_code != 200:
-                raise AnswerError(_refusal(answer.status_code, answer.content))
+                raise AnswerError(refusal_text(answer.status_code, answer.content))
             self.name = self.name or str(answer.json()["data"][0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise AnswerError(f"no server answers at {self.url} ({reason_of(error)})") from None
@@ -125,7 +123,7 @@ class RemoteAnswerer:
         try:
             async with self._open().stream("POST", "/chat/completions", json=body) as answer:
                 if answer.status_code != 200:
-                    raise AnswerError(_refusal(answer.status_code, await answer.aread()))
+                    raise AnswerError(refusal_text(answer.status_code, await answer.aread()))
                 async for line in answer.aiter_lines():
                     text = _text(line)
                     if text:
@@ -153,13 +151,6 @@ def _text(line: str) -> str:
     choices = event.get("choices") or [{}]
     delta = choices[0].get("delta") or {}
     return delta.get("content") or delta.get("reasoning_content") or ""
-
-
-def _refusal(status: int, body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return f"the server answered with status {status}"
 
 
 def _note(count: int, decode_s: float, first_s: float, what: str = "tokens") -> str:

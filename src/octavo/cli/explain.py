@@ -16,12 +16,13 @@ from urllib.parse import quote
 from octavo.cli.flags import UsageError
 from octavo.cli.servers import (
     add_server_arguments,
+    bearer_headers,
     call_admin,
-    client_key,
     full_url,
     has_server_at,
     is_server_named,
     named_server,
+    refusal_text,
 )
 from octavo.cli.terminal import align_columns, reason_of
 from octavo.errors import OctavoError
@@ -89,7 +90,7 @@ def _explain(args: argparse.Namespace, is_remote: bool) -> Json:
     """Query the server once. Raises AdminError, NotAnsweredError."""
     if is_remote:
         base = full_url(args.url).removesuffix("/v1")
-        return _get(f"{base}/v1/requests/{quote(args.id, safe='')}/explain", client_key(args.api_key))
+        return _get(f"{base}/v1/requests/{quote(args.id, safe='')}/explain", bearer_headers(args.api_key))
     answer: Json = call_admin(named_server(args).admin, "explain", args.id or "")
     explanations = answer.get("explanations", ())
     if explanations and all(one["state"] == "unknown" for one in explanations):
@@ -97,19 +98,17 @@ def _explain(args: argparse.Namespace, is_remote: bool) -> Json:
     return answer
 
 
-def _get(url: str, key: str) -> Json:
+def _get(url: str, headers: dict[str, str]) -> Json:
     import httpx
 
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.get(url, headers=headers, timeout=TIMEOUT_S)
+        if response.status_code != 200:
+            message = refusal_text(response.status_code, response.content)
+            raise NotAnsweredError(f"{url} answers {response.status_code}: {message}")
         body: Any = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise NotAnsweredError(f"no answer from {url} ({reason_of(error)})") from None
-    if response.status_code != 200:
-        error_body = body.get("error") if isinstance(body, dict) else None
-        message = error_body.get("message") if isinstance(error_body, dict) else None
-        raise NotAnsweredError(f"{url} answers {response.status_code}: {message or response.reason_phrase}")
     if not isinstance(body, dict):
         raise NotAnsweredError(f"{url} does not answer with an explanation; is it an Octavo server?")
     return body

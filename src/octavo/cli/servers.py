@@ -142,6 +142,20 @@ def client_key(given: str | None) -> str:
     return given or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
 
 
+def bearer_headers(given_key: str | None) -> dict[str, str]:
+    """Return the HTTP headers that present a key; none without one."""
+    key = client_key(given_key)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def refusal_text(status: int, body: bytes) -> str:
+    """Return the message of an error body as OpenAI's API has it, else the status."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"the server answered with status {status}"
+
+
 def port_in_use_message(host: str, port: int) -> str:
     """Return the message about a port in use: the program that has it, and the remedy."""
     free = next((other for other in range(port + 1, min(port + 100, 65536)) if _is_free(host, other)), 0)
