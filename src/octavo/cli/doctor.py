@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"ok": not has_failed, "checks": checks}))
         return int(has_failed)
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for name, finding in findings.items():
         rows.append((finding.state, name, finding.detail))
         if finding.remedy:
