@@ -221,7 +221,7 @@ int64_t draw_from_best(const LogitRow& row, Scratch& scratch, double total) {
 
 // --- rows
 
-// SplitMix64, as sampling/draws.py has it: one number in [0, 1) from the top 48 bits.
+// SplitMix64, as sampling/selection.py has it: one number in [0, 1) from the top 48 bits.
 INLINE uint64_t splitmix64(uint64_t state, uint64_t index) {
     uint64_t z = state + (index + 1) * 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import generation
 
 from octavo.core.request import SamplingParams
-from octavo.sampling.columns import SamplingColumns, SamplingRows
-from octavo.sampling.draws import uniforms
+from octavo.sampling.columns import SamplingRows, SequenceIds
 from octavo.sampling.dry import matching_ends
-from octavo.sampling.selection import draw
+from octavo.sampling.sampler import Sampler
+from octavo.sampling.selection import draw, uniforms
 from tests.sampling import per_row
-from tests.sampling.test_sampling import EOS, Rig, cuts_of
+from tests.sampling.test_sampling import EOS, ONE_ID, Rig, draws_of
 
 VOCAB_SIZE = 30
 DRY: list[dict[str, Any]] = [
@@ -37,8 +37,8 @@ DRY: list[dict[str, Any]] = [
 def apply(rig: Rig, logits: Tensor, lengths: list[int]) -> Tensor:
     edited = logits.clone()
     rows = SamplingRows(np.arange(len(lengths)), np.asarray(lengths))
-    if rig.processors.needs(rows):
-        rig.processors.apply(edited, rows)
+    for processor, chosen in rig.processors.edits(rows):
+        processor.apply(edited, rows, chosen)
     return edited
 
 
@@ -89,11 +89,10 @@ def test_P01_dry_of_a_slot_used_again_knows_nothing_of_the_one_before() -> None:
     for slot in (2, 0, 1):
         prompt = rng.integers(0, 3, 10).tolist()
         rig.histories[slot][0][:] = prompt
-        rig.processors.release(slot)
+        rig.sampler.release(slot)
         rig.ids[slot, :10] = torch.tensor(prompt)
     for slot in (1, 2, 0):  # other places than before
-        rig.columns.put(slot, params[slot], choice=0, num_prompt=10, eos_token_ids=EOS)
-        rig.processors.admit(slot, np.zeros(0, dtype=np.int64), np.asarray(rig.histories[slot][0]))
+        rig.sampler.put(slot, params[slot], SequenceIds(np.asarray(rig.histories[slot][0]), eos=EOS))
     assert_equals_twin(rig, logits, apply(rig, logits, [10, 10, 10, 18]))
 
 
@@ -114,12 +113,6 @@ def test_P01_the_z_algorithm_equals_looking(seed: int) -> None:
             length += 1
         assert got == length
     assert matching_ends([], breakers) == []
-
-
-def test_P01_dry_asks_for_the_prompt() -> None:
-    rig = Rig([SamplingParams(dry_multiplier=1.0)], VOCAB_SIZE, [([1, 2], [])])
-    with pytest.raises(AssertionError, match="DRY needs the prompt"):
-        rig.processors.admit(0, np.zeros(0, dtype=np.int64))
 
 
 WORDS: list[tuple[tuple[int, ...], ...]] = [
@@ -187,7 +180,7 @@ def test_P01_typical_p_equals_transformers(typical_p: float, spread: float) -> N
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(int(10 * spread))) * spread
     warped = generation.TypicalLogitsWarper(typical_p)(torch.tensor([[1]]), logits.double())
     u = uniforms(np.arange(num, dtype=np.uint64), np.zeros(num, np.int64), np.zeros(num, np.int64))
-    drawn = draw(logits.repeat(num, 1), cuts_of(u, typical_p=typical_p))
+    drawn = draw(logits.repeat(num, 1), draws_of(u, typical_p=typical_p))
     values, ids = warped.sort(dim=1, descending=True, stable=True)
     expected = ids[0][torch.searchsorted(values[0].softmax(0).cumsum(0), torch.from_numpy(u), right=True)]
     assert drawn.tolist() == expected.tolist()
@@ -217,7 +210,7 @@ def test_P01_typical_p_behind_every_other_cut_equals_transformers(seed: int) -> 
 
 
 def test_P03_rows_ranked_by_best_of_give_log_probabilities() -> None:
-    columns = SamplingColumns(3)
+    sampler = Sampler(3, torch.zeros((3, 4), dtype=torch.int32), 300)
     for slot, options in enumerate(({"best_of": 2}, {"n": 2}, {"best_of": 2, "logprobs": 3})):
-        columns.put(slot, SamplingParams(**options), choice=0, num_prompt=1, eos_token_ids=EOS)  # type: ignore[arg-type]
-    assert columns.logprobs.tolist() == [0, -1, 3]
+        sampler.put(slot, SamplingParams(**options), ONE_ID)  # type: ignore[arg-type]
+    assert sampler.columns.logprobs.tolist() == [0, -1, 3]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.request import SamplingParams
-from octavo.sampling import bans, dry, processors, sampler, selection, token_masks
-from octavo.sampling.columns import SamplingColumns, SamplingRows
+from octavo.sampling import dry, processors, sampler, selection
+from octavo.sampling.columns import SamplingRows, SequenceIds
 from tests.sampling.test_edits import DRY, WORDS
 from tests.sampling.test_sampling import EOS, MANY
 
@@ -30,15 +30,12 @@ def to_meta(device: torch.device, *columns: NDArray[Any]) -> list[Tensor]:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> sampler.Sampler:
-    for module in (bans, dry, processors, sampler, selection, token_masks):
+    for module in (dry, processors, sampler, selection):
         monkeypatch.setattr(module, "upload", to_meta)
-    columns = SamplingColumns(len(PARAMS))
-    edits = processors.LogitsProcessors(columns, torch.zeros((len(PARAMS), 40), dtype=torch.int32, device="meta"), 5000)
+    made = sampler.Sampler(len(PARAMS), torch.zeros((len(PARAMS), 40), dtype=torch.int32, device="meta"), 5000)
     for slot, params in enumerate(PARAMS):
-        columns.put(slot, params, choice=0, num_prompt=6, eos_token_ids=EOS)
-        columns.keep_below(slot, 5000)
-        edits.admit(slot, np.arange(3), np.arange(6))
-    return sampler.Sampler(columns, edits)
+        made.put(slot, params, SequenceIds(np.arange(6), np.arange(3), EOS))
+    return made
 
 
 def test_P01_sampling_with_every_parameter_asks_the_device_nothing(rig: sampler.Sampler) -> None:
@@ -52,7 +49,7 @@ def test_P01_sampling_with_every_parameter_asks_the_device_nothing(rig: sampler.
 
 @pytest.mark.parametrize("held", [np.arange(len(PARAMS)), np.arange(0, len(PARAMS), 3)])
 def test_P06_masks_ask_the_device_nothing(rig: sampler.Sampler, held: NDArray[np.int64]) -> None:
-    masks = token_masks.TokenMasks(held, np.zeros((len(held), -(-5000 // 32)), dtype=np.int32))
+    masks = processors.TokenMasks(held, np.zeros((len(held), -(-5000 // 32)), dtype=np.int32))
     logits = torch.zeros((len(PARAMS), 5000), device="meta")
     rows = SamplingRows(np.arange(len(PARAMS)), np.full(len(PARAMS), 9))
     assert rig.sample(logits, rows, masks).ids_R.device.type == "meta"
@@ -63,7 +60,7 @@ def test_P04_candidates_and_chosen_ids_ask_the_device_nothing(rig: sampler.Sampl
     logits = torch.zeros((len(PARAMS), 5000), device="meta")
     ids, logprobs = rig.candidates(logits, SamplingRows(slots, np.full(len(PARAMS), 9)))
     assert ids.shape == logprobs.shape == (len(PARAMS), 6)
-    rig._processors.append(slots, np.full(len(PARAMS), 7))
+    rig.processors.append(slots, np.full(len(PARAMS), 7))
 
 
 def test_the_meta_device_does_refuse() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from octavo.core.request import SamplingParams
 from octavo.ops import cpu, sample_kernel
-from octavo.sampling.columns import SamplingColumns, SamplingRows
-from octavo.sampling.processors import LogitsProcessors
+from octavo.sampling.columns import SamplingRows, SequenceIds
 from octavo.sampling.sampler import Sampler
 from tests.sampling.test_sampling import EOS
 
@@ -58,10 +57,10 @@ def logits_of(shape: str, size: int, seed: int) -> Tensor:
 
 
 def sampler_of(params: list[SamplingParams], vocab_size: int) -> Sampler:
-    columns = SamplingColumns(len(params))
+    sampler = Sampler(len(params), torch.zeros((len(params), 9), dtype=torch.int32), vocab_size)
     for slot, one in enumerate(params):
-        columns.put(slot, one, choice=slot, num_prompt=5, eos_token_ids=EOS)
-    return Sampler(columns, LogitsProcessors(columns, torch.zeros((len(params), 9), dtype=torch.int32), vocab_size))
+        sampler.put(slot, one, SequenceIds(np.zeros(5, np.int64), eos=EOS), choice=slot)
+    return sampler
 
 
 def both(params: list[SamplingParams], logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from octavo.core.request import SamplingParams
-from octavo.sampling.columns import SamplingColumns, SamplingRows
-from octavo.sampling.draws import splitmix64, uniforms
-from octavo.sampling.logprobs import RawDistribution
-from octavo.sampling.processors import LogitsProcessors
-from octavo.sampling.sampler import Sampled, Sampler
-from octavo.sampling.selection import Cuts, draw, scale, sorted_candidates, weigh
+from octavo.sampling.columns import SamplingRows, SequenceIds
+from octavo.sampling.processors import MinTokens
+from octavo.sampling.sampler import RawDistribution, Sampled, Sampler
+from octavo.sampling.selection import Draws, draw, scale, sorted_candidates, splitmix64, uniforms, weigh
 from tests.sampling import per_row
 
 EOS = (2,)
@@ -46,6 +44,9 @@ MANY = [
 ]
 
 
+ONE_ID = SequenceIds(np.zeros(1, dtype=np.int64))
+
+
 class Rig:
     """Sequences in slots, and a sampler over them."""
 
@@ -53,17 +54,15 @@ class Rig:
         self, params: Sequence[SamplingParams], vocab_size: int, histories: Sequence[tuple[list[int], list[int]]]
     ):
         self.params, self.histories = params, histories
-        self.columns = SamplingColumns(len(params))
         ids = torch.zeros((len(params), 64), dtype=torch.int32)
-        self.processors = LogitsProcessors(self.columns, ids, vocab_size)
+        self.sampler = Sampler(len(params), ids, vocab_size)
+        self.processors = self.sampler.processors
         self.ids = ids
         for slot, (one, (prompt, outputs)) in enumerate(zip(params, histories, strict=True)):
             known = prompt + outputs
             ids[slot, : len(known)] = torch.tensor(known, dtype=torch.int32)
-            self.columns.put(slot, one, choice=slot % 3, num_prompt=len(prompt), eos_token_ids=EOS)
-            self.columns.keep_below(slot, vocab_size)
-            self.processors.admit(slot, np.asarray(outputs, dtype=np.int64), np.asarray(prompt, dtype=np.int64))
-        self.sampler = Sampler(self.columns, self.processors)
+            known_ids = SequenceIds(np.asarray(prompt, dtype=np.int64), np.asarray(outputs, dtype=np.int64), EOS)
+            self.sampler.put(slot, one, known_ids, choice=slot % 3)
 
     def sample(self, logits: torch.Tensor, slots: Sequence[int]) -> Sampled:
         positions = [sum(map(len, self.histories[slot])) for slot in slots]
@@ -154,12 +153,12 @@ def test_P02_a_row_is_the_same_alone_and_in_any_company() -> None:
     assert together == backwards == alone
 
 
-def cuts_of(
+def draws_of(
     uniform: Sequence[float], *, top_k: Sequence[int] | int = 0, top_p: Sequence[float] | float = 1.0,
     typical_p: Sequence[float] | float = 1.0,
-) -> Cuts:  # fmt: skip
+) -> Draws:  # fmt: skip
     num = len(uniform)
-    return Cuts(
+    return Draws(
         np.ones(num, dtype=np.float32),
         np.full(num, -np.inf, dtype=np.float32),
         np.broadcast_to(np.asarray(top_k), num).astype(np.int64),
@@ -177,8 +176,8 @@ def test_distributions_do_not_change_by_a_bit_with_the_number_of_rows(threads: i
     try:
         scores = torch.randn(9, 49152, generator=torch.Generator().manual_seed(0)) * 3
         u, top_k, top_p = np.linspace(0, 1 - 2**-48, 9), np.array([0, 5, 0] * 3), np.linspace(0.3, 0.95, 9)
-        plain, cut = cuts_of(u), cuts_of(u, top_k=top_k, top_p=top_p)
-        typical = cuts_of(u, top_k=top_k, top_p=top_p, typical_p=top_p[::-1])
+        plain, cut = draws_of(u), draws_of(u, top_k=top_k, top_p=top_p)
+        typical = draws_of(u, top_k=top_k, top_p=top_p, typical_p=top_p[::-1])
         weights = weigh(scale(scores, plain))
         assert torch.equal(weights.sum(dim=1), weights.flip(1).cumsum(dim=1)[:, -1])
         for cuts in (plain, cut, typical):
@@ -205,7 +204,7 @@ def test_the_draw_follows_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.0, 0.125, 0.25, 0.0, 0.125])
     many = 16000
     u = uniforms(np.arange(many, dtype=np.uint64), np.zeros(many, np.int64), np.zeros(many, np.int64))
-    drawn = draw(probs.log().repeat(many, 1), cuts_of(u))
+    drawn = draw(probs.log().repeat(many, 1), draws_of(u))
     shares = torch.bincount(drawn, minlength=6) / many
     assert torch.allclose(shares, probs, atol=0.012) and shares[1] == shares[4] == 0
 
@@ -216,9 +215,9 @@ def test_extreme_draws_never_give_an_impossible_id(size: int) -> None:
     probs[:, size // 2] = 0.3
     probs[:, size // 3] = 0.7
     u = np.array([0.0, 0.5, 1 - 2.0**-48])
-    drawn = draw(probs.log(), cuts_of(u))
+    drawn = draw(probs.log(), draws_of(u))
     assert (probs.gather(1, drawn[:, None]) > 0).all()
-    best = draw(probs.log(), cuts_of(u, top_k=[2, 0, 0], top_p=[1.0, 0.999, 0.7]))
+    best = draw(probs.log(), draws_of(u, top_k=[2, 0, 0], top_p=[1.0, 0.999, 0.7]))
     assert (probs.gather(1, best[:, None]) > 0).all()
 
 
@@ -299,7 +298,7 @@ def test_a_row_that_is_not_finite_is_seen_and_hurts_nobody() -> None:
     assert sampled.ids_R[2:].equal(clean[2:]) and (sampled.ids_R >= 0).all() and (sampled.ids_R < 300).all()
 
 
-def test_counts_follow_what_is_sampled_and_places_are_reused() -> None:
+def test_counts_follow_what_is_sampled_and_rows_are_reused() -> None:
     params = [SamplingParams(temperature=0.0, frequency_penalty=1.0)] * 6
     rig = Rig(params, 50, [([1], [])] * 6)
     logits = torch.zeros(6, 50)
@@ -312,7 +311,7 @@ def test_counts_follow_what_is_sampled_and_places_are_reused() -> None:
         seen.append(ids[0].item())
     assert seen == [9, 9, 9, 0, 1]  # 2.5, 1.5 and 0.5, then below the others
     for slot in range(6):
-        rig.processors.admit(slot, np.zeros(0, dtype=np.int64))
+        rig.sampler.put(slot, params[slot], SequenceIds(np.ones(1, dtype=np.int64), eos=EOS))
     again = rig.sampler.sample(logits.clone(), SamplingRows(np.arange(6), np.full(6, 1))).ids_R
     assert again.tolist() == [9] * 6
 
@@ -320,10 +319,9 @@ def test_counts_follow_what_is_sampled_and_places_are_reused() -> None:
 @pytest.mark.parametrize("options", [{}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.5}])
 @pytest.mark.parametrize("temperature", [1e-40, 1e-46, 1e-300])
 def test_a_temperature_that_float32_cannot_hold_is_greedy(temperature: float, options: dict[str, float]) -> None:
-    columns = SamplingColumns(1)
     params = SamplingParams(temperature=temperature, seed=1, **options)  # type: ignore[arg-type]
-    columns.put(0, params, choice=0, num_prompt=1, eos_token_ids=())
-    sampler = Sampler(columns, LogitsProcessors(columns, torch.zeros((1, 4), dtype=torch.int32), 300))
+    sampler = Sampler(1, torch.zeros((1, 4), dtype=torch.int32), 300)
+    sampler.put(0, params, ONE_ID)
     logits_RV = torch.randn((1, 300), generator=torch.Generator().manual_seed(5))
     best = int(logits_RV.argmax())
     assert best != 0
@@ -331,24 +329,22 @@ def test_a_temperature_that_float32_cannot_hold_is_greedy(temperature: float, op
 
 
 def test_a_top_p_of_0_takes_the_likeliest_token() -> None:
-    columns = SamplingColumns(8)
+    sampler = Sampler(8, torch.zeros((8, 4), dtype=torch.int32), 300)
     for slot in range(8):
-        params = SamplingParams(temperature=5.0, top_p=0, seed=slot)
-        columns.put(slot, params, choice=0, num_prompt=1, eos_token_ids=())
-    sampler = Sampler(columns, LogitsProcessors(columns, torch.zeros((8, 4), dtype=torch.int32), 300))
+        sampler.put(slot, SamplingParams(temperature=5.0, top_p=0, seed=slot), ONE_ID)
     logits_RV = torch.randn((8, 300), generator=torch.Generator().manual_seed(5))
     best = logits_RV.argmax(dim=1).tolist()
     assert sampler.sample(logits_RV, SamplingRows(np.arange(8), np.full(8, 1))).ids_R.tolist() == best
 
 
 def test_the_largest_numbers_fit_their_columns() -> None:
-    columns = SamplingColumns(1)
+    sampler = Sampler(1, torch.zeros((1, 4), dtype=torch.int32), 300)
     params = SamplingParams(
         temperature=1.0, top_k=2**31 - 1, min_tokens=2**31 - 1, max_tokens=None, stop_token_ids=(3,)
     )
-    columns.put(0, params, choice=0, num_prompt=5, eos_token_ids=EOS)
-    rows = SamplingRows(np.array([0]), np.array([1000]))
-    assert columns.top_k[0] >= 10**6 and columns.bars(rows).tolist() == [True]
+    sampler.put(0, params, SequenceIds(np.zeros(5, np.int64), eos=EOS))
+    ((processor, edited),) = sampler.processors.edits(SamplingRows(np.array([0]), np.array([1000])))
+    assert sampler.selection.top_k[0] >= 10**6 and isinstance(processor, MinTokens) and edited.tolist() == [0]
 
 
 def tied_rows(vocab_size: int, num_above: int, num_tied: int, count: int) -> torch.Tensor:
@@ -372,10 +368,10 @@ def test_P01_ties_at_the_edge_of_the_best_64_go_to_the_lowest_ids(num_above: int
     logits = tied_rows(1000, num_above, 200, count)
     uniform = np.linspace(0.0, 1.0 - 2**-40, count)
     ones = np.ones(count)
-    cuts = Cuts(
+    draws = Draws(
         ones.astype(np.float32), np.full(count, -np.inf, np.float32), np.full(count, top_k), ones * top_p, ones, uniform
     )
-    got = draw(logits, cuts).tolist()
+    got = draw(logits, draws).tolist()
     for row, u, id in zip(logits, uniform, got, strict=True):
         weights, order = weigh((row - row.max())[None])[0], row.sort(descending=True, stable=True).indices
         sorted_weights = weights[order]

@@ -10,7 +10,7 @@ import torch
 
 from octavo.core.request import SamplingParams
 from octavo.sampling.columns import SamplingRows
-from octavo.sampling.token_masks import TokenMasks
+from octavo.sampling.processors import TokenMasks
 from tests.sampling.test_sampling import Rig
 
 VOCAB_SIZE = 77  # no multiple of 8

@@ -22,8 +22,7 @@ from octavo.executors.columns import from_packed
 from octavo.executors.drafts import Drafts
 from octavo.executors.slots import Slots
 from octavo.ops.attention import AttentionBatch
-from octavo.sampling.columns import Ints, SamplingRows
-from octavo.sampling.upload import upload
+from octavo.sampling.columns import Ints, SamplingRows, upload
 
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 

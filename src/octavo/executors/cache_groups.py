@@ -22,8 +22,7 @@ from octavo.executors.columns import from_packed
 from octavo.executors.host_pool import HostPool
 from octavo.ops.attention import AttentionBackend, AttentionBatch, GroupedAttention
 from octavo.ops.attention_pool import KVPool, PoolShape
-from octavo.sampling.columns import Ints
-from octavo.sampling.upload import upload
+from octavo.sampling.columns import Ints, upload
 
 MakeAttention = Callable[[KVPool, int | None], AttentionBackend]  # of a pool and its layers' window
 

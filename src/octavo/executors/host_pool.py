@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention_pool import KVPool
-from octavo.sampling.columns import Ints
-from octavo.sampling.upload import upload
+from octavo.sampling.columns import Ints, upload
 
 # Memory is allocated in slabs of this size: torch rounds a pinned tensor up to a power of two, which could double it.
 SLAB_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""An executor's state per sequence: known ids, block tables, sampling parameters, penalty counts.
+"""An executor's state per sequence: known ids, block tables, sampling.
 
 Owns: the slots and how a plan's effects change them. Does not: run rows, or decide anything.
 Shapes: S slots, W = max_model_len + 1 positions, M blocks of the longest table.
@@ -16,9 +16,8 @@ import torch
 
 from octavo.core.plan import DROP_BLOCK, NewSequence, StepPlan
 from octavo.executors.columns import from_packed
-from octavo.sampling.columns import Ints, SamplingColumns
-from octavo.sampling.processors import LogitsProcessors
-from octavo.sampling.upload import upload
+from octavo.sampling.columns import Ints, SequenceIds, upload
+from octavo.sampling.sampler import Sampler
 
 
 class Slots:
@@ -43,8 +42,7 @@ class Slots:
         self.flat_ids = self.ids_SW.view(-1)  # of slot s and position p at s * W + p
         max_blocks = -(-max_model_len // block_size)
         self.tables: list[Ints] = [np.full((num_slots, max_blocks), null, dtype=np.int64) for null in null_blocks]
-        self.columns = SamplingColumns(num_slots)
-        self.processors = LogitsProcessors(self.columns, self.ids_SW, vocab_size)
+        self.sampler = Sampler(num_slots, self.ids_SW, vocab_size)
         self.faults: dict[int, str] = {}
 
     def change_sequences(self, plan: StepPlan) -> None:
@@ -62,7 +60,7 @@ class Slots:
         slots, positions, ids = from_packed(plan.id_edits).reshape(-1, 3).T
         where, values = upload(self.ids_SW.device, slots * self.ids_SW.shape[1] + positions, ids)
         self.ids_SW.view(-1).index_copy_(0, where, values.int())
-        self.processors.append(slots, ids)
+        self.sampler.processors.append(slots, ids)
 
     def write_drafts(self, plan: StepPlan) -> None:
         """Write the drafts of rows after their known ids, as inputs of this step; sampling overwrites them."""
@@ -88,24 +86,20 @@ class Slots:
     def _empty(self, slot: int) -> None:
         for table_SM, null_block in zip(self.tables, self.null_blocks, strict=True):
             table_SM[slot] = null_block
-        self.processors.release(slot)
+        self.sampler.release(slot)
         self.faults.pop(slot, None)
 
     def _fill(self, new: NewSequence) -> None:
         assert new.token_ids is not None, f"{new.request_id} has a length but no token ids: only a simulator can run it"
         ids = from_packed(new.token_ids)
         fault = self._fault(new, ids)
-        params = new.params
         if fault is not None:
             # its rows still run, to keep the step's shape; they report the fault
             self.faults[new.slot] = fault
             ids = np.clip(ids, 0, self.vocab_size - 1)
         self.ids_SW[new.slot, : len(ids)].copy_(upload(self.ids_SW.device, ids.astype(np.int32))[0], non_blocking=True)
-        self.columns.put(
-            new.slot, params, choice=new.choice, num_prompt=new.num_prompt, eos_token_ids=new.eos_token_ids
-        )
-        self.columns.keep_below(new.slot, self.vocab_size)
-        self.processors.admit(new.slot, ids[new.num_prompt :], ids[: new.num_prompt])
+        known = SequenceIds(ids[: new.num_prompt], ids[new.num_prompt :], new.eos_token_ids)
+        self.sampler.put(new.slot, new.params, known, new.choice)
 
     def _fault(self, new: NewSequence, ids: Ints) -> str | None:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:

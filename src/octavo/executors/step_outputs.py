@@ -21,10 +21,8 @@ from octavo.errors import ErrorKind
 from octavo.executors.batch_inputs import StepInputs
 from octavo.executors.columns import to_packed
 from octavo.executors.slots import Slots
-from octavo.sampling.columns import Ints
-from octavo.sampling.logprobs import RawDistribution, SampledLogprobs
-from octavo.sampling.sampler import Sampled
-from octavo.sampling.upload import upload
+from octavo.sampling.columns import Ints, upload
+from octavo.sampling.sampler import RawDistribution, Sampled, SampledLogprobs
 
 SCORE_CHUNK = 64  # positions whose logits exist at once: 12 MiB at a vocabulary of 49152
 
@@ -192,8 +190,8 @@ def score_rows(
     width = slots.ids_SW.shape[1]
     for row in inputs.score_rows.tolist():
         slot, start = int(inputs.slots_N[row]), int(inputs.starts_N[row])
-        end = min(start + int(inputs.counts_N[row]), int(slots.columns.num_prompt[slot]) - 1)
-        num_top = max(0, int(slots.columns.prompt_logprobs[slot]))
+        end = min(start + int(inputs.counts_N[row]), int(slots.sampler.columns.num_prompt[slot]) - 1)
+        num_top = max(0, int(slots.sampler.columns.prompt_logprobs[slot]))
         first_token = int(inputs.first_token_N[row])
         parts = []
         for at in range(start, end, SCORE_CHUNK):

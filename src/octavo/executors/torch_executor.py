@@ -39,10 +39,9 @@ from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
 from octavo.ops.attention_pool import KVPool, PoolShape
 from octavo.ops.attention_reference import ReferenceAttention
-from octavo.sampling.columns import SamplingRows
+from octavo.sampling.columns import SamplingRows, upload
+from octavo.sampling.processors import TokenMasks
 from octavo.sampling.sampler import Sampler
-from octavo.sampling.token_masks import TokenMasks
-from octavo.sampling.upload import upload
 
 
 def fastest_attention(pool: KVPool, num_heads: int, window: int | None) -> AttentionBackend:
@@ -90,7 +89,7 @@ class TorchExecutor:
         self._slots = Slots(
             spec.max_sequences, decoder.max_model_len, spec.block_size, null_blocks, vocab_size, self._device
         )
-        self._sampler = Sampler(self._slots.columns, self._slots.processors)
+        self._sampler = self._slots.sampler
         self._block_size = spec.block_size
         self._decoder = decoder
         make_resident(self._cache.pools, self._steps)
@@ -193,7 +192,7 @@ class TorchExecutor:
             outputs.is_finite_R = are_finite(inputs, silent, hidden_TE)
         if len(inputs.sample_rows):  # last, since the next logits() may overwrite these
             logits_RV = logits(hidden_TE.index_select(0, inputs.sample_last_R))
-            if self._slots.columns.has_grammar[inputs.sampling.slots].any():
+            if self._sampler.columns.has_grammar[inputs.sampling.slots].any():
                 outputs.unsampled_RV = logits_RV
             else:
                 self._sample(logits_RV, outputs)
@@ -217,7 +216,7 @@ class TorchExecutor:
         others = np.delete(np.arange(len(inputs.sample_rows)), beams)
         beams_B, others_R = upload(self._device, beams, others)
         asking = SamplingRows(rows.slots[beams], rows.positions[beams])
-        counts = self._slots.columns.num_candidates[asking.slots]
+        counts = self._sampler.columns.num_candidates[asking.slots]
         ids_BC, logprobs_BC = self._sampler.candidates(logits_RV.index_select(0, beams_B), asking)
         outputs.candidates = Candidates(beams, counts, ids_BC, logprobs_BC)
         if len(others):
@@ -245,7 +244,7 @@ class TorchExecutor:
     def _sample_masked(self, outputs: StepOutputs, masks: Masks) -> None:
         assert outputs.inputs is not None and outputs.unsampled_RV is not None
         logits_RV, outputs.unsampled_RV = outputs.unsampled_RV, None
-        needed = np.flatnonzero(self._slots.columns.has_grammar[outputs.inputs.sampling.slots])
+        needed = np.flatnonzero(self._sampler.columns.has_grammar[outputs.inputs.sampling.slots])
         if not np.array_equal(needed, masks.places):
             raise EngineError(f"masks for positions {masks.places.tolist()}, needed for {needed.tolist()}")
         self._sample(logits_RV, outputs, TokenMasks(masks.places, masks.bits_MW))

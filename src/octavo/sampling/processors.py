@@ -1,131 +1,324 @@
-"""Changes to logits before selection, in this order: penalties, DRY, biases, then bans.
+"""Edits of logits before selection: penalties, DRY, biases, banned words, min_tokens, allowed ids, masks.
 
-Owns: the order, the counts of generated tokens (kept on the device for the slots that need them), and the edits by
-penalties and biases. Does not: select. Every edit changes only the rows that have it, and no bit of any other
-row. For beams, biases are first, as in transformers' beam search.
-Shapes: R rows that sample, V vocabulary, P rows with a penalty, C longest context of these.
-Invariants: counts[place[slot], id] = times that id was generated in the slot's sequence.
-Definitions: repetition as in CTRL (Keskar et al. 2019), over prompt and outputs; presence and frequency
-as in the OpenAI API, over outputs; DRY and bans in their modules.
+Owns: the processors and their order. Does not: select. A new sampling parameter that edits logits is a class here (or
+a module of its own, as DRY) and its line in `PROCESSORS`; one that changes the draw is a column of selection.py.
+Every edit changes only the rows that have it, and no bit of any other row. Nothing waits for the device: ids that only
+the device knows are read there.
+Shapes: R rows that sample, V vocabulary, P rows with a penalty, C longest context of these, B entries (row, id), L
+longest prefix, M masked rows, S slots, W positions of a slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.sampling.bans import Bans
-from octavo.sampling.columns import Ints, SamplingColumns, SamplingRows
-from octavo.sampling.dry import DryPenalty
-from octavo.sampling.upload import upload
-
-_NO_IDS: Ints = np.zeros(0, dtype=np.int64)
+from octavo.core.request import SamplingParams
+from octavo.sampling.columns import Floats, Ints, SamplingRows, SequenceIds, SlotState, distinct, upload
+from octavo.sampling.dry import ALWAYS, OFF, DryPenalty
 
 
-class LogitsProcessors:
-    """Editor of raw logits, in place. `ids_SW` is the executor's buffer of known ids, one row per slot."""
+class LogitsProcessor(Protocol):
+    """An edit by some sampling parameters. Made with (number of slots, the executor's known ids [S, W], vocabulary)."""
 
-    def __init__(self, columns: SamplingColumns, ids_SW: Tensor, vocab_size: int) -> None:
-        self._columns = columns
-        self._ids_SW = ids_SW
-        self._vocab_size = vocab_size
-        self._dry = DryPenalty(columns, ids_SW, vocab_size)
-        self._bans = Bans(columns, ids_SW)
-        self._counts_PV = torch.zeros((0, vocab_size), dtype=torch.int32, device=ids_SW.device)
-        self._place = np.full(len(columns.temperature), -1, dtype=np.int64)
-        self._free: list[int] = []
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
+        """Read a slot's parameters; return up to which position its rows are edited: OFF for neutral values, ALWAYS.
 
-    def admit(self, slot: int, output_ids: Ints, prompt_ids: Ints = _NO_IDS) -> None:
-        """Rebuild the slot's counts from its known ids; without a penalty nothing is kept.
-
-        Only DRY uses `prompt_ids`. The slot's columns must be put before.
+        The slot was released before. Slots that are off hold no state, and their rows cost nothing.
         """
-        self.release(slot)
-        if self._columns.dry_multiplier[slot]:
-            assert len(prompt_ids) == self._columns.num_prompt[slot], "DRY needs the prompt"
-            self._dry.admit(slot, np.concatenate([prompt_ids, output_ids]))
-        if not self._columns.has_penalty(np.asarray([slot]))[0]:
-            return
-        if not self._free:
-            held = self._counts_PV.shape[0]
-            more = max(4, held)
-            self._counts_PV = torch.cat([self._counts_PV, self._counts_PV.new_zeros((more, self._vocab_size))])
-            self._free.extend(range(held + more - 1, held - 1, -1))
-        place = self._free.pop()
-        self._place[slot] = place
-        counts_V = np.bincount(output_ids, minlength=self._vocab_size).astype(np.int32)
-        self._counts_PV[place].copy_(torch.from_numpy(counts_V))
+        ...
 
     def release(self, slot: int) -> None:
         """Drop a slot's state. Idempotent."""
-        self._dry.release(slot)
-        if self._place[slot] >= 0:
-            self._free.append(int(self._place[slot]))
-            self._place[slot] = -1
+        ...
 
-    def needs(self, rows: SamplingRows) -> bool:
-        """Return True if any row has an edit."""
-        columns = self._columns
-        return bool(columns.has_edits[rows.slots].any() or columns.bars(rows).any())
+    def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
+        """Edit these of the rows in place. A banned id gets -inf."""
+        ...
 
-    def apply(self, logits_RV: Tensor, rows: SamplingRows) -> None:
-        """Edit the logits of the rows that have edits, in place. If all ids of a row are banned, it is all -inf."""
-        self._penalise(logits_RV, rows)
-        self._dry.apply(logits_RV, rows)
-        self._bias(logits_RV, rows)
-        self._bans.apply(logits_RV, rows)
 
-    def apply_to_beams(self, log_probs_RV: Tensor, rows: SamplingRows) -> None:
-        """Edit the log-probabilities of beams in place, in the order of transformers: biases first."""
-        self._bias(log_probs_RV, rows)
-        self._penalise(log_probs_RV, rows)
-        self._dry.apply(log_probs_RV, rows)
-        self._bans.apply(log_probs_RV, rows)
+class Penalties:
+    """`repetition_penalty`, `frequency_penalty`, `presence_penalty`: counts[row of slot, id] are generated tokens.
 
-    def record(self, sampled_R: Tensor, rows: SamplingRows) -> None:
-        """Count the ids just sampled."""
-        counted = np.flatnonzero(self._place[rows.slots] >= 0)
-        if len(counted):
-            chosen, places = upload(sampled_R.device, counted, self._place[rows.slots[counted]])
-            ids = sampled_R[chosen].long()
-            self._counts_PV.index_put_((places, ids), self._counts_PV.new_ones(()), accumulate=True)
+    Repetition as in CTRL (Keskar et al. 2019), over prompt and outputs; the others as in the OpenAI API, over outputs.
+    """
 
-    def append(self, slots: Ints, token_ids: Ints) -> None:
-        """Count ids that the host chose, each one more output of its slot. The caller writes them to the id buffer."""
-        counted = np.flatnonzero(self._place[slots] >= 0)
-        if len(counted):
-            places, ids = upload(self._counts_PV.device, self._place[slots[counted]], token_ids[counted])
-            self._counts_PV.index_put_((places, ids), self._counts_PV.new_ones(()), accumulate=True)
+    def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
+        self._ids_SW = ids_SW
+        self._vocab_size = vocab_size
+        self._repetition: Floats = np.ones(num_slots)
+        self._frequency: Floats = np.zeros(num_slots)
+        self._presence: Floats = np.zeros(num_slots)
+        counts_PV = torch.zeros((0, vocab_size), dtype=torch.int32, device=ids_SW.device)
+        self._state = SlotState(num_slots, counts_PV)
 
-    def _penalise(self, logits_RV: Tensor, rows: SamplingRows) -> None:
-        columns = self._columns
-        chosen = np.flatnonzero(self._place[rows.slots] >= 0)
-        if not len(chosen):
-            return
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
+        """Count the sequence's outputs."""
+        if params.repetition_penalty == 1 and not (params.frequency_penalty or params.presence_penalty):
+            return OFF
+        self._repetition[slot] = params.repetition_penalty
+        self._frequency[slot], self._presence[slot] = params.frequency_penalty, params.presence_penalty
+        row = self._state.reserve(slot)
+        counts_V = np.bincount(ids.output, minlength=self._vocab_size).astype(np.int32)
+        self._state.tensors[0][row].copy_(torch.from_numpy(counts_V))
+        return ALWAYS
+
+    def release(self, slot: int) -> None:
+        """Drop the slot's counts."""
+        self._state.release(slot)
+
+    def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
+        """Edit the ids in the sequences: work is O(C), not O(V)."""
         slots, lengths = rows.slots[chosen], rows.positions[chosen]
-        # Only ids in the sequence can change: work is O(C), not O(V). A shorter row repeats its last position, and
-        # an id that occurs twice is written twice with the same value.
+        # A shorter row repeats its last position, and an id that occurs twice is written twice with the same value.
         where_PC = (
             np.minimum(np.arange(lengths.max())[None], lengths[:, None] - 1) + slots[:, None] * self._ids_SW.shape[1]
         )
-        row_P, place_P, where = upload(logits_RV.device, chosen, self._place[slots], where_PC)
-        factors = np.stack([columns.repetition[slots], columns.frequency[slots], columns.presence[slots]])
+        row_P, state_P, where = upload(logits_RV.device, chosen, self._state.rows[slots], where_PC)
+        factors = np.stack([self._repetition[slots], self._frequency[slots], self._presence[slots]])
         repetition, frequency, presence = upload(logits_RV.device, factors.astype(np.float32))[0][:, :, None].unbind()
         ids_PC = self._ids_SW.view(-1)[where].long()
-        count_PC = self._counts_PV[place_P[:, None], ids_PC].float()
+        count_PC = self._state.tensors[0][state_P[:, None], ids_PC].float()
         old_PC = logits_RV[row_P[:, None], ids_PC]
         new_PC = torch.where(old_PC > 0, old_PC / repetition, old_PC * repetition)
         new_PC = new_PC - frequency * count_PC - presence * (count_PC > 0)
         logits_RV[row_P[:, None], ids_PC] = new_PC
 
-    def _bias(self, logits_RV: Tensor, rows: SamplingRows) -> None:
-        columns = self._columns
-        chosen = np.flatnonzero(columns.has_bias[rows.slots])
-        if not len(chosen):
-            return
-        entries = [columns.bias[slot] for slot in rows.slots[chosen].tolist()]
-        row = np.repeat(chosen, [len(ids) for ids, _ in entries])
-        row_B, id_B = upload(logits_RV.device, row, np.concatenate([ids for ids, _ in entries]))
+    def record(self, sampled_R: Tensor, rows: SamplingRows) -> None:
+        """Count the ids just sampled."""
+        counted = np.flatnonzero(self._state.rows[rows.slots] >= 0)
+        if len(counted):
+            chosen, states = upload(sampled_R.device, counted, self._state.rows[rows.slots[counted]])
+            self._count(states, sampled_R[chosen].long())
+
+    def append(self, slots: Ints, token_ids: Ints) -> None:
+        """Count ids that the host chose, each one more output of its slot. The caller writes them to the id buffer."""
+        counted = np.flatnonzero(self._state.rows[slots] >= 0)
+        if len(counted):
+            rows = self._state.rows[slots[counted]]
+            self._count(*upload(self._ids_SW.device, rows, token_ids[counted]))
+
+    def _count(self, states: Tensor, ids: Tensor) -> None:
+        counts_PV = self._state.tensors[0]
+        counts_PV.index_put_((states, ids), counts_PV.new_ones(()), accumulate=True)
+
+
+class LogitBias:
+    """`logit_bias`: numbers added to the logits of some ids."""
+
+    def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._entries: dict[int, tuple[Ints, Floats]] = {}
+
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
+        """Keep the slot's pairs."""
+        if not params.logit_bias:
+            return OFF
+        pairs = [(token, bias) for token, bias in params.logit_bias if token < self._vocab_size]
+        tokens = np.asarray([token for token, _ in pairs], dtype=np.int64)
+        self._entries[slot] = tokens, np.asarray([bias for _, bias in pairs], dtype=np.float64)
+        return ALWAYS
+
+    def release(self, slot: int) -> None:
+        """Drop the slot's pairs."""
+        self._entries.pop(slot, None)
+
+    def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
+        """Add the biases."""
+        entries = [self._entries[slot] for slot in rows.slots[chosen].tolist()]
+        row = np.repeat(chosen, [len(tokens) for tokens, _ in entries])
+        row_B, id_B = upload(logits_RV.device, row, np.concatenate([tokens for tokens, _ in entries]))
         value_B = upload(logits_RV.device, np.concatenate([values for _, values in entries]).astype(np.float32))[0]
         logits_RV.index_put_((row_B, id_B), value_B, accumulate=True)
+
+
+@dataclass(slots=True)
+class _Words:
+    """Banned id sequences: their last ids, the sizes of the prefixes before these, and the prefixes, padded with -1."""
+
+    last_ids: Ints
+    prefix_sizes: Ints
+    prefixes: Ints
+
+    @classmethod
+    def of(cls, words: Sequence[Sequence[int]]) -> _Words:
+        """Lay out non-empty sequences."""
+        sizes = np.asarray([len(word) - 1 for word in words], dtype=np.int64)
+        prefixes = np.full((len(words), int(sizes.max(initial=0))), -1, dtype=np.int64)
+        for line, word in zip(prefixes, words, strict=True):
+            line[len(line) - len(word) + 1 :] = word[:-1]
+        return cls(np.asarray([word[-1] for word in words], dtype=np.int64), sizes, prefixes)
+
+    def padded(self, width: int) -> Ints:
+        """Return the prefixes, right-aligned in `width` columns and padded with -1."""
+        return np.pad(self.prefixes, ((0, 0), (width - self.prefixes.shape[1], 0)), constant_values=-1)
+
+
+class BannedWords:
+    """`bad_words_ids`: the last id of each sequence whose other ids end the row's context is banned."""
+
+    def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
+        self._ids_SW = ids_SW
+        self._vocab_size = vocab_size
+        self._words: dict[int, _Words] = {}
+
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
+        """Keep the slot's sequences, but those with ids that the model does not have."""
+        if not params.bad_words_ids:
+            return OFF
+        self._words[slot] = _Words.of([word for word in params.bad_words_ids if max(word) < self._vocab_size])
+        return ALWAYS
+
+    def release(self, slot: int) -> None:
+        """Drop the slot's sequences."""
+        self._words.pop(slot, None)
+
+    def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
+        """Compare the prefixes with the ends of the contexts, on the device."""
+        words = [self._words[slot] for slot in rows.slots[chosen].tolist()]
+        row_B = np.repeat(chosen, [len(entry.last_ids) for entry in words])
+        size_B = np.concatenate([entry.prefix_sizes for entry in words])
+        width = max(entry.prefixes.shape[1] for entry in words)
+        last_B = np.concatenate([entry.last_ids for entry in words])
+        prefix_BL = np.concatenate([entry.padded(width) for entry in words])
+        fits_B = size_B <= rows.positions[row_B]
+        row_B, last_B, prefix_BL = row_B[fits_B], last_B[fits_B], prefix_BL[fits_B]
+        ends_B1 = rows.positions[row_B][:, None]
+        at_BL = np.maximum(ends_B1 - width + np.arange(width), 0) + rows.slots[row_B][:, None] * self._ids_SW.shape[1]
+        row, last, prefix, at = upload(logits_RV.device, row_B, last_B, prefix_BL, at_BL)
+        is_match_B = ((self._ids_SW.view(-1)[at] == prefix) | (prefix < 0)).all(dim=1)
+        # added, so that a word that does not match keeps the bans of other words
+        logits_RV.index_put_((row, last), torch.where(is_match_B, float("-inf"), 0.0), accumulate=True)
+
+
+class _IdLists:
+    """A list of ids for each slot that has one."""
+
+    def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._ids: dict[int, Ints] = {}
+
+    def release(self, slot: int) -> None:
+        """Drop the slot's ids."""
+        self._ids.pop(slot, None)
+
+    def _keep(self, slot: int, ids: Sequence[int]) -> None:
+        self._ids[slot] = distinct(ids, self._vocab_size)
+
+    def _entries(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> list[Tensor]:
+        """Return (row, id) of all ids of the chosen rows' slots."""
+        parts = [self._ids[slot] for slot in rows.slots[chosen].tolist()]
+        return upload(logits_RV.device, np.repeat(chosen, [len(part) for part in parts]), np.concatenate(parts))
+
+
+class MinTokens(_IdLists):
+    """`min_tokens`: ids that end the sequence are banned below this number of outputs."""
+
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
+        """Keep the ids that end the sequence."""
+        if not params.min_tokens:
+            return OFF
+        self._keep(slot, ids.stops(params))
+        return len(ids.prompt) + params.min_tokens
+
+    def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
+        """Ban them."""
+        row_B, id_B = self._entries(logits_RV, rows, chosen)
+        logits_RV.index_put_((row_B, id_B), logits_RV.new_full((), float("-inf")))
+
+
+class AllowedIds(_IdLists):
+    """`allowed_token_ids`: all other ids are banned."""
+
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
+        """Keep the ids."""
+        if not params.allowed_token_ids:
+            return OFF
+        self._keep(slot, params.allowed_token_ids)
+        return ALWAYS
+
+    def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
+        """Ban all ids, then restore the logits of those that are allowed."""
+        row_B, id_B = self._entries(logits_RV, rows, chosen)
+        kept_B = logits_RV[row_B, id_B]
+        logits_RV.index_fill_(0, upload(logits_RV.device, chosen)[0], float("-inf"))
+        logits_RV[row_B, id_B] = kept_B
+
+
+# In the order in which they edit a row. Beams have biases first, as in transformers' beam search.
+PROCESSORS: tuple[Callable[[int, Tensor, int], LogitsProcessor], ...] = (
+    Penalties, DryPenalty, LogitBias, BannedWords, MinTokens, AllowedIds,
+)  # fmt: skip
+
+
+class LogitsProcessors:
+    """All processors, and which of them each slot has."""
+
+    def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
+        self._processors = tuple(make(num_slots, ids_SW, vocab_size) for make in PROCESSORS)
+        self._ends: Ints = np.full((len(PROCESSORS), num_slots), OFF, dtype=np.int64)
+        (self._penalties,) = (one for one in self._processors if isinstance(one, Penalties))
+        self.record, self.append = self._penalties.record, self._penalties.append
+
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> bool:
+        """Set up a slot; return True if any of its rows is edited."""
+        self.release(slot)
+        self._ends[:, slot] = [processor.put(slot, params, ids) for processor in self._processors]
+        return bool(self._ends[:, slot].any())
+
+    def release(self, slot: int) -> None:
+        """Drop a slot's state. Idempotent."""
+        for processor in self._processors:
+            processor.release(slot)
+
+    def edits(self, rows: SamplingRows) -> list[tuple[LogitsProcessor, Ints]]:
+        """Return the processors that edit rows of the step, in order, with the indices of those rows."""
+        is_edited = rows.positions < self._ends[:, rows.slots]
+        return [
+            (self._processors[index], np.flatnonzero(is_edited[index])) for index in np.flatnonzero(is_edited.any(1))
+        ]
+
+    def beam_edits(self, rows: SamplingRows) -> list[tuple[LogitsProcessor, Ints]]:
+        """Return the edits of beams, in the order of transformers."""
+        return sorted(self.edits(rows), key=lambda edit: not isinstance(edit[0], LogitBias))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Masks of the ids that the rows at `rows` (ascending) may sample; other rows are free. `bits_MW` is int32."""
+
+    rows: Ints
+    bits_MW: NDArray[np.int32]
+
+    def among(self, rows: Ints) -> TokenMasks | None:
+        """Return the masks of a subset of the rows (ascending), re-indexed to it; None if it has none."""
+        at = np.searchsorted(rows, self.rows)
+        is_in = rows[np.minimum(at, len(rows) - 1)] == self.rows if len(rows) else np.zeros(len(at), dtype=np.bool_)
+        return TokenMasks(at[is_in], self.bits_MW[is_in]) if is_in.any() else None
+
+    def apply(self, logits_RV: Tensor) -> None:
+        """Set the logits of ids that are not allowed to -inf, in place; those of allowed ids keep their bits, even NaN.
+
+        The addends of eight ids at a time are looked up in a table: twenty times as fast as unpacking words.
+        """
+        device, (num_rows, size) = logits_RV.device, logits_RV.shape
+        octets = upload(device, self.bits_MW.view(np.uint8).reshape(-1))[0]
+        added_MV = _addends(device).index_select(0, octets.int()).view(len(self.rows), -1)[:, :size]
+        if len(self.rows) == num_rows:
+            logits_RV.add_(added_MV)
+        else:
+            logits_RV.index_add_(0, upload(device, self.rows)[0], added_MV)
+
+
+@cache
+def _addends(device: torch.device) -> Tensor:
+    """Return, for each value of eight bits, the addends of its ids: 0 or -inf."""
+    is_set = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 > 0
+    return torch.where(is_set, 0.0, float("-inf")).to(device)

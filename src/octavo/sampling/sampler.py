@@ -1,9 +1,10 @@
 """Sample one token per row: raw log-probabilities, edits, then greedy choice or a draw.
 
-Owns: the order of these and the split of a step's rows by their parameters.
-Does not: hold per-slot state (columns and processors do) or wait for the device.
-Invariants: a row's token depends on its own logits, parameters, history and (seed, choice, position) only.
-Shapes: R rows that sample, V vocabulary.
+Owns: the order of these, the split of a step's rows by their parameters, and log-probabilities of the model's own
+distribution (before penalties, bias and temperature). Does not: wait for the device.
+Invariants: a row's token depends on its own logits, parameters, history and (seed, choice, position) only. Rank 1 is
+the best; equal logits rank by ascending id, so ranks are unique and the greedy token has rank 1.
+Shapes: R rows that sample, V vocabulary, K best requested.
 """
 
 from __future__ import annotations
@@ -14,17 +15,78 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.core.plan import TokenLogprobs
+from octavo.core.request import SamplingParams
 from octavo.ops import sample_kernel
 from octavo.ops.sample_kernel import SampleColumns, SampleKernel
-from octavo.sampling.columns import NO_LOGPROBS, Ints, SamplingColumns, SamplingRows
-from octavo.sampling.draws import uniforms
-from octavo.sampling.logprobs import RawDistribution, SampledLogprobs
-from octavo.sampling.processors import LogitsProcessors
-from octavo.sampling.selection import Cuts, draw, sorted_candidates
-from octavo.sampling.token_masks import TokenMasks
-from octavo.sampling.upload import upload
+from octavo.sampling.columns import NO_IDS, NO_LOGPROBS, Ints, SamplingColumns, SamplingRows, SequenceIds, upload
+from octavo.sampling.processors import LogitsProcessors, TokenMasks
+from octavo.sampling.selection import SelectionColumns, draw, sorted_candidates
 
-_NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
+_RANKED_TOGETHER = 1 << 18  # logits; their sum as int64 takes 2 MiB
+
+
+@dataclass(slots=True)
+class RawDistribution:
+    """Log-probabilities of some rows, kept while their logits are edited. `num_top`: how many best each row needs."""
+
+    log_probs_RV: Tensor
+    num_top: Ints
+
+    def columns(self, token_ids_R: Tensor) -> SampledLogprobs:
+        """Return the log-probabilities and ranks of these tokens and of the best ones; stays on the device."""
+        own_R1 = self.log_probs_RV.gather(1, token_ids_R[:, None])
+        ranks_R = _ranks(self.log_probs_RV, own_R1, token_ids_R)
+        num_best = int(self.num_top.max(initial=0))
+        if num_best:
+            values_RK, best_RK = sorted_candidates(self.log_probs_RV, min(num_best, self.log_probs_RV.shape[1]))
+        else:
+            values_RK, best_RK = own_R1[:, :0], token_ids_R[:, None][:, :0]
+        return SampledLogprobs(
+            token_ids_R, own_R1[:, 0], ranks_R, best_RK[:, :num_best], values_RK[:, :num_best], self.num_top
+        )
+
+
+def _ranks(log_probs_RV: Tensor, own_R1: Tensor, token_ids_R: Tensor) -> Tensor:
+    """Return the rank of each row's id. On a CPU a few rows at a time, to bound the memory of the int64 sums."""
+    num_rows, size = log_probs_RV.shape
+    ids_V = torch.arange(size, device=token_ids_R.device)
+    together = max(1, _RANKED_TOGETHER // size) if log_probs_RV.is_cpu else max(1, num_rows)
+    counts = []
+    for begin in range(0, num_rows, together):
+        part = slice(begin, begin + together)
+        some_RV, own = log_probs_RV[part], own_R1[part]
+        ahead_RV = (some_RV > own) | ((some_RV == own) & (ids_V < token_ids_R[part, None]))
+        counts.append(ahead_RV.sum(dim=1))
+    return torch.cat(counts) + 1 if counts else token_ids_R.long()
+
+
+@dataclass(slots=True)
+class SampledLogprobs:
+    """Log-probabilities, one entry per row, on the device until `entries` fetches them."""
+
+    token_ids_R: Tensor
+    logprobs_R: Tensor
+    ranks_R: Tensor
+    top_ids_RK: Tensor
+    top_logprobs_RK: Tensor
+    num_top: Ints
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Fetch the columns; return one TokenLogprobs per row."""
+        rows = zip(
+            self.token_ids_R.tolist(),
+            self.logprobs_R.tolist(),
+            self.ranks_R.tolist(),
+            self.top_ids_RK.tolist(),
+            self.top_logprobs_RK.tolist(),
+            self.num_top.tolist(),
+            strict=True,
+        )
+        return [
+            TokenLogprobs(token, own, rank, tuple(ids[:count]), tuple(values[:count]))
+            for token, own, rank, ids, values, count in rows
+        ]
 
 
 @dataclass(slots=True)
@@ -41,39 +103,53 @@ class Sampled:
 
 
 class Sampler:
-    """Sampler of a step's rows with the parameters of their slots: the C++ kernel on CPUs, else its torch twin."""
+    """Sampler of a step's rows with the parameters of their slots: the C++ kernel on CPUs, else its torch twin.
 
-    def __init__(self, columns: SamplingColumns, processors: LogitsProcessors) -> None:
-        self._columns = columns
-        self._processors = processors
+    `ids_SW` is the executor's buffer of known ids, one row per slot.
+    """
+
+    def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
+        self.columns = SamplingColumns(num_slots)
+        self.selection = SelectionColumns.of_size(num_slots)
+        self.processors = LogitsProcessors(num_slots, ids_SW, vocab_size)
         self._log_probs = torch.empty((0, 0))
         self._kernel: SampleKernel | None = None
         if sample_kernel.has_kernel():
-            of_slots = columns.inverse_temperature, columns.floor, columns.top_p, columns.top_k
-            self._kernel = SampleKernel(SampleColumns(*of_slots, columns.seed, columns.choice))
+            columns = self.selection
+            by_slot = columns.inverse_temperature, columns.floor, columns.top_p, columns.top_k
+            self._kernel = SampleKernel(SampleColumns(*by_slot, columns.seed, columns.choice))
+
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds, choice: int = 0) -> None:
+        """Set up a slot for a sequence with these known ids."""
+        self.selection.put(slot, params, choice)
+        self.columns.put(slot, params, ids, self.processors.put(slot, params, ids))
+
+    def release(self, slot: int) -> None:
+        """Drop a slot's state. Idempotent."""
+        self.processors.release(slot)
 
     def sample(self, logits_RV: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
         """Sample one id per row. `logits_RV` (float32) is edited in place, after log-probabilities are taken."""
-        wants_more = bool(self._columns.wants_more[rows.slots].any())
+        wants_more = bool(self.columns.wants_more[rows.slots].any())
         if not wants_more and masks is None:
             ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=False)
-            return Sampled(ids_R, best_R, _NO_ROWS, None)
-        wanted = np.flatnonzero(self._columns.logprobs[rows.slots] != NO_LOGPROBS) if wants_more else _NO_ROWS
+            return Sampled(ids_R, best_R, NO_IDS, None)
+        wanted = np.flatnonzero(self.columns.logprobs[rows.slots] != NO_LOGPROBS) if wants_more else NO_IDS
         raw = None
         if len(wanted):
             some_RV = _take(logits_RV, wanted)
-            raw = self.distribution(some_RV, self._columns.logprobs[rows.slots[wanted]])
-        has_edits = wants_more and self._processors.needs(rows)
-        raw_best_R = logits_RV.amax(dim=1) if has_edits else None
+            raw = self.distribution(some_RV, self.columns.logprobs[rows.slots[wanted]])
+        edits = self.processors.edits(rows) if wants_more else []
+        raw_best_R = logits_RV.amax(dim=1) if edits else None
         if masks is not None:
             masks.apply(logits_RV)
-        if has_edits:
-            self._processors.apply(logits_RV, rows)
+        for processor, edited in edits:
+            processor.apply(logits_RV, rows, edited)
         ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=wants_more)
         if raw_best_R is not None:
             best_R = torch.where(best_R == float("-inf"), best_R, raw_best_R)
         if wants_more:
-            self._processors.record(ids_R, rows)
+            self.processors.record(ids_R, rows)
         if raw is None:
             return Sampled(ids_R, best_R, wanted, None)
         return Sampled(ids_R, best_R, wanted, raw.columns(ids_R[upload(ids_R.device, wanted)[0]]))
@@ -99,18 +175,18 @@ class Sampler:
         A row whose first log-probability is not finite is unusable: NaN = the logits were NaN, -inf = no id may follow.
         """
         log_probs_RV = self._log_softmax(logits_RV.float())
-        if self._processors.needs(rows):
-            self._processors.apply_to_beams(log_probs_RV, rows)
-        most = min(int(self._columns.num_candidates[rows.slots].max()), log_probs_RV.shape[1])
-        values_RC, ids_RC = sorted_candidates(log_probs_RV, most)
-        return ids_RC[:, :most], values_RC[:, :most]
+        for processor, edited in self.processors.beam_edits(rows):
+            processor.apply(log_probs_RV, rows, edited)
+        count = min(int(self.columns.num_candidates[rows.slots].max()), log_probs_RV.shape[1])
+        values_RC, ids_RC = sorted_candidates(log_probs_RV, count)
+        return ids_RC[:, :count], values_RC[:, :count]
 
     def _choose(self, logits_RV: Tensor, rows: SamplingRows, may_be_typical: bool = True) -> tuple[Tensor, Tensor]:
         """Return an id per row, drawn or the lowest of the best, and the best logit, which is NaN if any logit is.
 
         If the best is not finite, the id is the first that has it.
         """
-        columns, is_drawn = self._columns, None
+        columns, is_drawn = self.selection, None
         if self._kernel is not None and sample_kernel.fits(logits_RV):
             ids, best = self._kernel.sample(logits_RV, rows.slots, rows.positions)
             ids_R, best_R = torch.from_numpy(ids), torch.from_numpy(best)
@@ -123,20 +199,9 @@ class Sampler:
         drawn = np.flatnonzero(is_warm if is_drawn is None else is_warm & is_drawn)
         if len(drawn):
             at = upload(logits_RV.device, drawn)[0]
-            new_R = draw(_take(logits_RV, drawn), self._cuts(rows.slots[drawn], rows.positions[drawn]))
+            new_R = draw(_take(logits_RV, drawn), columns.draws(rows.slots[drawn], rows.positions[drawn]))
             ids_R = ids_R.index_copy(0, at, torch.where(best_R[at].isfinite(), new_R, ids_R[at]))
         return ids_R, best_R
-
-    def _cuts(self, slots: Ints, positions: Ints) -> Cuts:
-        columns = self._columns
-        return Cuts(
-            columns.inverse_temperature[slots],
-            columns.floor[slots],
-            columns.top_k[slots],
-            columns.top_p[slots],
-            columns.typical_p[slots],
-            uniforms(columns.seed[slots], columns.choice[slots], positions),
-        )
 
 
 def _take(logits_RV: Tensor, rows: Ints) -> Tensor:

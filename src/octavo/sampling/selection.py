@@ -1,36 +1,94 @@
 """Pick one token per row from edited logits: temperature, top-k, top-p, min-p, typical-p, then an inverse-CDF draw.
 
-Owns: the definition of a draw, and the torch twin of the C++ kernel (ops/sample_kernel.py), which gives the same ids.
-Does not: process logits or make the uniform numbers.
-Definition: scaled = (logit - best) * inverse temperature, in float32; weight = e^scaled, in float32 by `_exponential`,
-rounded to a multiple of 2^-34, in float64. A vocabulary of at most 2^19 ids has exact sums of weights in any order.
-Candidates are in the order (logit descending, id ascending), so ties go to the lowest id. top_k keeps the first k of
-them, top_p those which are preceded by less than its share of these weights, min_p those whose scaled logit is at least
-log(min_p). Rows with top_k or top_p draw among their candidates in this order; the others in id order, unsorted.
-Shapes: R rows, V vocabulary, K candidates.
+Owns: the parameters of selection, the random numbers, the definition of a draw, and the torch twin of the C++ kernel
+(ops/sample_kernel.py), which gives the same ids. Does not: edit logits. Nothing is consumed: a draw is a function of
+(seed, choice, position), equal on every device and in every batch, so a preempted or resumed row draws the same.
+Definition, R rows, V vocabulary, K candidates: scaled = (logit - best) * inverse temperature, in float32; weight =
+e^scaled by `_exponential`, rounded to a multiple of 2^-34, in float64, so that a vocabulary of at most 2^19 ids has
+exact sums in any order. Candidates are in the order (logit descending, id ascending). top_k keeps the first k, top_p
+those preceded by less than its share of these weights, min_p those whose scaled logit is at least log(min_p). Rows
+with top_k or top_p draw among their candidates in this order; the others in id order, unsorted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.sampling.columns import Floats, Ints
-from octavo.sampling.upload import upload
+from octavo.core.request import SamplingParams
+from octavo.sampling.columns import Floats, Ints, upload
 
+MIN_TOP_P = 1e-9  # keeps the most likely token, as a top_p of 0 should
 WIDTHS = (64, 512, 4096)  # numbers of candidates tried, in turn, before a full sort
-_LEAST = -30.0  # weights are already 0 here
+_MIN_EXPONENT = -30.0  # weights are already 0 here
 _ROUND = 1.5 * 2.0**18  # whose last place in float64 is 2^-34
 _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_BITS = 48  # of a draw: u <= 1 - 2**-48, so that u * total stays below total in float64
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """The parameters of each row's draw: one entry per row in each column. `top_k` 0 = all."""
+class SelectionColumns:
+    """The parameters of selection, one entry per slot in each column. The arrays never move: the kernel reads them.
+
+    `inverse_temperature` 0 = the best id; `floor` is of scaled logits, log(min_p); `top_k` 0 = all.
+    """
+
+    inverse_temperature: NDArray[np.float32]
+    floor: NDArray[np.float32]
+    top_k: Ints
+    top_p: Floats
+    typical_p: Floats
+    seed: NDArray[np.uint64]
+    choice: Ints
+
+    @classmethod
+    def of_size(cls, num_slots: int) -> SelectionColumns:
+        """Return the columns of slots that take the best id."""
+        return cls(
+            np.zeros(num_slots, dtype=np.float32),
+            np.full(num_slots, -np.inf, dtype=np.float32),
+            np.zeros(num_slots, dtype=np.int64),
+            np.ones(num_slots),
+            np.ones(num_slots),
+            np.zeros(num_slots, dtype=np.uint64),
+            np.zeros(num_slots, dtype=np.int64),
+        )
+
+    def put(self, slot: int, params: SamplingParams, choice: int) -> None:
+        """Set a slot's entries. `params.seed` None counts as 0: the front end draws seeds."""
+        # a temperature that rounds to 0 in float32 would divide by 0
+        divisor = np.maximum(np.float32(params.temperature), np.finfo(np.float32).tiny)
+        self.inverse_temperature[slot] = np.float32(1) / divisor if params.temperature > 0 else 0
+        self.floor[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        self.top_k[slot] = max(0, params.top_k)
+        self.top_p[slot] = max(params.top_p, MIN_TOP_P)
+        self.typical_p[slot] = params.typical_p
+        self.seed[slot] = np.uint64((params.seed or 0) & (2**64 - 1))
+        self.choice[slot] = choice
+
+    def draws(self, slots: Ints, positions: Ints) -> Draws:
+        """Return the draws of rows of these slots, at these positions."""
+        return Draws(
+            self.inverse_temperature[slots],
+            self.floor[slots],
+            self.top_k[slots],
+            self.top_p[slots],
+            self.typical_p[slots],
+            uniforms(self.seed[slots], self.choice[slots], positions),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The parameters of draws, one entry per row in each column (see SelectionColumns), and their uniform numbers."""
 
     inverse_temperature: NDArray[np.float32]
     floor: NDArray[np.float32]
@@ -39,21 +97,36 @@ class Cuts:
     typical_p: Floats
     uniform: Floats
 
-    def take(self, rows: Ints) -> Cuts:
+    def take(self, rows: Ints) -> Draws:
         """Return the columns of some rows."""
-        return Cuts(
-            self.inverse_temperature[rows],
-            self.floor[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.typical_p[rows],
-            self.uniform[rows],
-        )
+        return Draws(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
-def scale(logits_RV: Tensor, cuts: Cuts) -> Tensor:
+def splitmix64(states: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return output `indices` of the generators with `states`, elementwise, modulo 2**64.
+
+    Output i of the generator with state s is mix(s + (i + 1) * GAMMA). Choice c of a seed has the generator whose state
+    is output c of the seed's own; the draw at position p is output p of that. Source: Steele, Lea, Flood, "Fast
+    splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    z: NDArray[np.uint64] = states + (indices + np.uint64(1)) * _GAMMA
+    z = (z ^ (z >> np.uint64(30))) * _FIRST
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return z ^ (z >> np.uint64(31))
+
+
+def uniforms(
+    seeds: NDArray[np.uint64], choices: NDArray[np.int64], positions: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return one number in [0, 1) per row, from the top 48 bits; `positions` count from the prompt's first token."""
+    states = splitmix64(seeds, choices.astype(np.uint64))
+    drawn = splitmix64(states, positions.astype(np.uint64))
+    return (drawn >> np.uint64(64 - _BITS)).astype(np.float64) * 2.0**-_BITS
+
+
+def scale(logits_RV: Tensor, draws: Draws) -> Tensor:
     """Return the scaled logits. Rows whose best logit is not finite have NaN."""
-    inverse_R1 = upload(logits_RV.device, cuts.inverse_temperature[:, None])[0]
+    inverse_R1 = upload(logits_RV.device, draws.inverse_temperature[:, None])[0]
     scaled_RV = logits_RV - logits_RV.amax(dim=1, keepdim=True)
     return scaled_RV.mul_(inverse_R1)
 
@@ -66,7 +139,7 @@ def weigh(scaled_RV: Tensor) -> Tensor:
 
 def _exponential(x: Tensor) -> Tensor:
     """Return e^x of x <= 0 in float32, with the same operations as csrc/sampling_passes.h (Moshier, Cephes, 1989)."""
-    x = x.clamp(min=_LEAST)
+    x = x.clamp(min=_MIN_EXPONENT)
     whole = (x * 1.44269504088896341).round_()
     r = (x - whole * 0.693359375) + whole * 2.12194440e-4
     y = r * _POLYNOMIAL[0]
@@ -77,46 +150,46 @@ def _exponential(x: Tensor) -> Tensor:
     return y.mul_(power)
 
 
-def draw(logits_RV: Tensor, cuts: Cuts) -> Tensor:
+def draw(logits_RV: Tensor, draws: Draws) -> Tensor:
     """Draw one id per row; for a row whose best logit is not finite the id is arbitrary."""
     ids_R = torch.zeros(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
-    is_typical = cuts.typical_p < 1
-    is_cut = ((cuts.top_k > 0) | (cuts.top_p < 1)) & ~is_typical
-    ways = (is_typical, draw_typical), (is_cut, draw_from_best), (~is_typical & ~is_cut, draw_in_id_order)
-    for is_in, way in ways:
+    is_typical = draws.typical_p < 1
+    is_cut = ((draws.top_k > 0) | (draws.top_p < 1)) & ~is_typical
+    methods = (is_typical, draw_typical), (is_cut, draw_from_best), (~is_typical & ~is_cut, draw_in_id_order)
+    for is_in, draw_rows in methods:
         part = np.flatnonzero(is_in)
         if len(part) == len(logits_RV):
-            return way(logits_RV, cuts)
+            return draw_rows(logits_RV, draws)
         if len(part):
             at = upload(logits_RV.device, part)[0]
-            ids_R.index_copy_(0, at, way(logits_RV.index_select(0, at), cuts.take(part)))
+            ids_R.index_copy_(0, at, draw_rows(logits_RV.index_select(0, at), draws.take(part)))
     return ids_R
 
 
-def draw_in_id_order(logits_RV: Tensor, cuts: Cuts) -> Tensor:
+def draw_in_id_order(logits_RV: Tensor, draws: Draws) -> Tensor:
     """Return the first id whose cumulative weight exceeds uniform * total."""
-    scaled_RV = scale(logits_RV, cuts)
+    scaled_RV = scale(logits_RV, draws)
     weights_RV = weigh(scaled_RV)
-    floor_R1, uniform_R1 = _column(logits_RV, cuts.floor), _column(logits_RV, cuts.uniform)
+    floor_R1, uniform_R1 = _column(logits_RV, draws.floor), _column(logits_RV, draws.uniform)
     return _first_above(weights_RV.masked_fill_(scaled_RV < floor_R1, 0.0), uniform_R1)[:, 0]
 
 
-def draw_from_best(logits_RV: Tensor, cuts: Cuts) -> Tensor:
-    """Draw among the candidates that the cuts keep.
+def draw_from_best(logits_RV: Tensor, draws: Draws) -> Tensor:
+    """Draw among the candidates that top-k, top-p and min-p keep.
 
     On a CPU the best 64 candidates suffice for most rows; only the other rows are tried again with more.
     """
     size = logits_RV.shape[1]
-    scaled_RV = scale(logits_RV, cuts)
+    scaled_RV = scale(logits_RV, draws)
     weights_RV = weigh(scaled_RV)
     ids_R = torch.zeros(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
     if not logits_RV.is_cpu:
-        return _draw_from(sorted_whole(logits_RV), scaled_RV, weights_RV, cuts)[0]
+        return _draw_from(sorted_whole(logits_RV), scaled_RV, weights_RV, draws)[0]
     left = np.arange(len(logits_RV))
     for width in [*(w for w in WIDTHS if w < size // 2), size]:
         rows = torch.from_numpy(left)
         tensors = [tensor[rows] for tensor in (logits_RV, scaled_RV, weights_RV)]
-        drawn_R, is_settled_R = _draw_from(_best(tensors[0], width), tensors[1], tensors[2], cuts.take(left))
+        drawn_R, is_settled_R = _draw_from(_best(tensors[0], width), tensors[1], tensors[2], draws.take(left))
         ids_R[rows] = drawn_R
         left = left[~is_settled_R.numpy()]
         if not len(left):
@@ -124,10 +197,10 @@ def draw_from_best(logits_RV: Tensor, cuts: Cuts) -> Tensor:
     return ids_R
 
 
-def draw_typical(logits_RV: Tensor, cuts: Cuts) -> Tensor:
-    """Draw among the locally typical ones of the candidates that the cuts keep. Sorts the vocabulary twice."""
-    scaled_RV = scale(logits_RV, cuts)
-    return _draw_from(sorted_whole(logits_RV), scaled_RV, weigh(scaled_RV), cuts)[0]
+def draw_typical(logits_RV: Tensor, draws: Draws) -> Tensor:
+    """Draw among the locally typical ones of the candidates that are kept. Sorts the vocabulary twice."""
+    scaled_RV = scale(logits_RV, draws)
+    return _draw_from(sorted_whole(logits_RV), scaled_RV, weigh(scaled_RV), draws)[0]
 
 
 def sorted_whole(scores_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +247,7 @@ def _first_above(weights_RK: Tensor, uniform_R1: Tensor) -> Tensor:
 
 
 def _draw_from(
-    candidates: tuple[Tensor, Tensor], scaled_RV: Tensor, weights_RV: Tensor, cuts: Cuts
+    candidates: tuple[Tensor, Tensor], scaled_RV: Tensor, weights_RV: Tensor, draws: Draws
 ) -> tuple[Tensor, Tensor]:
     """Draw from the best candidates; also return for which rows these include every id that may be drawn.
 
@@ -182,18 +255,18 @@ def _draw_from(
     """
     values_RK, ids_RK = candidates
     size, width = weights_RV.shape[1], ids_RK.shape[1]
-    limit_R1 = _column(ids_RK, np.where(cuts.top_k > 0, np.minimum(cuts.top_k, size), size))
-    is_whole_R1 = _column(ids_RK, cuts.top_k) <= 0
+    limit_R1 = _column(ids_RK, np.where(draws.top_k > 0, np.minimum(draws.top_k, size), size))
+    is_whole_R1 = _column(ids_RK, draws.top_k) <= 0
     is_in_RK = torch.arange(width, device=ids_RK.device) < limit_R1
     weights_RK = weights_RV.gather(1, ids_RK).masked_fill_(~is_in_RK, 0.0)
     cumulative_RK = weights_RK.cumsum(dim=1)
     total_R1 = torch.where(is_whole_R1, weights_RV.sum(dim=1, keepdim=True), cumulative_RK[:, -1:])
-    mass_R1 = _column(ids_RK, cuts.top_p) * total_R1
-    is_above_floor_RK = scaled_RV.gather(1, ids_RK) >= _column(ids_RK, cuts.floor)
+    mass_R1 = _column(ids_RK, draws.top_p) * total_R1
+    is_above_floor_RK = scaled_RV.gather(1, ids_RK) >= _column(ids_RK, draws.floor)
     is_kept_RK = is_in_RK & (cumulative_RK - weights_RK < mass_R1) & is_above_floor_RK
-    if (cuts.typical_p < 1).any():
-        is_kept_RK &= _is_typical(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, cuts.typical_p))
-    index_R1 = _first_above(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, cuts.uniform))
+    if (draws.typical_p < 1).any():
+        is_kept_RK &= _is_typical(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, draws.typical_p))
+    index_R1 = _first_above(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, draws.uniform))
     drawn_R = ids_RK.gather(1, index_R1)[:, 0]
     if width == size:
         return drawn_R, torch.ones(len(ids_RK), dtype=torch.bool, device=ids_RK.device)
