@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from octavo.core.kv.pool import BlockPool, GroupSpec
+from octavo.core.kv.pool import BlockPool
+from octavo.core.limits import GroupSpec
 from octavo.core.plan import DROP_BLOCK
 from octavo.core.scheduler import Scheduler
 from octavo.executors.pool_use import pool_use
