@@ -25,7 +25,8 @@ from octavo.simulator.charts import Chart, Line, draw_alone
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.report import Case, seconds
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 from octavo.simulator.summary import Facts, summarise
 from octavo.simulator.workloads import Shaping, open_workload
 

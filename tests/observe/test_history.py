@@ -27,7 +27,8 @@ from octavo.observe.forecast import (
 from octavo.observe.history import NUM_FIRST, NUM_LAST, PHASES, History, StepRecord
 from octavo.observe.sink import guarded, guarded_reader
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 from tests.core.harness import limits
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.engine.manual_clock import ManualClock

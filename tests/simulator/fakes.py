@@ -11,8 +11,7 @@ from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import DecodeSeconds, StepShape
-from octavo.simulator.outcomes import Outcomes
-from octavo.simulator.run import SimulatedRun
+from octavo.simulator.outcomes import Outcomes, SimulatedRun
 
 
 def limits(**changes: Any) -> Limits:

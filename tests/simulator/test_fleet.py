@@ -12,9 +12,10 @@ from tests.simulator.fakes import LinearCosts, check_whole, columns, limits, wor
 
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.outcomes import NEVER
+from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.routers import ROUTERS
-from octavo.simulator.run import ReplicaFailure, ReplicaSetup, Setup, SimulatedRun, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import ReplicaFailure, Setup
 
 SETUP = Setup(limits(), LinearCosts(), replicas=3)
 
@@ -90,16 +91,6 @@ def test_those_who_follow_come_behind_the_end_and_a_list_and_an_iterator_are_ali
             assert served[index] == served[arrival.follows]  # the router's promise
 
 
-def test_replicas_may_differ() -> None:
-    small = ReplicaSetup(limits(max_sequences=1, num_blocks=(40,)), LinearCosts())
-    setup = replace(SETUP, replicas=2, others=((1, small),), router="least_requests")
-    arrivals = workload(40, rate=100.0)
-    run = simulate(arrivals, setup)
-    check_whole(run, arrivals)
-    assert run.replicas[0].num_blocks == 120 and run.replicas[1].num_blocks == 40
-    assert run.replicas[0].requests > run.replicas[1].requests > 0
-
-
 def test_sharing_prefixes_pays_where_the_router_knows_them() -> None:
     arrivals = [
         Arrival(0.06 * index, 40, 4, keys=[family * 100 + place for place in range(5)], key_tokens=8)
@@ -121,7 +112,6 @@ def test_a_setup_or_workload_that_cannot_be_is_refused_by_name() -> None:
         ({"replicas": 0}, "replicas"),
         ({"failures": (ReplicaFailure(3, 1.0),)}, "replica 3"),
         ({"failures": (ReplicaFailure(0, -1.0),)}, "-1.0"),
-        ({"others": ((7, ReplicaSetup(limits(), LinearCosts())),)}, "replica 7"),
     )
     for changes, word in wrong:
         with pytest.raises(ConfigError, match=word):

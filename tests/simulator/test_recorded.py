@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from tests.core.harness import limits
 from tests.observe.recording.driving import RecordedRun, write_segment
+from tests.simulator.recorded_costs import as_recorded, snap
 
 from octavo.core.limits import Limits
-from octavo.errors import ConfigError
 from octavo.observe.recording import arrivals, open_recording
 from octavo.observe.recording.format import Header
-from octavo.simulator.cost_model import StepShape
-from octavo.simulator.recorded import RecordedCosts, as_recorded, recorded_run, snap
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.recorded import recorded_run
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 
 
 class Turning(RecordedRun):
@@ -108,8 +108,3 @@ def test_what_was_recorded_is_a_run_as_a_simulation_gives_it(tmp_path: Path) -> 
     )  # fmt: skip
     assert ours.busy_s == pytest.approx(theirs.busy_s, abs=1e-3)
     assert list(was.outcomes.output_tokens) == list(run.outcomes.output_tokens)
-
-
-def test_more_steps_than_were_recorded_are_refused() -> None:
-    with pytest.raises(ConfigError, match="decides otherwise"):
-        RecordedCosts([], 0.0).host_s(StepShape([1], []))

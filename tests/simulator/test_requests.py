@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.simulator.fakes import limits
 
-from octavo.simulator.arrival import Arrival
-from octavo.simulator.requests import block_keys, make_request
+from octavo.simulator.arrival import Arrival, block_keys, make_request
 
 
 def test_equal_keys_at_equal_places_give_equal_block_keys() -> None:
@@ -34,14 +33,10 @@ def test_sizes_that_do_not_divide_each_other_are_named_by_the_key_that_covers_a_
 def test_bytes_of_the_blocks_own_size_stay_as_they_are_and_go_on_over_the_outputs() -> None:
     arrival = Arrival(0, 10, 9, keys=[b"a", b"b"], output_keys=[b"c", b"d", b"e"], key_tokens=4)
     assert block_keys(arrival, 4) == (b"a", b"b", b"c", b"d")
-    assert make_request("r0", arrival, 0.0, 0, limits(), None).block_keys == (b"a", b"b", b"c", b"d")
-    assert make_request("r0", arrival, 0.0, 0, limits(prefix_caching=False), None).block_keys is None
+    assert make_request("r0", arrival, 0.0, 0, limits()).block_keys == (b"a", b"b", b"c", b"d")
+    assert make_request("r0", arrival, 0.0, 0, limits(prefix_caching=False)).block_keys is None
 
 
-def test_own_keys_are_nobody_elses() -> None:
-    first = make_request("r0", Arrival(0, 20, 4), 0.0, 0, limits(), 0).block_keys
-    second = make_request("r1", Arrival(0, 20, 4), 0.0, 0, limits(), 1).block_keys
-    assert first is not None and second is not None and len(first) == 6
-    assert not set(first) & set(second)
-    resumed = make_request("r0", Arrival(0, 20, 4), 0.0, 2, limits(), None)
+def test_emitted_tokens_of_a_restarted_request_are_kept() -> None:
+    resumed = make_request("r0", Arrival(0, 20, 4), 0.0, 2, limits())
     assert resumed.emitted_token_ids is not None and len(resumed.emitted_token_ids) == 2

@@ -9,11 +9,12 @@ import pytest
 from tests.simulator.fakes import LinearCosts, limits, workload
 
 from octavo.errors import ConfigError
-from octavo.simulator import fleet
+from octavo.simulator import run
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.goals import Goals, Verdict, read_goals
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
 from octavo.simulator.search import Question, _Search, read_space, search
+from octavo.simulator.setup import Setup
 
 ARRIVALS = workload(100, rate=120.0, seed=4)
 SETUP = Setup(limits(), LinearCosts(), router="least_loaded")
@@ -42,7 +43,7 @@ def test_the_answer_reaches_the_goals_and_one_replica_less_does_not() -> None:
 
 
 def test_giving_up_early_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "LOOK_EVERY", 16)
+    monkeypatch.setattr(run, "LOOK_EVERY", 16)
     goals = read_goals("ttft_p95=0.1,e2e_p50=0.5")
     given_up = 0
     for number in range(1, 6):

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from octavo.core.request import FinishReason
 from octavo.simulator import series
-from octavo.simulator.outcomes import NEVER, Outcomes
-from octavo.simulator.run import ReplicaTotals, SimulatedRun
+from octavo.simulator.outcomes import NEVER, Outcomes, ReplicaTotals, SimulatedRun
 from octavo.simulator.summary import Columns, jain, spread, summarise
 
 

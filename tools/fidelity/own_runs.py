@@ -23,7 +23,8 @@ from octavo.observe.recording.arrivals import RecordedRequest, arrivals
 from octavo.observe.recording.reader import RecordedStep, Recording, open_recording, steps
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.costs.fitted import Fit, Fitted, fit_steps
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 
 LEARNT = 1 / 3
 NAMES = ("ttft", "tpot", "e2e")

@@ -20,7 +20,8 @@ from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 
 ROUNDS = 3
 GROUP = ("model_path", "system", "gemm_quant_mode", "tp_size", "backend")

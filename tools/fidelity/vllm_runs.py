@@ -21,7 +21,9 @@ from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel, ScaledCosts
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.table import CostTable, read_table
-from octavo.simulator.run import Setup, SimulatedRun, simulate
+from octavo.simulator.outcomes import SimulatedRun
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 # vLLM's sizes of captured graphs, where a run does not list them: 1, 2, 4, then every 8 and, from 256, every 16.

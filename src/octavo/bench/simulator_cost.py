@@ -18,7 +18,9 @@ from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.run import Setup, SimulatedRun, simulate
+from octavo.simulator.outcomes import SimulatedRun
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 from octavo.simulator.workloads import Shaping, open_workload
 
 MODEL, DEVICE, LENGTHS = "llama-3.1-8b", "h100", "azure_conv"

@@ -15,7 +15,7 @@ from octavo.cli.trace import ViewOptions, print_views, write_views
 from octavo.cli.what_if import compare, read_change, table
 from octavo.errors import ConfigError
 from octavo.observe.recording import Recording, ReplayReport, open_recording, replay
-from octavo.simulator.recorded import need_policy
+from octavo.simulator.recorded import check_policy
 from octavo.simulator.report import Case
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         check_output(f"--{flag}", getattr(args, flag))
     recording = open_recording(args.recording)
     for segment in recording.segments:
-        need_policy(segment.header.limits.policy)
+        check_policy(segment.header.limits.policy)
     for text in args.what_if:  # report errors before minutes of work
         read_change(text, recording.header.limits)
     options = ViewOptions(args.page, args.perfetto)

@@ -24,14 +24,15 @@ from octavo.core.limits import Limits
 from octavo.engine.limits import read_tenant_weights
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.blueprint import Blueprint, describe
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import Fitted, fit_recording
 from octavo.simulator.goals import Goals, read_goals
+from octavo.simulator.outcomes import SimulatedRun
 from octavo.simulator.report import Case, page
 from octavo.simulator.routers import ROUTERS
-from octavo.simulator.run import ReplicaFailure, Setup, SimulatedRun, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import ReplicaFailure, Setup, SimulatedEngine
 from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import TOO_LONG, Shaping, SimulatedWorkload, open_workload
 
@@ -114,7 +115,7 @@ class SimulationPlan:
 
     resolved: Resolved
     workload: SimulatedWorkload
-    blueprint: Blueprint
+    blueprint: SimulatedEngine
     limits: list[Limits]
     setup: Setup
     goals: Goals
@@ -205,7 +206,7 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
     return SimulationPlan(resolved, workload, blueprint, limits, setup, goals, price)
 
 
-def _engine(args: argparse.Namespace, config: Config) -> tuple[Blueprint, CostModel]:
+def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, CostModel]:
     """Return model, device and cost model; with `fitted:`, the recorded engine unless another is named."""
     if args.cost.startswith("fitted:") and args.model is None and args.device is None:
         costs = cost_model(args.cost)
@@ -213,15 +214,15 @@ def _engine(args: argparse.Namespace, config: Config) -> tuple[Blueprint, CostMo
         if fit is not None and fit.limits is not None:
             model, device, depth = (fit.engine.get(name) for name in ("model", "device", "depth"))
             depth = depth if isinstance(depth, int) else 1
-            return Blueprint(f"{model}", f"{device}", depth, 0.0, recorded=fit.limits), costs
+            return SimulatedEngine(f"{model}", f"{device}", depth, 0.0, recorded=fit.limits), costs
         raise UsageError(f"--cost {args.cost} does not say whose engine it is; give --model and --device")
     names = args.model or DEFAULT_MODEL, args.device or DEFAULT_DEVICE
     hardware = Hardware.of(*names, args.tp, config.cache.block_size)
-    return Blueprint.of_hardware(hardware), cost_model(args.cost, hardware)
+    return SimulatedEngine.of_hardware(hardware), cost_model(args.cost, hardware)
 
 
 def _limits(
-    args: argparse.Namespace, resolved: Resolved, blueprint: Blueprint, chosen: Mapping[str, str] = NOTHING
+    args: argparse.Namespace, resolved: Resolved, blueprint: SimulatedEngine, chosen: Mapping[str, str] = NOTHING
 ) -> list[Limits]:
     """Return Limits for each policy. `chosen`: settings that a search tries."""
     scheduling = resolved.config.scheduling
@@ -301,7 +302,7 @@ def _tell(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], lef
 def settings(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
     """Return the simulated settings as text."""
     setup, shaping = plan.setup, plan.workload.shaping
-    told = {"workload": plan.workload.name, **describe(plan.blueprint, plan.limits[0])}
+    told = {"workload": plan.workload.name, **plan.blueprint.describe(plan.limits[0])}
     told |= {"policy": ", ".join(limits.policy for limits in plan.limits), "cost model": setup.costs.name}
     told |= {"replicas": f"{setup.replicas}", "plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
     if setup.replicas > 1:

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from octavo.core.request import FinishReason
 from octavo.errors import ConfigError
-from octavo.simulator.outcomes import NEVER
+from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.report import Case, figures, seconds
-from octavo.simulator.run import SimulatedRun
 from octavo.simulator.summary import METRICS
 from octavo.simulator.workloads import KINDS
 

@@ -16,8 +16,8 @@ from octavo.cli.flags import UsageError, whole
 from octavo.core.limits import Limits
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.goals import read_goals
-from octavo.simulator.run import Setup
 from octavo.simulator.search import MAX_REPLICAS, Found, Question, read_space, search
+from octavo.simulator.setup import Setup
 
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,8 @@ from octavo.simulator.costs import cost_model
 from octavo.simulator.recorded import recorded_run
 from octavo.simulator.report import Case, figures
 from octavo.simulator.routers import ROUTERS
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import Shaping, open_workload
 

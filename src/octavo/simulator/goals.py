@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
-from octavo.simulator.outcomes import NEVER, Outcomes
+from octavo.simulator.outcomes import NEVER, Outcomes, RequestTracker, SimulatedRequest, SimulatedRun
 from octavo.simulator.summary import METRICS, OBJECTIVES, POINTS, Facts, summarise
-from octavo.simulator.tally import Open, Tally
-from octavo.simulator.totals import SimulatedRun
 
 STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
 DEFAULT_SHARE = 0.99  # of requests that meet the bounds on each, if no goodput is given
@@ -67,7 +65,7 @@ class Goals:
             told.append(f"refused {facts['requests']['refused']}")
         return Verdict(not missed and not run.gave_up, min(margins, default=0.0), ", ".join(told), facts)
 
-    def giving_up(self, num_requests: int) -> Callable[[Tally, float], bool]:
+    def giving_up(self, num_requests: int) -> Callable[[RequestTracker, float], bool]:
         """Return a check for a run of `num_requests` requests: True once a goal cannot be reached any more."""
         return _Hopeless(self, num_requests).check
 
@@ -134,7 +132,7 @@ class _Hopeless:
         self._counts = [0] * len(self._limits)
         self._read = 0
 
-    def check(self, tally: Tally, now: float) -> bool:
+    def check(self, tally: RequestTracker, now: float) -> bool:
         """Return True if too many requests are beyond some bound."""
         out = tally.outcomes
         for place in range(self._read, len(out)):
@@ -150,7 +148,7 @@ class _Hopeless:
         return False
 
 
-def _is_owed(entry: Open, metric: str) -> bool:
+def _is_owed(entry: SimulatedRequest, metric: str) -> bool:
     if metric == "e2e":
         return True
     return (entry.first if metric == "ttft" else entry.start) == NEVER

@@ -1,13 +1,17 @@
-"""Outcomes: how each request of a simulation ended, as packed columns (a million fit in a hundred megabytes).
+"""What a simulation records: each request's outcome, each replica's totals, and samples over time.
 
-Owns: the columns. Does not: judge (summary does).
+Owns: the records, the state of open requests, and reading decisions and tokens from a commit. Does not: drive a
+simulation (replica, run) or judge it (summary). Columns are packed: a million outcomes fit in a hundred megabytes.
 """
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 
+from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishReason
+from octavo.simulator.arrival import Arrival
 
 NEVER = -1.0  # a time that was not reached
 
@@ -16,8 +20,8 @@ class Outcomes:
     """One entry per request that ended, in the order of their ends.
 
     Times are seconds on the simulation's clock: `arrivals`, `starts` (first scheduled), `first_tokens`, `ends`, NEVER
-    if not reached. `reasons` are FinishReasons, `indices` the requests' places in the workload, `replicas` the replicas
-    that served them, `tenants` indices into `tenant_names`. `cached` counts tokens found in the prefix cache,
+    if not reached. `reasons` are FinishReasons, `indices` the requests' indices in the workload, `replicas` the
+    replicas that served them, `tenants` indices into `tenant_names`. `cached` counts tokens found in the prefix cache,
     `restarts` those by a replica's failure. `output_tokens` are of all choices, `longest` of the longest one.
     """
 
@@ -49,6 +53,165 @@ class Outcomes:
             self.tenant_names.append(name)
         return number
 
-    def served(self, place: int) -> bool:
+    def served(self, index: int) -> bool:
         """Return True if the entry ended as requested, not by an error, a timeout or a cancellation."""
-        return self.reasons[place] in (FinishReason.STOP, FinishReason.LENGTH)
+        return self.reasons[index] in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class SimulatedRequest:
+    """A request that arrived and has not ended. `emitted`: tokens emitted before its replica's last failure."""
+
+    __slots__ = (
+        "arrival", "at", "cached", "counts", "emitted", "first", "index", "name", "preemptions", "replica", "restarts",
+        "start",
+    )  # fmt: skip
+
+    def __init__(self, index: int, arrival: Arrival, at: float) -> None:
+        self.index = index
+        self.name = f"r{index}"
+        self.arrival = arrival
+        self.at = at
+        self.start = NEVER
+        self.first = NEVER
+        self.emitted = 0
+        self.counts = [0] * len(arrival.choices)  # tokens of each choice, if there are several
+        self.cached = 0
+        self.preemptions = 0
+        self.restarts = 0
+        self.replica = -1
+
+
+class RequestTracker:
+    """Open requests by name, and the outcomes of those that ended."""
+
+    def __init__(self) -> None:
+        self.outcomes = Outcomes()
+        self.open: dict[str, SimulatedRequest] = {}
+        self.last_end = 0.0
+        self._with_choices: dict[str, SimulatedRequest] = {}
+
+    def begin(self, index: int, arrival: Arrival, at: float) -> SimulatedRequest:
+        """Add a request that arrives."""
+        entry = SimulatedRequest(index, arrival, at)
+        self.open[entry.name] = entry
+        if arrival.choices:
+            self._with_choices[entry.name] = entry
+        return entry
+
+    def apply_decisions(self, decisions: tuple[Event, ...]) -> list[SimulatedRequest]:
+        """Record decisions; return the requests that ended."""
+        ended = []
+        for event in decisions:
+            kind = event.kind
+            if kind == EventKind.ADMITTED:
+                entry = self.open[event.request_id]
+                if entry.start == NEVER:
+                    entry.start = event.time
+                    entry.cached = event.cached_tokens
+            elif kind == EventKind.FINISHED:
+                assert event.finish_reason is not None
+                entry = self.open[event.request_id]
+                self.end(entry, event.time, event.finish_reason, event.num_tokens)
+                ended.append(entry)
+            elif kind == EventKind.PREEMPTED:
+                self.open[event.request_id].preemptions += 1
+        return ended
+
+    def apply_tokens(self, events: Events) -> list[tuple[str, int]]:
+        """Record first tokens, and the tokens of several choices; return the choices that have all of theirs."""
+        positions, at = events.positions, 0
+        for _ in range(positions.count(0)):
+            at = positions.index(0, at)
+            entry = self.open[events.request_ids[at]]
+            if entry.first == NEVER:
+                entry.first = events.time
+            at += 1
+        complete: list[tuple[str, int]] = []
+        if not self._with_choices:
+            return complete
+        for name, choice in zip(events.request_ids, events.choices, strict=True):
+            several = self._with_choices.get(name)
+            if several is not None:
+                several.counts[choice] += 1
+                if several.counts[choice] == several.arrival.choices[choice]:
+                    complete.append((name, choice))
+        return complete
+
+    def end(self, entry: SimulatedRequest, at: float, reason: FinishReason, num_tokens: int) -> None:
+        """Move a request to the outcomes."""
+        del self.open[entry.name]
+        self._with_choices.pop(entry.name, None)
+        self.last_end = max(self.last_end, at)
+        out, arrival = self.outcomes, entry.arrival
+        out.indices.append(entry.index)
+        out.arrivals.append(entry.at)
+        out.starts.append(entry.start)
+        out.first_tokens.append(entry.first)
+        out.ends.append(at)
+        out.prompt_tokens.append(arrival.prompt_tokens)
+        out.output_tokens.append(num_tokens)
+        out.longest.append(max(entry.counts, default=num_tokens))
+        out.cached.append(entry.cached)
+        out.preemptions.append(entry.preemptions)
+        out.restarts.append(entry.restarts)
+        out.replicas.append(entry.replica)
+        out.tenants.append(out.tenant(arrival.tenant))
+        out.reasons.append(reason)
+
+
+@dataclass(slots=True)
+class ReplicaTotals:
+    """What one replica did, over all its restarts. Seconds, tokens and counts.
+
+    `busy_s`: the device computed; `host_s`: scheduling and delivery. `queried_tokens` of admitted requests were looked
+    up in the prefix cache, `hit_tokens` were found. `forwarded_steps` of `steps` were computed together with others.
+    `max_blocks_used` is the most that running requests held of `num_blocks`, sampled when a plan was made by itself.
+    """
+
+    requests: int = 0
+    steps: int = 0
+    forwarded_steps: int = 0
+    busy_s: float = 0.0
+    host_s: float = 0.0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    rejected: int = 0
+    failures: int = 0
+    num_blocks: int = 0
+    max_blocks_used: int = 0
+    down_s: float = 0.0
+
+
+class Samples:
+    """Columns of samples, at the first turn of a replica after each `sample_s`, in order of time.
+
+    `used` are the blocks of the leading cache group that running requests hold. `steps` and `tokens` (computed) count
+    from the replica's last start.
+    """
+
+    def __init__(self) -> None:
+        self.times = array("d")
+        self.replicas = array("i")
+        self.used = array("i")
+        self.steps = array("q")
+        self.tokens = array("q")
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+
+@dataclass(slots=True)
+class SimulatedRun:
+    """A simulation's result: each request's outcome, each replica's totals, the time of the last end (seconds).
+
+    If `gave_up`, the requests that were open or had not arrived are not among the outcomes.
+    """
+
+    outcomes: Outcomes
+    replicas: list[ReplicaTotals]
+    duration: float
+    samples: Samples = field(default_factory=Samples)
+    gave_up: bool = False

@@ -1,7 +1,8 @@
 """One engine under a virtual clock: the core's scheduler, stepped in the order of engine.loop.
 
-Owns: turns (commands, then plans up to the depth) and retirements (commit, delivery), and their times.
-Does not: know other replicas, or the source of requests (fleet).
+Owns: turns (commands, then plans up to the depth), retirements (commit, delivery) and their times; and the times of
+decode steps during which nothing arrives, ends or waits for a block, which core.repeat applies together.
+Does not: know other replicas, or the source of requests (run).
 Time: a plan is made at a turn's start; its device time begins after the previous step's; its commit is at the end of
 that; `host_s` passes after each commit, and with two plans in flight the device computes meanwhile.
 Invariant: depth, plans and times are those of a loop whose executor takes these times.
@@ -9,21 +10,151 @@ Invariant: depth, plans and times are those of a loop whose executor takes these
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from math import inf
 
 from octavo.core.plan import Event, StepPlan, StepResult, StepTimings
+from octavo.core.repeat import Repeat
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
-from octavo.simulator.fast_forward import DecodeRun, StepPrices
-from octavo.simulator.requests import make_request
+from octavo.simulator.arrival import make_request
+from octavo.simulator.cost_model import CostModel, StepShape, shape_of
+from octavo.simulator.outcomes import ReplicaTotals, RequestTracker, Samples, SimulatedRequest
 from octavo.simulator.setup import Setup
-from octavo.simulator.tally import Open, Tally
-from octavo.simulator.totals import ReplicaTotals, Samples
 
 MIN_WAIT_S = 0.001  # as in engine.loop: after an empty plan the next is at least this much later
+MORE_TURNS = 8  # predicted at once
+
+
+class StepPrices:
+    """Prices plans. Plans of decode rows only are priced from sums, if the cost model can."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self.decode_s = costs.decode_s
+        self._host: dict[int, float] = {}
+
+    def of(self, plan: StepPlan) -> tuple[float, float]:
+        """Return seconds on the device and on the host. A plan without rows and copies takes the device no time."""
+        num_rows = len(plan.slots)
+        has_copies = plan.copies or plan.swap_outs or plan.host_loads
+        if not num_rows and not has_copies:
+            return 0.0, self._costs.host_s(shape_of(plan))
+        if plan.is_fast_path and self.decode_s is not None and not has_copies:
+            return self.decode_s(num_rows, plan.num_kv_read, max(plan.starts) + 1), self.host_s(num_rows)
+        shape = shape_of(plan)
+        return self._costs.step_s(shape), self._costs.host_s(shape)
+
+    def host_s(self, num_rows: int) -> float:
+        """Return seconds on the host for a plan of `num_rows` decode rows."""
+        known = self._host.get(num_rows)
+        if known is None:
+            known = self._host[num_rows] = self._costs.host_s(StepShape([1] * num_rows, [], num_rows))
+        return known
+
+
+class DecodeRun:
+    """Predicted turns of repeating steps: when each begins and commits, and the time and end of the plan it makes.
+
+    `begins` has one entry more: when the next turn begins. `host_s` passes after each commit of these plans.
+    `in_flight` is the plan in flight before the first turn, if any: its end and its host time. Each turn then commits
+    the plan of the turn before.
+    """
+
+    __slots__ = ("_decode_s", "_in_flight", "_until", "begins", "commits", "ends", "host_s", "steps", "steps_s")
+
+    def __init__(
+        self, steps: Repeat, prices: StepPrices, begin: float, until: float, in_flight: tuple[float, float] | None
+    ) -> None:
+        assert prices.decode_s is not None
+        self.steps = steps
+        self.host_s = prices.host_s(steps.num_rows)
+        self.begins = [begin]
+        self.ends: list[float] = []
+        self.steps_s: list[float] = []
+        self.commits: list[float] = self.ends if in_flight is None else []
+        self._decode_s = prices.decode_s
+        self._until = until
+        self._in_flight = in_flight
+        self.more()
+
+    def more(self) -> None:
+        """Predict up to MORE_TURNS more turns, as long as they begin before `until`."""
+        done = len(self.steps_s)
+        count = min(self.steps.max_steps - done, MORE_TURNS)
+        if self._in_flight is None:
+            self._more_alone(done, count)
+        else:
+            self._more_ahead(done, count, *self._in_flight)
+
+    def _more_alone(self, done: int, count: int) -> None:
+        """Predict turns with one plan in flight: each plan is committed before the next is made."""
+        host_s, at, decode_s, until = self.host_s, self.begins[-1], self._decode_s, self._until
+        num_rows = self.steps.num_rows
+        kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
+        add_step, add_end, add_begin = self.steps_s.append, self.ends.append, self.begins.append
+        for _ in range(count):
+            if at >= until:
+                break
+            step_s = decode_s(num_rows, kv_sum, kv_max)
+            end = at + step_s
+            at = end + host_s
+            add_step(step_s)
+            add_end(end)
+            add_begin(at)
+            kv_sum += num_rows
+            kv_max += 1
+
+    def _more_ahead(self, done: int, count: int, end: float, host_s: float) -> None:
+        """Predict turns with two plans in flight: each turn commits the plan before its own, which ends at `end`."""
+        at, num_rows = self.begins[-1], self.steps.num_rows
+        kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
+        for _ in range(count):
+            if at >= self._until:
+                break
+            step_s = self._decode_s(num_rows, kv_sum, kv_max)
+            commit = max(at, end)
+            end = max(at, end) + step_s
+            self.steps_s.append(step_s)
+            self.ends.append(end)
+            self.commits.append(commit)
+            at = commit + host_s
+            host_s = self.host_s
+            self.begins.append(at)
+            kv_sum += num_rows
+            kv_max += 1
+        self._in_flight = (end, host_s)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no further turn can be predicted."""
+        return len(self.steps_s) == self.steps.max_steps or self.begins[-1] >= self._until
+
+    @property
+    def has_end(self) -> bool:
+        """True if requests end in the last commit."""
+        return bool(self.steps.ending) and len(self.steps_s) == self.steps.max_steps
+
+    @property
+    def next_at(self) -> float:
+        """Return when the replica has to act: requests end, or the next turn begins."""
+        return self.commits[-1] if self.has_end else self.begins[-1]
+
+    @property
+    def num_turns(self) -> int:
+        """Return the number of predicted turns."""
+        return len(self.steps_s)
+
+    def num_turns_before(self, at: float) -> int:
+        """Return the number of turns that begin before `at`."""
+        return bisect_left(self.begins, at, hi=len(self.steps_s))
+
+    def num_commits_before(self, at: float) -> int:
+        """Return the number of commits before `at`."""
+        return bisect_left(self.commits, at)
 
 
 @dataclass(slots=True)
@@ -37,42 +168,41 @@ class StepInFlight:
 
 
 class Replica:
-    """One engine, alive or dead. `next_at` is when `advance` must be called; nothing happens without it.
+    """One engine, up or down. `next_at` is when `advance` must be called; nothing happens without it.
 
     `load` counts the prompt tokens of its requests that have not ended, `num_open` those requests.
     """
 
-    def __init__(self, number: int, setup: Setup, tally: Tally, samples: Samples) -> None:
-        own = setup.of(number)
+    def __init__(self, number: int, setup: Setup, tracker: RequestTracker, samples: Samples) -> None:
         self.number = number
         self.totals = ReplicaTotals()
         self.load = 0
         self.num_open = 0
         self.is_up = True
         self.next_at = inf
-        self._setup, self._limits, self._costs = setup, own.limits, own.costs
-        self._prices = StepPrices(own.costs)
-        self._tally, self._samples = tally, samples
+        self._setup = setup
+        self._prices = StepPrices(setup.costs)
+        self._tracker, self._samples = tracker, samples
         self._next_sample = 0.0 if setup.sample_s else inf
-        self._fast = setup.fast_forward and setup.make_sink is None
-        self._open: dict[str, Open] = {}
-        self._born()
+        self._is_fast = setup.fast_forward and setup.make_sink is None
+        self._open: dict[str, SimulatedRequest] = {}
+        self._start()
 
-    def _born(self) -> None:
-        self.scheduler = Scheduler(self._limits)
+    def _start(self) -> None:
+        self.scheduler = Scheduler(self._setup.limits)
         make = self._setup.make_sink
         self._sink = None if make is None else make(self.scheduler)
         self._flight: deque[StepInFlight] = deque()
-        self._inbox: deque[Open] = deque()
+        self._inbox: deque[SimulatedRequest] = deque()
         self._run: DecodeRun | None = None
         self._is_retiring = False
         self._is_idle, self._idle_since = True, 0.0  # no turn begins before _idle_since
         self._free_at = 0.0  # when the device has finished all its plans
         self.next_at = inf
 
-    # --- commands -----------------------------------------------------------------------------------
+    # --- commands
 
-    def give(self, entry: Open, at: float) -> None:
+    def submit(self, entry: SimulatedRequest, at: float) -> None:
         """Queue a request that arrives at `at`; the next turn admits it."""
         entry.replica = self.number
         self._open[entry.name] = entry
@@ -85,14 +215,14 @@ class Replica:
         if self._is_idle:
             self._is_idle, self.next_at = False, max(at, self._idle_since)
 
-    def die(self, at: float) -> list[Open]:
+    def fail(self, at: float) -> list[SimulatedRequest]:
         """Drop the replica's state; return its open requests with their emitted tokens, in order of arrival."""
         run = self._run
         if run is not None:
             num_committed, num_begun = run.num_commits_before(at), run.num_turns_before(at)
             self._end_run(num_committed)
             if num_begun > num_committed:
-                self._make_plans(self.next_at)  # this plan is in flight at the death
+                self._make_plans(self.next_at)  # this plan is in flight at the failure
         work = self.scheduler.open_work()
         outputs = {one.name: one.num_outputs for one in (*work.running, *work.waiting)}
         for entry in self._open.values():
@@ -106,20 +236,17 @@ class Replica:
         self._open, self.load, self.num_open = {}, 0, 0
         self.is_up = False
         self.totals.failures += 1
-        self._close_life()
-        self._born()
+        self.close()
+        self._start()
         return lost
 
-    def revive(self, at: float) -> None:
+    def restart(self, at: float) -> None:
         """Bring the replica back, with an empty cache."""
         self.is_up = True
         self._idle_since = at
 
     def close(self) -> None:
         """Add the scheduler's counts to the totals."""
-        self._close_life()
-
-    def _close_life(self) -> None:
         counted, totals = self.scheduler.gauges(), self.totals
         totals.steps += counted.num_steps
         totals.computed_tokens += counted.num_computed_tokens
@@ -127,11 +254,11 @@ class Replica:
         totals.preemptions += counted.num_preemptions
         totals.queried_tokens += counted.queried_tokens
         totals.hit_tokens += counted.hit_tokens
-        totals.num_blocks = sum(self._limits.num_blocks)
+        totals.num_blocks = sum(self._setup.limits.num_blocks)
 
-    # --- time ---------------------------------------------------------------------------------------
+    # --- time
 
-    def advance(self) -> list[Open]:
+    def advance(self) -> list[SimulatedRequest]:
         """Do what is due at `next_at`; return the requests that ended."""
         if self._run is not None:
             if self._run.is_whole:
@@ -141,27 +268,48 @@ class Replica:
             return []
         return self._retire() if self._is_retiring else self._turn()
 
-    def _turn(self) -> list[Open]:
+    def _turn(self) -> list[SimulatedRequest]:
         """Admit queued requests, then plan up to the depth."""
         now, self._is_idle = self.next_at, False
         if now >= self._next_sample:
             self._sample(now)
         self._note_blocks()
-        ended: list[Open] = []
+        ended: list[SimulatedRequest] = []
         while self._inbox:
-            self._admit(self._inbox.popleft(), now, ended)
-        if not (self._fast and self._begin_run(now)):
+            entry = self._inbox.popleft()
+            if not self._admit(entry, now):
+                ended.append(entry)
+        if not (self._is_fast and self._begin_run(now)):
             ended += self._make_plans(now)
         return ended
 
-    def _make_plans(self, now: float) -> list[Open]:
+    def _admit(self, entry: SimulatedRequest, now: float) -> bool:
+        """Admit a request; end it with an error if it does not fit or too many wait."""
+        setup = self._setup
+        is_full = setup.max_waiting and not entry.restarts and self.scheduler.num_waiting >= setup.max_waiting
+        request = make_request(entry.name, entry.arrival, entry.at, entry.emitted, setup.limits)
+        try:
+            if not is_full:
+                self.scheduler.admit(request, now)
+        except RequestError:
+            is_full = True
+        if is_full:
+            self.totals.rejected += 1
+            self._tracker.end(entry, now, FinishReason.ERROR, entry.emitted)
+            self._remove(entry)
+            return False
+        if self._sink is not None:
+            self._sink.admitted(request)
+        return True
+
+    def _make_plans(self, now: float) -> list[SimulatedRequest]:
         """Plan up to the depth."""
-        ended: list[Open] = []
+        ended: list[SimulatedRequest] = []
         wake_at = None
         while len(self._flight) < self._setup.depth:
             plan = self.scheduler.plan(now)
             if plan.events:
-                ended += self._noted(plan.events)
+                ended += self._apply(plan.events)
             if plan.is_empty:
                 wake_at = plan.wake_at
                 break
@@ -175,24 +323,6 @@ class Replica:
             self.next_at = inf if wake_at is None else max(wake_at, now + MIN_WAIT_S)
         return ended
 
-    def _admit(self, entry: Open, now: float, ended: list[Open]) -> None:
-        setup, tally = self._setup, self._tally
-        own = entry.index if setup.own_keys else None
-        request = make_request(entry.name, entry.arrival, entry.at, entry.emitted, self._limits, own)
-        is_full = setup.max_waiting and not entry.restarts and self.scheduler.num_waiting >= setup.max_waiting
-        try:
-            if not is_full:
-                self.scheduler.admit(request, now)
-        except RequestError:
-            is_full = True
-        if is_full:
-            self.totals.rejected += 1
-            tally.end(entry, now, FinishReason.ERROR, entry.emitted)
-            self._left(entry)
-            ended.append(entry)
-        elif self._sink is not None:
-            self._sink.admitted(request)
-
     def _launch(self, plan: StepPlan, now: float) -> None:
         """Queue a plan on the device."""
         step_s, host_s = self._prices.of(plan)
@@ -200,17 +330,16 @@ class Replica:
         self._free_at = end
         self._flight.append(StepInFlight(plan, step_s, host_s, end))
 
-    def _retire(self) -> list[Open]:
+    def _retire(self) -> list[SimulatedRequest]:
         """Commit the oldest plan, and let the host's time for it pass."""
         now, flight, totals = self.next_at, self._flight.popleft(), self.totals
-        outcome = StepResult(None, timings=StepTimings(forward_s=flight.step_s))
-        events = self.scheduler.commit(flight.plan, outcome, now)
-        self._tally.given(events)
-        due = self._tally.due(events)
-        ended = self._noted(events.decisions) if events.decisions else []
+        result = StepResult(None, timings=StepTimings(forward_s=flight.step_s))
+        events = self.scheduler.commit(flight.plan, result, now)
+        complete = self._tracker.apply_tokens(events)
+        ended = self._apply(events.decisions) if events.decisions else []
         if self._sink is not None:
-            self._sink.stepped(flight.plan, outcome, events)
-        for name, choice in due:  # the longest choice ends the request by itself
+            self._sink.stepped(flight.plan, result, events)
+        for name, choice in complete:  # the longest choice ends the request by itself
             self.scheduler.end_choice(name, choice, now)
         totals.busy_s += flight.step_s
         totals.host_s += flight.host_s
@@ -218,15 +347,16 @@ class Replica:
         self.next_at = now + flight.host_s
         return ended
 
-    def _noted(self, decisions: tuple[Event, ...]) -> list[Open]:
-        ended = self._tally.decided(decisions)
+    def _apply(self, decisions: tuple[Event, ...]) -> list[SimulatedRequest]:
+        """Record decisions; return the requests that ended."""
+        ended = self._tracker.apply_decisions(decisions)
         for entry in ended:
-            self._left(entry)
+            self._remove(entry)
         if self._sink is not None:
             self._sink.decided(decisions)
         return ended
 
-    def _left(self, entry: Open) -> None:
+    def _remove(self, entry: SimulatedRequest) -> None:
         del self._open[entry.name]
         self.load -= entry.arrival.prompt_tokens
         self.num_open -= 1
@@ -241,8 +371,8 @@ class Replica:
         if steps is None:
             return False
         until = self._next_sample if steps.wake_at is None else min(self._next_sample, steps.wake_at)
-        flying = (self._flight[0].end, self._flight[0].host_s) if self._flight else None
-        run = DecodeRun(steps, self._prices, now, until, flying)
+        in_flight = (self._flight[0].end, self._flight[0].host_s) if self._flight else None
+        run = DecodeRun(steps, self._prices, now, until, in_flight)
         if not run.num_turns:
             return False
         self._run, self.next_at = run, run.next_at
@@ -256,7 +386,7 @@ class Replica:
         if is_last:
             self._make_plans(self.next_at)
 
-    def _end_run(self, num_turns: int) -> list[Open]:
+    def _end_run(self, num_turns: int) -> list[SimulatedRequest]:
         """Apply `num_turns` turns of the run; the next one is planned separately. Return the requests that ended."""
         run, self._run, totals = self._run, None, self.totals
         assert run is not None
@@ -274,15 +404,15 @@ class Replica:
         self._free_at = run.ends[last]
         committed = run.steps_s[:num_turns]
         if plan is not None:
-            flying = self._flight.popleft()
+            first = self._flight.popleft()
             self._flight.append(StepInFlight(plan, committed[-1], run.host_s, self._free_at))
-            totals.busy_s += flying.step_s
-            totals.host_s += flying.host_s
+            totals.busy_s += first.step_s
+            totals.host_s += first.host_s
             del committed[-1]
         for step_s in committed:  # one by one, so that the sums round as single steps do
             totals.busy_s += step_s
             totals.host_s += run.host_s
-        return self._noted(decisions) if decisions else []
+        return self._apply(decisions) if decisions else []
 
     # --- gauges and samples
 
@@ -292,13 +422,10 @@ class Replica:
             self.totals.max_blocks_used = used
 
     def _sample(self, now: float) -> None:
-        samples, gauges, step = self._samples, self.scheduler.gauges(), self._setup.sample_s
+        samples, gauges, interval = self._samples, self.scheduler.gauges(), self._setup.sample_s
         samples.times.append(now)
         samples.replicas.append(self.number)
-        samples.running.append(gauges.num_running_requests)
-        samples.waiting.append(gauges.num_waiting)
         samples.used.append(gauges.blocks_used[0])
-        samples.cached.append(gauges.blocks_cached[0])
         samples.steps.append(gauges.num_steps)
         samples.tokens.append(gauges.num_computed_tokens)
-        self._next_sample = (now // step + 1) * step
+        self._next_sample = (now // interval + 1) * interval

@@ -13,9 +13,9 @@ from typing import Any
 
 from octavo.simulator import charts, series
 from octavo.simulator.charts import DARK, LIGHT, RULES, Chart, Line, palette
+from octavo.simulator.outcomes import ReplicaTotals, SimulatedRun
 from octavo.simulator.series import Points
 from octavo.simulator.summary import METRICS, Columns, Facts
-from octavo.simulator.totals import ReplicaTotals, SimulatedRun
 
 MAX_TENANT_LINES = 8
 MAX_ROWS = 64

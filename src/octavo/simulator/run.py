@@ -1,42 +1,220 @@
-"""simulate: a workload through one engine or a fleet, on a virtual clock.
+"""simulate: a workload through one engine or several behind a router, on one virtual clock.
 
-Owns: the one call, and the rarer garbage collections during it. Does not: move time (fleet, replica), judge the
-outcome (summary) or know a device (costs).
-Invariant: equal workload and setup give an equal SimulatedRun, with fast_forward or without.
+Owns: the heap of next events, the workload's arrivals, which request follows which, failures and restarts, the rarer
+garbage collections. Does not: step an engine (replica), choose one (routers), judge the outcome (summary).
+Invariants: equal workload and setup give an equal SimulatedRun, with fast_forward or without; events are in order of
+time, at equal times failures first, then arrivals, then replicas by number; an idle replica is never advanced; each
+request ends exactly once.
 """
 
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from heapq import heappop, heappush
+from math import inf, nextafter
 
+from octavo.core.request import FinishReason
+from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.fleet import Fleet
-from octavo.simulator.setup import ReplicaFailure, ReplicaSetup, Setup
-from octavo.simulator.totals import ReplicaTotals, Samples, SimulatedRun
+from octavo.simulator.outcomes import NEVER, RequestTracker, Samples, SimulatedRequest, SimulatedRun
+from octavo.simulator.replica import Replica
+from octavo.simulator.routers import create_router
+from octavo.simulator.setup import Setup
 
-__all__ = ["ReplicaFailure", "ReplicaSetup", "ReplicaTotals", "Samples", "Setup", "SimulatedRun", "simulate"]
+LOOK_EVERY = 1024  # events between two checks of `give_up`
+YOUNG_OBJECTS = 100_000  # allocations between collections; Python's own 700 made a simulation a fifth slower
+_FAILURE, _ARRIVAL, _REPLICA = 0, 1, 2
 
-_YOUNG = 100_000  # allocations between collections; Python's own 700 made a simulation a fifth slower
 
-
-def simulate(workload: Iterable[Arrival] | Sequence[Arrival], setup: Setup) -> SimulatedRun:
+def simulate(workload: Iterable[Arrival], setup: Setup) -> SimulatedRun:
     """Simulate a workload to its end.
 
     `workload` is in order of time. A request that follows another may be anywhere in a sequence; in an iterator it must
     be after that one, in the order of the earliest times at which they can arrive. Raises ConfigError otherwise.
     """
     with _rare_collections():
-        return Fleet(workload, setup).run()
+        return _Fleet(workload, setup).run()
 
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     before = gc.get_threshold()
     if before[0]:  # 0: the caller has switched it off
-        gc.set_threshold(max(before[0], _YOUNG), *before[1:])
+        gc.set_threshold(max(before[0], YOUNG_OBJECTS), *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+class _Fleet:
+    """One simulation; `run` once."""
+
+    def __init__(self, workload: Iterable[Arrival], setup: Setup) -> None:
+        self._setup = setup
+        self._tracker = RequestTracker()
+        self._samples = Samples()
+        self._replicas = [Replica(number, setup, self._tracker, self._samples) for number in range(setup.replicas)]
+        self._up = self._replicas[:]
+        self._router = create_router(setup.router, setup.seed)
+        self._heap: list[tuple[float, int, int]] = []
+        self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # by the request that they follow
+        self._ends = array("d")  # of each arrival, by its index
+        self._arriving: dict[int, Arrival] = {}  # arrivals in the heap
+        self._unrouted: list[SimulatedRequest] = []  # requests that wait while no replica is up
+        self._now = 0.0
+        self._num_events = 0
+        self._gave_up = False
+        self._last_arrival = -inf
+        self._is_whole = isinstance(workload, Sequence)
+        self._stream: Iterator[tuple[int, Arrival]] = self._timed(workload)
+
+    def run(self) -> SimulatedRun:
+        """Simulate until every request has ended."""
+        for number, failure in enumerate(self._setup.failures):
+            heappush(self._heap, (failure.time, _FAILURE, number))
+        self._pull()
+        heap, give_up = self._heap, self._setup.give_up
+        while heap and (self._arriving or self._tracker.open):
+            self._now, kind, number = heappop(heap)
+            if kind == _REPLICA:
+                self._advance(self._replicas[number])
+            elif kind == _ARRIVAL:
+                self._arrive(number)
+            else:
+                self._fail(number)
+            self._num_events += 1
+            if give_up is not None and self._num_events % LOOK_EVERY == 0 and give_up(self._tracker, self._now):
+                self._gave_up = True
+                break
+        return self._close()
+
+    def _advance(self, replica: Replica) -> None:
+        if replica.next_at != self._now or not replica.is_up:
+            return  # an outdated entry: the replica's next_at has changed
+        ended = replica.advance()
+        if replica.next_at != inf:
+            heappush(self._heap, (replica.next_at, _REPLICA, replica.number))
+        for entry in ended:
+            self._ended(entry)
+
+    def _close(self) -> SimulatedRun:
+        for entry in () if self._gave_up else list(self._tracker.open.values()):  # all replicas failed for good
+            self._tracker.end(entry, max(self._now, entry.at), FinishReason.ERROR, entry.emitted)
+        if self._followers and not self._gave_up:
+            names = [index for later in self._followers.values() for index, _ in later]
+            raise ConfigError(f"arrival {min(names)} of the workload follows one that never arrived")
+        for replica in self._replicas:
+            replica.close()
+        return SimulatedRun(
+            self._tracker.outcomes,
+            [one.totals for one in self._replicas],
+            self._tracker.last_end,
+            self._samples,
+            self._gave_up,
+        )
+
+    # --- arrivals
+
+    def _timed(self, workload: Iterable[Arrival]) -> Iterator[tuple[int, Arrival]]:
+        """Yield the arrivals that have a time of their own; register the others under the request they follow."""
+        if isinstance(workload, Sequence):
+            for index, arrival in enumerate(workload):
+                if arrival.follows is not None:
+                    self._follow(index, arrival, len(workload))
+        for index, arrival in enumerate(workload):
+            if arrival.follows is None:
+                yield index, arrival
+            elif not self._is_whole:
+                self._follow(index, arrival, index)
+
+    def _follow(self, index: int, arrival: Arrival, end: int) -> None:
+        """Register a request under the one it follows, or enter it if that has ended already."""
+        leader = arrival.follows
+        assert leader is not None
+        if not 0 <= leader < end or leader == index:
+            raise ConfigError(f"arrival {index} of the workload follows {leader}; there is no such other arrival yet")
+        ended = self._ends[leader] if leader < len(self._ends) else NEVER
+        if ended == NEVER:
+            self._followers.setdefault(leader, []).append((index, arrival))
+        elif ended + arrival.time > self._now:
+            self._enter(index, arrival, ended + arrival.time)
+        else:
+            raise ConfigError(
+                f"arrival {index} of the workload follows {leader}, and arrives at {ended + arrival.time} s, which "
+                f"is past at {self._now} s; sort those that follow by their earliest times of arrival"
+            )
+
+    def _pull(self) -> None:
+        """Enter the next arrival of the workload."""
+        entry = next(self._stream, None)
+        if entry is None:
+            return
+        index, arrival = entry
+        if arrival.time < self._last_arrival:
+            raise ConfigError(
+                f"arrival {index} of the workload arrives at {arrival.time} s, after one at {self._last_arrival} s; "
+                "sort it by time"
+            )
+        self._last_arrival = arrival.time
+        self._enter(index, arrival, arrival.time)
+
+    def _enter(self, index: int, arrival: Arrival, at: float) -> None:
+        self._arriving[index] = arrival
+        heappush(self._heap, (at, _ARRIVAL, index))
+
+    def _arrive(self, index: int) -> None:
+        arrival = self._arriving.pop(index)
+        self._send(self._tracker.begin(index, arrival, self._now))
+        if arrival.follows is None:
+            self._pull()
+
+    def _send(self, entry: SimulatedRequest) -> None:
+        """Give a request to a replica; keep it if none is up."""
+        if not self._up:
+            self._unrouted.append(entry)
+            return
+        target = self._router.choose(entry.arrival, self._up)
+        replica = self._replicas[target.number]
+        before = replica.next_at
+        replica.submit(entry, self._now)
+        if replica.next_at != before:
+            heappush(self._heap, (replica.next_at, _REPLICA, replica.number))
+
+    def _ended(self, entry: SimulatedRequest) -> None:
+        """Enter the requests that follow this one, at a time strictly after its end."""
+        if entry.index >= len(self._ends):
+            self._ends.extend([NEVER] * (entry.index + 1 - len(self._ends)))
+        self._ends[entry.index] = self._now
+        for index, arrival in self._followers.pop(entry.index, ()):
+            self._enter(index, arrival, max(self._now + arrival.time, nextafter(self._now, inf)))
+
+    # --- failures
+
+    def _fail(self, number: int) -> None:
+        """Fail or restart a replica: number n is failure n, number n + len(failures) its restart."""
+        failures = self._setup.failures
+        failure = failures[number % len(failures)]
+        replica = self._replicas[failure.replica]
+        if number >= len(failures):
+            self._restart(replica)
+            return
+        if not replica.is_up:
+            return
+        lost = replica.fail(self._now)
+        self._up = [one for one in self._replicas if one.is_up]
+        if failure.restart_s is not None:
+            heappush(self._heap, (self._now + failure.restart_s, _FAILURE, number + len(failures)))
+            replica.totals.down_s += failure.restart_s
+        for entry in lost:
+            self._send(entry)
+
+    def _restart(self, replica: Replica) -> None:
+        replica.restart(self._now)
+        self._up = [one for one in self._replicas if one.is_up]
+        unrouted, self._unrouted = self._unrouted, []
+        for entry in unrouted:
+            self._send(entry)

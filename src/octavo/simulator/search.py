@@ -17,7 +17,8 @@ from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.goals import Goals, Verdict
 from octavo.simulator.routers import ROUTERS
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 
 MAX_REPLICAS = 1024
 MAX_CANDIDATES = 256

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octavo.simulator.outcomes import NEVER
+from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.summary import Columns
-from octavo.simulator.totals import SimulatedRun
 
 NUM_BUCKETS = 160
 NUM_QUANTILES = 200

@@ -1,27 +1,36 @@
-"""Setup: the engines that serve a simulated workload.
+"""Setup: the engines that serve a simulated workload; SimulatedEngine: one replica's limits, from settings.
 
-Owns: engines, their number, router, deaths, and what is observed; checks. Does not: know a device (costs does).
+Owns: engines, their number, router, failures, what is observed, checks; the pool's size, the defaults that depend on
+the device, the words that describe an engine. Does not: parse flags (cli), or know a model's or a device's facts
+(costs). Invariant: a recorded engine keeps every setting that is not given anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
+from octavo.config import CacheConfig, SchedulingConfig
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
+from octavo.engine.limits import configured_limits
 from octavo.errors import ConfigError
 from octavo.observe.sink import EventSink
+from octavo.plugins import find_policy
 from octavo.simulator.cost_model import CostModel
-from octavo.simulator.tally import Tally
+from octavo.simulator.costs import Hardware
+from octavo.simulator.outcomes import RequestTracker
 
-MakeSink = Callable[[Scheduler], EventSink | None]
-GiveUp = Callable[[Tally, float], bool]
+# Tokens in a step, sequences: an engine's defaults, as in assembly.
+CPU_DEFAULTS, GPU_DEFAULTS = (512, 32), (8192, 256)
+# Fields of Limits that are settings under another name.
+_RENAMED = {"enable_prefix_caching": "prefix_caching"}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFailure:
-    """A replica dies at `time` and is back, empty, `restart_s` later (None: never). Seconds of the simulation."""
+    """A replica fails at `time` and is back, empty, `restart_s` later (None: never). Seconds of the simulation."""
 
     replica: int
     time: float
@@ -29,23 +38,14 @@ class ReplicaFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSetup:
-    """The engine of one replica."""
-
-    limits: Limits
-    costs: CostModel
-
-
-@dataclass(frozen=True, slots=True)
 class Setup:
     """The engines of a simulation and how they are driven.
 
     `depth` plans are in flight in each replica, `max_waiting` requests wait at most (0: no bound). `router` is a name
-    of routers.ROUTERS; `others` are replicas by number that differ from `limits` and `costs`. `make_sink` is called for
-    each scheduler made, and makes every step be planned by itself; otherwise `fast_forward` computes unchanged decode
-    steps together, with the same outcome. `sample_s`: seconds between samples of each replica (0: none). With
-    `own_keys` prompts without keys get unique keys, so that a preempted request finds what is left of its blocks.
-    `give_up` is called from time to time with the tally and the time: True ends the run.
+    of routers.ROUTERS. `make_sink` is called for each scheduler made, and makes every step be planned by itself;
+    otherwise `fast_forward` computes unchanged decode steps together, with the same outcome. `sample_s`: seconds
+    between samples of each replica (0: none). `give_up` is called from time to time with the requests and the time:
+    True ends the run.
     """
 
     limits: Limits
@@ -54,14 +54,12 @@ class Setup:
     replicas: int = 1
     router: str = "round_robin"
     failures: tuple[ReplicaFailure, ...] = ()
-    others: tuple[tuple[int, ReplicaSetup], ...] = ()
     max_waiting: int = 0
-    make_sink: MakeSink | None = None
+    make_sink: Callable[[Scheduler], EventSink | None] | None = None
     fast_forward: bool = True
     sample_s: float = 0.0
-    own_keys: bool = False
     seed: int = 0
-    give_up: GiveUp | None = None
+    give_up: Callable[[RequestTracker, float], bool] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0)):
@@ -70,21 +68,126 @@ class Setup:
         if self.depth > 2:
             raise ConfigError(f"depth is {self.depth}; an engine has 1 or 2 plans in flight")
         for failure in self.failures:
-            _check_failure(failure, self.replicas)
-        for number, _ in self.others:
-            if not 0 <= number < self.replicas:
-                raise ConfigError(f"others names replica {number}; there are 0 to {self.replicas - 1}")
-
-    def of(self, number: int) -> ReplicaSetup:
-        """Return the engine of a replica."""
-        for other, setup in self.others:
-            if other == number:
-                return setup
-        return ReplicaSetup(self.limits, self.costs)
+            if not 0 <= failure.replica < self.replicas:
+                raise ConfigError(f"a failure names replica {failure.replica}; there are 0 to {self.replicas - 1}")
+            if failure.time < 0 or (failure.restart_s is not None and failure.restart_s < 0):
+                raise ConfigError(f"a failure is at {failure.time} s, back after {failure.restart_s} s; give 0 or more")
 
 
-def _check_failure(failure: ReplicaFailure, replicas: int) -> None:
-    if not 0 <= failure.replica < replicas:
-        raise ConfigError(f"a failure names replica {failure.replica}; there are 0 to {replicas - 1}")
-    if failure.time < 0 or (failure.restart_s is not None and failure.restart_s < 0):
-        raise ConfigError(f"a failure is at {failure.time} s, back after {failure.restart_s} s; give 0 or more")
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """The engine of one replica: a model on `hardware`, or an engine whose limits were `recorded`.
+
+    `price` is dollars an hour for one replica.
+    """
+
+    model: str
+    device: str
+    depth: int
+    price: float
+    hardware: Hardware | None = None
+    recorded: Limits | None = None
+
+    @staticmethod
+    def of_hardware(hardware: Hardware) -> SimulatedEngine:
+        """Return the engine of a model on a device."""
+        device = hardware.device.name if hardware.tp == 1 else f"{hardware.tp} x {hardware.device.name}"
+        return SimulatedEngine(hardware.model.name, device, 1, hardware.device.price * hardware.tp, hardware=hardware)
+
+    def limits(
+        self, scheduling: SchedulingConfig, cache: CacheConfig, given: Collection[str], max_model_len: int | None = None
+    ) -> Limits:
+        """Return the limits of one replica's scheduler. `given`: names of the given settings. Raises ConfigError."""
+        if self.recorded is not None:
+            return _change_limits(self.recorded, scheduling, cache, given, max_model_len)
+        assert self.hardware is not None
+        return _hardware_limits(self.hardware, scheduling, cache, max_model_len)
+
+    def describe(self, limits: Limits) -> dict[str, str]:
+        """Return a description of the engine for a report."""
+        blocks = limits.num_blocks[0]
+        description = {
+            "model": self.model,
+            "device": self.device,
+            "KV pool": f"{blocks:,} blocks of {limits.block_size} tokens, {blocks * limits.block_size:,} in all",
+            "tokens a step": f"{limits.max_batch_tokens:,}",
+            "sequences at once": f"{limits.max_sequences:,}",
+            "longest request": f"{limits.max_model_len:,} tokens",
+            "prefix cache": "on" if limits.prefix_caching else "off",
+            "chunked prefill": "on" if limits.chunked_prefill else "off",
+        }
+        if limits.host_blocks:
+            description["host tier"] = f"{limits.host_blocks[0]:,} blocks"
+        if limits.headroom is not None:
+            description["headroom"] = f"{limits.headroom:g}"
+        if limits.composition != "mixed":
+            description["steps"] = limits.composition
+        if limits.tenant_weights:
+            description["weights"] = ", ".join(f"{tenant}={weight:g}" for tenant, weight in limits.tenant_weights)
+        return description
+
+
+def _change_limits(
+    limits: Limits, scheduling: SchedulingConfig, cache: CacheConfig, given: Collection[str], max_model_len: int | None
+) -> Limits:
+    """Return a recorded engine's limits, changed by the given settings."""
+    for name in ("block_size", "kv_cache_bytes", "memory_fraction", "host_cache_bytes"):
+        if name in given:
+            raise ConfigError(
+                f"{name} is of a model and a device, and the fit knows neither; give --model and --device"
+            )
+    changes: dict[str, Any] = {}
+    for part in (scheduling, cache):
+        for name in given:
+            field = _RENAMED.get(name, name)
+            if hasattr(part, name) and hasattr(limits, field) and field not in ("policy", "num_blocks"):
+                value = getattr(part, name)
+                changes |= {} if value is None and field != "headroom" else {field: value}
+    if "policy" in given:
+        changes["policy"] = find_policy(scheduling.policy)
+    if cache.num_blocks is not None or cache.kv_cache_tokens is not None:
+        changes["num_blocks"] = (cache.num_blocks or max(1, (cache.kv_cache_tokens or 0) // limits.block_size),)
+    if max_model_len is not None:
+        changes["max_model_len"] = max_model_len
+    return replace(limits, **changes)
+
+
+def _hardware_limits(
+    hardware: Hardware, scheduling: SchedulingConfig, cache: CacheConfig, max_model_len: int | None
+) -> Limits:
+    batch_tokens, sequences = CPU_DEFAULTS if hardware.device.is_measured else GPU_DEFAULTS
+    max_batch_tokens = scheduling.max_batch_tokens or batch_tokens
+    length = max_model_len or hardware.model.max_model_len
+    if length > hardware.model.max_model_len:
+        raise ConfigError(
+            f"--max-model-len is {length}; {hardware.model.name} has positions for {hardware.model.max_model_len}"
+        )
+    sizes = Limits(
+        block_size=cache.block_size,
+        num_blocks=(_num_blocks(hardware, cache, max_batch_tokens),),
+        max_model_len=length,
+        vocab_size=hardware.model.vocab_size,
+        max_batch_tokens=max_batch_tokens,
+        max_sequences=scheduling.max_sequences or sequences,
+        host_blocks=_host_blocks(hardware, cache),
+    )
+    return configured_limits(scheduling, cache, find_policy(scheduling.policy), sizes)
+
+
+def _num_blocks(hardware: Hardware, cache: CacheConfig, max_batch_tokens: int) -> int:
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    if cache.kv_cache_tokens is not None:
+        return max(1, cache.kv_cache_tokens // cache.block_size)
+    if cache.kv_cache_bytes is not None:
+        count = cache.kv_cache_bytes // int(hardware.model.kv_bytes_per_token * cache.block_size)
+        if count < 1:
+            raise ConfigError(f"--kv-cache-bytes is {cache.kv_cache_bytes}; a block of {hardware.model.name} is larger")
+        return count
+    share = 0.9 if cache.memory_fraction is None else cache.memory_fraction
+    return hardware.pool_blocks(max_batch_tokens, share)
+
+
+def _host_blocks(hardware: Hardware, cache: CacheConfig) -> tuple[int, ...]:
+    count = cache.host_cache_bytes // int(hardware.model.kv_bytes_per_token * cache.block_size)
+    return (count,) if count else ()

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from octavo.core.request import FinishReason
-from octavo.simulator.outcomes import NEVER, Outcomes
-from octavo.simulator.totals import SimulatedRun
+from octavo.simulator.outcomes import NEVER, Outcomes, SimulatedRun
 
 POINTS = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "e2e", "queue")

@@ -11,7 +11,8 @@ from octavo.core.request import Request
 from octavo.observe.recording.reader import RecordedStep
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 
 IDLE_S = 0.003  # a plan later than so is not the one that an engine makes at once
 LIMITS = Limits(16, (400,), 4096, 1000, 256, 16)

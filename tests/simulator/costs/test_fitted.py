@@ -30,7 +30,8 @@ from octavo.simulator.costs.fitted import (
     observe,
 )
 from octavo.simulator.costs.least_squares import non_negative, solve
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 
 
 class Truth:

@@ -11,7 +11,8 @@ from octavo.core.limits import Limits
 from octavo.observe.recording import open_recording
 from octavo.observe.recording.arrivals import arrivals
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.run import Setup, simulate
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
 from octavo.simulator.workloads import open_workload
 
 

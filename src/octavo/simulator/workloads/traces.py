@@ -22,7 +22,7 @@ from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.observe.recording.arrivals import RecordedRequest, arrivals
 from octavo.observe.recording.reader import open_recording
-from octavo.simulator.arrival import Arrival, choice_lengths
+from octavo.simulator.arrival import Arrival
 from octavo.simulator.rows import FileRow, csv_rows, json_rows
 from octavo.simulator.workloads.spec import BuildContext, Notes, Source, Spec
 from octavo.simulator.workloads.synthetic import Draw, draw_tokens, quantiles
@@ -432,24 +432,26 @@ def recording(spec: Spec, context: BuildContext) -> Source:
 
     def source(notes: Notes) -> Iterator[Arrival]:
         requests = arrivals(open_recording(path))
-        given: dict[str, tuple[int, ...]] = {}
+        counts: dict[str, tuple[int, ...]] = {}
         for one in requests:  # if a request continued after a crash, its last life has the whole answer
-            before = given.get(one.name, ())
-            given[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
+            before = counts.get(one.name, ())
+            counts[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
         first = requests[0].arrival if requests else 0.0
         for one in requests:
             if one.is_resumed:
                 continue
             notes.add("not ended when the recording was, taken as far as they came", one.end is None)
-            notes.add("answers of no token, taken as one", not max(given[one.name]))
-            yield _arrival(one, given[one.name], one.arrival - first)
+            notes.add("answers of no token, taken as one", not max(counts[one.name]))
+            yield recorded_arrival(one, counts[one.name], one.arrival - first)
 
     return source
 
 
-def _arrival(one: RecordedRequest, counts: tuple[int, ...], time: float) -> Arrival:
+def recorded_arrival(one: RecordedRequest, counts: Sequence[int], time: float) -> Arrival:
+    """Return a recorded request as an arrival; `counts` are the tokens of each choice."""
     return Arrival(
         time, one.prompt_tokens, max(1, *counts), tenant=one.tenant, priority=one.priority, keys=one.keys,
-        key_tokens=one.key_tokens, output_keys=one.output_keys, choices=choice_lengths(counts),
+        key_tokens=one.key_tokens, output_keys=one.output_keys,
+        choices=tuple(max(1, count) for count in counts) if len(counts) > 1 else (),
         ttft_objective=one.ttft_objective, tpot_objective=one.tpot_objective,
     )  # fmt: skip
