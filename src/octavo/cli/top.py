@@ -32,6 +32,16 @@ MAX_STEPS = 20_000  # of the last minute, for quantiles
 PARTS = ("schedule", "prepare", "forward", "sample", "emit")
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 _WAITING = ("name", "tenant", "reason", "needed", "available", "waited_s", "tokens")  # of an entry of a queue frame
+# Names of figures -> those of the scheduler's statistics.
+_POOL = {
+    "blocks": "num_blocks", "held": "num_blocks_used", "cached": "num_blocks_cached",
+    "host_blocks": "num_host_blocks", "host_held": "num_host_blocks_used",
+}  # fmt: skip
+_REQUESTS = {
+    "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "admitted": "num_admitted",
+    "preemptions": "num_preemptions", "failed_steps": "num_failed_steps", "drafted_tokens": "num_drafted_tokens",
+    "accepted_tokens": "num_accepted_tokens",
+}  # fmt: skip
 Json = Mapping[str, Any]
 
 
@@ -131,21 +141,9 @@ class RunningSequence:
     is_decoding: bool = False
 
 
-@dataclass(slots=True)
-class Second:
-    """Sums over the steps that ended in one second, and gauges at its last step."""
-
-    number: int
-    prompt: int = 0
-    output: int = 0
-    running: int = 0
-    waiting: int = 0
-    held: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """The fields of a step from which rates are computed."""
+    """A step: its times, its tokens, and the gauges at its end."""
 
     begin: float
     end: float
@@ -153,6 +151,9 @@ class StepFigures:
     output: int
     tokens: int
     parts: tuple[float, ...]
+    running: int
+    waiting: int
+    held: int
 
 
 @dataclass(slots=True)
@@ -164,7 +165,6 @@ class Figures:
     requests: dict[str, list[Any]] = field(default_factory=dict)
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # of the last step: slot, first position, count
     steps: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
-    seconds: deque[Second] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
     queue: Json = field(default_factory=dict)
     now: float = 0.0
     complete_from: float = 0.0  # no step after this time is missing
@@ -217,35 +217,18 @@ class Figures:
         end = begin + frame["s"]
         self.now = max(self.now, end)
         parts = tuple(part or 0.0 for part in frame["parts"])
-        self.steps.append(StepFigures(begin, end, prompt, output, sum(frame["tok"][:3]), parts))
-        second = self._second(int(end))
-        second.prompt += prompt
-        second.output += output
-        second.running, second.waiting, second.held = frame["run"], frame["wait"], sum(frame["used"])
-
-    def _second(self, number: int) -> Second:
-        """Return the entry of a second; seconds without steps are filled in."""
-        last = self.seconds[-1].number if self.seconds else number - 1
-        for missing in range(max(last + 1, number - HISTORY_S), number + 1):
-            self.seconds.append(Second(missing))
-        return self.seconds[-1]
+        gauges = frame["run"], frame["wait"], sum(frame["used"])
+        self.steps.append(StepFigures(begin, end, prompt, output, sum(frame["tok"][:3]), parts, *gauges))
 
     def snapshot(self, answer: Json) -> dict[str, Any]:
         """Return everything shown, as plain JSON values; `answer` is the server's answer to the verb `top`."""
         statistics = answer.get("statistics") or {}
         scheduler, collected = statistics.get("scheduler", {}), statistics.get("collected", {})
-        self._second(int(self.now))
         recent = [step for step in self.steps if step.end >= self.now - WINDOW_S]
         latency = collected.get("requests", {}).items()
         return {
             "server": self._server(answer["status"], answer.get("trouble")),
-            "pool": {
-                "blocks": scheduler.get("num_blocks", 0),
-                "held": scheduler.get("num_blocks_used", 0),
-                "cached": scheduler.get("num_blocks_cached", 0),
-                "host_blocks": scheduler.get("num_host_blocks", 0),
-                "host_held": scheduler.get("num_host_blocks_used", 0),
-            },
+            "pool": {name: scheduler.get(key, 0) for name, key in _POOL.items()},
             "requests": _requests(scheduler),
             "rates": self._rates(recent),
             "steps": self._steps(recent),
@@ -300,9 +283,19 @@ class Figures:
         }
 
     def _history(self) -> dict[str, list[int]]:
-        kinds = ("prompt", "output", "running", "waiting", "held")
-        complete = [second for second in self.seconds if second.number < int(self.now)]
-        return {kind: [getattr(second, kind) for second in complete] for kind in kinds}
+        """Return sums and gauges of each complete second of the last minute; zeros for one without steps."""
+        now = int(self.now)
+        first = max(now - HISTORY_S, int(self.steps[0].end if self.steps else self.complete_from))
+        history = {kind: [0] * (now - first) for kind in ("prompt", "output", "running", "waiting", "held")}
+        for step in self.steps:
+            index = int(step.end) - first
+            if 0 <= index < now - first:
+                history["prompt"][index] += step.prompt
+                history["output"][index] += step.output
+                history["running"][index] = step.running
+                history["waiting"][index] = step.waiting
+                history["held"][index] = step.held
+        return history
 
     def _running(self, sequence: RunningSequence) -> dict[str, Any]:
         _, arrival, tenant, _, _, max_tokens = self.requests[sequence.name][:6]
@@ -323,15 +316,8 @@ class Figures:
 def _requests(scheduler: Json) -> dict[str, Any]:
     queried = scheduler.get("prefix_queried_tokens", 0)
     return {
-        "running": scheduler.get("num_running", 0),
-        "waiting": scheduler.get("num_waiting", 0),
-        "swapped": scheduler.get("num_swapped", 0),
+        **{name: scheduler.get(key, 0) for name, key in _REQUESTS.items()},
         "waiting_by_reason": scheduler.get("waiting_by_reason", {}),
-        "admitted": scheduler.get("num_admitted", 0),
         "finished": {name: count for name, count in scheduler.get("finished", {}).items() if count},
-        "preemptions": scheduler.get("num_preemptions", 0),
-        "failed_steps": scheduler.get("num_failed_steps", 0),
         "hit_share": scheduler.get("prefix_hit_tokens", 0) / queried if queried else None,
-        "drafted_tokens": scheduler.get("num_drafted_tokens", 0),
-        "accepted_tokens": scheduler.get("num_accepted_tokens", 0),
     }
