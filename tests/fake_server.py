@@ -89,12 +89,12 @@ def main(role: str, arguments: list[str]) -> int:
     this = (sys.executable, __file__)
     if role == "api":
         from octavo.cli import api_process
-        from octavo.cli.engines import KeptEngine
+        from octavo.frontend.engine_supervisor import EngineSupervisor
 
         if num_lines := int(os.environ.get("FAKE_LINES", "0")):
             threading.Thread(target=_flood, args=(num_lines,), daemon=True).start()
         return api_process.main(
-            arguments, lambda config, observer: KeptEngine.start(config, observer, (*this, "engine"))
+            arguments, lambda config, observer: EngineSupervisor.start(config, observer, (*this, "engine"))
         )
     from octavo import cli
     from octavo.cli import serve

@@ -7,8 +7,9 @@ Does not: compute, decide or serve. Importing it loads no torch; opening an engi
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, MemoryPl
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.offline import OfflineEngine
+from octavo.frontend.open_request import OpenRequest
+from octavo.frontend.open_requests import LedgerObserver
 from octavo.frontend.sessions import Sessions
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from octavo.observe.recording.recorder import Recorder
     from octavo.simulator.costs.fitted import DriftMonitor
 
+WATCH_S = 0.5  # the longest time for which a dead engine of this process goes unnoticed
 # By kind of device: tokens in a step, sequences.
 DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
 
@@ -73,6 +77,51 @@ def build_local(config: Config) -> LocalEngine:
         text = loading.result()
     client = LocalClient(loop)
     return LocalEngine(loop, client, Sessions(client, text, config.execution.seed, capacity=capacity), text, capacity)
+
+
+class InProcessEngine(LocalClient):
+    """The engine of a server in its own process (--in-process), with EngineSupervisor's interface: never restarted."""
+
+    processes: Mapping[str, int] = {}
+
+    def __init__(self, loop: EngineLoop, capacity: Capacity) -> None:
+        super().__init__(loop)
+        self.capacity = capacity
+        self.failed = asyncio.Event()
+        self.failure = ""
+        self._watching = asyncio.create_task(self._watch(loop), name="octavo-engine-watch")
+
+    @classmethod
+    async def start(cls, config: Config, observer: LedgerObserver | None = None) -> InProcessEngine:
+        """Open an engine here; `observer` is not used, as there is no ledger."""
+        return cls(*await asyncio.to_thread(open_engine, config))
+
+    def trouble(self) -> str | None:
+        """Return why the engine makes no progress now, or None."""
+        return self.failure or None
+
+    def report(self) -> dict[str, object]:
+        """Return the epoch and the restarts, which never change."""
+        return {"epoch": 1, "restarts": 0}
+
+    def restore(self, requests: Iterable[OpenRequest]) -> None:
+        """Refuse. Raises ConfigError."""
+        raise ConfigError("an engine in the server's own process (--in-process) has no journal")
+
+    def kill(self, why: str) -> None:
+        """Refuse. Raises ConfigError."""
+        raise ConfigError("the engine is in the server's own process (--in-process), which would end with it")
+
+    async def close(self) -> None:
+        """Answer all open requests, then end the engine."""
+        self._watching.cancel()
+        await super().close()
+
+    async def _watch(self, loop: EngineLoop) -> None:
+        while loop.is_alive:
+            await asyncio.sleep(WATCH_S)
+        self.failure = f"the engine ended ({loop.failure or 'it was stopped'}); see the lines above"
+        self.failed.set()
 
 
 def opening(files: ModelFiles) -> AbstractContextManager[None]:

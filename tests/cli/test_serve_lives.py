@@ -126,7 +126,7 @@ def test_SIGHUP_reads_the_key_file_again(model: str, tmp_path: Path) -> None:
             time.sleep(0.01)
         keys.write_text("nothing of use")
         server.process.send_signal(signal.SIGHUP)
-        while "the keys stay as they are" not in server.text:
+        while "the keys are unchanged" not in server.text:
             time.sleep(0.01)
         assert server.end() == 0
 

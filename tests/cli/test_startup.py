@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from octavo.artifacts.resolve import ModelFiles
-from octavo.cli.api_task import ApiTask
+from octavo.cli.api_process import ApiTask
 from octavo.cli.startup import call_report, process_report, startup_report
 from octavo.cli.terminal import limit_remarks
 from octavo.config.sources import load_config
@@ -57,11 +57,13 @@ def test_report_says_what_is_off_and_who_may_call() -> None:
 
 
 def test_report_says_who_runs_and_what_a_crash_would_do() -> None:
-    kept: Any = SimpleNamespace(is_protected=True, processes={"engine": 7, "standby": 8})
-    lines = "\n".join(process_report(ApiTask(load_config({"standby": True}), "/run/admin.sock", supervisor=5), kept))
+    kept: Any = SimpleNamespace(processes={"engine": 7, "standby": 8})
+    lines = "\n".join(
+        process_report(ApiTask(load_config({"standby": True}), "/run/admin.sock", supervisor_pid=5), kept)
+    )
     assert f"supervisor 5, api {os.getpid()}, engine 7, standby 8" in lines
     assert "a standby takes over" in lines and "(socket /run/admin.sock)" in lines
-    alone: Any = SimpleNamespace(is_protected=False, processes={})
+    alone: Any = SimpleNamespace(processes={})
     lines = "\n".join(process_report(ApiTask(load_config({"in_process": True}), "/run/admin.sock"), alone))
     assert "no crash protection (--in-process)" in lines and "supervisor" not in lines
 

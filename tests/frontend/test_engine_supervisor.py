@@ -73,7 +73,7 @@ async def test_a_killed_engine_is_replaced_and_streams_go_on() -> None:
         await asyncio.gather(*map(keeper.submit, requests))
         reading = [asyncio.create_task(read(keeper, request.request_id)) for request in requests]
         for epoch in (1, 2, 3):
-            assert keeper.epoch == epoch and keeper.is_stepping
+            assert keeper.epoch == epoch and keeper.trouble() is None
             before = num_ids(keeper, "r0")
             await until(lambda before=before: num_ids(keeper, "r0") > before + 3)
             os.kill(keeper.pid, signal.SIGKILL)
@@ -89,7 +89,7 @@ async def test_what_comes_while_there_is_no_engine_waits_for_the_next() -> None:
     async with keeping() as keeper:
         keeper.kill("a test")
         await until(lambda: keeper.state is EngineState.RECOVERING)
-        assert not keeper.is_stepping
+        assert keeper.trouble() is not None
         with pytest.raises(EngineDeadError, match="restarted"):
             await keeper.statistics()
         with pytest.raises(EngineDeadError, match="restarted"):

@@ -20,8 +20,7 @@ from octavo.errors import ConfigError, EngineError
 from octavo.server.explanations import explain_any, explain_open
 
 if TYPE_CHECKING:
-    from octavo.cli.api_task import ApiTask
-    from octavo.cli.engines import Engine
+    from octavo.cli.api_process import ApiTask, Engine
     from octavo.engine.client import Verb as EngineVerb
     from octavo.server.admin import Verb
     from octavo.server.context import Context
@@ -78,7 +77,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         if not request_id:
             raise ConfigError("cancel needs the id of a request")
         ids = context.request_index.find(request_id)
-        engine.client.cancel(ids or (request_id,))
+        engine.cancel(ids or (request_id,))
         return ids
 
     async def explain(request_id: str) -> object:
@@ -92,7 +91,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         return engine.processes
 
     async def control(verb: EngineVerb, _: str) -> object:
-        return await engine.client.control(verb)
+        return await engine.control(verb)
 
     verbs: dict[str, Verb] = {
         **_reading_verbs(task, engine, context, url),
@@ -115,7 +114,7 @@ def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) ->
     started_at = time.monotonic()
 
     async def status(_: str) -> object:
-        processes = {"supervisor": task.supervisor} if task.supervisor else {}
+        processes = {"supervisor": task.supervisor_pid} if task.supervisor_pid else {}
         return {
             "url": url,
             "model": context.model,
@@ -123,17 +122,17 @@ def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) ->
             "trouble": engine.trouble(),
             "uptime_s": round(time.monotonic() - started_at, 3),
             "processes": {**processes, "api": os.getpid(), **engine.processes},
-            "api_restarts": task.life - 1,
+            "api_restarts": task.run_number - 1,
             "engine": engine.report(),
             "open_requests": context.queue.num_requests,
             "api": _own_resources(),
         }
 
     async def statistics(_: str) -> object:
-        return await engine.client.statistics()
+        return await engine.statistics()
 
     async def frames(cursor: str) -> object:
-        return await engine.client.control("frames", cursor)
+        return await engine.control("frames", cursor)
 
     async def top(cursor: str) -> object:
         answer: dict[str, object] = {"status": await status("")}

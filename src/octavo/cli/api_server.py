@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING
 from octavo.artifacts.resolve import ModelFiles
 from octavo.assembly import find_files, load_text
 from octavo.cli.admin import admin_verbs
-from octavo.cli.api_task import ApiTask
-from octavo.cli.engines import Engine
 from octavo.cli.startup import call_report, journal_report, process_report, startup_report
 from octavo.cli.terminal import say, warn_limits
-from octavo.engine.client import EngineClient
+from octavo.config import Config
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.frontend.api_supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.frontend.journal import Journal
 from octavo.frontend.sessions import Sessions
 from octavo.observe.status_line import STATUS_LINE_S, StatusLine
-from octavo.server.admin import AdminServer
+from octavo.server.admin import AdminServer, Verb
 from octavo.server.app import create_app
 from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.listener import url_of
@@ -38,7 +36,7 @@ from octavo.server.idempotency_restore import take_over
 from octavo.text.text_model import TextModel
 
 if TYPE_CHECKING:
-    from octavo.cli.api_process import Place
+    from octavo.cli.api_process import ApiProcess, Engine
     from octavo.server.http.keys import KeyRing
 
 
@@ -50,41 +48,39 @@ class Loaded:
     text: TextModel
 
 
-def load(task: ApiTask) -> Loaded:
+def load(config: Config) -> Loaded:
     """Find the model and load its text side. Raises UnknownModelError, ModelFileError."""
-    files = find_files(task.config)
-    return Loaded(files, load_text(task.config, files))
+    files = find_files(config)
+    return Loaded(files, load_text(config, files))
 
 
-async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None], loaded: Loaded, begun: float) -> int:
+async def serve(api: ApiProcess, engine: Engine, journal: Journal | None, loaded: Loaded, started_at: float) -> int:
     """Serve until asked to stop (0), or until the engine has failed for good (EXIT_ENGINE_FAILED)."""
-    config = task.config
-    engine, journal = kept
+    task, config, report = api.task, api.task.config, api.report
     warn_limits(config, engine.capacity)
-    sessions = Sessions(engine.client, loaded.text, config.execution.seed, capacity=engine.capacity)
-    lifecycle = Lifecycle(
-        engine_trouble=engine.trouble if engine.is_protected else None, on_answered=lambda: place.tell(ANSWERED)
-    )
-    app = create_app(sessions, sessions.text, config, engine.client.statistics, lifecycle=lifecycle)
+    sessions = Sessions(engine, loaded.text, config.execution.seed, capacity=engine.capacity)
+    trouble = None if config.serving.in_process else engine.trouble
+    lifecycle = Lifecycle(engine_trouble=trouble, on_answered=lambda: report(ANSWERED))
+    app = create_app(sessions, sessions.text, config, engine.statistics, lifecycle=lifecycle)
     context = app.state.context
-    taken = (0, 0) if journal is None else take_over(context, journal, engine.restore)
-    server = HttpServer(app, place.listener, lifecycle, config.serving.drain_timeout_s, config.web)
-    verbs = admin_verbs(task, engine, server, context, url_of(place.listener, config.web))
+    restored = (0, 0) if journal is None else take_over(context, journal, engine.restore)
+    server = HttpServer(app, api.listener, lifecycle, config.serving.drain_timeout_s, config.web)
+    url = url_of(api.listener, config.web)
     async with (
-        _answering(AdminServer(Path(task.admin), verbs)),
-        _meanwhile(None if task.is_quiet else _beat(engine.client)),
-        _meanwhile(_tell_alive(place)),
-        _meanwhile(context.batches.run()),
-        _reloading(context.keys, config.serving.api_key_file),
+        _admin_server(Path(task.admin_socket), admin_verbs(task, engine, server, context, url)),
+        _background(None if task.is_quiet else _print_status(engine)),
+        _background(_report_alive(api)),
+        _background(context.batches.run()),
+        _key_reloads(context.keys, config.serving.api_key_file),
     ):
         if not task.is_quiet:
-            if task.life == 1:
-                say(*startup_report(config, loaded.files, engine.capacity, time.perf_counter() - begun))
-            say(*process_report(task, engine), *journal_report(*taken))
-            if task.life == 1:
-                say(*call_report(config, context.model, url_of(place.listener, config.web)))
+            if task.run_number == 1:
+                say(*startup_report(config, loaded.files, engine.capacity, time.perf_counter() - started_at))
+            say(*process_report(task, engine), *journal_report(*restored))
+            if task.run_number == 1:
+                say(*call_report(config, context.model, url))
         gc.freeze()  # what exists now stays: collections of a large body need not traverse it, which takes 0.1 s
-        place.tell(READY)
+        report(READY)
         try:
             return await _run_until_failed(server, engine, lifecycle)
         finally:
@@ -112,7 +108,8 @@ async def _run_until_failed(server: HttpServer, engine: Engine, lifecycle: Lifec
 
 
 @asynccontextmanager
-async def _answering(admin: AdminServer) -> AsyncIterator[None]:
+async def _admin_server(path: Path, verbs: dict[str, Verb]) -> AsyncIterator[None]:
+    admin = AdminServer(path, verbs)
     await admin.open()
     try:
         yield
@@ -121,7 +118,7 @@ async def _answering(admin: AdminServer) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _meanwhile(work: Coroutine[object, object, None] | None) -> AsyncIterator[None]:
+async def _background(work: Coroutine[object, object, None] | None) -> AsyncIterator[None]:
     """Run `work` as a task while the body runs; do nothing for None."""
     task = None if work is None else asyncio.create_task(work)
     try:
@@ -133,7 +130,7 @@ async def _meanwhile(work: Coroutine[object, object, None] | None) -> AsyncItera
 
 
 @asynccontextmanager
-async def _reloading(keys: KeyRing, file: str | None) -> AsyncIterator[None]:
+async def _key_reloads(keys: KeyRing, file: str | None) -> AsyncIterator[None]:
     """Read the key file, if there is one, again at SIGHUP (see also octavo admin reload_keys)."""
     if file is None:
         yield
@@ -150,21 +147,21 @@ def _reload(keys: KeyRing) -> None:
     try:
         say(keys.reload())
     except ConfigError as error:
-        say(f"the keys stay as they are: {error}")
+        say(f"the keys are unchanged: {error}")
 
 
-async def _tell_alive(place: Place) -> None:
+async def _report_alive(api: ApiProcess) -> None:
     """Report to the supervisor, at intervals, that this event loop runs."""
     while True:
-        place.tell(ALIVE)
+        api.report(ALIVE)
         await asyncio.sleep(ALIVE_S)
 
 
-async def _beat(client: EngineClient) -> None:
+async def _print_status(engine: Engine) -> None:
     status = StatusLine()
     while True:
         try:
-            line = status.line(await client.statistics(), time.monotonic())
+            line = status.line(await engine.statistics(), time.monotonic())
         except EngineDeadError:
             line = None  # the engine may be restarted
         if line is not None:

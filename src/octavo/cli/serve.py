@@ -15,7 +15,9 @@ import socket
 import time
 from pathlib import Path
 
-from octavo.cli.api_task import COMMAND, ApiTask
+import msgspec
+
+from octavo.cli.api_process import COMMAND, ApiProcess, ApiTask
 from octavo.cli.flags import UsageError, add_settings, resolve_args
 from octavo.cli.server_registry import ServerRecord, find_servers, open_server_folder, process_start_ticks
 from octavo.cli.servers import port_in_use_message
@@ -71,11 +73,9 @@ def _serve(config: Config, *, is_quiet: bool) -> int:
     if config.recording.record is not None:
         prepare_folder(Path(config.recording.record))
     with contextlib.closing(_listen(config)) as listener, open_server_folder() as folder:
-        admin = str(folder.admin_path(config.serving.admin_socket))
-        task = ApiTask(config, admin, is_quiet=is_quiet)
-        pid = os.getpid()
-        url = url_of(listener, config.web)
-        folder.publish(ServerRecord(pid, url, _name(config), admin, time.time(), process_start_ticks(pid)))
+        task = ApiTask(config, str(folder.admin_path(config.serving.admin_socket)), is_quiet=is_quiet)
+        name, url, pid = config.model.shown_name(config.model.model), url_of(listener, config.web), os.getpid()
+        folder.publish(ServerRecord(pid, url, name, task.admin_socket, time.time(), process_start_ticks(pid)))
         find_servers()  # removes the folders of killed servers
         if config.serving.in_process:
             return _run_here(task, listener)
@@ -91,8 +91,8 @@ def _listen(config: Config) -> socket.socket:
 
 
 def _supervise(task: ApiTask, listener: socket.socket) -> int:
-    def make_line(life: int) -> bytes:
-        return ApiTask(task.config, task.admin, life, os.getpid(), task.is_quiet).line()
+    def make_line(run_number: int) -> bytes:
+        return msgspec.structs.replace(task, run_number=run_number, supervisor_pid=os.getpid()).line()
 
     drain_s = task.config.serving.drain_timeout_s
     has_file = task.config.serving.api_key_file is not None
@@ -102,18 +102,13 @@ def _supervise(task: ApiTask, listener: socket.socket) -> int:
 
 
 def _run_here(task: ApiTask, listener: socket.socket) -> int:
-    from octavo.cli.api_process import Place, run  # heavy: the supervisor does not need it
-    from octavo.cli.engines import InProcessEngine
+    from octavo.assembly import InProcessEngine  # heavy: the supervisor does not need it
 
     def report(word: bytes) -> None:
         if word == READY:
             notify_systemd("READY=1")
 
-    return run(task, Place(listener, report), InProcessEngine.start)
-
-
-def _name(config: Config) -> str:
-    return config.model.shown_name(config.model.model)
+    return ApiProcess(task, listener, report).run(InProcessEngine.start)
 
 
 def notify_systemd(state: str) -> None:

@@ -11,8 +11,7 @@ from octavo.config import Config
 from octavo.executors.protocol import Capacity
 
 if TYPE_CHECKING:
-    from octavo.cli.api_task import ApiTask
-    from octavo.cli.engines import Engine
+    from octavo.cli.api_process import ApiTask, Engine
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -67,14 +66,14 @@ def _features_off(config: Config) -> Iterator[str]:
 
 def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
     """Yield lines about the processes, and what a crash would do."""
-    if not engine.is_protected:
+    if task.config.serving.in_process:
         yield f"process   {os.getpid()}, engine included; no crash protection (--in-process): a crash ends the server"
     else:
         others = "".join(f", {role} {pid}" for role, pid in engine.processes.items())
-        yield f"processes supervisor {task.supervisor}, api {os.getpid()}{others}"
+        yield f"processes supervisor {task.supervisor_pid}, api {os.getpid()}{others}"
         standby = "a standby takes over" if task.config.serving.standby else "no standby (--standby)"
         yield f"crashes   an engine that dies or hangs is replaced and open requests go on; {standby}"
-    yield f"admin     octavo admin status --server {task.supervisor or os.getpid()}  (socket {task.admin})"
+    yield f"admin     octavo admin status --server {task.supervisor_pid or os.getpid()}  (socket {task.admin_socket})"
 
 
 def call_report(config: Config, model: str, url: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""End this process when its parent ends.
+"""What an engine or api process and its parent agree on: the end of both, and the signal for stack dumps.
 
 Owns: the watch on stdin, which the parent holds open while it runs. Does not: clean up.
 Invariant: on Linux this ends even a process that is stopped, or whose interpreter is busy.
@@ -12,6 +12,7 @@ import sys
 import threading
 
 EXIT_ORPHANED = 3
+DUMP_SIGNAL = signal.SIGUSR1  # every thread's stack to stderr; works while a step hangs, as it needs no Python code
 _PR_SET_PDEATHSIG = 1
 
 

@@ -10,7 +10,6 @@ import argparse
 import faulthandler
 import gc
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -20,14 +19,13 @@ import msgspec
 from octavo.config import Config
 from octavo.engine.heartbeat import HeartbeatPage, HeartbeatWriter
 from octavo.engine.loop import EngineLoop
-from octavo.engine.parent import end_with_parent
+from octavo.engine.parent import DUMP_SIGNAL, end_with_parent
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import ConfigError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.observe.log import num_dropped_lines, set_up_log
 
 EXIT_FAILED = 1  # the engine could not be opened; the parent knows why
-DUMP_SIGNAL = signal.SIGUSR1  # every thread's stack to stderr; works while a step hangs, as it needs no Python code
 
 Open = Callable[[Config], tuple[EngineLoop, Capacity]]
 

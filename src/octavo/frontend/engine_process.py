@@ -21,7 +21,7 @@ import msgspec
 
 from octavo.config import Config
 from octavo.engine.heartbeat import HeartbeatPage, page_file
-from octavo.engine.process_side import DUMP_SIGNAL
+from octavo.engine.parent import DUMP_SIGNAL
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.restarts import describe_status

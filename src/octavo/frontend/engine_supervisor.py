@@ -73,7 +73,7 @@ class EngineSupervisor:
 
     @classmethod
     async def start(
-        cls, config: Config, *, command: Sequence[str] = COMMAND, observer: LedgerObserver | None = None
+        cls, config: Config, observer: LedgerObserver | None = None, command: Sequence[str] = COMMAND
     ) -> EngineSupervisor:
         """Start the first engine. Raises the error of its opening, or EngineDeadError; then no process is left."""
         supervisor = cls(config, command, observer)
@@ -94,12 +94,18 @@ class EngineSupervisor:
         return self._engine.pid
 
     @property
-    def is_stepping(self) -> bool:
-        """True if the engine is idle, or its steps are in time."""
-        if self.state is not EngineState.READY or not self._engine.client.is_alive:
-            return False
+    def processes(self) -> dict[str, int]:
+        """The pids of the engine and its standby by role."""
+        standby = self.spawner.standby
+        return {"engine": self.pid} | ({"standby": standby.pid} if standby is not None else {})
+
+    def trouble(self) -> str | None:
+        """Return why the engine makes no progress now, None if it is idle or its steps are in time."""
+        if self.state is not EngineState.READY:
+            return "the engine failed" if self.state is EngineState.FAILED else "the engine is being restarted"
         beat = self._engine.page.beat()
-        return beat is None or beat.deadline is None or time.monotonic() <= beat.deadline
+        is_late = beat is not None and beat.deadline is not None and time.monotonic() > beat.deadline
+        return "the engine makes no steps" if is_late or not self._engine.client.is_alive else None
 
     def report(self) -> dict[str, object]:
         """Return the state, and counts since the start. Gaps are seconds from an engine's end to the next token, or to
