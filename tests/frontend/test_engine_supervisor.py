@@ -76,7 +76,7 @@ async def test_a_killed_engine_is_replaced_and_streams_go_on() -> None:
             assert keeper.epoch == epoch and keeper.trouble() is None
             before = num_ids(keeper, "r0")
             await until(lambda before=before: num_ids(keeper, "r0") > before + 3)
-            os.kill(keeper.pid, signal.SIGKILL)
+            os.kill(keeper.processes["engine"], signal.SIGKILL)
             await until(lambda epoch=epoch: keeper.epoch > epoch and keeper.state is EngineState.READY)
         for request, (ids, last) in zip(requests, await asyncio.gather(*reading), strict=True):
             assert ids == expected(request) and last.finish_reason is FinishReason.LENGTH
@@ -118,7 +118,7 @@ async def test_a_cancel_that_the_engine_did_not_hear_is_not_forgotten() -> None:
         both = [asyncio.create_task(keeper.submit(make_request(name, max_tokens=60))) for name in ("a", "b")]
         await until(lambda: num_ids(keeper, "a") == 3)
         keeper.cancel(["a"])
-        os.kill(keeper.pid, signal.SIGKILL)
+        os.kill(keeper.processes["engine"], signal.SIGKILL)
         ids, last = await read(keeper, "a")
         assert len(ids) == 3 and last.finish_reason is FinishReason.CANCELLED
         await until(lambda: keeper.epoch == 2)
@@ -201,19 +201,19 @@ async def test_a_standby_takes_over_and_is_replaced(monkeypatch: pytest.MonkeyPa
         for epoch in (1, 2):
             await until(lambda: keeper.report()["has_standby"])
             standby, request = standby_pid(keeper), make_request(f"r{epoch}", max_tokens=50)
-            assert standby is not None and standby != keeper.pid
+            assert standby is not None and standby != keeper.processes["engine"]
             await keeper.submit(request)
             await until(lambda request=request: num_ids(keeper, request.request_id) > 3)
-            os.kill(keeper.pid, signal.SIGKILL)
+            os.kill(keeper.processes["engine"], signal.SIGKILL)
             assert (await read(keeper, request.request_id))[0] == expected(request)
-            assert keeper.pid == standby
+            assert keeper.processes["engine"] == standby
         await until(lambda: keeper.report()["has_standby"])
         lost = standby_pid(keeper)
         assert lost is not None
         os.kill(lost, signal.SIGKILL)
         await until(lambda: standby_pid(keeper) not in (None, lost))
         assert keeper.num_restarts == 2
-        pids = [keeper.pid, standby_pid(keeper)]
+        pids = [keeper.processes["engine"], standby_pid(keeper)]
     assert not any(is_alive(pid) for pid in pids if pid is not None)
 
 
@@ -229,7 +229,7 @@ async def test_close_answers_everyone_in_every_state(monkeypatch: pytest.MonkeyP
             reading = asyncio.create_task(read(keeper, "a"))
             await asyncio.sleep(0)
             if state == "ready":
-                os.kill(keeper.pid, signal.SIGKILL)
+                os.kill(keeper.processes["engine"], signal.SIGKILL)
             await keeper.close()
             assert (await reading)[1].finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR)
             with pytest.raises(EngineDeadError):
@@ -247,7 +247,7 @@ async def test_choices_go_on_where_they_were() -> None:
         assert entry is not None
         await until(lambda: 1 in entry.ended_choices)
         stopped = list(entry.pages[1].ids)
-        os.kill(keeper.pid, signal.SIGKILL)
+        os.kill(keeper.processes["engine"], signal.SIGKILL)
         ends: dict[int, FinishReason] = {}
         ids: dict[int, list[int]] = {}
         async for output in keeper.outputs("a"):

@@ -45,7 +45,7 @@ async def kill_under(
         await until(lambda: not is_settled or is_quiet(keeper), 120.0)
         await asyncio.sleep(rng.uniform(0.0, pause_s))
         moments.append(asyncio.get_running_loop().time())
-        os.kill(keeper.pid, signal.SIGKILL)
+        os.kill(keeper.processes["engine"], signal.SIGKILL)
         await until(lambda epoch=epoch: keeper.epoch > epoch)
         await asyncio.sleep(rng.uniform(0.1, 0.6))
     await load.stop()

@@ -26,7 +26,7 @@ from tests.reliability.scorecard import Score
 async def stop(keeper: EngineSupervisor) -> float:
     """Stop the engine's process; seconds until the keeper gave it up."""
     begun, epoch = time.monotonic(), keeper.epoch
-    os.kill(keeper.pid, signal.SIGSTOP)
+    os.kill(keeper.processes["engine"], signal.SIGSTOP)
     await until(lambda: keeper.state is not EngineState.READY or keeper.epoch > epoch)
     return time.monotonic() - begun
 
@@ -60,15 +60,15 @@ async def test_row_03_an_engine_stopped_in_a_first_step(score: Score, behaviour:
         small = await follow(keeper, make_request("small", max_tokens=9)) if is_large else None
         if is_standby:
             await until(lambda: bool(keeper.report()["has_standby"]))
-            os.kill(keeper.pid, signal.SIGKILL)
+            os.kill(keeper.processes["engine"], signal.SIGKILL)
             await until(lambda: keeper.epoch > 1)
-        pid, begun = keeper.pid, time.monotonic()
+        pid, begun = keeper.processes["engine"], time.monotonic()
         following = asyncio.create_task(follow(keeper, make_request("a", length=40, max_tokens=9)))
         await until(lambda: keeper.num_stalls == 1)
         found_s = time.monotonic() - begun
         stream = await following
         score.count("lost", sum(each.ids != expected(each.request) for each in (small, stream) if each is not None))
-        assert keeper.num_stalls == 1 and keeper.pid != pid
+        assert keeper.num_stalls == 1 and keeper.processes["engine"] != pid
         score.time("seconds until a stopped first step is detected", found_s, heartbeat.MIN_STEP_S + 1.5)
 
 
@@ -149,7 +149,7 @@ async def test_row_03_a_standby_that_was_stopped_while_it_waited(score: Score) -
         assert standby is not None
         os.kill(standby.pid, signal.SIGSTOP)
         begun = time.monotonic()
-        os.kill(keeper.pid, signal.SIGKILL)
+        os.kill(keeper.processes["engine"], signal.SIGKILL)
         stream = await following
         score.count("lost", int(stream.ids != expected(stream.request)))
         assert keeper.num_stalls == 1 and keeper.num_restarts == 2
@@ -160,7 +160,7 @@ async def test_row_03_an_engine_stopped_while_idle(score: Score) -> None:
     """Nothing is due, so nothing is late; the next request finds it out, and is served by the next engine."""
     async with keeping("fake") as keeper:
         begun = time.monotonic()
-        os.kill(keeper.pid, signal.SIGSTOP)
+        os.kill(keeper.processes["engine"], signal.SIGSTOP)
         stream = await follow(keeper, make_request("a", max_tokens=9))
         score.count("lost", int(stream.ids != expected(stream.request)))
         await until(lambda: keeper.num_restarts == 1)

@@ -89,15 +89,10 @@ class EngineSupervisor:
         return self.requests.epoch
 
     @property
-    def pid(self) -> int:
-        """The process of the current engine, or of the last one."""
-        return self._engine.pid
-
-    @property
     def processes(self) -> dict[str, int]:
-        """The pids of the engine and its standby by role."""
+        """The pids of the current engine, or of the last one, and of the standby, by role."""
         standby = self.spawner.standby
-        return {"engine": self.pid} | ({"standby": standby.pid} if standby is not None else {})
+        return {"engine": self._engine.pid} | ({"standby": standby.pid} if standby is not None else {})
 
     def trouble(self) -> str | None:
         """Return why the engine makes no progress now, None if it is idle or its steps are in time."""
