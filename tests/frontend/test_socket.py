@@ -43,7 +43,7 @@ from octavo.errors import (
 from octavo.frontend.sessions import Sessions
 from octavo.observe.explainer import unknown
 from octavo.observe.live import observe_engine
-from octavo.server.http.server import new_event_loop
+from octavo.server.http.listener import new_event_loop
 
 
 class Server:

@@ -27,8 +27,8 @@ from octavo.frontend.sessions import Sessions  # noqa: E402
 from octavo.server.app import create_app  # noqa: E402
 from octavo.server.http.body import HttpLimits  # noqa: E402
 from octavo.server.http.lifecycle import Lifecycle  # noqa: E402
-from octavo.server.http.listener import open_socket  # noqa: E402
-from octavo.server.http.server import HttpServer, new_event_loop  # noqa: E402
+from octavo.server.http.listener import new_event_loop, open_socket  # noqa: E402
+from octavo.server.http.server import HttpServer  # noqa: E402
 from octavo.text.chat_template import ChatTemplate  # noqa: E402
 from octavo.text.text_model import TextModel  # noqa: E402
 from octavo.text.tokenizer import Tokenizer  # noqa: E402

@@ -22,8 +22,8 @@ from octavo.config.sources import load_config  # noqa: E402
 from octavo.frontend.sessions import Sessions  # noqa: E402
 from octavo.server.app import create_app  # noqa: E402
 from octavo.server.http.lifecycle import Lifecycle  # noqa: E402
-from octavo.server.http.listener import open_socket  # noqa: E402
-from octavo.server.http.server import HttpServer, new_event_loop  # noqa: E402
+from octavo.server.http.listener import new_event_loop, open_socket  # noqa: E402
+from octavo.server.http.server import HttpServer  # noqa: E402
 from tests.engine.direct_client import start_engine  # noqa: E402  the path comes first
 from tests.reliability.api_child import api_child  # noqa: E402
 from tests.server.fakes import make_text  # noqa: E402

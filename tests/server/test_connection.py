@@ -23,7 +23,7 @@ from octavo.config import Config
 from octavo.server.http.connection import CUT as CUT_KEY
 from octavo.server.http.connection import BoundedConnection, bounded
 from octavo.server.http.limits import HttpLimits
-from octavo.server.http.server import new_event_loop
+from octavo.server.http.listener import new_event_loop
 from tests.server.test_run import Running, running
 
 QUICK = HttpLimits(

@@ -32,7 +32,7 @@ from octavo.frontend.journal import open_journal
 from octavo.frontend.open_requests import LedgerObserver
 from octavo.machine import needing_memory
 from octavo.observe.log import print_notice, set_up_log
-from octavo.server.http.server import new_event_loop
+from octavo.server.http.listener import new_event_loop
 
 if TYPE_CHECKING:
     from octavo.assembly import InProcessEngine

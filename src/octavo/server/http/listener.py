@@ -1,12 +1,13 @@
 """The socket that clients connect to, and the checks of its settings before anything starts.
 
-Owns: opening the socket (before a model loads, so that a taken port is known at once), its URL; the checks of an
-exposed address, of hosts, origins and the root path; the files of TLS and uvicorn's options for them.
-Does not: accept, or import a web framework (the supervisor opens it, and checks too).
+Owns: opening the socket (before a model loads, so that a taken port is known at once), its URL, the kind of event loop;
+the checks of an exposed address, of hosts, origins and the root path; the files of TLS and uvicorn's options for them.
+Does not: accept, or import a web framework: the supervisor imports this, and the api process before its engine starts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import logging
@@ -14,6 +15,7 @@ import os
 import re
 import socket
 import ssl
+import sys
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
@@ -202,3 +204,13 @@ def url_of(listener: socket.socket, web: WebConfig | None = None) -> str:
     if ipaddress.ip_address(host).is_unspecified:
         host = "localhost"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return uvloop's event loop, or asyncio's on Windows; for asyncio.Runner(loop_factory=...)."""
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop  # not on every platform
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

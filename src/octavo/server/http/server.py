@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -29,16 +28,6 @@ if TYPE_CHECKING:
     from octavo.frontend.sessions import Sessions
     from octavo.server.context import EngineStatistics
     from octavo.text.text_model import TextModel
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's event loop, or asyncio's on Windows; for asyncio.Runner(loop_factory=...)."""
-    if sys.platform == "win32":
-        return asyncio.new_event_loop()
-    import uvloop  # not on every platform
-
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
