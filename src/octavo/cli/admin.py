@@ -46,8 +46,8 @@ _WITH_ARGUMENT = ("frames", "top", "drain", "cancel", "explain")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    known = "; ".join(f"{verb}: {text}" for verb, text in VERBS.items())
-    parser.add_argument("verb", choices=tuple(VERBS), metavar="VERB", help=known)
+    texts = "\n".join(["one of these verbs:", *(f"{verb}: {text}" for verb, text in VERBS.items())])
+    parser.add_argument("verb", choices=tuple(VERBS), metavar="VERB", help=texts)
     parser.add_argument("argument", nargs="?", default="", metavar="ARG", help="argument of the verb: an id, or now")
     add_server_arguments(parser)
 

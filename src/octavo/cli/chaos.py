@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, nargs="+", metavar="every 5s", help=text)
     parser.add_argument("--streams", type=int, default=16, metavar="N", help="concurrent streams [16]")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens per stream [64]")
-    parser.add_argument("--duration", default="30s", metavar="30s", help="time during which streams are started [30s]")
+    parser.add_argument("--duration", default="30s", metavar="TIME", help="time during which streams are started [30s]")
     add_server_arguments(parser, is_positional=True)
     parser.add_argument("--api-key", metavar="KEY", help="a key of the server [OCTAVO_API_KEY]")
     parser.add_argument("--yes", "-y", action="store_true", help="start without confirmation")

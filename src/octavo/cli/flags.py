@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -184,8 +183,11 @@ class _Formatter(argparse.HelpFormatter):
         return [flags[1] if is_on else flags[0]]
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        text = re.sub(r"\s+", " ", text).strip()
-        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        return [
+            line
+            for part in text.splitlines()
+            for line in textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False)
+        ]
 
 
 def _brief(action: argparse.Action, setting: Setting) -> argparse.Action:

@@ -25,8 +25,8 @@ _INSTALL = {
 
 def add_completions_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `octavo completions`."""
-    usage = "; ".join(f"{shell}: {command}" for shell, command in _INSTALL.items())
-    parser.add_argument("shell", choices=list(_INSTALL), help=usage)
+    texts = "\n".join(["one of these shells:", *(f"{shell}: {command}" for shell, command in _INSTALL.items())])
+    parser.add_argument("shell", choices=list(_INSTALL), help=texts)
 
 
 def run_completions(args: argparse.Namespace) -> int:
@@ -53,9 +53,9 @@ def parser_of_all() -> Parser:
 
 def _set_completion(action: argparse.Action) -> None:
     """Let shells offer an argument's choices, else files where one word of text is expected."""
+    action.metavar = str(action.metavar or "NAME").replace(":", "=")  # zsh separates the parts of a rule by colons
     if choices := choices_of(action):
         action.choices = choices
-        action.metavar = action.metavar or "NAME"
     elif action.nargs in (None, "?") and action.metavar not in _NUMBERS:
         vars(action)["complete"] = shtab.FILE  # the attribute that shtab reads
 
