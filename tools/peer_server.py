@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from octavo.bench.completion_client import CompletionClient
-from octavo.bench.event_parser import ProtocolError
+from octavo.bench.completion_client import CompletionClient, ProtocolError
 
 POLL_S = 0.1
 # In use, not caused by a request that still runs: what is left of these after a drill has leaked.

@@ -1,6 +1,10 @@
-"""An engine for peers/host.py that does as its options say. Imports nothing of Octavo, as the real ones."""
+"""An engine under peer_host.py that behaves as its options say: `python fake_engine.py OPTIONS_JSON`."""
 
+import json
+import sys
 import time
+
+from octavo.bench import peer_host
 
 
 class Engine:
@@ -24,4 +28,5 @@ class Engine:
         return [[0.1, 0.1 + 0.01 * (count - 1), count] for count in counts[fails == "fewer" :]]
 
 
-ENGINE = Engine
+if __name__ == "__main__":
+    peer_host.serve(Engine, json.loads(sys.argv[1]))

@@ -17,14 +17,11 @@ from tests.bench import test_online
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
-from octavo.bench import peers
-from octavo.bench.comparison import Comparison, ComparisonTask, make_comparison_report
-from octavo.bench.peers import llama_peer, mistralrs_peer, transformers_peer, vllm_peer
-from octavo.bench.peers.engine_peer import EnginePeer
-from octavo.bench.peers.peer import PeerRun, PeerSetup
-from octavo.bench.peers.server_peer import ServerPeer
+from octavo.bench import peer_host, peers
+from octavo.bench.comparison import Comparison, ComparisonTask, make_comparison_report, show_comparison
+from octavo.bench.peers import EnginePeer, PeerRun, PeerSetup, ServerPeer
 from octavo.bench.workload import draw_workload
-from octavo.cli.bench_compare import add_arguments, make_peers, read_task, show_comparison
+from octavo.cli.bench_servers import add_compare_arguments, make_peers, read_task
 from octavo.cli.flags import Parser
 from octavo.errors import ConfigError, EngineError
 
@@ -64,7 +61,7 @@ def _compare(peers, rounds=2):
     comparison = Comparison(peers, tasks, rounds)
     told = []
     asyncio.run(comparison.run(told.append))
-    return make_comparison_report(comparison.standings, tasks), told, comparison
+    return make_comparison_report(comparison.results, tasks, rounds), told, comparison
 
 
 def test_peers_take_turns_and_only_one_runs() -> None:
@@ -95,7 +92,7 @@ def test_servers_are_compared_with_the_server() -> None:
     result = report["peers"][2]["workloads"]["random-5x6+4-seed0@3"]
     assert result["ratios"]["output_tokens_per_s"]["median"] == 3.0
     out = io.StringIO()
-    show_comparison(Console(file=out, width=120), {**report, "rounds": 2})
+    show_comparison(Console(file=out, width=120), report)
     assert "llama.cpp" in out.getvalue()
 
 
@@ -109,13 +106,13 @@ def test_a_peer_that_fails_is_left_out_and_ended() -> None:
 
 def test_runs_add_up_over_groups() -> None:
     run = PeerRun()
-    run.add(1.0, [(0.1, 0.5, 5)])
-    run.add(1.0, [(0.3, 0.3, 1)])
+    run.add(PeerRun(1.0, [(0.1, 0.5, 5)]))
+    run.add(PeerRun(1.0, [(0.3, 0.3, 1)]))
     assert run.figures() == {"output_tokens_per_s": 3.0, "ttft_ms": pytest.approx(100), "token_ms": pytest.approx(100)}
 
 
 def _engine(options, timeout_s=30.0):
-    return EnginePeer("fake", sys.executable, FAKE, options, timeout_s=timeout_s)
+    return EnginePeer("fake", [sys.executable, FAKE, json.dumps(options)], timeout_s=timeout_s)
 
 
 def test_an_engine_in_its_own_python_is_timed_there() -> None:
@@ -162,7 +159,7 @@ def test_an_engine_that_fails_is_told(fails, words) -> None:
 
 
 def test_an_environment_that_is_not_there() -> None:
-    peer = EnginePeer("fake", "/no/python", FAKE, {})
+    peer = EnginePeer("fake", ["/no/python", FAKE])
     with pytest.raises(ConfigError, match="cannot be started"):
         asyncio.run(peer.start())
 
@@ -181,7 +178,7 @@ def test_a_server_is_driven_over_http() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "words"), [("short", "gave 4 tokens of 5"), ("bare", "did not tell the usage"), ("error", "failed")]
+    ("behaviour", "words"), [("short", "gave 4 tokens of 5"), ("bare", "did not report the usage"), ("error", "failed")]
 )
 def test_a_server_that_does_not_give_what_was_asked_for_is_told(behaviour, words) -> None:
     async def work():
@@ -202,7 +199,7 @@ def test_this_engine_runs_under_the_same_protocol(tmp_path) -> None:
     drawn = draw_workload(3, 4, 5, 90, 0).groups[0]
 
     async def work():
-        peer = EnginePeer("octavo", sys.executable, "octavo_engine.py", options)
+        peer = EnginePeer("octavo", [sys.executable, peers.HOST, "octavo", json.dumps(options)])
         items = [replace(item, max_tokens=count) for item, count in zip(drawn, (9, 2, 4), strict=True)]
         try:
             await peer.start()
@@ -215,9 +212,8 @@ def test_this_engine_runs_under_the_same_protocol(tmp_path) -> None:
     assert peer.facts["threads"] == 1
 
 
-@pytest.mark.parametrize("name", ["host", "vllm_engine", "transformers_engine", "mistralrs_engine"])
-def test_scripts_for_other_environments_import_the_standard_library_alone(name) -> None:
-    tree = ast.parse((Path(peers.__file__).parent / f"{name}.py").read_text())
+def test_the_script_for_other_environments_imports_the_standard_library_alone() -> None:
+    tree = ast.parse(Path(peer_host.__file__).read_text())
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -228,18 +224,18 @@ def test_adapters_say_how_their_peer_is_started(tmp_path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").touch()
     python = str(tmp_path / "bin" / "python")
-    vllm = vllm_peer.make(python, "w", SETUP)
-    assert vllm._env["LD_PRELOAD"].endswith("libiomp5.so")
-    assert json.loads(vllm._command[3])["at_once"] == 32
-    llama = llama_peer.make("llama-server", "m.gguf", SETUP)
-    assert llama._command[llama._command.index("-c") + 1] == str(32 * 1024)
-    assert json.loads(transformers_peer.make(python, "w", SETUP)._command[3])["threads"] == 2
-    assert "mistralrs_engine.py" in mistralrs_peer.make(python, "w.gguf", SETUP)._command[2]
+    vllm = peers.vllm(python, "w", SETUP)
+    assert vllm.env["LD_PRELOAD"].endswith("libiomp5.so")
+    assert json.loads(vllm.command[3])["at_once"] == 32
+    llama = peers.llama_server("llama-server", "m.gguf", SETUP)
+    assert llama.command[llama.command.index("-c") + 1] == str(32 * 1024)
+    assert json.loads(peers.transformers(python, "w", SETUP).command[3])["threads"] == 2
+    assert peers.mistralrs(python, "w.gguf", SETUP).command[2] == "mistralrs"
 
 
 def _arguments(*words) -> argparse.Namespace:
     parser = Parser(prog="x")
-    add_arguments(parser)
+    add_compare_arguments(parser)
     return parser.parse(words)
 
 
@@ -262,7 +258,7 @@ def test_peers_are_those_whose_places_are_given(tmp_path) -> None:
     tasks = [ComparisonTask(draw_workload(2, 10, 10, 90, 0), 4)]
     made = make_peers(_arguments(*words), tasks)
     assert [peer.name for peer in made] == ["octavo", "vllm", "octavo server", "llama.cpp"]
-    assert json.loads(made[1]._command[3]) == {
+    assert json.loads(made[1].command[3]) == {
         "model": model, "threads": 3, "at_once": 4, "max_len": 64, "dtype": "bfloat16",
     }  # fmt: skip
     assert [peer.name for peer in make_peers(_arguments(model, "--own-server"), tasks)] == ["octavo", "octavo server"]

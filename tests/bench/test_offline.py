@@ -10,10 +10,8 @@ import pytest
 from rich.console import Console
 from tests.fake_model import FakeExecutor
 
-from octavo.bench.floor import Rates, StepFloor
-from octavo.bench.offline import OfflineBench
-from octavo.bench.report import Measured, make_report, show_report
-from octavo.bench.steps import StepRecorder
+from octavo.bench.offline import OfflineBench, StepFloor, StepRecorder, make_offline_report, show_offline
+from octavo.bench.report import engine_facts
 from octavo.bench.workload import BenchWorkload, Item, draw_workload
 from octavo.config import Config
 from octavo.core.limits import Limits
@@ -26,7 +24,7 @@ from octavo.frontend.local_client import LocalClient
 VOCAB = 97
 
 
-def _engine(steps):
+def _engine():
     executor = FakeExecutor(vocab_size=VOCAB)
     capacity = executor.open(ExecutorSpec(max_sequences=4, max_batch_tokens=32, num_blocks=64))
     limits = Limits(
@@ -38,15 +36,13 @@ def _engine(steps):
         max_sequences=4,
     )
     loop = EngineLoop(Scheduler(limits), executor)
-    steps.watch(loop)
-    return LocalClient(loop), capacity
+    return LocalClient(loop), StepRecorder(loop), capacity
 
 
 async def _bench(work, concurrency=4):
-    steps = StepRecorder()
-    client, capacity = _engine(steps)
+    client, recorder, capacity = _engine()
     try:
-        return await work(OfflineBench(client, steps, concurrency)), steps, capacity
+        return await work(OfflineBench(client, recorder, concurrency)), capacity
     finally:
         await client.close()
 
@@ -58,11 +54,11 @@ def test_one_pass_counts_everything() -> None:
     async def work(bench):
         return await bench.run(workload, seen.append)
 
-    record, steps, _ = asyncio.run(_bench(work))
+    record, _ = asyncio.run(_bench(work))
     assert (record.num_prompt_tokens, record.num_output_tokens, sum(seen)) == (120, 30, 30)
     assert (len(record.ttft_s), len(record.inter_token_s), len(record.e2e_s)) == (6, 24, 6)
-    assert record.num_steps == len(steps.counts) > 5
-    assert sum(steps.counts.num_query_tokens) == 120 + 30 - 6
+    assert len(record.steps) > 5
+    assert sum(record.steps.num_query_tokens) == 120 + 30 - 6
     assert record.duration_s > 0
     assert record.step_s["step"] <= record.duration_s
 
@@ -73,9 +69,9 @@ def test_concurrency_bounds_what_is_open() -> None:
     async def work(bench):
         return await bench.run(workload)
 
-    record, steps, _ = asyncio.run(_bench(work, concurrency=1))
-    assert record.num_steps == 12
-    assert list(steps.counts.num_query_tokens) == [8, 1, 1, 1] * 3
+    record, _ = asyncio.run(_bench(work, concurrency=1))
+    assert len(record.steps) == 12
+    assert list(record.steps.num_query_tokens) == [8, 1, 1, 1] * 3
 
 
 def test_passes_share_no_prefix_but_groups_do() -> None:
@@ -86,7 +82,7 @@ def test_passes_share_no_prefix_but_groups_do() -> None:
         await bench.warm_up(workload)
         return [(await bench.run(workload)).prefix_hit_tokens for _ in range(2)]
 
-    hits, _, _ = asyncio.run(_bench(work))
+    hits, _ = asyncio.run(_bench(work))
     assert hits == [47, 47]
 
 
@@ -102,17 +98,14 @@ def test_a_request_that_cannot_run_is_its_own_error() -> None:
 
 def test_report_has_every_number_and_is_one_line() -> None:
     workload = draw_workload(4, 20, 5, VOCAB, 0)
-    floor = StepFloor(Rates(1e9, 1e9), 1000, 10, 1)
+    floor = StepFloor(1e9, 1e9, 1000, 10, 1)
 
     async def work(bench):
-        runs = []
-        for _ in range(3):
-            record = await bench.run(workload)
-            runs.append((record, bench.steps.take()))
-        return runs
+        return [await bench.run(workload) for _ in range(3)]
 
-    runs, _, capacity = asyncio.run(_bench(work))
-    report = make_report(Measured("fake", Config(), capacity, workload, 4, floor, runs, 1.5, 2**30))
+    runs, capacity = asyncio.run(_bench(work))
+    facts = {**engine_facts("fake", Config(), capacity), **floor.facts(), "startup_s": 1.5, "peak_memory_bytes": 2**30}
+    report = make_offline_report(facts, workload, 4, runs, floor)
     line = json.dumps(report)
     assert "\n" not in line
     wanted = {"model", "dtype", "device", "threads", "workload", "requests", "prompt_tokens", "output_tokens"}
@@ -126,5 +119,5 @@ def test_report_has_every_number_and_is_one_line() -> None:
     assert all(0 <= step["host_share"] <= 1 and step["floor_fraction"] >= 0 for step in report["decode_steps"])
     assert sum(report["step_share"].values()) == pytest.approx(1, abs=1e-3)
     out = io.StringIO()
-    show_report(Console(file=out, width=120), report)
+    show_offline(Console(file=out, width=120), report)
     assert "memory floor" in out.getvalue()

@@ -17,18 +17,22 @@ from rich.console import Console
 from tests.bench.fake_server import FakeServer
 
 from octavo import cli
-from octavo.bench.arrivals import Arrivals
-from octavo.bench.completion_client import CompletionClient, CompletionResult, Target
-from octavo.bench.event_parser import EventParser, ProtocolError
-from octavo.bench.goodput import Objectives
-from octavo.bench.online import OnlineLoad, OnlineRun, run_online
-from octavo.bench.online_report import OnlineMeasured, make_online_report, show_online_report
-from octavo.bench.prompts import read_texts, salted
-from octavo.bench.server_facts import first_model, read_step_totals, step_split
-from octavo.bench.server_process import ServerProcess
-from octavo.bench.workload import draw_workload
+from octavo.bench.completion_client import (
+    CompletionClient,
+    CompletionResult,
+    EventParser,
+    ProtocolError,
+    Target,
+    first_model,
+    read_step_totals,
+    step_split,
+)
+from octavo.bench.online import Arrivals, Objectives, OnlineLoad, OnlineRun, make_online_report, run_online, show_online
+from octavo.bench.processes import ServerProcess
+from octavo.bench.workload import draw_workload, read_texts, salted
 from octavo.errors import ConfigError, EngineError
 
+FACTS = {"server": "s", "workload": "w"}
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 
 
@@ -130,7 +134,7 @@ def test_failures_are_counted_by_kind(behaviour, kind, words) -> None:
     run, _ = asyncio.run(_run(behaviour, num=2, timeout_s=0.2 if behaviour == "silent" else 5.0))
     assert run.failures() == {kind: 2}
     assert all(words in answer.error for answer in run.answers)
-    report = make_online_report(OnlineMeasured("s", "w", OnlineLoad(Arrivals()), Objectives.read([]), run))
+    report = make_online_report(FACTS, OnlineLoad(Arrivals()), Objectives.read([]), run)
     assert (report["requests_failed"], report["requests_done"], report["output_tokens"]) == (2, 0, 0)
 
 
@@ -164,7 +168,7 @@ def test_open_loop_counts_from_the_arrival_and_says_how_late_it_was() -> None:
     assert (run.ttft_s(), run.late_s(), run.e2e_s()) == ([1.0], [0.5], [2.5])
     assert run.tpot_s() == [0.5]
     assert run.between_chunks_s() == [0.5, 1.0]
-    report = make_online_report(OnlineMeasured("s", "w", OnlineLoad(Arrivals(2.0)), Objectives.read(["ttft:900"]), run))
+    report = make_online_report(FACTS, OnlineLoad(Arrivals(2.0)), Objectives.read(["ttft:900"]), run)
     assert (report["goodput_share"], report["output_tokens_per_s"]) == (0, 2.0)
 
 
@@ -182,12 +186,12 @@ def test_addresses_keep_their_path_and_lose_v1() -> None:
 def test_texts(tmp_path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("one\n\n two \n")
-    assert read_texts(path, 3).all == [("one", 3), ("two", 3)]
+    assert read_texts(path) == ["one", "two"]
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no lines"):
-        read_texts(path, 3)
+        read_texts(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_texts(tmp_path / "none", 3)
+        read_texts(tmp_path / "none")
 
 
 def test_salt_changes_the_first_id_alone() -> None:
@@ -219,7 +223,7 @@ def test_a_process_is_started_watched_and_ended() -> None:
     async def work():
         server = await ServerProcess.start([sys.executable, FAKE, "{port}"])
         try:
-            assert server.said(r"serving on (\d+)")[1] in server.base_url
+            assert server.search_log(r"serving on (\d+)")[1] in server.base_url
             server.tree.freeze()
             server.tree.thaw()
             client = CompletionClient(Target(server.base_url))
@@ -265,11 +269,11 @@ def test_the_command_measures_a_running_server(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--url", "h", "model"], "http://h is a server that runs already"),
+        (["--url", "h", "model"], "http://h is a running server"),
         (["--request-rate", "0"], "--request-rate is 0"),
         (["--duration", "0"], "--duration is 0"),
         (["--goodput", "x:1"], "--goodput is 'x:1'"),
-        (["--extra-body", "[]", "--url", "http://h"], "--extra-body is no JSON object"),
+        (["--extra-body", "[]", "--url", "http://h"], "--extra-body is not a JSON object"),
         (["--max-concurrency", "-1"], "--max-concurrency is -1"),
         (["--text", "a", "--workload", "b"], "--text and --workload"),
     ],
@@ -282,8 +286,8 @@ def test_mistakes_are_told(capsys, words, message) -> None:
 def test_the_tables_say_what_failed() -> None:
     answer = CompletionResult(1.0, kind="lost", error="x")
     run = OnlineRun([answer], [1.0], duration_s=1.0)
-    facts = {"model": "m", "dtype": "f", "startup_s": 1.0, "peak_memory_bytes": 2**30}
-    measured = OnlineMeasured("started here", "w", OnlineLoad(Arrivals()), Objectives.read(["ttft:5"]), run, facts)
+    facts = {**FACTS, "model": "m", "dtype": "f", "startup_s": 1.0, "peak_memory_bytes": 2**30}
+    report = make_online_report(facts, OnlineLoad(Arrivals()), Objectives.read(["ttft:5"]), run)
     out = io.StringIO()
-    show_online_report(Console(file=out, width=120), make_online_report(measured))
+    show_online(Console(file=out, width=120), report)
     assert "0 of 1, 1 lost" in out.getvalue() and "goodput" in out.getvalue()

@@ -13,9 +13,18 @@ from tests.bench import fake_vllm
 
 from octavo import cli
 from octavo.bench import vllm_scheduler
-from octavo.bench.scheduler_cost import WARM_UP, BareLoop, measure
-from octavo.bench.scheduler_loads import CHUNK, LOADS, LoadSetting, StepTime, Trial, make_ids
-from octavo.bench.scheduler_profile import profile
+from octavo.bench.scheduler import (
+    CHUNK,
+    LOADS,
+    WARM_UP,
+    BareLoop,
+    LoadedScheduler,
+    LoadSetting,
+    StepTime,
+    make_ids,
+    measure,
+    profile,
+)
 from octavo.core.plan import StepPlan
 from octavo.core.policy import POLICIES
 from octavo.errors import ConfigError
@@ -25,22 +34,22 @@ def setting(load: str = "decode", running: int = 4, waiting: int = 0, **fields: 
     return LoadSetting(LOADS[load], running, waiting, **{"steps": 5, **fields})
 
 
-def typical_plans(trial: Trial, count: int) -> list[StepPlan]:
+def typical_plans(loaded: LoadedScheduler, count: int) -> list[StepPlan]:
     """The next plans that are of the load's kind."""
     plans: list[StepPlan] = []
     for _ in range(100):
-        plan = trial._step()[0]
-        if trial._is_typical(plan):
+        plan = loaded._step()[0]
+        if loaded._is_typical(plan):
             plans.append(plan)
         if len(plans) == count:
             return plans
-    raise AssertionError(f"{len(plans)} steps of {trial.setting.load.name} in 100")
+    raise AssertionError(f"{len(plans)} steps of {loaded.setting.load.name} in 100")
 
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("waiting", [0, 20])
 def test_each_load_is_measured(load: str, waiting: int) -> None:
-    (cost,) = measure([Trial(setting(load, waiting=waiting))])
+    (cost,) = measure([LoadedScheduler(setting(load, waiting=waiting))])
     assert (cost.scheduler, cost.load, cost.running, cost.waiting) == ("octavo", load, 4, waiting)
     assert min(cost.plan_us, cost.commit_us, cost.admit_us, cost.bare_us) > 0
     assert cost.plan_us + cost.commit_us <= 3 * cost.step_us
@@ -49,23 +58,23 @@ def test_each_load_is_measured(load: str, waiting: int) -> None:
 
 @pytest.mark.parametrize("load", ["decode", "edges", "choices", "windows"])
 def test_a_decode_step_is_one_token_of_each_and_lets_nobody_in(load: str) -> None:
-    for plan in typical_plans(Trial(setting(load, 8, 5)), 20):
+    for plan in typical_plans(LoadedScheduler(setting(load, 8, 5)), 20):
         assert list(plan.counts) == [1] * 8
         assert not plan.new_sequences
 
 
 def test_edges_has_a_sequence_at_a_blocks_edge_in_every_step() -> None:
-    plans = typical_plans(Trial(setting("edges", 16)), 20)
+    plans = typical_plans(LoadedScheduler(setting("edges", 16)), 20)
     assert [len(plan.edits) for plan in plans] == [4] * 20
 
 
 def test_a_mixed_step_has_a_whole_chunk_beside_the_decodes() -> None:
-    for plan in typical_plans(Trial(setting("mixed", 8, 5)), 20):
+    for plan in typical_plans(LoadedScheduler(setting("mixed", 8, 5)), 20):
         assert sorted(plan.counts) == [1] * 8 + [CHUNK]
 
 
 def test_a_step_of_prefix_lets_one_request_in_behind_the_shared_tokens() -> None:
-    for plan in typical_plans(Trial(setting("prefix", 8, 5)), 20):
+    for plan in typical_plans(LoadedScheduler(setting("prefix", 8, 5)), 20):
         (new,) = plan.new_sequences
         row = list(plan.slots).index(new.slot)
         assert (plan.starts[row], plan.counts[row]) == (4096, 16)
@@ -73,26 +82,26 @@ def test_a_step_of_prefix_lets_one_request_in_behind_the_shared_tokens() -> None
 
 
 def test_choices_share_a_request_and_windows_slide() -> None:
-    trial = Trial(setting("choices", 8))
-    assert (trial.scheduler.num_running, len(trial.scheduler._state.requests)) == (8, 2)
+    loaded = LoadedScheduler(setting("choices", 8))
+    assert (loaded.scheduler.num_running, len(loaded.scheduler._state.requests)) == (8, 2)
     assert setting("choices", 6).num_rows == 8
-    trial = Trial(setting("windows", 2))
+    loaded = LoadedScheduler(setting("windows", 2))
     edits: array[int] = array("i")
-    for plan in typical_plans(trial, 80):
+    for plan in typical_plans(loaded, 80):
         edits.extend(plan.edits)
     assert any(group == 1 and block < 0 for group, block in zip(edits[1::4], edits[3::4], strict=True))
 
 
 def test_waiting_requests_wait_all_the_time() -> None:
-    trial = Trial(setting("decode", 4, 30))
-    typical_plans(trial, 20)
-    assert trial.scheduler.num_waiting == 30
-    assert len(trial.admit_s) == 34
+    loaded = LoadedScheduler(setting("decode", 4, 30))
+    typical_plans(loaded, 20)
+    assert loaded.scheduler.num_waiting == 30
+    assert len(loaded.admit_s) == 34
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_decodes(policy: str) -> None:
-    (cost,) = measure([Trial(setting("decode", 4, 10, policy=policy))])
+    (cost,) = measure([LoadedScheduler(setting("decode", 4, 10, policy=policy))])
     assert cost.policy == policy
 
 
@@ -133,9 +142,9 @@ def test_targets_are_for_decode_steps_of_named_sizes(load: str, running: int, ta
 
 def test_a_load_without_steps_of_its_kind_is_refused() -> None:
     # Short prompts go first and stay, so that no long one comes in.
-    trial = Trial(setting("mixed", 4, 5, policy="shortest_prefill"))
+    loaded = LoadedScheduler(setting("mixed", 4, 5, policy="shortest_prefill"))
     with pytest.raises(ConfigError, match="shortest_prefill made 0 steps of load mixed"):
-        measure([trial])
+        measure([loaded])
 
 
 def test_the_bare_loop_takes_time_and_counts_each_row() -> None:
@@ -145,12 +154,12 @@ def test_the_bare_loop_takes_time_and_counts_each_row() -> None:
 
 
 def test_the_profile_names_functions_of_the_scheduler_dearest_first() -> None:
-    spent = profile(setting("decode", 32, steps=20))
-    names = [one.function for one in spent]
+    functions = profile(setting("decode", 32, steps=20))["functions"]
+    names = [one["function"] for one in functions]
     assert any(name.startswith("core/run.py:") for name in names)
     assert any(name.startswith("core/commit.py:") for name in names)
-    assert [one.own_us for one in spent] == sorted((one.own_us for one in spent), reverse=True)
-    assert 0 < sum(one.share for one in spent) <= 1.01
+    assert [one["own_us"] for one in functions] == sorted((one["own_us"] for one in functions), reverse=True)
+    assert 0 < sum(one["share"] for one in functions) <= 1.01
 
 
 def test_prompts_differ_from_the_first_id_on() -> None:
@@ -220,9 +229,9 @@ def test_the_peer_is_stepped_in_turn_and_filled_as_ours_is(capsys, monkeypatch) 
     monkeypatch.setattr(vllm_scheduler, "is_installed", lambda: True)
     for name, module in fake_vllm.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    trial = vllm_scheduler.VllmTrial(setting("decode", 100, 7))
-    assert (len(trial._scheduler.running), len(trial._scheduler.waiting)) == (100, 7)
-    assert trial.step().is_typical and len(trial.admit_s) == 107
+    loaded = vllm_scheduler.VllmScheduler(setting("decode", 100, 7))
+    assert (len(loaded._scheduler.running), len(loaded._scheduler.waiting)) == (100, 7)
+    assert loaded.step().is_typical and len(loaded.admit_s) == 107
     words = ["--load", "decode", "edges", "--running", "2", "--waiting", "0", "1", "--steps", "3"]
     assert cli.main(["bench", "scheduler", *words]) == 0
     out = capsys.readouterr().out
@@ -234,4 +243,4 @@ def test_the_peer_is_stepped_in_turn_and_filled_as_ours_is(capsys, monkeypatch) 
 
 def test_only_the_decode_load_has_a_peer() -> None:
     with pytest.raises(ConfigError, match="not mixed"):
-        vllm_scheduler.VllmTrial(setting("mixed"))
+        vllm_scheduler.VllmScheduler(setting("mixed"))

@@ -10,9 +10,9 @@ import pytest
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
-from octavo.bench.startup import measure_startup
+from octavo.bench import startup
+from octavo.bench.startup import make_startup_report, measure_startup
 from octavo.bench.startup_child import TorchClock, timed
-from octavo.cli import bench_startup
 from octavo.config import Config
 from octavo.errors import EngineError
 
@@ -40,7 +40,7 @@ def test_caches_are_warm_and_cold_in_turn(quick) -> None:
     assert [parts["weights"] for parts in found["warm weight cache"].parts] == [0.1, 0.1]
     assert [parts["weights"] for parts in found["cold weight cache"].parts] == [0.5, 0.5]
     assert len(found["import torch"].wall_s) == 2
-    report = bench_startup.make_startup_report(found, 2)
+    report = make_startup_report(found, 2)
     assert report["warm_weight_cache"]["parts_ms"] == {"weights": 100.0, "first_token": 1000.0}
     assert report["cold_weight_cache"]["first_token_s"] == {"median": 2.0, "min": 2.0, "max": 2.0}
     assert report["first_token_per_import_torch"] > 0
@@ -77,13 +77,13 @@ def test_a_mistaken_model_does_not_wait(capsys) -> None:
 
 
 def test_a_cold_process_tells_its_parts(quick, capsys, tmp_path, monkeypatch) -> None:
-    measure, found = bench_startup.measure_startup, []
+    measure, found = startup.measure_startup, []
 
     def once(*given):
         found[:] = found or [measure(*given)]
         return found[0]
 
-    monkeypatch.setattr(bench_startup, "measure_startup", once)
+    monkeypatch.setattr(startup, "measure_startup", once)
     model = str(make_tiny_model("smollm2", tmp_path / "tiny"))
     words = ["--runs", "1", "--input-len", "4", "--threads", "1", "--kv-cache-tokens", "1K", "-np", "4"]
     assert cli.main(["bench", "startup", model, *words]) == 0

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from octavo.bench.floor import Rates, StepFloor
-from octavo.bench.percentiles import percentile, spread_ms
+from octavo.bench.offline import StepFloor
+from octavo.bench.report import percentile, spread_ms
 from octavo.bench.workload import draw_workload, read_workload
 from octavo.errors import ConfigError
 
@@ -45,7 +45,7 @@ def test_lists_of_lists_are_groups(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("{}", "non-empty list"),
         ("[]", "non-empty list"),
         ("[1]", "group 0, request 0 must be an object"),
@@ -87,7 +87,7 @@ def test_no_values_have_percentile_zero() -> None:
 
 
 def test_floor_is_the_larger_of_memory_and_arithmetic_plus_cache() -> None:
-    floor = StepFloor(Rates(bandwidth=100.0, flops=1000.0), 200, 500, 10)
+    floor = StepFloor(100.0, 1000.0, 200, 500, 10)
     assert floor.seconds(1, 0) == 2.0
     assert floor.seconds(8, 0) == 4.0
     assert floor.seconds(8, 50) == 9.0

@@ -190,7 +190,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
     def work(*args: object, **options: object) -> None:
         raise AssertionError("the work began")
 
-    for name in ("simulate.make_plan", "replay.open_recording", "trace.open_recording", "bench_sweep.open_for"):
+    for name in ("simulate.make_plan", "replay.open_recording", "trace.open_recording", "bench.build_local"):
         monkeypatch.setattr(f"octavo.cli.{name}", work)
     for name in ("generate.build_local", "batch.build_local", "serve.open_socket"):
         monkeypatch.setattr(f"octavo.cli.{name}", work)

@@ -69,8 +69,8 @@ def test_mistakes_are_one_line(model, capsys, words, message) -> None:
 
 @pytest.fixture
 def quick_probe(monkeypatch):
-    monkeypatch.setattr("octavo.bench.machine_probe.MIN_BUFFER_BYTES", 2**20)
-    monkeypatch.setattr("octavo.bench.machine_probe.BUDGET_S", 0.02)
+    monkeypatch.setattr("octavo.bench.kernels.PROBE_BUFFER_BYTES", 2**20)
+    monkeypatch.setattr("octavo.bench.kernels.PROBE_BUDGET_S", 0.02)
     monkeypatch.setattr("octavo.machine._largest_cache", lambda root: 0)
 
 
@@ -143,7 +143,7 @@ def test_bench_sweep_draws_its_curves(model, capsys, quick_probe, tmp_path) -> N
     assert out.count("\n") == 1
     report = json.loads(out)
     assert ([point["at_once"] for point in report["rows"]], len(report["contexts"])) == ([1, 2], 2)
-    assert path.read_text().count("<polyline") == 4
+    assert path.read_text().count('class="line') == 4
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.bench.completion_client import CompletionClient, Target
-from octavo.bench.percentiles import percentile
+from octavo.bench.report import percentile
 from octavo.cli.chaos import Drill, DrillResult, DrillRun, process_of
 from tests.fake_server import FakeServer
 from tests.reliability.scorecard import IS_WHOLE, Score

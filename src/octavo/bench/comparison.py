@@ -1,7 +1,8 @@
 """Several engines on the same workloads in turn, A B A B: figures of each, and ratios within each round.
 
-Owns: the rounds (all peers stay loaded, those not running are frozen), dropping a peer that fails, medians and ratios.
-Does not: know any peer. Every pass has its own first token id, so that no prefix of an earlier pass helps.
+Owns: the rounds (all peers stay loaded, those not running are frozen), dropping a peer that fails, medians and ratios,
+the report of `octavo bench compare`. Does not: know any peer but this engine.
+Every pass has its own first token id, so that no prefix of an earlier pass helps.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.bench.peers.octavo_peer import ENGINE, SERVER
-from octavo.bench.peers.peer import Peer, PeerRun
-from octavo.bench.prompts import salted
-from octavo.bench.workload import BenchWorkload, Item
+from rich.console import Console
+
+from octavo.bench.peers import OWN_ENGINE, OWN_SERVER, Peer, PeerRun
+from octavo.bench.report import Report, show_rows
+from octavo.bench.workload import BenchWorkload, Item, salted
 from octavo.errors import OctavoError
 
 FIGURES = ("output_tokens_per_s", "ttft_ms", "token_ms")
 WARM_UP_TOKENS = 4
 WARM_UP_REQUESTS = 4
+_COLUMNS = ("", "tokens/s", "ratio", "min", "max", "first token ms", "ratio", "ms/token", "ratio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class ComparisonTask:
 
 
 @dataclass(slots=True)
-class PeerFigures:
+class PeerResult:
     """One peer's figures by task, a list entry a round, and the error that stopped it, if any."""
 
     peer: Peer
@@ -44,12 +47,17 @@ class PeerFigures:
     error: str = ""
     peak_memory_bytes: int = 0
 
+    def drop(self, error: OctavoError) -> None:
+        """Leave the peer out from now on."""
+        self.error = str(error)
+        self.peak_memory_bytes = self.peer.end()
+
 
 class Comparison:
     """Runs the tasks on every peer, `rounds` times."""
 
     def __init__(self, peers: Sequence[Peer], tasks: Sequence[ComparisonTask], rounds: int) -> None:
-        self.standings = [PeerFigures(peer) for peer in peers]
+        self.results = [PeerResult(peer) for peer in peers]
         self._tasks = tasks
         self._rounds = rounds
         self._num_passes = 0
@@ -57,97 +65,111 @@ class Comparison:
     @property
     def num_turns(self) -> int:
         """Return the number of turns: a start of each peer, and each run of a task by a peer."""
-        return len(self.standings) * (1 + self._rounds * len(self._tasks))
+        return len(self.results) * (1 + self._rounds * len(self._tasks))
 
     async def run(self, advance: Callable[[str], object] = lambda text: None) -> None:
         """Start all peers, run the rounds, end all. A peer that fails is left out from then on."""
         try:
-            for standing in self.standings:
-                advance(f"{standing.peer.name}: starting")
-                await self._start(standing)
+            for result in self.results:
+                advance(f"{result.peer.name}: starting")
+                await self._start(result)
             for number in range(self._rounds):
                 for task in self._tasks:
                     self._num_passes += 1
-                    for standing in self.standings:
-                        advance(f"{standing.peer.name}: {task.name}, round {number + 1}")
-                        await self._turn(standing, task)
+                    for result in self.results:
+                        advance(f"{result.peer.name}: {task.name}, round {number + 1}")
+                        await self._run_task(result, task)
         finally:
-            for standing in self.standings:
-                standing.peak_memory_bytes = standing.peer.end() or standing.peak_memory_bytes
+            for result in self.results:
+                result.peak_memory_bytes = result.peer.end() or result.peak_memory_bytes
 
-    async def _start(self, standing: PeerFigures) -> None:
-        groups = self._tasks[0].workload.groups
-        items = [Item(item.prompt_token_ids, min(WARM_UP_TOKENS, item.max_tokens)) for item in groups[0]]
+    async def _start(self, result: PeerResult) -> None:
+        first_group = self._tasks[0].workload.groups[0][:WARM_UP_REQUESTS]
+        items = [Item(item.prompt_token_ids, min(WARM_UP_TOKENS, item.max_tokens)) for item in first_group]
         try:
-            await standing.peer.start()
-            await standing.peer.run(items[:WARM_UP_REQUESTS], self._tasks[0].at_once)
+            await result.peer.start()
+            await result.peer.run(items, self._tasks[0].at_once)
         except OctavoError as error:
-            self._drop(standing, error)
-        standing.peer.freeze()
+            result.drop(error)
+        result.peer.freeze()
 
-    async def _turn(self, standing: PeerFigures, task: ComparisonTask) -> None:
-        if standing.error:
+    async def _run_task(self, result: PeerResult, task: ComparisonTask) -> None:
+        if result.error:
             return
-        standing.peer.thaw()
+        result.peer.thaw()
         run = PeerRun()
         try:
             for group in salted(task.workload, self._num_passes).groups:
-                part = await standing.peer.run(group, task.at_once)
-                run.add(part.seconds, part.requests)
+                run.add(await result.peer.run(group, task.at_once))
         except OctavoError as error:
-            self._drop(standing, error)
+            result.drop(error)
             return
-        standing.peer.freeze()
-        standing.figures.setdefault(task.name, []).append(run.figures() | {"output_tokens": run.num_output_tokens})
-
-    def _drop(self, standing: PeerFigures, error: OctavoError) -> None:
-        standing.error = str(error)
-        standing.peak_memory_bytes = standing.peer.end()
+        result.peer.freeze()
+        figures = {**run.figures(), "output_tokens": run.num_output_tokens}
+        result.figures.setdefault(task.name, []).append(figures)
 
 
-def make_comparison_report(standings: Sequence[PeerFigures], tasks: Sequence[ComparisonTask]) -> dict[str, Any]:
+def make_comparison_report(results: Sequence[PeerResult], tasks: Sequence[ComparisonTask], rounds: int) -> Report:
     """Return per peer and task the medians, and this engine's ratios to it: above 1 this engine is ahead."""
     peers = []
-    for standing in standings:
-        own = _counterpart(standing, standings)
-        results = {}
+    for result in results:
+        own = _counterpart(result, results)
+        workloads = {}
         for task in tasks:
-            rounds = standing.figures.get(task.name, [])
-            if rounds:
-                result: dict[str, Any] = {name: _median(rounds, name) for name in (*FIGURES, "output_tokens")}
+            of_rounds = result.figures.get(task.name, [])
+            if of_rounds:
+                medians: dict[str, Any] = {name: _median(of_rounds, name) for name in (*FIGURES, "output_tokens")}
                 if own is not None:
-                    result["ratios"] = _ratios(own.figures.get(task.name, []), rounds)
-                results[task.name] = result
+                    medians["ratios"] = _ratios(own.figures.get(task.name, []), of_rounds)
+                workloads[task.name] = medians
         peers.append(
             {
-                "name": standing.peer.name,
-                **standing.peer.facts,
-                "startup_s": round(standing.peer.startup_s, 3),
-                "peak_memory_bytes": standing.peak_memory_bytes,
-                "error": standing.error or None,
-                "workloads": results,
+                "name": result.peer.name,
+                **result.peer.facts,
+                "startup_s": round(result.peer.startup_s, 3),
+                "peak_memory_bytes": result.peak_memory_bytes,
+                "error": result.error or None,
+                "workloads": workloads,
             }
         )
-    return {"bench": "compare", "workloads": [task.name for task in tasks], "peers": peers}
+    return {"bench": "compare", "workloads": [task.name for task in tasks], "peers": peers, "rounds": rounds}
 
 
-def _counterpart(standing: PeerFigures, standings: Sequence[PeerFigures]) -> PeerFigures | None:
-    """Return this engine, as a server if the peer is one; None for this engine itself."""
-    if standing.peer.name in (ENGINE, SERVER):
+def show_comparison(console: Console, report: Report) -> None:
+    """Print one table for each workload, then start-up times and memory."""
+    for name in report["workloads"]:
+        rows = [_row(peer, peer["workloads"][name]) for peer in report["peers"] if name in peer["workloads"]]
+        show_rows(console, f"{name}, medians of {report['rounds']}; ratios above 1: octavo is ahead", _COLUMNS, rows)
+        console.print()
+    starts = [
+        (peer["name"], str(peer.get("dtype", "")), peer["startup_s"], round(peer["peak_memory_bytes"] / 2**30, 2))
+        for peer in report["peers"]
+    ]
+    show_rows(console, "Processes", ("", "weights", "start-up s", "peak GiB"), starts)
+
+
+def _row(peer: dict[str, Any], result: dict[str, Any]) -> tuple[object, ...]:
+    ratios = result.get("ratios", {})
+    speed = ratios.get("output_tokens_per_s", {})
+    first, token = (ratios.get(name, {}).get("median", "") for name in ("ttft_ms", "token_ms"))
+    spread = speed.get("median", ""), speed.get("min", ""), speed.get("max", "")
+    return peer["name"], result["output_tokens_per_s"], *spread, result["ttft_ms"], first, result["token_ms"], token
+
+
+def _counterpart(result: PeerResult, results: Sequence[PeerResult]) -> PeerResult | None:
+    """Return this engine's result, as a server if the peer is one; None for this engine itself."""
+    if result.peer.name in (OWN_ENGINE, OWN_SERVER):
         return None
-    name = SERVER if standing.peer.is_server else ENGINE
-    return next((other for other in standings if other.peer.name == name), None)
+    name = OWN_SERVER if result.peer.is_server else OWN_ENGINE
+    return next((other for other in results if other.peer.name == name), None)
 
 
 def _ratios(own: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """Return ratios of each figure over the rounds; those of times are inverted, so that more is better."""
     ratios = {}
     for name in FIGURES:
-        values = []
-        for mine, theirs in zip(own, other, strict=False):
-            over, under = (mine, theirs) if name == "output_tokens_per_s" else (theirs, mine)
-            if under[name] > 0:
-                values.append(over[name] / under[name])
+        over, under = (own, other) if name == "output_tokens_per_s" else (other, own)
+        values = [high[name] / low[name] for high, low in zip(over, under, strict=False) if low[name] > 0]
         if values:
             ratios[name] = {
                 "median": round(statistics.median(values), 3),

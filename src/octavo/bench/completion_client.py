@@ -1,12 +1,16 @@
-"""One streamed completion of any server with OpenAI's interface, and when its tokens arrived.
+"""A client of OpenAI's completions, for any server: streams with the times of their tokens, and a few GETs.
 
-Owns: the request's body and bytes, the connection, the result. Does not: decide when to send, or judge.
+Owns: the request's body and bytes, the connection, the parsing of the response, the result, an Octavo's step totals.
+Does not: decide when to send, or judge. Each request has its own connection, and costs little processor time: httptools
+parses the response, and one pass splits its body into events (the HTML standard's event streams).
 Invariant: whatever the server does, send() returns a CompletionResult; only bad addresses and cancellation raise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import ssl
 import time
 from array import array
@@ -15,13 +19,89 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import httptools
 import msgspec
 
-from octavo.bench.event_parser import EventParser, ProtocolError
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineError
 
 READ_BYTES = 65_536
+MAX_HEAD_BYTES = 65_536
+MAX_BODY_BYTES = 1 << 20  # of a response that is no stream, and of one event
 MAX_ERROR_CHARACTERS = 300
+_STEPS = re.compile(r"^octavo_steps_total(?:\{[^}]*\})? (\S+)", re.MULTILINE)
+_PART = re.compile(r'^octavo_step_seconds_total\{[^}]*part="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
+
+
+class ProtocolError(Exception):
+    """The server's bytes are not an HTTP/1.1 response."""
+
+
+class EventParser:
+    """An incremental parser of a response: takes bytes, returns the data of the events that became complete.
+
+    `status` is 0 until the head is complete. A body that is no event stream is kept in `body`. `last_id` is the id of
+    the last complete event that had one.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.is_ended = False
+        self.is_stream = False
+        self.body = b""
+        self.last_id = b""
+        self._num_head = 0
+        self._content_type = b""
+        self._parser = httptools.HttpResponseParser(self)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take bytes from the socket. Raises ProtocolError."""
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            raise ProtocolError(f"no HTTP/1.1 response: {error}, {data[:80]!r}") from None
+        if not self.status:
+            self._num_head += len(data)
+            if self._num_head > MAX_HEAD_BYTES:
+                raise ProtocolError(f"a response head of more than {MAX_HEAD_BYTES} bytes")
+        events = self._split() if self.is_stream else []
+        if len(self.body) > MAX_BODY_BYTES:
+            raise ProtocolError(f"a response or an event of more than {MAX_BODY_BYTES} bytes")
+        return events
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep the content type (called by httptools)."""
+        if name.lower() == b"content-type":
+            self._content_type = value
+
+    def on_headers_complete(self) -> None:
+        """Take the status (called by httptools)."""
+        self.status = self._parser.get_status_code()
+        self.is_stream = self.status == 200 and self._content_type.startswith(b"text/event-stream")
+
+    def on_body(self, data: bytes) -> None:
+        """Keep a part of the body (called by httptools)."""
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        """Note the end (called by httptools), unless the response is an interim one."""
+        self.is_ended = self.status >= 200
+
+    def _split(self) -> list[bytes]:
+        body = self.body.replace(b"\r\n", b"\n") if b"\r" in self.body else self.body
+        *whole, self.body = body.split(b"\n\n")
+        return [data for data in map(self._data_of, whole) if data]
+
+    def _data_of(self, event: bytes) -> bytes:
+        """Return the data lines of one event, joined; empty for comments."""
+        if event.startswith(b"data:") and b"\n" not in event:
+            return event[5:].strip()
+        data = []
+        for line in event.split(b"\n"):
+            if line.startswith(b"data:"):
+                data.append(line[5:].strip())
+            elif line.startswith(b"id:"):
+                self.last_id = line[3:].strip()
+        return b"\n".join(data)
 
 
 class _Choice(msgspec.Struct):
@@ -208,3 +288,46 @@ def _note(answer: CompletionResult, event: bytes, now: float) -> None:
 
 def _fail(answer: CompletionResult, kind: str, message: str) -> None:
     answer.kind, answer.error = kind, message[:MAX_ERROR_CHARACTERS]
+
+
+async def first_model(client: CompletionClient) -> str:
+    """Return the name of the first model served. Raises EngineError if there is no response or no model."""
+    try:
+        status, body = await client.get("/v1/models")
+        names = [entry["id"] for entry in msgspec.json.decode(body)["data"]] if status == 200 else []
+    except (OSError, ProtocolError, TimeoutError) as error:
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number).lower() if number > 0 else str(error) or type(error).__name__
+        raise EngineError(f"no server answers at {client.url} ({reason})") from None
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        names = []
+    if not names:
+        raise EngineError(f"/v1/models names no model (status {status}); give it with --served-model")
+    return str(names[0])
+
+
+async def step_totals(client: CompletionClient) -> dict[str, float]:
+    """Return an Octavo's steps and seconds by part since its start; empty if the server reports none."""
+    try:
+        status, body = await client.get("/metrics")
+    except (OSError, ProtocolError, TimeoutError):
+        return {}
+    return read_step_totals(body.decode("utf-8", "replace")) if status == 200 else {}
+
+
+def read_step_totals(text: str) -> dict[str, float]:
+    """Return steps and seconds by part from the text of /metrics."""
+    steps = _STEPS.search(text)
+    parts = {part: float(value) for part, value in _PART.findall(text)}
+    return {"steps": float(steps[1]), **parts} if steps and parts else {}
+
+
+def step_split(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+    """Return mean milliseconds of a step's parts between two totals; empty if there were no steps."""
+    steps = after.get("steps", 0.0) - before.get("steps", 0.0)
+    if not before or not after or steps <= 0:
+        return {}
+    means = {part: (after[part] - before.get(part, 0.0)) / steps * 1e3 for part in after if part != "steps"}
+    whole = means.pop("step", 0.0)
+    split = {"total": whole, **means, "other": max(0.0, whole - sum(means.values()))}
+    return {"steps": int(steps), "step_ms": {part: round(value, 4) for part, value in split.items()}}

@@ -1,19 +1,88 @@
-"""Load on a running server: requests arrive on a schedule, and each is timed from its arrival.
+"""The online benchmark: load on a running server, where requests arrive on a schedule and are timed from their arrival.
 
-Owns: sending at the arrivals' times within the bounds, the client's own delay and processor time.
-Does not: make arrivals or bodies, or report. Invariant: every body has an answer, or is counted as not sent.
+Owns: arrivals, the bounds of the load, the objectives of goodput, the times of requests, the report of
+`octavo bench online`. Does not: start servers or parse flags. Equal arguments give equal arrivals on every machine.
+Invariant: every body has a result, or is counted as not sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
-from octavo.bench.arrivals import Arrivals
-from octavo.bench.completion_client import CompletionClient, CompletionResult
+from rich.console import Console
+
+from octavo.bench.completion_client import (
+    CompletionClient,
+    CompletionResult,
+    Target,
+    first_model,
+    step_split,
+    step_totals,
+)
+from octavo.bench.report import Report, show_facts, show_rows, spread_ms
+from octavo.errors import ConfigError, EngineError
+
+ARRIVAL_KINDS = ("poisson", "fixed", "bursty")
+BURSTY_SHAPE = 0.25  # a coefficient of variation of 2 = 1 / sqrt(shape), twice Poisson's
+OBJECTIVES = ("ttft", "tpot", "e2e")
+SPREADS = {
+    "first token": "ttft_ms",
+    "per token": "tpot_ms",
+    "between chunks": "inter_token_ms",
+    "whole request": "e2e_ms",
+    "sent late": "late_ms",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Requests a second (inf: no gaps), the process, and the shape of its gaps' gamma distribution.
+
+    Shape 1 is Poisson's, less is burstier.
+    """
+
+    rate: float = math.inf
+    kind: str = "poisson"
+    shape: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0:
+            raise ConfigError(f"--request-rate is {self.rate:g}; give requests a second above 0, or inf")
+        if self.kind not in ARRIVAL_KINDS:
+            raise ConfigError(f"--arrivals is {self.kind!r}; give one of {', '.join(ARRIVAL_KINDS)}")
+        if self.shape is not None and not (0 < self.shape < math.inf):
+            raise ConfigError(f"--burstiness is {self.shape:g}; give a number above 0 (1 = Poisson, less = burstier)")
+
+    @property
+    def is_open_loop(self) -> bool:
+        """True if requests arrive independently of the server."""
+        return self.rate < math.inf
+
+    def times(self) -> Iterator[float]:
+        """Yield arrival times in seconds without end; the first is 0."""
+        draw, now = random.Random(self.seed), 0.0
+        shape = self.shape or (BURSTY_SHAPE if self.kind == "bursty" else 1.0)
+        while True:
+            yield now
+            if self.is_open_loop:
+                gap = 1.0 if self.kind == "fixed" else draw.gammavariate(shape, 1 / shape)
+                now += gap / self.rate
+
+    def describe(self) -> str:
+        """Return a description for the report."""
+        if not self.is_open_loop:
+            return "as soon as there is room"
+        shape = "" if self.shape is None else f", gamma shape {self.shape:g}"
+        return f"{self.kind}, {self.rate:g} a second{shape}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +91,42 @@ class OnlineLoad:
 
     arrivals: Arrivals
     max_concurrency: int = 0
-    duration_s: float = float("inf")
+    duration_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Bounds in seconds by name; without bounds, every finished request is good."""
+
+    bounds_s: Mapping[str, float]
+
+    @classmethod
+    def read(cls, words: Iterable[str]) -> Objectives:
+        """Read NAME:MILLISECONDS pairs, such as ttft:500. Raises ConfigError."""
+        bounds: dict[str, float] = {}
+        for word in words:
+            name, colon, text = word.partition(":")
+            try:
+                bound = float(text) if colon else 0.0
+            except ValueError:
+                bound = 0.0
+            if name not in OBJECTIVES or not 0 < bound < math.inf:
+                raise ConfigError(
+                    f"--goodput is {word!r}; give {', '.join(OBJECTIVES)} with milliseconds, as in ttft:500"
+                )
+            if name in bounds:
+                raise ConfigError(f"--goodput gives {name} twice; give it once")
+            bounds[name] = bound / 1e3
+        return cls(bounds)
+
+    def are_met(self, seconds: Mapping[str, float]) -> bool:
+        """Return True if a request's times are within every bound."""
+        return all(seconds[name] <= bound for name, bound in self.bounds_s.items())
 
 
 @dataclass(slots=True)
 class OnlineRun:
-    """The result of one run. `arrived` are perf_counter seconds; an answer's times count from its arrival."""
+    """The result of one run. `arrived` are perf_counter seconds; a result's times count from its arrival."""
 
     answers: list[CompletionResult] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
@@ -38,7 +137,7 @@ class OnlineRun:
 
     @property
     def done(self) -> list[tuple[float, CompletionResult]]:
-        """Return arrivals and answers of the requests that finished with at least one token."""
+        """Return arrivals and results of the requests that finished with at least one token."""
         pairs = zip(self.arrived, self.answers, strict=True)
         return [(at, answer) for at, answer in pairs if not answer.has_failed and answer.chunk_times]
 
@@ -61,6 +160,14 @@ class OnlineRun:
                 counts[kind] = counts.get(kind, 0) + 1
         return counts
 
+    def first_errors(self) -> dict[str, str]:
+        """Return the first error of each kind."""
+        errors: dict[str, str] = {}
+        for answer in self.answers:
+            if answer.has_failed:
+                errors.setdefault(answer.kind, answer.error)
+        return errors
+
     def ttft_s(self) -> list[float]:
         """Return the times from arrival to first token."""
         return [answer.chunk_times[0] - at for at, answer in self.done]
@@ -75,20 +182,24 @@ class OnlineRun:
 
     def between_chunks_s(self) -> list[float]:
         """Return the gaps between the chunks that carry tokens; most servers send one token a chunk."""
-        gaps: list[float] = []
-        for _, answer in self.done:
-            times = answer.chunk_times
-            gaps += [after - before for before, after in pairwise(times)]
-        return gaps
+        return [after - before for _, answer in self.done for before, after in pairwise(answer.chunk_times)]
 
     def late_s(self) -> list[float]:
         """Return the times from arrival to sending: this client's own delay, and the wait for room under the bound."""
         return [answer.sent - at for at, answer in zip(self.arrived, self.answers, strict=True)]
 
-    def times_of(self, arrived: float, answer: CompletionResult) -> dict[str, float]:
-        """Return a finished request's times by the objectives' names."""
-        times = answer.chunk_times
-        return {"ttft": times[0] - arrived, "tpot": _tpot(answer), "e2e": times[-1] - arrived}
+    def num_good(self, objectives: Objectives) -> int:
+        """Return the number of finished requests that met every objective."""
+        return sum(
+            objectives.are_met(
+                {
+                    "ttft": answer.chunk_times[0] - at,
+                    "tpot": _tpot(answer),
+                    "e2e": answer.chunk_times[-1] - at,
+                }
+            )
+            for at, answer in self.done
+        )
 
 
 async def run_online(
@@ -116,7 +227,8 @@ async def run_online(
     for body, planned_s in zip(bodies, load.arrivals.times(), strict=False):
         if planned_s > load.duration_s:
             break
-        await _sleep_until(start + planned_s)
+        if (wait_s := start + planned_s - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
         await room.acquire()
         now = time.perf_counter()
         if now - start > load.duration_s:
@@ -131,10 +243,99 @@ async def run_online(
     return run
 
 
-async def _sleep_until(moment: float) -> None:
-    left = moment - time.perf_counter()
-    if left > 0:
-        await asyncio.sleep(left)
+async def measure_server(
+    target: Target,
+    prompts: Sequence[tuple[array[int] | str, int]],
+    load: OnlineLoad,
+    num_warm_ups: int,
+    advance: Callable[[int], object],
+) -> tuple[OnlineRun, Report]:
+    """Send prompts with their numbers of output tokens; return the run, and facts about the server and its steps.
+
+    Raises EngineError if there is no model, or if a request to warm up failed.
+    """
+    model = target.model or await first_model(CompletionClient(target))
+    client = CompletionClient(replace(target, model=model))
+    bodies = [client.body(prompt, count) for prompt, count in prompts]
+    for _ in range(num_warm_ups):
+        answer = await client.send(bodies[0])
+        if answer.has_failed:
+            raise EngineError(f"a request to warm up failed ({answer.kind}): {answer.error}")
+    before = await step_totals(client)
+    run = await run_online(client, bodies, load, advance)
+    return run, {"model": model, **step_split(before, await step_totals(client))}
+
+
+def make_online_report(facts: Report, load: OnlineLoad, objectives: Objectives, run: OnlineRun) -> Report:
+    """Return the figures of one run, with the facts about server and workload."""
+    num_done, num_good, num_output = len(run.done), run.num_good(objectives), run.num_output_tokens
+    seconds, failures = run.duration_s, run.failures()
+    return {
+        "bench": "online",
+        **facts,
+        "arrivals": load.arrivals.describe(),
+        "max_concurrency": load.max_concurrency or None,
+        "max_open": run.max_open,
+        "requests": len(run.answers),
+        "requests_done": num_done,
+        "requests_failed": sum(failures.values()),
+        "failures": failures,
+        "requests_not_sent": run.num_not_sent,
+        "duration_s": round(seconds, 4),
+        "prompt_tokens": run.num_prompt_tokens,
+        "output_tokens": num_output,
+        "requests_per_s": round(num_done / seconds, 4),
+        "output_tokens_per_s": round(num_output / seconds, 2),
+        "total_tokens_per_s": round((run.num_prompt_tokens + num_output) / seconds, 2),
+        "ttft_ms": spread_ms(run.ttft_s()),
+        "tpot_ms": spread_ms(run.tpot_s()),
+        "inter_token_ms": spread_ms(run.between_chunks_s()),
+        "e2e_ms": spread_ms(run.e2e_s()),
+        "late_ms": spread_ms(run.late_s()),
+        "objectives_ms": {name: bound * 1e3 for name, bound in objectives.bounds_s.items()},
+        "goodput_requests_per_s": round(num_good / seconds, 4),
+        "goodput_share": round(num_good / len(run.answers), 4) if run.answers else 0.0,
+        "client_cpu_share": round(run.client_cpu_s / seconds, 4),
+        "client_us_per_token": round(run.client_cpu_s / max(1, num_output) * 1e6, 1),
+    }
+
+
+def show_online(console: Console, report: Report) -> None:
+    """Print the report as tables."""
+    show_facts(console, "Online bench", _shown_facts(report))
+    console.print()
+    rows: list[tuple[Any, ...]] = [(name, *report[key].values()) for name, key in SPREADS.items()]
+    show_rows(console, "Latency, ms", ("", *report["ttft_ms"]), rows)
+    step = report.get("step_ms")
+    if step:
+        console.print()
+        rows = [(part, value, f"{value / step['total']:.1%}") for part, value in step.items() if step["total"]]
+        show_rows(console, f"Step, ms, mean of {report['steps']}", ("", "mean", "share"), rows)
+
+
+def _shown_facts(report: Report) -> dict[str, object]:
+    facts: dict[str, object] = {"server": report["server"]}
+    if report.get("model"):
+        known = [str(report[name]) for name in ("model", "dtype", "device") if report.get(name)]
+        facts["model"] = ", ".join(known + ([f"{report['threads']} threads"] if report.get("threads") else []))
+    facts |= {
+        "workload": f"{report['workload']}: {report['requests']} requests, {report['arrivals']}, "
+        f"at most {report['max_open']} open",
+        "done": f"{report['requests_done']} of {report['requests']}"
+        + "".join(f", {count} {kind}" for kind, count in report["failures"].items())
+        + (f", {report['requests_not_sent']} not sent in time" if report["requests_not_sent"] else ""),
+        "output tokens/s": f"{report['output_tokens_per_s']:,.1f}  ({report['requests_per_s']:.3g} requests/s)",
+        "all tokens/s": f"{report['total_tokens_per_s']:,.1f}",
+    }
+    if report["objectives_ms"]:
+        bounds = ", ".join(f"{name} {bound:g} ms" for name, bound in report["objectives_ms"].items())
+        share, rate = report["goodput_share"], report["goodput_requests_per_s"]
+        facts["goodput"] = f"{share:.1%} of requests, {rate:.3g} a second ({bounds})"
+    if report.get("startup_s") is not None:
+        facts["start-up"] = f"{report['startup_s']:.2f} s"
+        facts["peak memory"] = f"{report['peak_memory_bytes'] / 2**30:.2f} GiB, all its processes"
+    cost, share = report["client_us_per_token"], report["client_cpu_share"]
+    return facts | {"this client": f"{share:.1%} of one core, {cost:,.0f} us a token"}
 
 
 def _tpot(answer: CompletionResult) -> float:

@@ -1,110 +1,97 @@
-"""The report of an offline bench: one flat JSON object, and its tables.
+"""What the benchmarks' reports share: percentiles, facts about the engine and this process, tables for the terminal.
 
-Owns: the names of the numbers, the choice of the median run. Does not: measure.
+Owns: the names of the shared facts, the look of the tables. Does not: measure.
+A report is one dictionary that JSON can hold; the tables are printed from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import resource
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from octavo.bench.engine_facts import engine_facts, floor_facts, headline, memory_facts
-from octavo.bench.floor import StepFloor
-from octavo.bench.offline import RunRecord
-from octavo.bench.steps import StepCounts
-from octavo.bench.table import show_facts, show_rows
-from octavo.bench.workload import BenchWorkload
 from octavo.config import Config
 from octavo.executors.protocol import Capacity
+from octavo.simulator.summary import nearest_rank
 
-_BY_ROWS = ("rows up to", "steps", "step ms", "host ms", "host share", "floor ms", "floor reached")
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """All measurements: passes with the counts of their steps, and the process's own numbers."""
-
-    model: str
-    config: Config
-    capacity: Capacity
-    workload: BenchWorkload
-    concurrency: int
-    floor: StepFloor
-    runs: Sequence[tuple[RunRecord, StepCounts]]
-    startup_s: float
-    peak_memory_bytes: int
+POINTS = (50, 90, 95, 99)
+Report = dict[str, Any]
 
 
-def make_report(measured: Measured) -> dict[str, Any]:
-    """Return the numbers of the median run (by throughput), with the engine and workload."""
-    by_speed = sorted(measured.runs, key=lambda run: run[0].output_tokens_per_s)
-    record, counts = by_speed[len(by_speed) // 2]
-    floor_s, step_s = counts.floor_s(measured.floor), record.step_s.get("step", 0.0)
-    workload = measured.workload
+def percentile(values: Iterable[float], point: float) -> float:
+    """Return the smallest value that at least `point` per cent of the values do not exceed; 0 without values."""
+    ordered = sorted(values)
+    return ordered[nearest_rank(point, len(ordered))] if ordered else 0.0
+
+
+def spread_ms(seconds: Iterable[float]) -> dict[str, float]:
+    """Return the percentiles of POINTS as {"p50": ...}, in milliseconds."""
+    ordered = sorted(seconds)
+    return {f"p{point}": round(percentile(ordered, point) * 1e3, 3) for point in POINTS}
+
+
+def engine_facts(model: str, config: Config, capacity: Capacity) -> Report:
+    """Return the engine's model, types, device, threads and memory."""
     return {
-        "bench": "offline",
-        **engine_facts(measured.model, measured.config, measured.capacity),
-        "workload": workload.name,
-        "requests": workload.num_requests,
-        "concurrency": measured.concurrency,
-        "prompt_tokens": workload.num_prompt_tokens,
-        "output_tokens": workload.num_output_tokens,
-        **record.as_dict(),
-        "floor_ms_per_step": round(floor_s / max(1, record.num_steps) * 1e3, 4),
-        "floor_fraction": round(floor_s / step_s, 4) if step_s else 0.0,
-        **floor_facts(measured.floor),
-        "decode_steps": counts.by_rows(measured.floor),
-        **memory_facts(measured.capacity),
-        "peak_memory_bytes": measured.peak_memory_bytes,
-        "startup_s": round(measured.startup_s, 3),
-        "runs_output_tokens_per_s": [round(run[0].output_tokens_per_s, 2) for run in measured.runs],
+        "model": model,
+        "dtype": capacity.dtype,
+        "quantization": _first(capacity, config, "quantization"),
+        "speculate": _first(capacity, config, "speculate"),
+        "device": capacity.device,
+        "threads": capacity.num_threads,
+        "weight_bytes": capacity.weight_bytes,
+        "kv_bytes_per_token": capacity.kv_bytes_per_token,
+        "kv_blocks": sum(capacity.num_blocks),
     }
 
 
-def show_report(console: Console, report: dict[str, Any]) -> None:
-    """Print the report as tables."""
-    runs = report["runs_output_tokens_per_s"]
-    facts = {
-        "model": headline(report),
-        "workload": f"{report['workload']}: {report['requests']} requests, {report['prompt_tokens']:,} prompt and "
-        f"{report['output_tokens']:,} output tokens, {report['concurrency']} at a time",
-        "output tokens/s": f"{report['output_tokens_per_s']:,.1f}"
-        + (f"  (median of {', '.join(f'{speed:,.1f}' for speed in runs)})" if len(runs) > 1 else ""),
-        "all tokens/s": f"{report['total_tokens_per_s']:,.1f}",
-        "prefix hits": f"{report['prefix_hit_tokens']:,} tokens",
-        "preemptions": report["preemptions"],
-        "tokens a step": f"{report['output_tokens_per_step']:.2f}",
-        "drafts accepted": f"{report['accepted_tokens']:,} of {report['drafted_tokens']:,}",
-        "start-up": f"{report['startup_s']:.2f} s",
-        "peak memory": f"{report['peak_memory_bytes'] / 2**30:.2f} GiB ({report['weight_bytes'] / 2**30:.2f} weights)",
-    }
-    show_facts(console, "Offline bench", facts)
-    console.print()
-    spreads = {"first token": "ttft_ms", "between tokens": "inter_token_ms", "whole request": "e2e_ms"}
-    rows = [(name, *report[key].values()) for name, key in spreads.items()]
-    show_rows(console, "Latency, ms", ("", *report["ttft_ms"]), rows)
-    console.print()
-    show_steps(console, report)
+def headline(report: Mapping[str, Any]) -> str:
+    """Return model, types, device and threads as text."""
+    words = [report["model"], report["dtype"]]
+    words += [f"{name} {report[name]}" for name in ("quantization", "speculate") if report[name] not in (None, "none")]
+    return ", ".join([*words, report["device"], f"{report['threads']} threads"])
 
 
-def show_steps(console: Console, report: dict[str, Any]) -> None:
-    """Print the parts of a step's time, and the steps that only decode, by rows."""
-    times, shares = report["step_ms"], report["step_share"]
-    rows = [(part, times[part], f"{share:.1%}") for part, share in shares.items()]
-    rows.append((f"whole step, mean of {report['steps']}", times["total"], "100.0%"))
-    rows.append(("memory floor", report["floor_ms_per_step"], f"{report['floor_fraction']:.1%}"))
-    show_rows(console, "Step, ms", ("", "mean", "share"), rows)
-    if report["decode_steps"]:
-        console.print()
-        show_rows(console, "Steps that only decode", _BY_ROWS, [_decode_row(step) for step in report["decode_steps"]])
-    bandwidth, rate = report["bandwidth_gb_per_s"], report["gemm_gflop_per_s"]
-    console.print(f"floor at {bandwidth:.1f} GB/s and {rate:,.0f} GFLOP/s, measured on this machine now", style="dim")
+def peak_memory_bytes() -> int:
+    """Return the peak of this process's resident memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _decode_row(step: dict[str, Any]) -> tuple[object, ...]:
-    shares = f"{step['host_share']:.1%}", f"{step['floor_fraction']:.1%}"
-    times = step["step_ms"], step["host_ms"]
-    return step["rows_up_to"], step["steps"], *times, shares[0], step["floor_ms"], shares[1]
+def show_rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows of values under column names; numbers to the right."""
+    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for index, column in enumerate(columns):
+        is_number = all(isinstance(row[index], (int, float)) for row in rows)
+        table.add_column(column, justify="right" if is_number else "left")
+    for row in rows:
+        table.add_row(*map(_text, row))
+    console.print(table)
+
+
+def show_facts(console: Console, title: str, facts: Mapping[str, object]) -> None:
+    """Print names with their values, one pair a line."""
+    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in facts.items():
+        table.add_row(name, _text(value))
+    console.print(table)
+
+
+def _first(capacity: Capacity, config: Config, name: str) -> object:
+    """Return the engine's own value, else the setting of that name in any part; None if there is neither."""
+    parts = (capacity, config.model, config.scheduling, config.execution)
+    return next((getattr(part, name) for part in parts if hasattr(part, name)), None)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 1 else f"{value:,.1f}"

@@ -1,7 +1,8 @@
 """The time of a cold process to its first token, repeated, beside the import of torch alone.
 
-Owns: starting the processes in turn, with a warm and with an empty weight cache, and their medians.
-Does not: time inside them (startup_child does). The disk's own cache is as warm as the runs before left it.
+Owns: starting the processes in turn, with a warm and with an empty weight cache, their medians, the report of
+`octavo bench startup`. Does not: time inside them (startup_child does).
+The disk's own cache is as warm as the runs before left it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
+from octavo.bench.report import Report, headline, show_facts, show_rows
 from octavo.config import Config
 from octavo.errors import EngineError
 
-PARTS = ("interpreter", "imports", "torch", "tokenizer", "weights", "pool", "open", "first_step", "first_token")
+PARTS = {
+    "interpreter": "interpreter",
+    "imports": "imports",
+    "torch": "import of torch",
+    "tokenizer": "tokenizer (beside the rest)",
+    "weights": "weights",
+    "pool": "KV pool",
+    "open": "engine open, torch to pool",
+    "first_step": "first step",
+    "first_token": "first token, from the start of the process",
+}
 SUBJECTS = ("python", "import torch", "warm weight cache", "cold weight cache")
 TIMEOUT_S = 600.0
 CHILD = (sys.executable, "-m", "octavo.bench.startup_child")
@@ -39,21 +52,17 @@ class Startup:
     peak_memory_bytes: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def median_parts_ms(self) -> dict[str, float]:
-        """Return the medians of the parts that were measured."""
-        names = [name for name in PARTS if any(name in parts for parts in self.parts)]
-        return {
-            name: round(statistics.median(parts[name] for parts in self.parts if name in parts) * 1e3, 1)
-            for name in names
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        walls = self.wall_s
-        report: dict[str, Any] = {"process_s": _spread(walls)}
+    def as_dict(self) -> Report:
+        """Return spreads of the whole process and the first token, and the medians of the measured parts."""
+        report: Report = {"process_s": _spread(self.wall_s)}
         if self.parts:
-            report["first_token_s"] = _spread([parts["first_token"] for parts in self.parts])
-            report |= {"parts_ms": self.median_parts_ms(), "peak_memory_bytes": self.peak_memory_bytes}
+            names = [name for name in PARTS if any(name in parts for parts in self.parts)]
+            report["first_token_s"] = _spread(parts["first_token"] for parts in self.parts)
+            report["parts_ms"] = {
+                name: round(statistics.median(parts[name] for parts in self.parts if name in parts) * 1e3, 1)
+                for name in names
+            }
+            report["peak_memory_bytes"] = self.peak_memory_bytes
         return report
 
 
@@ -67,45 +76,78 @@ def measure_startup(
     """Run every subject `runs` times in turn, after one run that fills the warm cache. Raises EngineError."""
     if getattr(config.model, "weight_cache_dir", None):
         config = replace(config, model=replace(config.model, weight_cache_dir=None))
-    found = {name: Startup() for name in SUBJECTS}
+    subjects = {name: Startup() for name in SUBJECTS}
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
         warm = Path(folder) / "warm"
         warm.mkdir()
-        _engine(Startup(), config, num_prompt, warm, command)
+        _run_engine(Startup(), config, num_prompt, warm, command)
         advance()
         for number in range(runs):
             for name, code in _BARE.items():
-                _bare(found[name], code)
-            _engine(found["warm weight cache"], config, num_prompt, warm, command)
+                _run(subjects[name], [sys.executable, "-c", code])
+            _run_engine(subjects["warm weight cache"], config, num_prompt, warm, command)
             advance()
             with tempfile.TemporaryDirectory(prefix=f"cold-{number}-", dir=folder) as cold:
-                _engine(found["cold weight cache"], config, num_prompt, Path(cold), command)
+                _run_engine(subjects["cold weight cache"], config, num_prompt, Path(cold), command)
             advance()
-    return found
+    return subjects
 
 
-def _bare(startup: Startup, code: str) -> None:
-    begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
-    startup.wall_s.append(time.monotonic() - begun)
-    if done.returncode:
-        raise EngineError(f"python -c {code!r} failed: {_tail(done.stderr)}")
+def make_startup_report(subjects: dict[str, Startup], runs: int) -> Report:
+    """Return the medians of every subject, and the first token's time as a multiple of torch's import."""
+    by_name = {name.replace(" ", "_"): subjects[name].as_dict() for name in SUBJECTS}
+    torch_s = by_name["import_torch"]["process_s"]["median"]
+    first_s = by_name["warm_weight_cache"]["first_token_s"]["median"]
+    return {
+        "bench": "startup",
+        **subjects["warm weight cache"].facts,
+        "runs": runs,
+        **by_name,
+        "first_token_per_import_torch": round(first_s / torch_s, 3) if torch_s else 0.0,
+    }
 
 
-def _engine(startup: Startup, config: Config, num_prompt: int, cache: Path, command: Sequence[str]) -> None:
-    """Run one cold process, and add its times."""
+def show_startup(console: Console, report: Report) -> None:
+    """Print the times of whole processes and of their parts."""
+    warm, cold = report["warm_weight_cache"], report["cold_weight_cache"]
+    facts = {
+        "model": headline(report),
+        "first token": f"{warm['first_token_s']['median']:.2f} s, "
+        f"{report['first_token_per_import_torch']:.2f} times the import of torch",
+        "peak memory": f"{warm['peak_memory_bytes'] / 2**30:.2f} GiB warm, "
+        f"{cold['peak_memory_bytes'] / 2**30:.2f} cold ({report['weight_bytes'] / 2**30:.2f} weights)",
+    }
+    show_facts(console, "Start-up", facts)
+    console.print()
+    rows = [(name, *report[name.replace(" ", "_")]["process_s"].values()) for name in SUBJECTS]
+    show_rows(console, "Whole processes, s", ("", "median", "min", "max"), rows)
+    console.print()
+    parts = [(PARTS[name], time_ms, cold["parts_ms"].get(name, "")) for name, time_ms in warm["parts_ms"].items()]
+    show_rows(console, "Parts, median ms", ("", "warm weight cache", "cold"), parts)
+
+
+def _run_engine(startup: Startup, config: Config, num_prompt: int, cache: Path, command: Sequence[str]) -> None:
+    """Run one cold process that opens an engine, and add the times that it reports."""
     env = {**os.environ, "OCTAVO_CACHE_DIR": str(cache)}
-    begun = time.monotonic()
-    words = [*command, repr(begun), str(num_prompt)]
-    line = msgspec.json.encode(config).decode() + "\n"
-    done = subprocess.run(words, input=line, capture_output=True, text=True, timeout=TIMEOUT_S, env=env)
-    startup.wall_s.append(time.monotonic() - begun)
+    words = [*command, repr(time.monotonic()), str(num_prompt)]
+    line = _run(startup, words, input=msgspec.json.encode(config).decode() + "\n", env=env).splitlines()[-1]
+    answer = json.loads(line)
+    startup.parts.append(answer["parts"])
+    startup.facts = answer["facts"]
+    startup.peak_memory_bytes = max(startup.peak_memory_bytes, answer["peak_memory_bytes"])
+
+
+def _run(startup: Startup, words: Sequence[str], **options: Any) -> str:
+    """Run a process, add its time, and return its output."""
+    start = time.monotonic()
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        words, capture_output=True, text=True, timeout=TIMEOUT_S, **options
+    )
+    startup.wall_s.append(time.monotonic() - start)
     if done.returncode:
-        raise EngineError(f"the engine could not be opened: {_tail(done.stderr)}")
-    told = json.loads(done.stdout.splitlines()[-1])
-    startup.parts.append(told["parts"])
-    startup.facts = told["facts"]
-    startup.peak_memory_bytes = max(startup.peak_memory_bytes, told["peak_memory_bytes"])
+        last_lines = "\n".join(done.stderr.splitlines()[-3:]) or "it printed nothing"
+        raise EngineError(f"{' '.join(words[:3])} failed with status {done.returncode}: {last_lines}")
+    return done.stdout
 
 
 def _spread(values: Iterable[float]) -> dict[str, float]:
@@ -115,7 +157,3 @@ def _spread(values: Iterable[float]) -> dict[str, float]:
         "min": round(ordered[0], 4),
         "max": round(ordered[-1], 4),
     }
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-3:]) or "it said nothing"

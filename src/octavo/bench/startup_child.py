@@ -1,7 +1,7 @@
-"""A cold process that opens an engine, makes one token, and reports the times of its parts.
+"""A cold process that opens an engine, generates one token, and reports the times of its parts.
 
-Owns: the marks. Does not: repeat or compare (bench startup does). Run as `python -m octavo.bench.startup_child BEGUN
-PROMPT_LENGTH` with a Config as a line of JSON on stdin; BEGUN is the parent's time.monotonic().
+Does not: repeat or compare (startup does). Run as `python -m octavo.bench.startup_child START PROMPT_LENGTH` with a
+Config as a line of JSON on stdin; START is the parent's time.monotonic().
 The engine is opened as everywhere else, tokenizer and torch at once, so the parts overlap and do not add up.
 """
 
@@ -51,11 +51,11 @@ def timed(function: Callable[..., Any], part: str, seconds: dict[str, float]) ->
     """Return the function, with its time added to the part's."""
 
     def run(*args: Any, **options: Any) -> Any:
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             return function(*args, **options)
         finally:
-            seconds[part] = seconds.get(part, 0.0) + time.monotonic() - begun
+            seconds[part] = seconds.get(part, 0.0) + time.monotonic() - start
 
     return run
 
@@ -66,25 +66,24 @@ def time_parts(parts: Mapping[str, tuple[str, str, str]], seconds: dict[str, flo
         if importlib.util.find_spec(module_name) is None:
             continue
         owner = getattr(importlib.import_module(module_name), class_name, None)
-        found = None if owner is None else owner.__dict__.get(name)
-        if isinstance(found, classmethod):
-            setattr(owner, name, classmethod(timed(found.__func__, part, seconds)))
-        elif found is not None:
-            setattr(owner, name, timed(found, part, seconds))
+        function = None if owner is None else owner.__dict__.get(name)
+        if isinstance(function, classmethod):
+            setattr(owner, name, classmethod(timed(function.__func__, part, seconds)))
+        elif function is not None:
+            setattr(owner, name, timed(function, part, seconds))
 
 
 def main() -> int:
     """Open the engine, run one request of one token, print one line of JSON."""
-    begun, num_prompt = float(sys.argv[1]), int(sys.argv[2])
+    start, num_prompt = float(sys.argv[1]), int(sys.argv[2])
     seconds: dict[str, float] = {}
     sys.meta_path.insert(0, TorchClock(seconds))
 
     import msgspec
 
     from octavo import assembly
-    from octavo.bench.engine_facts import engine_facts, memory_facts, peak_memory_bytes
-    from octavo.bench.offline import OfflineBench
-    from octavo.bench.steps import StepRecorder
+    from octavo.bench.offline import OfflineBench, StepRecorder
+    from octavo.bench.report import engine_facts, peak_memory_bytes
     from octavo.bench.workload import draw_workload
     from octavo.config import Config
     from octavo.executors.openmp import limit_spinning
@@ -107,16 +106,16 @@ def main() -> int:
     async def first_token(engine: assembly.LocalEngine) -> None:
         workload = draw_workload(1, num_prompt, 1, engine.capacity.vocab_size, 0)
         try:
-            await OfflineBench(engine.client, StepRecorder(), 1).run(workload)
+            await OfflineBench(engine.client, StepRecorder(engine.loop), 1).run(workload)
         finally:
             done.append(time.monotonic())
             await engine.client.close()
 
     done: list[float] = []
     asyncio.run(first_token(engine))
-    parts = {"interpreter": _ENTERED - begun, "imports": imported - _ENTERED, **seconds}
-    parts |= {"open": opened - imported, "first_step": done[0] - opened, "first_token": done[0] - begun}
-    facts = {**engine_facts(engine.text.name, config, engine.capacity), **memory_facts(engine.capacity)}
+    parts = {"interpreter": _ENTERED - start, "imports": imported - _ENTERED, **seconds}
+    parts |= {"open": opened - imported, "first_step": done[0] - opened, "first_token": done[0] - start}
+    facts = engine_facts(engine.text.name, config, engine.capacity)
     print(json.dumps({"parts": parts, "facts": facts, "peak_memory_bytes": peak_memory_bytes()}), flush=True)
     return 0
 

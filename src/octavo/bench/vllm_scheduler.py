@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.scheduler_loads import (
+from octavo.bench.scheduler import (
     BATCH_TOKENS,
     BLOCK_SIZE,
     MAX_FILL_STEPS,
@@ -47,7 +47,7 @@ def is_installed() -> bool:
     return find_spec("vllm") is not None
 
 
-class VllmTrial:
+class VllmScheduler:
     """vLLM's scheduler, filled as ours is. Raises ConfigError if it cannot be built, as with another vLLM."""
 
     name = "vllm"
@@ -79,12 +79,12 @@ class VllmTrial:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        made = time.perf_counter()
+        commit_start = time.perf_counter()
         self._scheduler.update_from_output(output, result)
-        ended = time.perf_counter()
+        end = time.perf_counter()
         num_rows = self.setting.num_rows
         is_typical = output.total_num_scheduled_tokens == num_rows == len(names)
-        return StepTime(planned - start, ended - made, is_typical)
+        return StepTime(planned - start, end - commit_start, is_typical)
 
     def _build(self, folder: str) -> Any:
         config, interface = _vllm("config"), _vllm("v1.kv_cache_interface")

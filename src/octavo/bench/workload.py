@@ -1,7 +1,7 @@
-"""Workloads: token ids and output lengths, read from a file or drawn from a seed.
+"""Workloads: prompts and output lengths, read from a file or drawn from a seed.
 
-Owns: the file form (a JSON list of requests, or a list of such lists that run one after another) and its checks.
-Does not: run anything, or know a tokenizer.
+Owns: the file form (a JSON list of requests, or a list of such lists that run one after another) and its checks;
+prompts as lines of text; another first token for each pass. Does not: run anything, or know a tokenizer.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import json
 import random
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 
+FIRST_ID = 100  # the first id of a salted prompt; lower ids may be special tokens
+MAX_SALTS = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request: its prompt and how many tokens it produces."""
+    """One request: its prompt and the number of tokens that it produces."""
 
     prompt_token_ids: array[int]
     max_tokens: int
@@ -34,24 +37,29 @@ class BenchWorkload:
     groups: tuple[tuple[Item, ...], ...]
 
     @property
+    def items(self) -> list[Item]:
+        """Return the requests of all groups."""
+        return [item for group in self.groups for item in group]
+
+    @property
     def num_requests(self) -> int:
-        """Return the requests in all groups."""
-        return sum(map(len, self.groups))
+        """Return the number of requests."""
+        return len(self.items)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return the prompt tokens in all groups."""
-        return sum(len(item.prompt_token_ids) for group in self.groups for item in group)
+        """Return the number of prompt tokens."""
+        return sum(len(item.prompt_token_ids) for item in self.items)
 
     @property
     def num_output_tokens(self) -> int:
-        """Return the tokens that will be produced."""
-        return sum(item.max_tokens for group in self.groups for item in group)
+        """Return the number of tokens that will be produced."""
+        return sum(item.max_tokens for item in self.items)
 
     @property
     def max_len(self) -> int:
         """Return the positions of the longest request."""
-        return max(len(item.prompt_token_ids) + item.max_tokens for group in self.groups for item in group)
+        return max(len(item.prompt_token_ids) + item.max_tokens for item in self.items)
 
 
 def read_workload(path: Path) -> BenchWorkload:
@@ -64,13 +72,26 @@ def read_workload(path: Path) -> BenchWorkload:
     except OSError as error:
         raise ConfigError(f"workload {path} cannot be read ({error.strerror}); give a JSON file") from None
     except ValueError as error:
-        raise ConfigError(f"workload {path} is no JSON: {error}") from None
+        raise ConfigError(f"workload {path} is not JSON: {error}") from None
     if not isinstance(content, list) or not content:
         raise ConfigError(f"workload {path} must be a non-empty list of requests, or of groups of requests")
     groups = content if isinstance(content[0], list) else [content]
     return BenchWorkload(
         path.name, tuple(_read_group(group, f"workload {path}, group {index}") for index, group in enumerate(groups))
     )
+
+
+def read_texts(path: Path) -> list[str]:
+    """Read one prompt a line; empty lines are left out. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"--text {path} cannot be read ({reason}); give a file with one prompt a line") from None
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise ConfigError(f"--text {path} has no lines; give a file with one prompt a line")
+    return texts
 
 
 def draw_workload(num_requests: int, num_prompt: int, num_output: int, vocab_size: int, seed: int) -> BenchWorkload:
@@ -81,6 +102,19 @@ def draw_workload(num_requests: int, num_prompt: int, num_output: int, vocab_siz
         for _ in range(num_requests)
     )
     return BenchWorkload(f"random-{num_requests}x{num_prompt}+{num_output}-seed{seed}", (tuple(items),))
+
+
+def salted(workload: BenchWorkload, pass_number: int) -> BenchWorkload:
+    """Return the same work with another first id, one for all prompts of a pass.
+
+    No prefix of an earlier pass matches, and prompts that share a prefix still do, on any engine.
+    """
+    first = FIRST_ID + pass_number % MAX_SALTS
+    groups = (
+        tuple(Item(array("i", [first, *item.prompt_token_ids[1:]]), item.max_tokens) for item in group)
+        for group in workload.groups
+    )
+    return replace(workload, groups=tuple(groups))
 
 
 def _read_group(group: object, where: str) -> tuple[Item, ...]:

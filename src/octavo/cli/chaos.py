@@ -27,10 +27,8 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from octavo.bench.completion_client import CompletionClient, CompletionResult, Target
-from octavo.bench.percentiles import percentile
-from octavo.bench.server_facts import first_model
-from octavo.bench.table import show_facts
+from octavo.bench.completion_client import CompletionClient, CompletionResult, Target, first_model
+from octavo.bench.report import percentile, show_facts
 from octavo.cli.flags import UsageError
 from octavo.cli.servers import (
     AdminError,

@@ -97,11 +97,16 @@ def spread(values: np.ndarray) -> Facts:
     if not len(given):
         return {"count": 0, "mean": None, **{f"p{point}": None for point in POINTS}, "max": None}
     ordered = np.sort(given)
-    ranks = {f"p{point}": float(ordered[max(0, math.ceil(point / 100 * len(ordered)) - 1)]) for point in POINTS}
+    ranks = {f"p{point}": float(ordered[nearest_rank(point, len(ordered))]) for point in POINTS}
     return {
         "count": len(given), "mean": float(given.mean()), "mean_within": _half_width(given), **ranks,
         "max": float(ordered[-1]),
     }  # fmt: skip
+
+
+def nearest_rank(point: float, count: int) -> int:
+    """Return the index of a percentile in `count` sorted values: the first that `point` per cent do not exceed."""
+    return max(0, math.ceil(point / 100 * count) - 1)
 
 
 def jain(values: np.ndarray) -> float:

@@ -1,9 +1,8 @@
-"""The cost of grammar masks in a step.
+"""The cost of grammar masks in a step of the default model.
 
-Owns: the grammars, the two halves of a batch (with and without a grammar) and their turns. Does not: sum up (the reader
-of the table does). The default model decodes equally many constrained and free rows, alternately, with the engine's
-scheduler, grammars and executor; so a ratio is that of whole steps, with the part of the masks' cost that the forward
-pass does not hide.
+Owns: the grammar, the two halves of a batch (with and without it) and their turns.
+As many constrained as free rows decode, alternately, with the engine's scheduler, grammars and executor. The ratio is
+one of whole steps: it holds the part of the masks' cost that the forward pass does not hide.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from __future__ import annotations
 import json
 import time
 from array import array
+from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
-from octavo.bench.kernel_table import KernelTable, Sizes
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.limits import Limits
 from octavo.core.request import Request, SamplingParams
@@ -30,7 +30,9 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.text.tokenizer import Tokenizer
 
 STEPS = 200  # of each half
-WARM = 20
+WARM_UP = 20
+BATCH_TOKENS = 512
+EOS = (2,)
 PROMPT = "A list of people as JSON, each with a name, an age, an address and what they like to do: "
 PERSON = {
     "type": "object",
@@ -45,32 +47,33 @@ PERSON = {
     "required": ["name", "age", "kind", "address", "likes"],
     "additionalProperties": False,
 }  # fmt: skip
-ENDLESS = {"type": "array", "items": PERSON, "minItems": 1000}  # no output completes it
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}  # no output completes it
 
 
-def tables(sizes: Sizes) -> list[KernelTable]:
-    """Return milliseconds of a step, by rows."""
+def measure_masks(row_counts: Sequence[int], threads: int, budget_s: float) -> list[dict[str, Any]]:
+    """Return a table of milliseconds of a step by rows; a time is the median of STEPS steps, whatever the budget."""
     limit_spinning()
     from octavo.executors.torch_executor import TorchExecutor  # at import torch reads what limit_spinning set
 
     files = resolve_model(None)
-    vocabulary = Vocabulary(lambda: Tokenizer.from_files(files), read_model_spec(files).vocab_size)
-    prompt = array("i", Tokenizer.from_files(files).encode(PROMPT))
+    spec, tokenizer = read_model_spec(files), Tokenizer.from_files(files)
+    prompt = array("i", tokenizer.encode(PROMPT))
     rows = []
-    for count in sizes.rows:
-        execution = ExecutionConfig(threads=sizes.threads)
-        executor = TorchExecutor(files, read_model_spec(files), execution, ModelConfig())
-        longest = len(prompt) + STEPS + WARM + 1
-        blocks = 2 * count * (longest // 16 + 2)
-        capacity = executor.open(ExecutorSpec(2 * count, 512, num_blocks=blocks, max_model_len=longest))
-        free_s, held_s = _Halves(executor, capacity, vocabulary, prompt).run(count)
+    for count in row_counts:
+        executor = TorchExecutor(files, spec, ExecutionConfig(threads=threads), ModelConfig())
+        max_len = len(prompt) + STEPS + WARM_UP + 1
+        blocks = 2 * count * (max_len // 16 + 2)
+        capacity = executor.open(ExecutorSpec(2 * count, BATCH_TOKENS, num_blocks=blocks, max_model_len=max_len))
+        batch = HalfConstrainedBatch(executor, capacity, Vocabulary(lambda: tokenizer, spec.vocab_size), prompt)
+        free_s, constrained_s = batch.run(count)
         executor.close()
-        ratio = median(held / free for held, free in zip(held_s, free_s, strict=True))
-        rows.append((count, median(free_s) * 1e3, median(held_s) * 1e3, ratio))
-    return [KernelTable("a step held to a JSON schema", ("rows", "free ms", "held ms", "ratio"), rows)]
+        ratio = median(masked / free for masked, free in zip(constrained_s, free_s, strict=True))
+        free_ms, constrained_ms = median(free_s) * 1e3, median(constrained_s) * 1e3
+        rows.append({"rows": count, "free ms": free_ms, "held ms": constrained_ms, "ratio": ratio})
+    return [{"title": "a step held to a JSON schema", "rows": rows}]
 
 
-class _Halves:
+class HalfConstrainedBatch:
     """Requests with and without a grammar in one scheduler, which plans the steps of one half at a time."""
 
     def __init__(self, executor: Executor, capacity: Capacity, vocabulary: Vocabulary, prompt: array[int]) -> None:
@@ -81,7 +84,7 @@ class _Halves:
             vocab_size=capacity.vocab_size,
             groups=capacity.groups,
             max_sequences=capacity.num_slots,
-            max_batch_tokens=512,
+            max_batch_tokens=BATCH_TOKENS,
         )
         self._executor = executor
         self._scheduler = Scheduler(limits)
@@ -91,27 +94,27 @@ class _Halves:
 
     def run(self, count: int) -> tuple[list[float], list[float]]:
         """Return seconds of each step of the free and of the constrained half, run in turn."""
-        grammar = compile_grammar("json_schema", json.dumps(ENDLESS))
+        grammar = compile_grammar("json_schema", json.dumps(SCHEMA))
         free = frozenset(self._admit(f"free {index}", "", index) for index in range(count))
-        held = frozenset(self._admit(f"held {index}", grammar, index) for index in range(count))
+        constrained = frozenset(self._admit(f"constrained {index}", grammar, index) for index in range(count))
         try:
-            times: dict[frozenset[str], list[float]] = {free: [], held: []}
-            for _ in range(STEPS + WARM):
-                for half, taken in times.items():
-                    begun = time.perf_counter()
+            times: dict[frozenset[str], list[float]] = {free: [], constrained: []}
+            for _ in range(STEPS + WARM_UP):
+                for half, half_times in times.items():
+                    start = time.perf_counter()
                     if self._step(half):
-                        taken.append(time.perf_counter() - begun)
-            return times[free][-STEPS:], times[held][-STEPS:]
+                        half_times.append(time.perf_counter() - start)
+            return times[free][-STEPS:], times[constrained][-STEPS:]
         finally:
             self._bank.close()
 
     def _admit(self, name: str, grammar: str, seed: int) -> str:
         params = SamplingParams(
-            temperature=0.8, seed=seed, max_tokens=STEPS + WARM, ignore_eos=not grammar, grammar=grammar
+            temperature=0.8, seed=seed, max_tokens=STEPS + WARM_UP, ignore_eos=not grammar, grammar=grammar
         )
-        self._scheduler.admit(Request(name, self._prompt, params, eos_token_ids=(2,)), 0.0)
+        self._scheduler.admit(Request(name, self._prompt, params, eos_token_ids=EOS), 0.0)
         if grammar:
-            self._bank.open(name, Matcher.of(grammar, self._vocabulary, (2,)))
+            self._bank.open(name, Matcher.of(grammar, self._vocabulary, EOS))
         return name
 
     def _step(self, half: frozenset[str]) -> bool:
