@@ -43,7 +43,7 @@ def loaded() -> dict[str, float]:
     """Steps of 256 rows with 1,000 waiting, under preemption: the history of each, and an answer after every 25."""
     stream = Stream(RUNNING, WAITING, lambda _: None, 1)
     stream.history = history = _TimedHistory(stream.scheduler, stream.times)
-    ring = FrameRing(history, FrameSource("live", life="x"), time.perf_counter)
+    ring = FrameRing(history, FrameSource("live", stream_id="x"), time.perf_counter)
     history.add_reader(ring.add)
     polls, cursor = [], ""
     for number in range(REPEATS * STEPS_A_POLL):

@@ -48,7 +48,7 @@ class Stream:
             )
         )
         self.times = StepTimes(1)
-        source = FrameSource("simulation", "a made-up model", life="sample")
+        source = FrameSource("simulation", "a made-up model", stream_id="sample")
         window = Window(max_steps=max_steps)
         self.history = History(self.scheduler, self.times)
         self.writer = FrameWriter(self.history, write, source, window)

@@ -40,7 +40,7 @@ def test_the_story_of_one_that_waits() -> None:
         bench.step()
     lines = shown(bench, "mine").splitlines()
     assert lines[0].startswith(
-        "mine waits at position 2 of 2, behind first: behind; the first in line lacks sequence_cap: needs 1 of 1 "
+        "mine waits at position 2 of 2, after first: behind; the first in line lacks sequence_cap: needs 1 of 1 "
         "sequences, 0 left; no prediction: it has to wait for answers to end"
     )
     text = "\n".join(lines)
@@ -183,7 +183,7 @@ def test_the_story_goes_on_in_the_next_engine(server: FakeServer, capsys: pytest
         time.sleep(0.01)
     capsys.readouterr()
     text = out(capsys, "heir", *admin)
-    assert "resumed by the engine of epoch 2, it came in epoch 1" in text
+    assert "resumed by the engine of epoch 2, it arrived in epoch 1" in text
     assert "engine   epoch 2, resumed once\n" in text
     assert cli.main(["admin", "resume", *admin]) == 0
     asking.join(30)

@@ -126,7 +126,7 @@ def test_each_life_of_an_engine_that_is_killed_replays(folder: Path) -> None:
     assert report.is_equal and report.num_segments == 2
     assert report.ends == ["cut off", "the engine was stopped"]
     resumed = [one for one in arrivals(recording) if one.is_resumed]
-    assert resumed and all(one.life == 1 and one.emitted_tokens > 0 for one in resumed)
+    assert resumed and all(one.segment_index == 1 and one.emitted_tokens > 0 for one in resumed)
 
 
 def test_a_server_that_is_killed_leaves_a_recording_that_replays(folder: Path) -> None:

@@ -93,7 +93,7 @@ def test_lives_stand_behind_each_other(folder: Path, tmp_path: Path) -> None:
     events = load(trace)
     check_format(events)
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert named == ["engine", "requests", "engine (life 2)", "requests (life 2)"]
+    assert named == ["engine", "requests", "engine (segment 2)", "requests (segment 2)"]
     kinds = [frame["k"] for frame in frames_of(page)]
     assert kinds.count("head") == 2 and kinds.count("end") == 1 and kinds[-1] == "end"
 

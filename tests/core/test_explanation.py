@@ -142,7 +142,7 @@ def test_S20_lacking_blocks_is_told_with_all_that_counts() -> None:
     )
     assert (second.position, second.reason, second.behind, second.is_first_short) == (2, WaitReason.BEHIND, "r1", True)
     lacks = "the first in line lacks headroom: needs 10 of 16 blocks, 8 left"
-    assert sentence(second) == f"r2 waits at position 2 of 2, behind r1: behind; {lacks}"
+    assert sentence(second) == f"r2 waits at position 2 of 2, after r1: behind; {lacks}"
     assert "r1" not in sentence(second, is_named=False)
     assert [(ahead.name, ahead.why) for ahead in second.ahead] == [("r1", "arrival 2")]
     run.finish()

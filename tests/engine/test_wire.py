@@ -145,12 +145,12 @@ CAPACITY = Capacity((GroupSpec(GroupKind.SLIDING, 8, 64, (0, 2)),), (9,), 16, 4,
 SAMPLES: list[wire.ToEngine | wire.FromEngine] = [
     wire.CancelRequests(1, ("a", "b"), FinishReason.STOP),
     wire.CancelRequests(1, ("a",), FinishReason.STOP, 3),
-    wire.Ask(1, 7, "statistics", ""),
+    wire.ControlRequest(1, 7, "statistics", ""),
     wire.Close(1),
     wire.Ready(1, wire.VERSION, CAPACITY),
-    wire.Took(1, Accepted("a", 5, True)),
+    wire.SubmitReply(1, Accepted("a", 5, True)),
     wire.ErrorReply(1, ErrorKind.ENGINE, "why"),
-    wire.Answer(1, 7, {"a": [1, 2.5, None, "x"]}),
+    wire.ControlReply(1, 7, {"a": [1, 2.5, None, "x"]}),
 ]
 
 
@@ -247,4 +247,4 @@ def test_an_impossible_length_is_refused_before_memory_is_spent() -> None:
 def test_a_message_over_the_cap_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 10)
     with pytest.raises(wire.WireError, match="hold 10"):
-        wire.frame(wire.Took(1, Accepted("a" * 100, 5, True)))
+        wire.frame(wire.SubmitReply(1, Accepted("a" * 100, 5, True)))

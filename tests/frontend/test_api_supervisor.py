@@ -173,7 +173,7 @@ def test_a_child_that_stands_still_is_replaced() -> None:
         assert server.ask()[0] == 2
         server.signal(signal.SIGTERM)
         code, errors = server.wait()
-    assert code == 0 and "stands still for 0.5 s; it is killed" in errors
+    assert code == 0 and "did not respond for 0.5 s; it is killed" in errors
 
 
 def test_a_signal_that_is_passed_on_ends_nothing() -> None:

@@ -153,7 +153,7 @@ async def test_refusals_are_the_submitters_own() -> None:
         told = await keeper.control("explain", "a")
         assert isinstance(told, dict) and (told["state"], told["reason"]) == ("waiting", "paused")
         assert (told["epoch"], told["begun_in_epoch"], told["num_resumes"]) == (2, 1, 1)
-        assert told["text"].endswith("; resumed by the engine of epoch 2, it came in epoch 1")
+        assert told["text"].endswith("; resumed by the engine of epoch 2, it arrived in epoch 1")
         assert await keeper.control("drain") is True
         with pytest.raises(QueueFullError):
             await keeper.submit(make_request("b"))
@@ -175,7 +175,7 @@ async def test_reliability_12_engines_that_do_no_step_are_given_up(monkeypatch: 
     """Everybody is answered with an error, new ones at once."""
     monkeypatch.setattr(spawner_module.random, "random", lambda: 0.0)
     async with keeping("stillborn") as keeper:
-        keeper.spawner.budget.most, keeper.spawner.budget._first_s = 2, 0.01
+        keeper.spawner.budget.max_useless, keeper.spawner.budget._first_s = 2, 0.01
         names = [f"r{i}" for i in range(4)]
         tasks = [asyncio.create_task(keeper.submit(make_request(name))) for name in names]
         await asyncio.wait_for(keeper.failed.wait(), 15)

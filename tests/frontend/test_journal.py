@@ -35,7 +35,7 @@ from octavo.frontend.journal_files import (
     packed,
     read_records,
 )
-from octavo.frontend.journal_format1 import Appended, EndedChoice, EndedRequest, StartedRequest
+from octavo.frontend.journal_format1 import EndedChoice, EndedRequest, LoggedEventsV1, StartedRequest
 from octavo.frontend.journal_state import JournaledRequest, JournalState, recover
 from octavo.frontend.open_requests import OpenRequests
 
@@ -592,11 +592,11 @@ def test_a_journal_of_format_1_is_read_and_written_anew(tmp_path: Path, is_same_
         records += [replaced(began(name), run=number), Opened(number, 0, number, Submit.of(0, request))]
     logged = [(7, -0.5, 1, (7,), (-0.5,)), None, None]
     records += [
-        Appended(
+        LoggedEventsV1(
             2.0, column(1, 1, 2), column(0, 1, 0), column(0, 0, 0), column(7, 8, 9), tuple(logged),
             starts=(StartedRequest(1, 0.25, 3),),
         ),
-        Appended(
+        LoggedEventsV1(
             3.0, b"", b"", b"", b"", None, (EndedChoice(1, 1, FinishReason.STOP, 2, None),),
             (
                 EndedRequest(2, FinishReason.LENGTH, None, 4, 0, 0.0, None),

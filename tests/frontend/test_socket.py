@@ -304,13 +304,13 @@ def test_reliability_30_fuzzed_frames_at_the_server_are_dropped() -> None:
             body[rng.randrange(len(body))] = rng.randrange(256)
         body = body[: rng.randrange(len(body))] if rng.random() < 0.3 else body
         connection.sendall(struct.pack("<I", len(body)) + body)
-    connection.sendall(wire.frame(wire.Ask(1, 5, "statistics", "")))
+    connection.sendall(wire.frame(wire.ControlRequest(1, 5, "statistics", "")))
     splitter, answer = wire.FrameSplitter(), None
     while answer is None:
         data = connection.recv(1 << 16)
         assert data, "the server hung up"
         messages = [wire.decode_from_engine(body) for body in splitter.feed(data)]
-        answer = next((m for m in messages if isinstance(m, wire.Answer)), None)
+        answer = next((m for m in messages if isinstance(m, wire.ControlReply)), None)
     assert server.server.num_malformed > 200
     connection.sendall(b"\xff\xff\xff\xff")
     while connection.recv(1 << 16):
@@ -325,7 +325,7 @@ async def test_reliability_30_fuzzed_frames_at_the_client_are_dropped() -> None:
         path, done = Path(folder) / "s", asyncio.Event()
 
         async def hostile(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            good = wire.frame(wire.Took(1, Accepted("a", 5, True)))[4:]
+            good = wire.frame(wire.SubmitReply(1, Accepted("a", 5, True)))[4:]
             for _ in range(200):
                 body = bytearray(good)
                 body[rng.randrange(len(body))] = rng.randrange(256)
@@ -362,7 +362,7 @@ def test_what_is_sent_between_a_break_and_its_notice_is_answered_at_the_end(tmp_
         assert client.is_alive, "not noticed yet"
         answer = client.send(make_request("a"))
         client.post_cancel(("a",))
-        client.post_order("pause")
+        client.post_control("pause")
         with pytest.raises(EngineDeadError):
             await client.statistics()
         with pytest.raises(EngineDeadError):

@@ -10,12 +10,12 @@ def beat(number: int = 1, deadline: float | None = None) -> Beat:
     return Beat(number, 1, Phase.IDLE if deadline is None else Phase.STEP, 7, number, deadline, 1)
 
 
-def found_at(watchdog: Watchdog, until: float, last: Beat, asked_at: float | None = None) -> float | None:
+def found_at(watchdog: Watchdog, until: float, last: Beat, oldest_call_at: float | None = None) -> float | None:
     """When the watchdog complains, looking as often as it should."""
     now = 0.0
     while now < until:
         now += LOOK_S
-        if watchdog.look(now, last, asked_at) is not None:
+        if watchdog.look(now, last, oldest_call_at) is not None:
             return now
     return None
 
@@ -26,8 +26,8 @@ def test_a_step_over_its_deadline_is_found_soon_after() -> None:
 
 def test_idling_is_no_stall_unless_something_was_asked() -> None:
     assert found_at(Watchdog(0.0), 3600.0, beat()) is None
-    assert found_at(Watchdog(0.0), 60.0, beat(), asked_at=10.0) == pytest.approx(10.0 + ANSWER_S, abs=0.2)
-    assert found_at(Watchdog(0.0), 60.0, beat(deadline=50.0), asked_at=10.0) == pytest.approx(50.4, abs=0.2)
+    assert found_at(Watchdog(0.0), 60.0, beat(), oldest_call_at=10.0) == pytest.approx(10.0 + ANSWER_S, abs=0.2)
+    assert found_at(Watchdog(0.0), 60.0, beat(deadline=50.0), oldest_call_at=10.0) == pytest.approx(50.4, abs=0.2)
 
 
 def test_a_question_waits_as_long_as_beats_come() -> None:

@@ -385,7 +385,7 @@ def test_a_ring_is_bounded_by_what_it_holds_on_to(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(streams, "MAX_WEIGHT", 30)
     scheduler = Scheduler(make_limits())
     history = History(scheduler)
-    ring = FrameRing(history, FrameSource("live", life="x"), lambda: 0.0)
+    ring = FrameRing(history, FrameSource("live", stream_id="x"), lambda: 0.0)
     history.add_reader(ring.add)
     for request in requests(100):
         history.admitted(request)

@@ -525,7 +525,7 @@ def test_T05_tables_cross_the_wire_as_they_are() -> None:
     with Watched() as engine:
         engine.serve(make_request("a", arrival=engine.now()))
         tables = engine.tables()
-    sent = wire.frame(wire.Answer(1, 7, tables))
+    sent = wire.frame(wire.ControlReply(1, 7, tables))
     (body,) = wire.FrameSplitter().feed(sent)
     got: Any = wire.decode_from_engine(body)
     assert json.dumps(got.value) == json.dumps(tables)

@@ -44,8 +44,8 @@ def to_engine() -> list[Any]:
         wire.Submit.of(1, make_request("fuzz2", params=several, wants=Want.SAMPLE | Want.SCORE, deadline=1e9)),
         wire.Submit.of(1, make_request("fuzz3", emitted_token_ids=array("i", [4, 5]), queue_timeout=5.0)),
         wire.CancelRequests(1, ("fuzz", "nobody"), FinishReason.STOP, 0),
-        wire.Ask(1, 7, "explain", "fuzz"),
-        wire.Ask(1, 8, "export_statistics", ""),
+        wire.ControlRequest(1, 7, "explain", "fuzz"),
+        wire.ControlRequest(1, 8, "export_statistics", ""),
     ]
 
 
@@ -60,8 +60,8 @@ def from_engine() -> list[Any]:
     )  # fmt: skip
     return [
         wire.Outputs.of(1, events),
-        wire.Took(1, Accepted("r0", 5, False)),
-        wire.Answer(1, 0, {"a": 1}),
+        wire.SubmitReply(1, Accepted("r0", 5, False)),
+        wire.ControlReply(1, 0, {"a": 1}),
         wire.ErrorReply(1, ErrorKind.ADMISSION, "no", "prompt", "r5"),
         wire.ErrorReply(1, ErrorKind.MODEL_FILE, "x: y", None, 3),
         wire.Ready(1, wire.VERSION, open_fake(GatedExecutor(), make_limits())),

@@ -222,7 +222,7 @@ class FakeClient:
             "id": name,
             "tenant": "nobody else's business",
             "state": "waiting",
-            "text": f"{name} waits at position 2 of 2, behind {behind}: behind",
+            "text": f"{name} waits at position 2 of 2, after {behind}: behind",
             "public_text": "waits at position 2 of 2: behind",
             "position": 1 + len(ahead),
             "behind": behind,

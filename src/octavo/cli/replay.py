@@ -88,7 +88,7 @@ def _lines(recording: Recording, report: ReplayReport) -> Iterator[str]:
         yield f"equal: all {report.num_equal:,} plans have the digests that they had"
         return
     found = report.difference
-    yield f"NOT EQUAL after {report.num_equal:,} plans that were: step {found.step} of life {found.life + 1}"
+    yield f"NOT EQUAL after {report.num_equal:,} plans that were: step {found.step} of life {found.segment_index + 1}"
     yield from (f"  {line}" for line in found.lines)
 
 

@@ -165,7 +165,7 @@ class _SegmentWriters:
             self._frames = FrameWriter(history, self._spool.write, source, window)
             history.add_reader(self._frames.read)
         if self._clip is not None:
-            self._trace = PerfettoWriter(history, self._clip.write, life=self._segment, origin=origin)
+            self._trace = PerfettoWriter(history, self._clip.write, segment_index=self._segment, origin=origin)
             history.add_reader(self._trace.read)
         return history
 

@@ -321,4 +321,4 @@ class StepCommit:
         """Tell the policy what each request was given."""
         requests = {sequence.request.name: sequence.request for sequence in self.flight.rows}
         for name, count in Counter(self.events.request_ids).items():
-            self.state.policy.tell("served", requests[name], count)
+            self.state.policy.notify("served", requests[name], count)

@@ -139,14 +139,14 @@ def explain(state: State, request_id: str) -> Explanation | None:
     return _explain(state, entry, order, order.index(entry) + 1 if order else 0)
 
 
-def explain_all(state: State, most: int | None = None) -> list[Explanation]:
-    """Explain every open request: those that wait, in order, then those that run; `most` of each.
+def explain_all(state: State, max_requests: int | None = None) -> list[Explanation]:
+    """Explain every open request: those that wait, in order, then those that run; `max_requests` of each.
 
     O(requests log requests), and a look into the cache for each that lacked blocks.
     """
     order = state.waiting.in_order()
-    waiting = [_explain(state, entry, order, position) for position, entry in enumerate(order[:most], 1)]
-    return waiting + [_explain(state, entry, order, 0) for entry in state.running.requests[:most]]
+    waiting = [_explain(state, entry, order, position) for position, entry in enumerate(order[:max_requests], 1)]
+    return waiting + [_explain(state, entry, order, 0) for entry in state.running.requests[:max_requests]]
 
 
 def shortage_of(state: State, entry: RequestState) -> Shortage | None:

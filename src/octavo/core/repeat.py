@@ -225,7 +225,7 @@ def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
         requests = [row.request for row in rows]
         for _ in range(num_steps):
             for request in requests:
-                state.policy.tell("served", request, 1)
+                state.policy.notify("served", request, 1)
 
 
 def _replace_flight(state: State, now: float, is_first: bool) -> None:

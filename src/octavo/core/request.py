@@ -24,7 +24,7 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's completions and vLLM's SamplingParams
 MODEL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation config may set
 
 # What other libraries call a field, or have and this one does not: name -> what to give instead.
-_ELSEWHERE = {
+_OTHER_NAMES = {
     "structured_outputs": "give grammar=grammar_from(json_schema=...)",
     "guided_decoding": "give grammar=grammar_from(json_schema=...)",
     "response_format": "give grammar=grammar_from(json_schema=...)",
@@ -79,29 +79,29 @@ _TRUNCATE_REMEDY = "give how many of the prompt's last tokens to keep, or -1 for
 
 @dataclass(frozen=True, slots=True)
 class _Integer:
-    """An integer from `least` to `greatest`; None too where the field's type has it."""
+    """An integer from `minimum` to `maximum`; None too where the field's type has it."""
 
-    least: int
+    minimum: int
     remedy: str
-    greatest: int = _INT32
+    maximum: int = _INT32
 
     def __call__(self, name: str, value: Any) -> object:
-        if not (_is_int(value) and self.least <= value <= self.greatest):
-            is_too_large = _is_int(value) and value > self.greatest == _INT32
+        if not (_is_int(value) and self.minimum <= value <= self.maximum):
+            is_too_large = _is_int(value) and value > self.maximum == _INT32
             check(False, name, value, f"give less than {2**31}" if is_too_large else self.remedy)
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A finite number from `least` to `greatest`."""
+    """A finite number from `minimum` to `maximum`."""
 
-    least: float
-    greatest: float
+    minimum: float
+    maximum: float
     remedy: str
 
     def __call__(self, name: str, value: Any) -> object:
-        if not (_is_number(value) and self.least <= value <= self.greatest):
+        if not (_is_number(value) and self.minimum <= value <= self.maximum):
             check(False, name, value, self.remedy)
         return value
 
@@ -214,7 +214,7 @@ class SamplingParams:
         """Refuse unknown fields with what to give instead; Python's own error would only name them."""
         for name in fields:
             if name not in cls.__dataclass_fields__:
-                remedy = _ELSEWHERE.get(name, f"give {', '.join(cls.__dataclass_fields__)}")
+                remedy = _OTHER_NAMES.get(name, f"give {', '.join(cls.__dataclass_fields__)}")
                 raise InvalidRequestError(f"SamplingParams has no field {name}; {remedy}", name)
         return object.__new__(cls)
 

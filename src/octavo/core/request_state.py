@@ -53,18 +53,18 @@ class Sequence:
     )  # fmt: skip
 
     def __init__(self, request: RequestState, choice: int, num_groups: int) -> None:
-        asked = request.request
+        submitted = request.request
         self.request = request
         self.choice = choice
         self.slot = -1
         self.is_entered = False
-        self.num_prompt = asked.num_prompt_tokens
+        self.num_prompt = submitted.num_prompt_tokens
         self.token_ids: array[int] | None = None
-        if asked.prompt_token_ids is not None:
-            self.token_ids = asked.prompt_token_ids[:]
-            if asked.emitted_token_ids is not None:
-                self.token_ids.extend(asked.emitted_token_ids)
-        self.num_committed = self.num_prompt + len(asked.emitted_token_ids or ())
+        if submitted.prompt_token_ids is not None:
+            self.token_ids = submitted.prompt_token_ids[:]
+            if submitted.emitted_token_ids is not None:
+                self.token_ids.extend(submitted.emitted_token_ids)
+        self.num_committed = self.num_prompt + len(submitted.emitted_token_ids or ())
         self.num_pending = 0
         self.num_scheduled = 0
         self.num_computed = 0

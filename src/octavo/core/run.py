@@ -105,7 +105,7 @@ def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
         return False
     count, todo = 1, sequence.num_known - sequence.num_scheduled
     if todo > 1 or step.has_read_limit or step.turn is not None or request.request.spans:
-        count, reason = _cut(step, request, sequence, todo)
+        count, reason = _fit_chunk(step, request, sequence, todo)
         if reason is not None:
             step.skip(reason)
             step.reserve_rest(sequence)
@@ -121,13 +121,13 @@ def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
     return has_forked
 
 
-def _cut(step: Step, request: RequestState, sequence: Sequence, todo: int) -> tuple[int, WaitReason | None]:
+def _fit_chunk(step: Step, request: RequestState, sequence: Sequence, todo: int) -> tuple[int, WaitReason | None]:
     """Return how many of `todo` tokens may run in this step, or 0 and what the row waits for."""
     start = sequence.num_scheduled
     reason = step.refusal(request, request.is_decoding or (todo == 1 and sequence.num_known > sequence.num_prompt))
     if reason is not None:
         return 0, reason
-    count, shortage = step.cut(start, todo)
+    count, shortage = step.fit_chunk(start, todo)
     if shortage is not None:
         request.num_bypassed += shortage[0] == WaitReason.KV_READ_BUDGET
         return 0, shortage[0]

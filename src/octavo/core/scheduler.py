@@ -64,25 +64,25 @@ class Scheduler:
         if request.request_id in state.requests:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is in use; choose another", "request_id")
         admission = check_feasible(request, state.limits)
-        made = RequestState(request, state.next_order)
+        new = RequestState(request, state.next_order)
         state.next_order += 1
-        made.max_tokens = admission.max_tokens
-        made.may_draft = bool(state.limits.max_draft_tokens) and allows(request) and self._drafter.knows(request)
-        root = Sequence(made, 0, state.cache.num_groups)
+        new.max_tokens = admission.max_tokens
+        new.may_draft = bool(state.limits.max_draft_tokens) and allows(request) and self._drafter.knows(request)
+        root = Sequence(new, 0, state.cache.num_groups)
         root.limit = root.num_prompt + 1
-        if made.samples:
-            root.limit = min(root.num_prompt + made.max_tokens, state.limits.max_model_len)
-        made.sequences = [root]
-        if made.has_several:
-            add_sequences(made, root)
-        state.requests[request.request_id] = made
-        made.lane = state.policy.lane(made)
-        state.policy.tell("arrived", made)
-        made.rank = state.policy.rank(made)
-        state.waiting.add(made)
-        state.deadlines.add(made)
+        if new.samples:
+            root.limit = min(root.num_prompt + new.max_tokens, state.limits.max_model_len)
+        new.sequences = [root]
+        if new.has_several:
+            add_sequences(new, root)
+        state.requests[request.request_id] = new
+        new.lane = state.policy.lane(new)
+        state.policy.notify("arrived", new)
+        new.rank = state.policy.rank(new)
+        state.waiting.add(new)
+        state.deadlines.add(new)
         if self._tap is not None or self._source is not None:
-            state.cache.extend_keys(made.sequences[0])
+            state.cache.extend_keys(new.sequences[0])
         if self._tap is not None:
             self._tap.called(calls.AdmitCall(now, request, self._noted.take()))
         return admission
@@ -188,8 +188,8 @@ class Scheduler:
 
     def limit_step(self, num_tokens: int | None) -> None:
         """Grant at most so many tokens in a step, as after one that ran out of memory; None = as configured."""
-        most = self._state.limits.max_batch_tokens
-        self._state.max_step_tokens = most if num_tokens is None else max(1, min(num_tokens, most))
+        configured = self._state.limits.max_batch_tokens
+        self._state.max_step_tokens = configured if num_tokens is None else max(1, min(num_tokens, configured))
         self._controlled("limit_step", num_tokens)
 
     def _controlled(self, verb: str, num_tokens: int | None = None) -> None:
@@ -258,13 +258,13 @@ class Scheduler:
         """Explain where an open request is and why it waits; None for one that is unknown or has ended. For people."""
         return explain(self._state, request_id)
 
-    def explain_all(self, most: int | None = None) -> list[Explanation]:
-        """Explain every open request: those that wait first, in order, then those that run; `most` of each."""
-        return explain_all(self._state, most)
+    def explain_all(self, max_requests: int | None = None) -> list[Explanation]:
+        """Explain every open request: those that wait first, in order, then those that run; `max_requests` of each."""
+        return explain_all(self._state, max_requests)
 
-    def first_waiting(self, most: int) -> list[snapshots.RequestView]:
-        """The first that wait, with their reasons. O(most log waiting)."""
-        return snapshots.first_waiting(self._state, most)
+    def first_waiting(self, max_requests: int) -> list[snapshots.RequestView]:
+        """The first that wait, with their reasons. O(max_requests log waiting)."""
+        return snapshots.first_waiting(self._state, max_requests)
 
     def open_work(self) -> snapshots.OpenWork:
         """What is left to do of every open request, for forecasts. O(requests log requests)."""

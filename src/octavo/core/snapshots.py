@@ -133,10 +133,10 @@ class OpenWork(NamedTuple):
     num_free_blocks: int  # beside the headroom
 
 
-def first_waiting(state: State, most: int) -> list[RequestView]:
-    """Return the first waiting requests, in order. O(most log waiting)."""
+def first_waiting(state: State, max_requests: int) -> list[RequestView]:
+    """Return the first waiting requests, in order. O(max_requests log waiting)."""
     group, barrier = _smallest_group(state), find_barrier(state)
-    return [_view(state, entry, group, reason_of(state, entry, barrier)) for entry in state.waiting.first(most)]
+    return [_view(state, entry, group, reason_of(state, entry, barrier)) for entry in state.waiting.first(max_requests)]
 
 
 def open_work(state: State) -> OpenWork:
@@ -197,9 +197,9 @@ class PoolSample(NamedTuple):
 def sample_pools(state: State, max_blocks: int) -> list[PoolSample]:
     """Read at most `max_blocks` blocks of the pools together. O(max_blocks)."""
     samples, pools = [], state.cache.pools
-    most = max(1, max_blocks // len(pools))
+    per_pool = max(1, max_blocks // len(pools))
     for pool in pools:
-        stride = -(-pool.num_blocks // most)
+        stride = -(-pool.num_blocks // per_pool)
         references = pool.references[::stride]
         if max(references) > 255:
             references = [min(count, 255) for count in references]

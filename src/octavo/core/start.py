@@ -304,7 +304,7 @@ def _start_from_cache(step: Step, request: RequestState) -> WaitReason | None:
         state.cache.host.is_load_wanted = True
         return step.defer(request, WaitReason.HOST_LOAD, len(match.loads))
     todo = request.sequences[0].num_known - match.num_tokens
-    count, shortage = step.cut(match.num_tokens, todo, may_be_partial=step.num_partial_left > 0)
+    count, shortage = step.fit_chunk(match.num_tokens, todo, may_be_partial=step.num_partial_left > 0)
     if shortage is not None:
         return step.defer(request, *shortage)
     peaks = needed_blocks(state.cache, request)
@@ -369,7 +369,7 @@ def _start(step: Step, request: RequestState, match: Match, count: int) -> None:
     state.cache.adopt(root, match)
     step.enter(root)
     state.totals.num_host_hit_tokens += len(match.loads) * state.cache.block_size // state.cache.num_groups
-    state.policy.tell("admitted", request, root.num_known - match.num_tokens)
+    state.policy.notify("admitted", request, root.num_known - match.num_tokens)
     state.log(kind, request, step.now, num_tokens=count, cached_tokens=match.num_tokens)
     if step.add_row(root, count):
         branching.fork_choices(step, request, root)
@@ -406,7 +406,7 @@ def _swap_in(step: Step, request: RequestState) -> WaitReason | None:
     for sequence in sequences:
         step.enter(sequence)
         cache.enter_tables(sequence)
-    state.policy.tell("admitted", request, 0)
+    state.policy.notify("admitted", request, 0)
     state.log(EventKind.RESUMED, request, step.now, cached_tokens=sum(sequence.num_scheduled for sequence in sequences))
     for sequence in sequences:
         if sequence.num_known > sequence.num_scheduled and grant_row(step, request, sequence):

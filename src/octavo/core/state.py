@@ -135,7 +135,7 @@ class State:
     def report_ended(self) -> None:
         """Tell the policy which requests ended: not before it was told what they were given."""
         for request in self.ended:
-            self.policy.tell("finished", request)
+            self.policy.notify("finished", request)
         self.ended.clear()
 
     # --- ends ----------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class State:
         self.updates.preempted_ids.append(request.name)
         self.totals.num_preemptions += by is not None
         self.totals.num_requeued += by is None
-        self.policy.tell("preempted", request)
+        self.policy.notify("preempted", request)
         recompute = 0 if is_swapped else num_tokens
         self.log(EventKind.PREEMPTED, request, now, reason=reason, num_tokens=recompute, by=by)
         if is_swapped:

@@ -131,7 +131,9 @@ class Step:
         """Return True if `todo` tokens may be computed in parts: prompts are chunked, or no step could hold them."""
         return self.state.limits.chunked_prefill or todo > self.state.max_step_tokens
 
-    def cut(self, start: int, todo: int, may_be_partial: bool = True) -> tuple[int, tuple[WaitReason, int, int] | None]:
+    def fit_chunk(
+        self, start: int, todo: int, may_be_partial: bool = True
+    ) -> tuple[int, tuple[WaitReason, int, int] | None]:
         """Return how many of `todo` tokens, beginning at position `start`, the budgets allow in this step.
 
         If it is none of them: also the reason, and how much is needed of what is available.

@@ -2,7 +2,7 @@
 
 Owns: the page's layout, writing and reading it, how long a step may take. Does not: judge or kill (see watchdog).
 Invariants: a reader gets a beat or a batch exactly as it was written, or the one before it, even if the writer was
-killed while writing: each is written alternately to two places, with a checksum, and the newest valid one counts.
+killed while writing: each is written alternately to two slots, with a checksum, and the newest valid one counts.
 A batch is written before the step that runs it begins.
 Cost: 3 to 6 us for a step with an unchanged batch, 20 to 200 us if it changed (1 to 256 rows; two busy cores).
 """
@@ -34,11 +34,11 @@ _BEAT = struct.Struct("<QIIQQdQ")  # number, epoch, phase, step, steps committed
 _BATCH = struct.Struct("<QI")  # number, bytes of ids
 _CRC = struct.Struct("<I")
 _BEAT_BYTES = _BEAT.size + _CRC.size
-_BEAT_PLACE = 64
-_BATCHES_AT = 2 * _BEAT_PLACE
-_BATCH_PLACE = 1 << 17
-_MOST_IDS_BYTES = _BATCH_PLACE - _BATCH.size - _CRC.size
-PAGE_BYTES = _BATCHES_AT + 2 * _BATCH_PLACE
+_BEAT_SLOT = 64
+_BATCHES_AT = 2 * _BEAT_SLOT
+_BATCH_SLOT = 1 << 17
+_MAX_IDS_BYTES = _BATCH_SLOT - _BATCH.size - _CRC.size
+PAGE_BYTES = _BATCHES_AT + 2 * _BATCH_SLOT
 _MEMORY = "/dev/shm"
 
 
@@ -85,29 +85,29 @@ class HeartbeatPage:
     def write_beat(self, number: int, rest: tuple[int, int, int, int, float, int]) -> None:
         """Write beat `number`: epoch, phase, step, committed, deadline, batch."""
         body = _BEAT.pack(number, *rest)
-        at = (number & 1) * _BEAT_PLACE
+        at = (number & 1) * _BEAT_SLOT
         self._map[at : at + _BEAT_BYTES] = body + _CRC.pack(crc32(body))
 
     def write_batch(self, number: int, ids: Iterable[str]) -> None:
         """Write the ids of batch `number`; those that do not fit are left out."""
         packed, names = msgspec.msgpack.encode(tuple(ids)), tuple(ids)
-        while len(packed) > _MOST_IDS_BYTES:
+        while len(packed) > _MAX_IDS_BYTES:
             names = names[: len(names) // 2]
             packed = msgspec.msgpack.encode(names)
         body = _BATCH.pack(number, len(packed)) + packed
-        at = _BATCHES_AT + (number & 1) * _BATCH_PLACE
+        at = _BATCHES_AT + (number & 1) * _BATCH_SLOT
         self._map[at : at + len(body) + _CRC.size] = body + _CRC.pack(crc32(body))
 
     def beat(self) -> Beat | None:
         """Return the newest valid beat; None before the first."""
-        beats = [found for at in (0, _BEAT_PLACE) if (found := self._read_beat(at)) is not None]
+        beats = [found for at in (0, _BEAT_SLOT) if (found := self._read_beat(at)) is not None]
         return max(beats, key=lambda found: found.number, default=None)
 
     def batch(self, number: int) -> tuple[str, ...] | None:
         """Return the ids of a batch; None if it is no longer on the page, or damaged."""
-        at = _BATCHES_AT + (number & 1) * _BATCH_PLACE
+        at = _BATCHES_AT + (number & 1) * _BATCH_SLOT
         found, size = _BATCH.unpack(self._map[at : at + _BATCH.size])
-        if found != number or size > _MOST_IDS_BYTES:
+        if found != number or size > _MAX_IDS_BYTES:
             return None
         end = at + _BATCH.size + size
         body = self._map[at:end]
@@ -132,7 +132,7 @@ class HeartbeatPage:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _StepAverage:
     """Recent averages of steps of one size: tokens, seconds, and the weight of their contexts."""
 
     tokens: float
@@ -148,34 +148,34 @@ class StepLimits:
     """
 
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
-        self._kinds: dict[int, _Kind] = {}
+        self._averages: dict[int, _StepAverage] = {}
         for num_tokens, seconds in (measured or {}).items():
             self.note(num_tokens, seconds)
 
     def limit(self, num_tokens: int, context: int = 0) -> float:
         """Return the seconds that a step of `num_tokens` may take; `context` is the longest of its rows'."""
-        kind, weight = self._kinds.get(num_tokens.bit_length() or 1), _weight(context)
-        if kind is not None and num_tokens <= kind.tokens and weight <= kind.weight:
-            seconds = kind.seconds
+        average, weight = self._averages.get(num_tokens.bit_length() or 1), _weight(context)
+        if average is not None and num_tokens <= average.tokens and weight <= average.weight:
+            seconds = average.seconds
         else:
-            kinds = self._kinds.values() if kind is None else (kind,)
-            seconds = min((_predict(one, num_tokens, weight) for one in kinds), default=0.0)
+            averages = self._averages.values() if average is None else (average,)
+            seconds = min((_predict(one, num_tokens, weight) for one in averages), default=0.0)
         return max(MIN_STEP_S, MARGIN * seconds)
 
     def note(self, num_tokens: int, seconds: float, context: int = 0) -> None:
         """Record a step's time. A slower step counts at once, a faster one gradually."""
         num_tokens, weight = max(num_tokens, 1), _weight(context)  # a step with effects only has no tokens
-        kind = self._kinds.get(num_tokens.bit_length())
-        if kind is None or seconds > kind.seconds:
-            self._kinds[num_tokens.bit_length()] = _Kind(num_tokens, seconds, weight)
+        average = self._averages.get(num_tokens.bit_length())
+        if average is None or seconds > average.seconds:
+            self._averages[num_tokens.bit_length()] = _StepAverage(num_tokens, seconds, weight)
             return
-        kind.tokens += 0.05 * (num_tokens - kind.tokens)
-        kind.seconds += 0.05 * (seconds - kind.seconds)
-        kind.weight += 0.05 * (weight - kind.weight)
+        average.tokens += 0.05 * (num_tokens - average.tokens)
+        average.seconds += 0.05 * (seconds - average.seconds)
+        average.weight += 0.05 * (weight - average.weight)
 
 
-def _predict(kind: _Kind, num_tokens: int, weight: float) -> float:
-    return kind.seconds * max(1.0, num_tokens / kind.tokens) * max(1.0, weight / kind.weight)
+def _predict(average: _StepAverage, num_tokens: int, weight: float) -> float:
+    return average.seconds * max(1.0, num_tokens / average.tokens) * max(1.0, weight / average.weight)
 
 
 def _weight(context: int) -> float:
@@ -222,9 +222,9 @@ class HeartbeatWriter:
         """Write a beat: the oldest plan in flight was committed, or it failed and all in flight were discarded."""
         now = self._now()
         if is_committed:
-            num_tokens, context, limit, begun, _ = self._flight.popleft()
+            num_tokens, context, limit, began, _ = self._flight.popleft()
             last_end = self._last_end
-            self._limits.note(num_tokens, now - (begun if begun > last_end else last_end), context)
+            self._limits.note(num_tokens, now - (began if began > last_end else last_end), context)
             self._allowed -= limit
             self._num_committed += 1
         else:

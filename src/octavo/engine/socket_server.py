@@ -89,7 +89,7 @@ class EngineServer:
             engine.submit(request, partial(self._reply, request.request_id))
         elif isinstance(message, wire.CancelRequests):
             engine.cancel(message.request_ids, message.reason, message.choice)
-        elif isinstance(message, wire.Ask):
+        elif isinstance(message, wire.ControlRequest):
             engine.control(message.verb, message.argument, partial(self._reply, message.number))
         return not isinstance(message, wire.Close)
 
@@ -112,13 +112,13 @@ class EngineServer:
             self._connection.shutdown(socket.SHUT_RD)
 
     def _reply(self, to: wire.ReplyTo, value: object) -> None:
-        """Answer a Submit or an Ask."""
+        """Answer a Submit or a ControlRequest."""
         if isinstance(value, Exception):
             self._send(wire.ErrorReply.of(self.epoch, value, to))
         elif isinstance(value, Accepted):
-            self._send(wire.Took(self.epoch, value))
+            self._send(wire.SubmitReply(self.epoch, value))
         else:
-            self._send(wire.Answer(self.epoch, to, value))
+            self._send(wire.ControlReply(self.epoch, to, value))
 
     def _send(self, message: wire.FromEngine | Events | None) -> None:
         """Queue a message for the writer, from any thread. The open requests' outputs bound the queue."""
@@ -132,13 +132,13 @@ class EngineServer:
                 _LOG.warning("the engine cannot write to its client: %s", error)
                 break
             except Exception:  # the shell: end the connection rather than leave the front end waiting
-                _LOG.exception("the engine cannot write what it has to say")
+                _LOG.exception("the engine cannot write to its client")
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
                 break
 
     def _encode(self, message: wire.FromEngine | Events) -> bytes:
-        if isinstance(message, wire.Answer):
+        if isinstance(message, wire.ControlReply):
             try:
                 return wire.frame(message)
             except (wire.WireError, TypeError, ValueError, OverflowError) as error:

@@ -23,7 +23,7 @@ from octavo.engine.outbox import ENDS
 from octavo.errors import EngineError, ErrorKind, OctavoError, RequestError, error_of, kind_of
 from octavo.executors.protocol import Capacity
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
 
@@ -36,7 +36,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=
     epoch: int
 
 
-ReplyTo = str | int  # the id of a Submit's request, or the number of an Ask
+ReplyTo = str | int  # the id of a Submit's request, or the number of an ControlRequest
 BlockKey = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
@@ -91,8 +91,8 @@ class CancelRequests(_Message):
     choice: int | None = None
 
 
-class Ask(_Message):
-    """A verb with its argument, answered by an Answer or an ErrorReply with its number."""
+class ControlRequest(_Message):
+    """A verb with its argument, answered by an ControlReply or an ErrorReply with its number."""
 
     number: int
     verb: Verb | str
@@ -115,7 +115,7 @@ class Ready(_Message):
 
 
 class ErrorReply(_Message):
-    """An error of one Submit or Ask, or of the whole engine (`to` is None)."""
+    """An error of one Submit or ControlRequest, or of the whole engine (`to` is None)."""
 
     kind: ErrorKind
     message: str
@@ -134,7 +134,7 @@ class ErrorReply(_Message):
         return error_of(self.kind, self.message, self.param)
 
 
-class Took(_Message):
+class SubmitReply(_Message):
     """The answer to a Submit: the engine accepted the request."""
 
     accepted: Accepted
@@ -175,15 +175,15 @@ class Outputs(_Message):
         return Events(self.step, self.time, self.request_ids, *columns)
 
 
-class Answer(_Message):
-    """The answer to an Ask: plain JSON values."""
+class ControlReply(_Message):
+    """The answer to an ControlRequest: plain JSON values."""
 
     to: ReplyTo
     value: Any
 
 
-ToEngine = Submit | CancelRequests | Ask | Close
-FromEngine = Starting | Ready | ErrorReply | Took | Outputs | Answer
+ToEngine = Submit | CancelRequests | ControlRequest | Close
+FromEngine = Starting | Ready | ErrorReply | SubmitReply | Outputs | ControlReply
 _T = TypeVar("_T")
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -78,7 +78,7 @@ class _Child:
         return self.is_ready and not was_ready
 
     def check_stalled(self, now: float) -> bool:
-        """Return True if no ALIVE came for STALL_S; time in which this process did not run is not counted."""
+        """Return True if no ALIVE arrived for STALL_S; time in which this process did not run is not counted."""
         if self.alive_at is None:
             return False
         if now - self.checked_at > LATE_S:
@@ -104,12 +104,12 @@ class ApiSupervisor:
         self,
         spec: ChildSpec,
         budget: RestartBudget,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._spec = spec
         self._budget = budget
-        self._say = say
+        self._report = report
         self._on_ready = on_ready
         self._stops: list[int] = []  # signals to stop that arrived, in order
         self._deadline: float | None = None
@@ -165,11 +165,11 @@ class ApiSupervisor:
             _reap_orphans(child.process.pid)
             now = time.monotonic()
             if self._deadline is not None and now > self._deadline:
-                self._say(f"{self._spec.name} does not end; it is killed")
+                self._report(f"{self._spec.name} does not end; it is killed")
                 child.process.kill()
                 self._deadline = None
             elif child.check_stalled(now):
-                self._say(f"{self._spec.name} stands still for {STALL_S:g} s; it is killed")
+                self._report(f"{self._spec.name} did not respond for {STALL_S:g} s; it is killed")
                 child.process.kill()
                 child.alive_at = None
         while child.is_open and select.select((child.status_fd,), (), (), 0.0)[0]:
@@ -218,9 +218,9 @@ class ApiSupervisor:
         ending = f"{self._spec.name} ended ({describe_status(status)}) after {ran_s:.1f} s"
         delay_s = self._budget.ended(time.monotonic(), random.random(), was_useful=child.is_useful)
         if delay_s is None:
-            self._say(f"error: {ending}, as others before it; giving up")
+            self._report(f"error: {ending}, as others before it; giving up")
         else:
-            self._say(f"{ending}; starting another in {delay_s:.1f} s")
+            self._report(f"{ending}; starting another in {delay_s:.1f} s")
         return delay_s
 
     def _exit_status(self, child: _Child, status: int) -> int:
@@ -231,7 +231,7 @@ class ApiSupervisor:
         if child.is_ready or self._num_started > 1:
             return EXIT_GAVE_UP
         if status < 0:
-            self._say(f"error: {self._spec.name} was {describe_status(status)} before it was ready")
+            self._report(f"error: {self._spec.name} was {describe_status(status)} before it was ready")
             return 128 - status
         return status
 

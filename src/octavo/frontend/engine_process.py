@@ -147,12 +147,12 @@ class EngineProcess:
             return False
         return True
 
-    async def reap(self) -> None:
+    async def kill_and_close(self) -> None:
         """Kill the process, and close its page and stdin. Idempotent."""
         await self.kill_and_wait()
-        self.let_go()
+        self.close_files()
 
-    def let_go(self) -> None:
+    def close_files(self) -> None:
         """Close the page and stdin of a process that has ended. Idempotent."""
         self.page.close()
         if self._process.stdin is not None:
@@ -167,4 +167,4 @@ class EngineProcess:
         except TimeoutError:
             await self._killed()
         finally:
-            self.let_go()
+            self.close_files()

@@ -63,8 +63,8 @@ class EngineSpawner:
                 _LOG.error("the engine cannot be started again: %s", error)
                 was_useful = False
         raise EngineDeadError(
-            f"the engine ended more than {self.budget.most} times within {self.budget.within_s:g} s before it did a "
-            "step; see the lines above"
+            f"the engine ended more than {self.budget.max_useless} times within {self.budget.within_s:g} s before it "
+            "did a step; see the lines above"
         )
 
     async def next(self) -> EngineProcess:
@@ -81,7 +81,7 @@ class EngineSpawner:
                 engine = await standby
                 if engine.client.is_alive:
                     return engine
-                await engine.reap()
+                await engine.kill_and_close()
         return await self._start()
 
     def prepare(self, is_settled: Callable[[], bool]) -> None:
@@ -140,7 +140,7 @@ class EngineSpawner:
                 num_failures = 0
                 await engine.client.ended()
                 _LOG.warning("the standby engine ended (%s)", engine.describe_exit())
-                await engine.reap()
+                await engine.kill_and_close()
             except (OctavoError, OSError) as error:
                 _LOG.warning("the standby engine cannot be opened: %s", error)
             self._standby = None

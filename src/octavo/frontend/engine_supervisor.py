@@ -208,10 +208,10 @@ class EngineSupervisor:
                 self._post_orders()
             if self._died_at is not None and not self.requests:
                 self._note_gap()
-            stall = watchdog.look(now, engine.page.beat(), engine.client.asked_at)
+            stall = watchdog.look(now, engine.page.beat(), engine.client.oldest_call_at)
             if stall is not None and engine.client.is_alive:
                 self.num_stalls += 1
-                _LOG.error("the engine (process %d) stands still: %s; its stacks follow", engine.pid, stall)
+                _LOG.error("the engine (process %d) does not respond: %s; its stacks follow", engine.pid, stall)
                 await engine.dump()
                 return stall
         return ""
@@ -234,13 +234,14 @@ class EngineSupervisor:
     def _examine(self, engine: EngineProcess, what: str) -> bool:
         """Take counts and suspects from a dead engine; return True if it had done a step, or was killed on purpose."""
         client, beat = engine.client, engine.page.beat()
-        asked = [state for name in client.unanswered if (state := self.requests.get_open(name)) is not None]
-        batch = tuple(state.request.request_id for state in asked if state.request.params.grammar)  # built beside steps
+        unanswered = [state for name in client.unanswered if (state := self.requests.get_open(name)) is not None]
+        # Their grammars are built beside steps.
+        batch = tuple(state.request.request_id for state in unanswered if state.request.params.grammar)
         if beat is not None and beat.phase is Phase.STEP:
             batch += engine.page.batch(beat.batch) or ()
         elif beat is not None and beat.phase is Phase.COMMANDS:
             batch = client.unanswered  # it died while it admitted one of them
-        engine.let_go()
+        engine.close_files()
         self._num_malformed += client.num_malformed
         self._num_stale += client.num_stale
         where = "before its first step" if beat is None else f"{beat.phase.name.lower()} {beat.step}"
@@ -306,7 +307,7 @@ class EngineSupervisor:
 
     def _post(self, verb: Verb) -> None:
         if self.state is EngineState.READY:
-            self._engine.client.post_order(verb)
+            self._engine.client.post_control(verb)
 
     def _client_or_raise(self) -> SocketClient:
         self._check_usable()
@@ -329,18 +330,22 @@ class EngineSupervisor:
         if is_ready:
             why = "an engine died, and what may have been the cause is tried alone first"
         outputs = sum(len(page.ids) for page in state.pages.values())
-        told = {"id": name, "state": "held", "tenant": state.request.tenant, "num_outputs": outputs}
-        return {**told, "text": f"{name} waits: {why}", "public_text": f"waits: {why}"}
+        answer = {"id": name, "state": "held", "tenant": state.request.tenant, "num_outputs": outputs}
+        return {**answer, "text": f"{name} waits: {why}", "public_text": f"waits: {why}"}
 
     def _with_epochs(self, answer: object) -> object:
         """Add the engine's epoch, and the epoch of the request's arrival, to an explanation."""
         if not isinstance(answer, dict) or "text" not in answer:
             return answer
         epoch, state = self.epoch, self.requests.get(answer["id"])
-        begun = None if state is None else state.epoch
-        epochs = {"epoch": epoch, "begun_in_epoch": begun, "num_resumes": None if begun is None else epoch - begun}
-        if begun is None or begun == epoch or answer["state"] == "held":
+        arrived_in = None if state is None else state.epoch
+        epochs = {
+            "epoch": epoch,
+            "begun_in_epoch": arrived_in,
+            "num_resumes": None if arrived_in is None else epoch - arrived_in,
+        }
+        if arrived_in is None or arrived_in == epoch or answer["state"] == "held":
             return answer | epochs
-        where = f"it came in epoch {begun}" if begun else "it came before this server's process began"
+        where = f"it arrived in epoch {arrived_in}" if arrived_in else "it arrived before this server's process began"
         resumed = f"; resumed by the engine of epoch {epoch}, {where}"
         return answer | epochs | {key: f"{answer[key]}{resumed}" for key in ("text", "public_text")}

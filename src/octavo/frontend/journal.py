@@ -182,7 +182,7 @@ class Journal:
         """Retry a failed disk, or compact; called about once a second."""
         if self.is_closed or (self._renewal is not None and not self._renewal.done()) or self._now() < self._retry_at:
             return
-        if self.trouble is not None or self._is_loose():
+        if self.trouble is not None or self._needs_compaction():
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class Journal:
         for request in self.state.requests.values():
             request.has_gap = False
 
-    def _is_loose(self) -> bool:
+    def _needs_compaction(self) -> bool:
         """Return True if more than half of the segments' bytes are obsolete."""
         return self._num_bytes > COMPACT_BYTES and self._num_bytes > 2 * self.state.num_bytes
 
@@ -287,7 +287,7 @@ class Journal:
 
     async def _renew(self) -> None:
         """Write all runs as a snapshot while requests run; then delete older segments."""
-        was_suspended, is_settled = self.trouble is not None, True
+        was_suspended, is_synced = self.trouble is not None, True
         segment: JournalSegment | None = None
         try:
             async with self._syncs:
@@ -296,13 +296,13 @@ class Journal:
                 unfinished = [run for run in self.state.runs.values() if not run.is_ended]
                 ended = [run for run in self.state.runs.values() if run.is_ended]
                 records = chain(tuple(_records(unfinished)), _records(ended))
-                old, self._segment, is_settled = self._segment, segment, False
-                await asyncio.to_thread(_settle, self.folder, old)
-                is_settled = True
+                old, self._segment, is_synced = self._segment, segment, False
+                await asyncio.to_thread(_sync_and_close, self.folder, old)
+                is_synced = True
             size = await asyncio.to_thread(write_snapshot, self.folder, head, records, self._disk)
         except OSError as error:
             self._retry_at = self._now() + RETRY_S
-            if was_suspended or not is_settled:
+            if was_suspended or not is_synced:
                 self._suspend(error)
             else:  # the present segments still hold everything
                 _log.warning("journal: not compacted, %s: %s", self.folder, error.strerror or error)
@@ -321,7 +321,7 @@ def _records(runs: Iterable[JournaledRun]) -> Iterable[Record]:
     return (record for run in runs for record in run.records())
 
 
-def _settle(folder: Path, old: JournalSegment | None) -> None:
+def _sync_and_close(folder: Path, old: JournalSegment | None) -> None:
     """Make the old segment durable, and the new one's name."""
     if old is not None:
         try:

@@ -31,7 +31,7 @@ import msgspec
 from octavo.core.plan import Event, TokenLogprobs
 from octavo.engine.wire import MAX_FRAME_BYTES, Submit
 from octavo.errors import ConfigError, RequestError
-from octavo.frontend.journal_format1 import Appended
+from octavo.frontend.journal_format1 import LoggedEventsV1
 
 VERSION = 2
 READABLE = (1, 2)
@@ -111,7 +111,7 @@ class Forgotten(_Record):
     run: Number
 
 
-Record = Head | Began | Opened | LoggedEvents | Forgotten | Appended
+Record = Head | Began | Opened | LoggedEvents | Forgotten | LoggedEventsV1
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 

@@ -49,7 +49,7 @@ class EndedRequest(_Entry):
     kind: ErrorKind | None = None
 
 
-class Appended(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+class LoggedEventsV1(msgspec.Struct, array_like=True, tag="Appended", forbid_unknown_fields=True):
     """The changes of one `Events`: columns of packed 32-bit numbers, then ends and admissions."""
 
     at: float

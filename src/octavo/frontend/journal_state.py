@@ -36,7 +36,7 @@ from octavo.frontend.journal_files import (
     numbered,
     read_segment,
 )
-from octavo.frontend.journal_format1 import Appended
+from octavo.frontend.journal_format1 import LoggedEventsV1
 from octavo.frontend.open_request import OpenRequest, Page
 from octavo.frontend.open_requests import without
 
@@ -272,7 +272,7 @@ class JournalState:
             self._append(record, record.logprobs, record.at + shift_s)
             for event in record.decisions:
                 self._decide(replace(event, time=event.time + shift_s), record.at + shift_s)
-        elif isinstance(record, Appended):
+        elif isinstance(record, LoggedEventsV1):
             self._append(record, record.token_logprobs(), record.at + shift_s)
             for event in record.decisions(self._request):
                 self._decide(event, record.at + shift_s)
@@ -296,7 +296,9 @@ class JournalState:
             request = replace(request, arrival=request.arrival + shift_s, deadline=deadline)
         self.add(JournaledRequest(record.run, record.index, record.number, OpenRequest(request)))
 
-    def _append(self, record: LoggedEvents | Appended, logprobs: list[TokenLogprobs | None] | None, at: float) -> None:
+    def _append(
+        self, record: LoggedEvents | LoggedEventsV1, logprobs: list[TokenLogprobs | None] | None, at: float
+    ) -> None:
         try:
             columns = [array("i", c) for c in (record.numbers, record.choices, record.positions, record.token_ids)]
             entries = [None] * len(columns[0]) if logprobs is None else logprobs

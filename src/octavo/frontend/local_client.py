@@ -46,7 +46,7 @@ class LocalClient:
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
         """See EngineLink."""
-        return self._ask(self._engine.submit, request)
+        return self._call(self._engine.submit, request)
 
     def post_cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
@@ -61,7 +61,7 @@ class LocalClient:
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient."""
         self._bind()
-        return await self._ask(self._engine.control, verb, argument)
+        return await self._call(self._engine.control, verb, argument)
 
     async def close(self) -> None:
         """Stop the engine; every open request is answered first. Idempotent."""
@@ -83,10 +83,10 @@ class LocalClient:
             self._wakeup.attach(loop)
         self._engine.start()
 
-    def _ask(self, ask: Callable[..., None], *arguments: object) -> asyncio.Future[Any]:
+    def _call(self, verb: Callable[..., None], *arguments: object) -> asyncio.Future[Any]:
         """Call a verb of the engine; the future has its answer."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        ask(*arguments, partial(self._hand_over, settle, answer))
+        verb(*arguments, partial(self._hand_over, settle, answer))
         return answer
 
     def _hand_over(self, action: Callable[..., object], *arguments: Any) -> None:

@@ -112,7 +112,7 @@ class OpenRequests:
         self.num_resumed = 0
         self.num_failed_suspects = 0
         self._held: dict[str, OpenRequest] = {}  # not yet sent to the engine: suspects first, then oldest first
-        self._alone: OpenRequest | None = None  # the suspect that was sent, until it has a token or its end
+        self._suspect: OpenRequest | None = None  # the suspect that was sent, until it has a token or its end
         self._now = now
         self._observer = observer
         self._resumes = resumes
@@ -142,7 +142,7 @@ class OpenRequests:
     @property
     def is_holding(self) -> bool:
         """True while requests are held until one that runs alone has a token or its end."""
-        return self._alone is not None
+        return self._suspect is not None
 
     def has_engine(self, request_id: str) -> bool:
         """Return True if this request was sent to the current engine, which then has to end it."""
@@ -246,7 +246,7 @@ class OpenRequests:
             if state.end is not None and state.is_abandoned:
                 self.forget_ended(state)
             state.wake()
-        if self._alone is not None:
+        if self._suspect is not None:
             self._send_held()
 
     def cancel(
@@ -327,14 +327,14 @@ class OpenRequests:
             state.begin_epoch()
         self.num_resumed += len(self._open)
         suspects_first = sorted(self._open.items(), key=lambda item: item[1].num_crashes < ALONE_AFTER)
-        self._held, self._alone = dict(suspects_first), None
+        self._held, self._suspect = dict(suspects_first), None
         self._send_held()
         return len(self._open)
 
     def lose_engine(self, batch: Iterable[str]) -> None:
         """Handle the death of the engine with these requests in its batch: count a crash for each without progress,
         fail those with MAX_CRASHES, and end those that were cancelled meanwhile."""
-        self.engine = self._alone = None
+        self.engine = self._suspect = None
         self._held.clear()
         names = frozenset(batch)
         for state in self:
@@ -355,7 +355,7 @@ class OpenRequests:
             state.requested_ends.clear()
 
     def _send_or_hold(self, state: OpenRequest) -> None:
-        if self._alone is not None:
+        if self._suspect is not None:
             self._held[state.request.request_id] = state
         elif self.engine is not None:
             self._send(self.engine, state)
@@ -363,15 +363,19 @@ class OpenRequests:
     def _send_held(self) -> None:
         """Send the held requests; a suspect runs alone, so stop after it until it has a token or its end."""
         while self.engine is not None:
-            alone = self._alone
-            if alone is not None and not alone.has_progress and self.get_open(alone.request.request_id) is alone:
+            suspect = self._suspect
+            if (
+                suspect is not None
+                and not suspect.has_progress
+                and self.get_open(suspect.request.request_id) is suspect
+            ):
                 return
-            self._alone = None
+            self._suspect = None
             if not self._held:
                 return
             state = self._held.pop(next(iter(self._held)))
             if state.num_crashes >= ALONE_AFTER:
-                self._alone = state
+                self._suspect = state
             self._send(self.engine, state)
 
     def _send(self, engine: EngineLink, state: OpenRequest) -> None:
@@ -412,7 +416,7 @@ class OpenRequests:
     def _release(self, name: str) -> None:
         """Remove an ended or dropped request from the held ones, and send those that waited for it."""
         self._held.pop(name, None)
-        if self._alone is not None:
+        if self._suspect is not None:
             self._send_held()
 
     def _tell(self, events: Events) -> None:

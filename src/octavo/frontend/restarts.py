@@ -2,8 +2,8 @@
 
 Owns: the count of useless processes, and the wait before the next one. Does not: start, wait, read a clock or draw:
 `now` (seconds, monotonic) and `draw` (0 to 1) are arguments.
-Invariant: a process that was useful costs nothing; of the others at most `most` end within any `within_s` seconds
-before the budget is spent.
+Invariant: a process that was useful costs nothing; of the others at most `max_useless` end within any `within_s`
+seconds before the budget is spent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections import deque
 class RestartBudget:
     """Counter of useless processes. The wait is `first_s` after the first, and doubles up to `longest_s`."""
 
-    def __init__(self, most: int = 5, within_s: float = 60.0, *, first_s: float = 0.2, longest_s: float = 10.0) -> None:
-        self.most = most
+    def __init__(
+        self, max_useless: int = 5, within_s: float = 60.0, *, first_s: float = 0.2, longest_s: float = 10.0
+    ) -> None:
+        self.max_useless = max_useless
         self.within_s = within_s
         self._first_s = first_s
         self._longest_s = longest_s
@@ -32,7 +34,7 @@ class RestartBudget:
             return 0.0
         self._useless.append(now)
         count = self.num_useless(now)
-        if count > self.most:
+        if count > self.max_useless:
             return None
         longest = min(self._first_s * 2.0 ** (count - 1), self._longest_s)
         return longest * (0.5 + 0.5 * draw)

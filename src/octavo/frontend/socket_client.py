@@ -44,7 +44,7 @@ class SocketClient:
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count()
-        self._pending: dict[wire.ReplyTo, tuple[float, asyncio.Future[Any]]] = {}  # asked when, and the answer
+        self._pending: dict[wire.ReplyTo, tuple[float, asyncio.Future[Any]]] = {}  # time of the call, and its answer
         self._ready: asyncio.Future[Capacity] = loop.create_future()
         self._end: OctavoError | None = None
         self._is_closing = False
@@ -75,9 +75,9 @@ class SocketClient:
         return tuple(key for key in self._pending if isinstance(key, str))
 
     @property
-    def asked_at(self) -> float | None:
+    def oldest_call_at(self) -> float | None:
         """When the oldest call without an answer was sent, on the monotonic clock; None without one."""
-        return next((asked_at for asked_at, _ in self._pending.values()), None)
+        return next((oldest_call_at for oldest_call_at, _ in self._pending.values()), None)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
         """Send a request; return a future of the engine's answer, or of the error that ended the engine.
@@ -85,7 +85,7 @@ class SocketClient:
         Raises InvalidRequestError if it is too large for a frame, EngineDeadError.
         """
         try:
-            return self._ask(request.request_id, wire.Submit.of(self.epoch, request))
+            return self._call(request.request_id, wire.Submit.of(self.epoch, request))
         except wire.WireError as error:
             raise InvalidRequestError(f"the request is too large: {error}", "prompt") from None
 
@@ -95,15 +95,15 @@ class SocketClient:
         """End requests, or one choice of them, in any state, without waiting."""
         self._post(wire.CancelRequests(self.epoch, tuple(request_ids), reason, choice))
 
-    def post_order(self, verb: Verb) -> None:
+    def post_control(self, verb: Verb) -> None:
         """Send a verb whose answer is not needed, without waiting."""
-        self._post(wire.Ask(self.epoch, next(self._numbers), verb, ""))
+        self._post(wire.ControlRequest(self.epoch, next(self._numbers), verb, ""))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient."""
         number = next(self._numbers)
         try:
-            return await self._ask(number, wire.Ask(self.epoch, number, verb, argument))
+            return await self._call(number, wire.ControlRequest(self.epoch, number, verb, argument))
         finally:
             self._pending.pop(number, None)
 
@@ -118,7 +118,7 @@ class SocketClient:
         """End the connection at once."""
         self._writer.close()
 
-    def _ask(self, key: wire.ReplyTo, message: wire.ToEngine) -> asyncio.Future[Any]:
+    def _call(self, key: wire.ReplyTo, message: wire.ToEngine) -> asyncio.Future[Any]:
         """Write a message; return a future of the answer. Raises EngineDeadError, WireError."""
         if self._end is not None:
             raise EngineDeadError(str(self._end))
@@ -163,9 +163,9 @@ class SocketClient:
             self.num_stale += 1
         elif events is not None:
             self._receive(message.epoch, events)
-        elif isinstance(message, wire.Took):
+        elif isinstance(message, wire.SubmitReply):
             self._answer(message.accepted.request_id, message.accepted)
-        elif isinstance(message, wire.Answer):
+        elif isinstance(message, wire.ControlReply):
             self._answer(message.to, message.value)
         elif isinstance(message, wire.Ready):
             is_same = message.version == wire.VERSION

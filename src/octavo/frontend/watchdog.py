@@ -24,8 +24,8 @@ class Watchdog:
         self._moved_at = now
         self._overdue_since: float | None = None
 
-    def look(self, now: float, beat: Beat | None, asked_at: float | None) -> str | None:
-        """Return how the engine stalls, or None. `asked_at` is when the oldest unanswered call was sent."""
+    def look(self, now: float, beat: Beat | None, oldest_call_at: float | None) -> str | None:
+        """Return how the engine stalls, or None. `oldest_call_at` is when the oldest unanswered call was sent."""
         late = now - self._looked_at
         self._looked_at = now
         number = 0 if beat is None else beat.number
@@ -34,9 +34,9 @@ class Watchdog:
             return None
         if beat is not None and beat.deadline is not None:
             return self._judge_deadline(now, beat, beat.deadline)
-        since = self._moved_at if asked_at is None else max(asked_at, self._moved_at)
-        if asked_at is not None and now - since > ANSWER_S:
-            return f"it was asked something {now - asked_at:.1f} s ago and does not stir"
+        since = self._moved_at if oldest_call_at is None else max(oldest_call_at, self._moved_at)
+        if oldest_call_at is not None and now - since > ANSWER_S:
+            return f"a call has been without an answer for {now - oldest_call_at:.1f} s"
         return None
 
     def _judge_deadline(self, now: float, beat: Beat, deadline: float) -> str | None:

@@ -181,8 +181,8 @@ def _event(event: Event, arrival: float) -> dict[str, object]:
 
 def sentence(one: Explanation, is_named: bool = True) -> str:
     """Return an explanation as a sentence; without `is_named` it has no request's name, not even its own."""
-    said = _running(one) if one.position == 0 else _waiting(one, is_named)
-    return f"{one.name} {said}" if is_named else said
+    text = _running(one) if one.position == 0 else _waiting(one, is_named)
+    return f"{one.name} {text}" if is_named else text
 
 
 def plain_values(one: Explanation, now: float) -> dict[str, object]:
@@ -234,19 +234,19 @@ def times(count: int) -> str:
 
 
 def _waiting(one: Explanation, is_named: bool) -> str:
-    behind = f", behind {one.behind}" if is_named and one.behind is not None else ""
+    after = f", after {one.behind}" if is_named and one.behind is not None else ""
     again = ""
     if one.state is not Standing.WAITING:
         cause = f"{one.state.value} {times(one.num_preemptions)}"
         again = f" ({cause})" if one.num_preemptions else " (put back after a failure)"
     reason = reason_name(one.reason) or "not looked at yet"
-    place = f"waits{again} at position {one.position} of {one.num_waiting}{behind}: {reason}"
+    status = f"waits{again} at position {one.position} of {one.num_waiting}{after}: {reason}"
     if one.shortage is None:
-        return place
+        return status
     numbers = shortage_text(one.shortage, () if one.is_first_short else one.room)
     if one.is_first_short:
-        return f"{place}; the first in line lacks {reason_name(one.shortage.reason)}: {numbers}"
-    return f"{place}: {numbers}" if numbers else place
+        return f"{status}; the first in line lacks {reason_name(one.shortage.reason)}: {numbers}"
+    return f"{status}: {numbers}" if numbers else status
 
 
 def _running(one: Explanation) -> str:

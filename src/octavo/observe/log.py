@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO, cast
 
-NOTICES = "octavo.told"  # the logger of messages to the user: at start-up and while the server is busy
+NOTICES = "octavo.notices"  # the logger of messages to the user: at start-up and while the server is busy
 LEVELS = ("debug", "info", "warning", "error")
 STATEMENT_LINES = 100  # of one log statement in STATEMENT_S seconds
 STATEMENT_S = 10.0

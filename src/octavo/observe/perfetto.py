@@ -239,8 +239,8 @@ class _RequestTracks:
 class PerfettoWriter:
     """Reader of a history which passes trace events to `write`. Call `end` after the last step.
 
-    `life` counts the starts of an engine in one trace, from 0; `origin` is the engine's time at zero of the trace, by
-    default the first time.
+    `segment_index` counts the starts of an engine in one trace, from 0; `origin` is the engine's time at zero of
+    the trace, by default the first time.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class PerfettoWriter:
         history: History,
         write: Callable[[TraceEvent], object],
         *,
-        life: int = 0,
+        segment_index: int = 0,
         origin: float | None = None,
     ) -> None:
         self._history = history
@@ -257,10 +257,10 @@ class PerfettoWriter:
         self._held: StepRecord | None = None  # until its emit time is known
         self._end_ns = 0  # of the last step's slice
         self._counts: dict[str, int] = {}
-        self._engine = ENGINE + 2 * life
+        self._engine = ENGINE + 2 * segment_index
         self._requests = _RequestTracks(write, self._engine + 1)
         self._has_ended = False
-        suffix = f" (life {life + 1})" if life else ""
+        suffix = f" (segment {segment_index + 1})" if segment_index else ""
         for process, what in ((self._engine, "engine"), (self._engine + 1, "requests")):
             write({"ph": "M", "name": "process_name", "pid": process, "args": {"name": what + suffix}})
         write({"ph": "M", "name": "thread_name", "pid": self._engine, "tid": STEPS, "args": {"name": "steps"}})

@@ -76,7 +76,7 @@ def _merge_lives(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:
                 num_preemptions=first.num_preemptions + one.num_preemptions,
                 cached_tokens=first.cached_tokens,
             )
-        merged[one.name if first is None or is_continued else f"{one.name} {one.life}"] = one
+        merged[one.name if first is None or is_continued else f"{one.name} {one.segment_index}"] = one
     return list(merged.values())
 
 

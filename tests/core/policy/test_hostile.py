@@ -97,8 +97,8 @@ def test_S06_a_hook_that_raises_is_counted_and_goes_no_further() -> None:
     policy = Saying(ValueError("my words"))
     policy.finished = None  # type: ignore[assignment,method-assign]
     guard = PolicyGuard(policy)
-    guard.tell("arrived", REQUEST)
-    guard.tell("finished", REQUEST)
+    guard.notify("arrived", REQUEST)
+    guard.notify("finished", REQUEST)
     assert guard.num_errors == 2 and guard.first_error == "arrived: ValueError: my words"
 
 

@@ -63,7 +63,7 @@ def test_S06_equal_requests_go_by_arrival_and_the_latest_is_the_victim(name: str
     policy = guard(name)
     states = [asked(order, arrival=1.0) for order in range(5)]
     for state in states:
-        policy.tell("arrived", state)
+        policy.notify("arrived", state)
     assert order_of(policy, states[::-1]) == [0, 1, 2, 3, 4]
     assert max(states, key=policy.victim_rank).order == 4
     assert policy.num_errors == 0
@@ -73,15 +73,15 @@ def test_S06_equal_requests_go_by_arrival_and_the_latest_is_the_victim(name: str
 def test_S08_a_preempted_request_is_ranked_where_it_was(name: str) -> None:
     policy = guard(name)
     state = asked(3, length=20, priority=2, ttft_objective=0.5)
-    policy.tell("arrived", state)
+    policy.notify("arrived", state)
     before, lane = policy.rank(state), policy.lane(state)
-    policy.tell("admitted", state, 20)
+    policy.notify("admitted", state, 20)
     running(state)
     state.sequences[0].num_committed += 7
-    policy.tell("served", state, 7)
+    policy.notify("served", state, 7)
     state.status, state.is_decoding = Status.WAITING, False
     state.num_preemptions += 1
-    policy.tell("preempted", state)
+    policy.notify("preempted", state)
     assert (policy.rank(state), policy.lane(state)) == (before, lane)
 
 

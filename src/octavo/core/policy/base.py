@@ -195,7 +195,7 @@ class PolicyGuard:
             self._count(f"lane_key: {type(error).__name__}: {_shown(error)}")
         return 0.0
 
-    def tell(self, hook: str, *args: Any) -> None:
+    def notify(self, hook: str, *args: Any) -> None:
         """Call the policy's hook of that name."""
         if hook not in self._hooks:
             return

@@ -43,13 +43,13 @@ _KINDS = {kind: kind.name.lower() for kind in EventKind}
 class FrameSource:
     """The source of a stream. `kind` is live, recording or simulation; `began` is the clock's zero in Unix seconds.
 
-    `life` distinguishes the streams of successive engines; `device` is the model's device.
+    `stream_id` distinguishes the streams of successive engines; `device` is the model's device.
     """
 
     kind: str
     model: str = ""
     began: float | None = None
-    life: str = ""
+    stream_id: str = ""
     device: str = ""
 
 
@@ -62,7 +62,7 @@ def head_frame(source: FrameSource, limits: Limits, before: OpenSlots, now: floa
         "model": source.model,
         "source": source.kind,
         "began": source.began,
-        "life": source.life,
+        "life": source.stream_id,
         "device": source.device,
         "t": round(now, 6),
         "limits": {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()},

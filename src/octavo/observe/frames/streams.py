@@ -63,7 +63,7 @@ class FrameRing:
         """Return the frames after a cursor (docs/statistics.md); an unknown cursor is treated as ""."""
         begun = self._now()
         self._look(begun)
-        life, _, digits = cursor.rpartition(":")
+        stream_id, _, digits = cursor.rpartition(":")
         last, lost = self._first + len(self._ring), 0
         limits, frames = self._scheduler.limits, list[Frame]()
         if cursor == "now":
@@ -72,7 +72,9 @@ class FrameRing:
                 slots.apply(record)
             frames.append(head_frame(self._source, limits, slots, begun))
         else:
-            is_known = bool(cursor) and life == self._source.life and digits.isdecimal() and int(digits) <= last
+            is_known = (
+                bool(cursor) and stream_id == self._source.stream_id and digits.isdecimal() and int(digits) <= last
+            )
             number = int(digits) if is_known else self._first
             lost = max(0, self._first - number)
             number += lost
@@ -81,7 +83,7 @@ class FrameRing:
                 frames.append(head_frame(self._source, limits, self._tail, first.begin if first else begun))
         number = self._collect(frames, number, begun + MAX_POLL_S)
         return {
-            "cursor": f"{self._source.life}:{number}",
+            "cursor": f"{self._source.stream_id}:{number}",
             "frames": frames,
             "lost": lost,
             "more": number < last,

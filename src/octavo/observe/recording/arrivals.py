@@ -25,13 +25,13 @@ class RecordedRequest:
 
     `arrival` is its arrival at the server, `taken` its admission by the engine, between two steps. `output_tokens` has
     one number for each choice. `keys` are those of the prompt's full blocks, `output_keys` the later ones of the first
-    choice, beginning with the block that holds the prompt's end; one for each `key_tokens` tokens. `life` is its
-    segment's number, from 0. `is_resumed`: it was open in an earlier engine process, which generated its first
+    choice, beginning with the block that holds the prompt's end; one for each `key_tokens` tokens. `segment_index` is
+    that of its segment. `is_resumed`: it was open in an earlier engine process, which generated its first
     `emitted_tokens` outputs.
     """
 
     name: str
-    life: int
+    segment_index: int
     arrival: float
     prompt_tokens: int
     output_tokens: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Gathered:
         self.num_emitted = emitted
         self.num_outputs = [emitted] * (params.n if params.beam_width else params.num_sequences)
 
-    def request(self, life: int, origin: float, key_tokens: int) -> RecordedRequest:
+    def request(self, segment_index: int, origin: float, key_tokens: int) -> RecordedRequest:
         """Return the request, with times relative to `origin`."""
         request, history, end = self.call.request, self.history, self.history.end
         num_prompt_keys = request.num_prompt_tokens // key_tokens
@@ -81,7 +81,7 @@ class _Gathered:
 
         return RecordedRequest(
             request.request_id,
-            life,
+            segment_index,
             _arrival(self.call) - origin,
             request.num_prompt_tokens,
             tuple(self.num_outputs),
@@ -119,7 +119,7 @@ def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None 
     """
     found: list[RecordedRequest] = []
     origin: float | None = None
-    for life, segment in enumerate(recording.segments):
+    for index, segment in enumerate(recording.segments):
         if origin is None:
             first = next((one.call for one in segment.calls() if isinstance(one.call, AdmitCall)), None)
             origin = segment.header.clock if first is None else _arrival(first)
@@ -127,7 +127,7 @@ def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None 
         gathered = _gather(segment, replayer)
         if at_end is not None:
             at_end(replayer.scheduler)
-        found += [one.request(life, origin, segment.header.key_tokens) for one in gathered]
+        found += [one.request(index, origin, segment.header.key_tokens) for one in gathered]
     return sorted(found, key=lambda one: one.arrival)
 
 

@@ -81,15 +81,15 @@ class EndMarker(NamedTuple):
 class RecordedCall(NamedTuple):
     """A call, and when it returned.
 
-    A request read back without text has no ids, and its stop ids are placeholders; `is_blind`: the engine had no ids of
-    it either. A plan read back has columns and names, no events; `digest` is that of the plan as it was made, without
-    ids unless the recording has text, b"" for an empty plan.
+    A request read back without text has no ids, and its stop ids are placeholders; `has_no_ids`: the engine had
+    no ids of it either. A plan read back has columns and names, no events; `digest` is that of the plan as it was made,
+    without ids unless the recording has text, b"" for an empty plan.
     """
 
     call: Call | EndMarker
     done: float = 0.0
     digest: bytes = b""
-    is_blind: bool = False
+    has_no_ids: bool = False
 
 
 ADMIT, PLAN, COMMIT = range(3)  # kinds of record; the others have the fields of their calls
@@ -163,7 +163,7 @@ class KeyMask:
         return f"key-{self(name.encode()).hex()[:8]}" if _KEY_DIGEST.fullmatch(name) else name
 
 
-def _stand_ins(request: Request | NewSequence) -> dict[int, int]:
+def _placeholders(request: Request | NewSequence) -> dict[int, int]:
     """Return the replacement of each id that may end a request's sequences: 0, 1 and so on."""
     every = dict.fromkeys((*request.eos_token_ids, *request.params.stop_token_ids))
     return {token: number for number, token in enumerate(every)}
@@ -192,8 +192,8 @@ class CallEncoder:
 
     def _record(self, call: Call | EndMarker, done: float) -> tuple[Any, ...]:
         if isinstance(call, AdmitCall):
-            is_blind = call.request.prompt_token_ids is None
-            return ADMIT, call.now, self._request(call.request), is_blind, self._keys(call.keys)
+            has_no_ids = call.request.prompt_token_ids is None
+            return ADMIT, call.now, self._request(call.request), has_no_ids, self._keys(call.keys)
         if isinstance(call, PlanCall):
             return self._plan(call, int(1e9 * (done - call.now)))
         if isinstance(call, CommitCall):
@@ -208,8 +208,8 @@ class CallEncoder:
 
     def _masked_ids(self, ids: Iterable[int], owner: Request | NewSequence) -> list[int]:
         """Return a request's ids in their recorded form."""
-        stands = _stand_ins(owner)
-        return list(ids) if self._has_text else [stands.get(token, ORDINARY) for token in ids]
+        placeholders = _placeholders(owner)
+        return list(ids) if self._has_text else [placeholders.get(token, ORDINARY) for token in ids]
 
     def _request(self, request: Request) -> dict[str, Any]:
         params, emitted = request.params, request.emitted_token_ids
@@ -329,11 +329,11 @@ class CallDecoder:
         except _DAMAGE as error:
             raise RecordingError(f"a record that cannot be ({type(error).__name__}: {error})") from None
 
-    def _admit(self, keys: tuple[KeyRun, ...], now: float, values: dict[str, Any], is_blind: bool) -> RecordedCall:
+    def _admit(self, keys: tuple[KeyRun, ...], now: float, values: dict[str, Any], has_no_ids: bool) -> RecordedCall:
         num_blocks = values["num_prompt_tokens"] // self._block_size
         values = {"prompt_token_ids": None, **_restored(values)}
         request = Request(**values, block_keys=keys[0].keys[:num_blocks] if keys else ())
-        return RecordedCall(AdmitCall(now, request, keys), is_blind=is_blind)
+        return RecordedCall(AdmitCall(now, request, keys), has_no_ids=has_no_ids)
 
     def _plan(self, keys: tuple[KeyRun, ...], now: float, took_ns: int, step: int, *rest: Any) -> RecordedCall:
         digest, rows, values, entering, only = rest

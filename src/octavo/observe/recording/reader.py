@@ -185,7 +185,7 @@ class RecordedStep:
     the last.
     """
 
-    life: int
+    segment_index: int
     plan: StepPlan
     outcome: StepResult | StepFailure
     planned: float
@@ -209,9 +209,9 @@ class RecordedStep:
 class StepPairs:
     """Matcher of a segment's plans with their outcomes; plans discarded after a failure are left out."""
 
-    def __init__(self, life: int = 0) -> None:
+    def __init__(self, segment_index: int = 0) -> None:
         self.last: RecordedStep | None = None  # until it is known when the next plan was begun
-        self._life = life
+        self._segment_index = segment_index
         self._flight: deque[tuple[StepPlan, float]] = deque()
         self._free_from: float | None = None
 
@@ -227,7 +227,7 @@ class StepPairs:
             ended = self.last
             plan, planned = self._flight.popleft()
             times = planned, call.now, recorded.done, self._free_from
-            self.last = RecordedStep(self._life, plan, call.outcome, *times)
+            self.last = RecordedStep(self._segment_index, plan, call.outcome, *times)
             self._free_from = call.now
             if self.last.has_failed:
                 self._flight.clear()
@@ -236,8 +236,8 @@ class StepPairs:
 
 def steps(recording: Recording) -> Iterator[RecordedStep]:
     """Yield the committed steps of all segments, in order."""
-    for life, segment in enumerate(recording.segments):
-        pairs = StepPairs(life)
+    for index, segment in enumerate(recording.segments):
+        pairs = StepPairs(index)
         for recorded in segment.calls():
             if (ended := pairs.take(recorded)) is not None:
                 yield ended

@@ -39,7 +39,7 @@ class DivergenceError(Exception):
 class Difference:
     """The first plan that differed: `lines` say where, expected against got."""
 
-    life: int
+    segment_index: int
     step: int
     now: float
     lines: tuple[str, ...]
@@ -86,7 +86,7 @@ class RecordedInputs:
 
     def __init__(self, has_text: bool) -> None:
         self.has_drafts = not has_text
-        self._is_blind = False  # the live engine had no ids of the request that is being admitted either
+        self._has_no_ids = False  # the live engine had no ids of the request that is being admitted either
         self._due: deque[KeyRun] = deque()
         self._drafts: dict[int, array[int]] = {}
 
@@ -94,7 +94,7 @@ class RecordedInputs:
         """Set the inputs of a call."""
         call = recorded.call
         self._due.extend(getattr(call, "keys", ()))
-        self._is_blind = recorded.is_blind
+        self._has_no_ids = recorded.has_no_ids
         if isinstance(call, PlanCall):
             self._drafts, plan, begin = {}, call.plan, 0
             for slot, count in zip(plan.slots, plan.num_drafts, strict=False):
@@ -115,7 +115,7 @@ class RecordedInputs:
 
     def can_draft(self, request: Request) -> bool:
         """Return True if the live engine's drafter could draft for the request."""
-        return not self._is_blind
+        return not self._has_no_ids
 
     def drafts(self, request_id: str, slot: int, most: int) -> array[int]:
         """Return the recorded drafts. Raises DivergenceError if there is no room for them."""
@@ -244,14 +244,14 @@ def replay(recording: Recording, make_sink: MakeSink | None = None, add_times: A
     Raises RecordingError; ConfigError for a policy that is not installed here.
     """
     report = ReplayReport()
-    for life, segment in enumerate(recording.segments):
+    for index, segment in enumerate(recording.segments):
         replayer = Replayer(segment)
         sink = None if make_sink is None else make_sink(replayer.scheduler, segment.header)
         try:
             for made in replayer.play(sink, add_times):
                 report.count(made)
         except DivergenceError as divergence:
-            report.difference = Difference(life, replayer.step, replayer.now, divergence.lines)
+            report.difference = Difference(index, replayer.step, replayer.now, divergence.lines)
         report.num_segments += 1
         report.num_plans += replayer.num_plans
         report.seconds += replayer.now - (replayer.began or 0.0)
