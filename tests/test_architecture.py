@@ -72,9 +72,9 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 # The house: what was reached. See python -m tools.house; a bound is lowered when less is reached, never raised.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 4_900,
+    ("core",): 4_870,
     ("engine", "frontend"): 4_610,
-    ("observe",): 3_531,
+    ("observe",): 3_510,
     ("simulator",): 4_360,
     ("server",): 11_090,
     ("cli",): 5_180,

@@ -17,8 +17,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.observe.frames.encode import FrameSource, PoolFrames, queue_frame
-from octavo.observe.frames.streams import FrameRing
+from octavo.observe.frames import FrameRing, FrameSource, PoolFrames, queue_frame
 from octavo.observe.history import History, WaitCounts
 
 REPEATS = 200

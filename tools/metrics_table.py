@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tools.sections import write_section
 
-from octavo.observe.metrics.declared import METRICS, DeclaredMetric
+from octavo.observe.metrics.prometheus import METRICS, DeclaredMetric
 
 PAGE = Path(__file__).parent.parent / "docs" / "statistics.md"
-PER_TOKEN = {  # counted for each token, and exported by octavo.observe.metrics.requests itself
+PER_TOKEN = {  # counted for each token, and exported by octavo.observe.metrics.prometheus itself
     "octavo_generation_tokens_total": ("counter", "", "tokens generated", "`vllm:generation_tokens_total`"),
     "octavo_inter_token_latency_seconds": (
         "histogram",

@@ -18,8 +18,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, Event, EventKind, StepFailure, StepPlan, StepResult, StepTimings
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.observe.frames.encode import Frame, FrameSource
-from octavo.observe.frames.streams import FrameWriter, Window
+from octavo.observe.frames import Frame, FrameSource, FrameWriter, Window
 from octavo.observe.history import History
 from octavo.observe.series import StepTimes
 

@@ -15,7 +15,7 @@ from octavo.cli.terminal import limit_remarks
 from octavo.config.sources import load_config
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.executors.protocol import Capacity
-from octavo.observe.status_line import StatusLine
+from octavo.observe.statistics import StatusLine
 
 FILES = ModelFiles("smollm2", "gguf", Path("/m"), (Path("/m/a.gguf"),), None)
 CAPACITY = Capacity(

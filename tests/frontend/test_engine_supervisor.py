@@ -20,7 +20,7 @@ from octavo.config import Config, ModelConfig, ServingConfig
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.client import TokenOutput
 from octavo.errors import CapacityError, EngineDeadError, ErrorKind, QueueFullError
-from octavo.frontend import engine_spawner as spawner_module
+from octavo.frontend import engine_process as spawner_module
 from octavo.frontend.engine_supervisor import EngineState, EngineSupervisor
 from octavo.frontend.open_request import OpenRequest
 

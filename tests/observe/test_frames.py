@@ -19,9 +19,17 @@ from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, St
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.errors import EngineError
-from octavo.observe.frames import encode, streams
-from octavo.observe.frames.encode import NO_OWNER, Frame, FrameSource, PoolFrames, queue_frame
-from octavo.observe.frames.streams import FrameRing, FrameWriter, Window
+from octavo.observe import frames as frames_module
+from octavo.observe.frames import (
+    NO_OWNER,
+    Frame,
+    FrameRing,
+    FrameSource,
+    FrameWriter,
+    PoolFrames,
+    Window,
+    queue_frame,
+)
 from octavo.observe.history import History, WaitCounts
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.observe.frame_reader import FrameReader, Row
@@ -141,7 +149,7 @@ def last_totals(frames: list[Frame]) -> Any:
 
 @pytest.mark.parametrize("load", ["easy", "preempting"])
 def test_totals_are_the_schedulers_wherever_a_reader_begins(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_STEPS", 8)
+    monkeypatch.setattr(frames_module, "MAX_STEPS", 8)
     with Shown(limits=make_limits(**LOADS[load])) as engine:
         for request in requests(12):
             engine.post(request)
@@ -179,7 +187,7 @@ def test_a_failed_step_is_told_and_its_rows_come_again() -> None:
 
 def test_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was lost is counted and begins with a head; an unknown cursor begins anew; "now" has no past."""
-    monkeypatch.setattr(streams, "MAX_STEPS", 8)
+    monkeypatch.setattr(frames_module, "MAX_STEPS", 8)
     with Shown() as engine:
         first = engine.poll("")
         assert first["lost"] == 0 and first["frames"][0]["k"] == "head"
@@ -203,7 +211,7 @@ def test_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_is_bounded_and_says_that_there_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_POLL", 3)
+    monkeypatch.setattr(frames_module, "MAX_POLL", 3)
     with Shown() as engine:
         for request in requests(5):
             engine.post(request)
@@ -330,8 +338,8 @@ def test_the_map_is_what_pools_and_tables_say(load: str) -> None:
 
 
 def test_large_pools_are_shown_in_fewer_cells_and_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "MAX_CELLS", 100)
-    monkeypatch.setattr(encode, "MAX_READ", 150)
+    monkeypatch.setattr(frames_module, "MAX_CELLS", 100)
+    monkeypatch.setattr(frames_module, "MAX_READ", 150)
     scheduler = Scheduler(make_limits(num_blocks=(1001,), max_batch_tokens=4096, max_model_len=1000))
     for index in range(4):
         params = SamplingParams(max_tokens=4)
@@ -382,7 +390,7 @@ def test_the_first_of_a_queue_are_those_of_the_whole_order() -> None:
 
 
 def test_a_ring_is_bounded_by_what_it_holds_on_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_WEIGHT", 30)
+    monkeypatch.setattr(frames_module, "MAX_WEIGHT", 30)
     scheduler = Scheduler(make_limits())
     history = History(scheduler)
     ring = FrameRing(history, FrameSource("live", stream_id="x"), lambda: 0.0)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.core.scheduler import Scheduler
-from octavo.observe.frames.encode import Frame, FrameSource
-from octavo.observe.frames.streams import FrameSpool, FrameWriter, Window
+from octavo.observe.frames import Frame, FrameSource, FrameSpool, FrameWriter, Window
 from octavo.observe.history import History
 from octavo.observe.recording import Header, open_recording, replay
 from tests.engine.fakes import GatedExecutor, make_limits

@@ -25,8 +25,7 @@ from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.open_request import MAX_PREEMPTIONS_TOLD
 from octavo.frontend.open_requests import OpenRequests
-from octavo.observe.otel import Tracer, check_endpoint
-from octavo.observe.request_trace import RequestTrace, Timed
+from octavo.observe.otel import RequestTrace, Timed, Tracer, check_endpoint
 from tests.engine.fakes import make_request
 from tests.fake_model import FakeExecutor
 from tests.server.fakes import Harness, Wire

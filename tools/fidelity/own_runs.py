@@ -19,8 +19,8 @@ import numpy.typing as npt
 from tools.fidelity.closeness import Column, Times
 
 from octavo.core.request import FinishReason
-from octavo.observe.recording.arrivals import RecordedRequest, arrivals
 from octavo.observe.recording.reader import RecordedStep, Recording, open_recording, steps
+from octavo.observe.recording.replaying import RecordedRequest, arrivals
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.costs.fitted import Fit, Fitted, fit_steps
 from octavo.simulator.run import simulate

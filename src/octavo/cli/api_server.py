@@ -26,7 +26,7 @@ from octavo.errors import ConfigError, EngineDeadError
 from octavo.frontend.api_supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.frontend.journal import Journal
 from octavo.frontend.sessions import Sessions
-from octavo.observe.status_line import STATUS_LINE_S, StatusLine
+from octavo.observe.statistics import STATUS_LINE_S, StatusLine
 from octavo.server.admin import AdminServer, Verb
 from octavo.server.app import create_app
 from octavo.server.http.lifecycle import Lifecycle

@@ -8,8 +8,7 @@ from __future__ import annotations
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
-from octavo.observe.frames.encode import Frame, FrameSource
-from octavo.observe.frames.streams import FrameSpool, FrameWriter
+from octavo.observe.frames import Frame, FrameSource, FrameSpool, FrameWriter
 from octavo.observe.history import History
 from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
 

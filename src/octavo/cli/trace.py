@@ -15,8 +15,7 @@ from octavo.cli.terminal import say
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
-from octavo.observe.frames.encode import FrameSource
-from octavo.observe.frames.streams import MAX_WRITTEN, FrameSpool, FrameWriter, Window
+from octavo.observe.frames import MAX_WRITTEN, FrameSource, FrameSpool, FrameWriter, Window
 from octavo.observe.history import History
 from octavo.observe.perfetto import MAX_TRACKS, PerfettoWriter, TraceClip, TraceFile
 from octavo.observe.recording import Header, Recording, ReplayReport, open_recording, replay

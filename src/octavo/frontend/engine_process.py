@@ -1,21 +1,28 @@
-"""The parent's side of an engine process.
+"""Engine processes as seen by their parent: EngineProcess is one, EngineSpawner starts one after another.
 
-Owns: starting it (it inherits a connection and its heartbeat page, and reads its config as a line of JSON from its
-stdin, which then stays open: its end means that the parent has ended), waiting until it is ready, ending it. It
-inherits stderr. Does not: judge, restart it, or import torch.
+Owns: starting a process (it inherits a connection and its heartbeat page, and reads its config as a line of JSON from
+its stdin, which then stays open: its end means that the parent has ended), waiting until it is ready, ending it; the
+numbers of epochs, the standby, how often another engine may be started. It inherits stderr.
+Does not: watch an engine that it returned, or import torch.
+Invariants: epochs grow in the order in which engines are returned; later engines have the first one's KV blocks, so
+that a request that was admitted once can be admitted again; no process is left after close().
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -24,13 +31,18 @@ from octavo.engine.heartbeat import HeartbeatPage, page_file
 from octavo.engine.parent import DUMP_SIGNAL
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.restarts import describe_status
+from octavo.frontend.restarts import RestartBudget, describe_status
 from octavo.frontend.socket_client import Receive, SocketClient
 
 COMMAND = (sys.executable, "-m", "octavo.assembly")
 BEGIN_LIMIT_S = 60.0  # to import
 OPEN_LIMIT_S = 600.0  # to load a model and run a step of each kind
 STOP_TIMEOUT_S = 5.0
+LATER_OPEN_S = 120.0  # for every later engine to open, or OPEN_MARGIN times the first one's time
+OPEN_MARGIN = 10.0
+STANDBY_DELAY_S = 1.0  # between checks that the resumed requests progress: they need the whole machine first
+STANDBY_LATEST_S = 10.0  # after this they share the machine with the opening standby
+STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # before another standby is tried after one died or did not open
 KILL_LIMIT_S = 15.0  # for a killed process to end
 DUMP_S = 0.3  # for the stacks to be written
 
@@ -168,3 +180,129 @@ class EngineProcess:
             await self._killed()
         finally:
             self.close_files()
+
+
+class EngineSpawner:
+    """Starter of engines with one configuration and command; `receive` is called with their events."""
+
+    def __init__(self, config: Config, command: Sequence[str], receive: Receive) -> None:
+        self._config = config
+        self._command = tuple(command)
+        self._receive = receive
+        self.budget = RestartBudget()
+        self._epochs = itertools.count(1)
+        self._capacity: Capacity | None = None
+        self._open_limit_s = OPEN_LIMIT_S
+        self._standby: asyncio.Task[EngineProcess] | None = None  # done once it is open
+        self._keeping: asyncio.Task[None] | None = None  # opens standbys until one is needed
+
+    @property
+    def standby(self) -> EngineProcess | None:
+        """The standby, if one is open."""
+        task = self._standby
+        has_opened = task is not None and task.done() and not task.cancelled() and task.exception() is None
+        return task.result() if task is not None and has_opened else None
+
+    async def replace(self, was_useful: bool) -> EngineProcess:
+        """Start the next engine after one died. Raises EngineDeadError if too many died before they were useful."""
+        while (wait_s := self.budget.ended(time.monotonic(), random.random(), was_useful=was_useful)) is not None:
+            await asyncio.sleep(wait_s)
+            try:
+                return await self.next()
+            except (OctavoError, OSError) as error:
+                _LOG.error("the engine cannot be started again: %s", error)
+                was_useful = False
+        raise EngineDeadError(
+            f"the engine ended more than {self.budget.max_useless} times within {self.budget.within_s:g} s before it "
+            "did a step; see the lines above"
+        )
+
+    async def next(self) -> EngineProcess:
+        """Return the standby, once it is open, or a new engine. Raises the error of its opening.
+
+        An engine with less capacity than the first one is refused (EngineDeadError).
+        """
+        if self._keeping is not None:
+            self._keeping.cancel()
+            self._keeping = None
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            with contextlib.suppress(OctavoError, OSError):
+                engine = await standby
+                if engine.client.is_alive:
+                    return engine
+                await engine.kill_and_close()
+        return await self._start()
+
+    def prepare(self, is_settled: Callable[[], bool]) -> None:
+        """Open a standby once the current engine is settled, or after STANDBY_LATEST_S. It is replaced when it dies."""
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep(is_settled), name="octavo-standby")
+
+    async def close(self) -> None:
+        """End the standby, or its opening. Idempotent."""
+        tasks = [task for task in (self._keeping, self._standby) if task is not None]
+        self._keeping = self._standby = None
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, EngineProcess):
+                await outcome.close()
+
+    async def _start(self) -> EngineProcess:
+        begun = time.monotonic()
+        engine = await EngineProcess.start(
+            self._config,
+            epoch=next(self._epochs),
+            command=self._command,
+            receive=self._receive,
+            open_limit_s=self._open_limit_s,
+        )
+        if self._capacity is None:
+            self._open_limit_s = min(OPEN_LIMIT_S, max(LATER_OPEN_S, OPEN_MARGIN * (time.monotonic() - begun)))
+            self._capacity = engine.capacity
+            cache = replace(
+                self._config.cache,
+                num_blocks=engine.capacity.num_blocks[0],
+                kv_cache_bytes=None,
+                kv_cache_tokens=None,
+                memory_fraction=None,
+            )
+            self._config = replace(self._config, cache=cache)
+        elif not _holds(engine.capacity, self._capacity):
+            await engine.close()
+            raise EngineDeadError(
+                f"the new engine has {engine.capacity.num_blocks} blocks, {self._capacity.num_blocks} are needed"
+            )
+        return engine
+
+    async def _keep(self, is_settled: Callable[[], bool]) -> None:
+        """Keep a standby open. Requests do not depend on it, so after failures it only waits."""
+        latest = time.monotonic() + STANDBY_LATEST_S
+        await asyncio.sleep(STANDBY_DELAY_S)
+        while not is_settled() and time.monotonic() < latest:
+            await asyncio.sleep(STANDBY_DELAY_S)
+        num_failures = 0
+        while True:
+            self._standby = asyncio.create_task(self._start(), name="octavo-opening")
+            try:
+                engine = await asyncio.shield(self._standby)
+                num_failures = 0
+                await engine.client.ended()
+                _LOG.warning("the standby engine ended (%s)", engine.describe_exit())
+                await engine.kill_and_close()
+            except (OctavoError, OSError) as error:
+                _LOG.warning("the standby engine cannot be opened: %s", error)
+            self._standby = None
+            await asyncio.sleep(STANDBY_PAUSES_S[min(num_failures, len(STANDBY_PAUSES_S) - 1)])
+            num_failures += 1
+
+
+def _holds(capacity: Capacity, needed: Capacity) -> bool:
+    """Return True if every request that fits an engine of the needed capacity fits this one."""
+    return (
+        all(have >= want for have, want in zip(capacity.num_blocks, needed.num_blocks, strict=True))
+        and capacity.max_model_len >= needed.max_model_len
+        and capacity.num_slots >= needed.num_slots
+        and capacity.vocab_size == needed.vocab_size
+    )

@@ -1,9 +1,11 @@
-"""EngineSupervisor: one EngineClient over successive engine processes.
+"""EngineSupervisor: one EngineClient over successive engine processes, and the Watchdog that finds stalled ones.
 
 Owns: which engine is current, killing one that stalls, the change to the next one, orders that later engines must
-follow too. Does not: start processes (engine_spawner), keep requests (open_requests), or judge (watchdog, restarts).
+follow too. Does not: start processes (engine_process), or keep requests (open_requests).
 Invariants: while requests are open there is an engine, or one is being started, or all of them have been ended; an
-engine that was given up is dead before the next one begins.
+engine that was given up is dead before the next one begins. An engine is reported as stalled only after its deadline,
+or after it left a call unanswered without a new beat, and never for time in which this process did not look: after a
+late look it gets the full time again.
 """
 
 from __future__ import annotations
@@ -20,15 +22,56 @@ from octavo.config import Config
 from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, Verb
-from octavo.engine.heartbeat import Phase
+from octavo.engine.heartbeat import Beat, Phase
 from octavo.errors import EngineDeadError, QueueFullError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.engine_process import COMMAND, EngineProcess
-from octavo.frontend.engine_spawner import EngineSpawner
+from octavo.frontend.engine_process import COMMAND, EngineProcess, EngineSpawner
 from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.open_requests import LedgerObserver, OpenRequests
 from octavo.frontend.socket_client import SocketClient
-from octavo.frontend.watchdog import LOOK_S, Watchdog
+
+LOOK_S = 0.1  # how often to look
+LATE_S = 0.5  # two looks further apart than this mean that this process, or the machine, was stopped
+CONFIRM_S = 0.3  # how long the same overdue beat must be seen
+ANSWER_S = 5.0  # how long an idle engine may leave a call unanswered
+
+
+class Watchdog:
+    """Watchdog of one engine. Times are seconds on the monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._looked_at = now
+        self._number = -1  # of the last beat seen
+        self._moved_at = now
+        self._overdue_since: float | None = None
+
+    def look(self, now: float, beat: Beat | None, oldest_call_at: float | None) -> str | None:
+        """Return how the engine stalls, or None. `oldest_call_at` is when the oldest unanswered call was sent."""
+        late = now - self._looked_at
+        self._looked_at = now
+        number = 0 if beat is None else beat.number
+        if number != self._number or late > LATE_S:
+            self._number, self._moved_at, self._overdue_since = number, now, None
+            return None
+        if beat is not None and beat.deadline is not None:
+            return self._judge_deadline(now, beat, beat.deadline)
+        since = self._moved_at if oldest_call_at is None else max(oldest_call_at, self._moved_at)
+        if oldest_call_at is not None and now - since > ANSWER_S:
+            return f"a call has been without an answer for {now - oldest_call_at:.1f} s"
+        return None
+
+    def _judge_deadline(self, now: float, beat: Beat, deadline: float) -> str | None:
+        if now <= deadline:
+            return None
+        if self._overdue_since is None:
+            self._overdue_since = now
+        if now - self._overdue_since < CONFIRM_S:
+            return None
+        return (
+            f"{beat.phase.name.lower()} {beat.step}: nothing has moved for {now - self._moved_at:.1f} s, the limit was "
+            f"{now - deadline:.1f} s ago"
+        )
+
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -16,8 +16,7 @@ from octavo.config import StatisticsConfig
 from octavo.core.scheduler import Scheduler
 from octavo.errors import EngineError
 from octavo.observe.explainer import Explainer
-from octavo.observe.frames.encode import FrameSource
-from octavo.observe.frames.streams import FrameRing
+from octavo.observe.frames import FrameRing, FrameSource
 from octavo.observe.history import History, RequestFigures
 from octavo.observe.series import StepTimes
 from octavo.observe.sink import WatchedLoop, guarded, guarded_reader

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from octavo.core.request import sampling_defaults
-from octavo.observe.metrics.requests import RequestMetrics
-from octavo.observe.metrics.snapshots import cache_info
+from octavo.observe.metrics.prometheus import RequestMetrics, cache_info
 from octavo.observe.otel import Tracer
 from octavo.sandbox.pool import Sandbox
 from octavo.server.admission import AdmissionControl

@@ -26,8 +26,8 @@ from octavo.core.request import FinishError, FinishReason, SamplingParams, Want
 from octavo.errors import ErrorKind, OctavoError, error_of
 from octavo.frontend.outputs import token_bytes
 from octavo.frontend.sessions import RequestOptions
-from octavo.observe.metrics.requests import Finished, RequestMetrics
-from octavo.observe.request_trace import RequestTrace, Timed
+from octavo.observe.metrics.prometheus import Finished, RequestMetrics
+from octavo.observe.otel import RequestTrace, Timed
 from octavo.server.admission import AdmissionRequest, AdmissionTicket
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of

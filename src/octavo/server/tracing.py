@@ -12,7 +12,7 @@ from types import TracebackType
 from starlette.requests import Request
 
 from octavo.core.request import SamplingParams
-from octavo.observe.request_trace import RequestTrace, Value
+from octavo.observe.otel import RequestTrace, Value
 from octavo.server.context import Context
 from octavo.server.http.errors import from_exception
 from octavo.server.http.middleware import ARRIVAL

@@ -12,8 +12,7 @@ from tools.sections import read_section
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.errors import EngineDeadError
-from octavo.observe.metrics.requests import Finished, RequestMetrics
-from octavo.observe.metrics.snapshots import SnapshotMetrics, engine_snapshot
+from octavo.observe.metrics.prometheus import Finished, RequestMetrics, SnapshotMetrics, engine_snapshot
 from octavo.observe.series import Histogram
 from tests.server.fakes import STATISTICS, Harness
 

@@ -1,9 +1,8 @@
 """Recordings: write every call of a live scheduler to a file, read it back, and replay it to the same decisions."""
 
-from octavo.observe.recording.arrivals import RecordedRequest, arrivals
 from octavo.observe.recording.format import Header, RecordingError
 from octavo.observe.recording.reader import RecordedStep, Recording, Segment, open_recording, steps
-from octavo.observe.recording.replaying import Difference, MakeSink, ReplayReport, replay
+from octavo.observe.recording.replaying import Difference, MakeSink, RecordedRequest, ReplayReport, arrivals, replay
 
 __all__ = [
     "Difference",

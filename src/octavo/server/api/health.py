@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from octavo.errors import EngineError
 from octavo.observe.log import num_dropped_lines
-from octavo.observe.metrics.snapshots import SnapshotMetrics, engine_snapshot, retry_snapshot
+from octavo.observe.metrics.prometheus import SnapshotMetrics, engine_snapshot, retry_snapshot
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
 from octavo.server.http.endpoints import Access, Endpoint, Limit

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.observe.metrics.requests import RequestMetrics
+from octavo.observe.metrics.prometheus import RequestMetrics
 from octavo.server.bodies.checks import HEADER, IGNORED_FIELDS, IgnoredFields
 from octavo.server.http.auth import KEY
 from octavo.server.http.endpoints import ENDPOINT, Endpoint, Endpoints

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
-from octavo.observe.recording.arrivals import RecordedRequest, arrivals
 from octavo.observe.recording.reader import open_recording
+from octavo.observe.recording.replaying import RecordedRequest, arrivals
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.rows import FileRow, csv_rows, json_rows
 from octavo.simulator.workloads.spec import BuildContext, Notes, Source, Spec

@@ -1,23 +1,72 @@
-"""Prometheus metrics of the API process: requests, their tokens and times, HTTP responses.
+"""Prometheus metrics: the table of all (metrics.csv), the API process's own, and those of counts kept elsewhere.
 
-Owns: the metrics, as prometheus_client's objects, and their second names, which vLLM's dashboards use.
-Does not: read a clock (times are arguments, seconds on one monotonic clock).
-Invariants: each request is counted once, at its end; TTFT is measured from the request's arrival at the server; labels
-have a bounded number of values, whatever a client sends.
-Inter-token latency and generated tokens are counted once per token, for which prometheus_client's objects are three
-times too slow: one Histogram of our own counts them, and collect() exports it.
+Owns: the table; RequestMetrics, the metrics of requests and HTTP responses, as prometheus_client's objects;
+SnapshotMetrics, which finds the others' numbers in snapshots of the engine, admission, retries and stored responses.
+Each is exported under its own name and under vLLM's. Does not: read a clock (times are arguments, seconds on one
+monotonic clock), or request snapshots. Invariants: a number that is not in the snapshots has no series; each request
+is counted once, at its end; TTFT is measured from its arrival at the server; labels have a bounded number of values,
+whatever a client sends. Inter-token latency and generated tokens are counted once per token, for which
+prometheus_client's objects are three times too slow: one Histogram of our own counts them, and collect() exports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import csv
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
 
 import prometheus_client
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from octavo.observe.metrics.declared import METRICS, vllm_labels
+from octavo.config import Config
 from octavo.observe.series import SECONDS, TOKENS, Histogram
+
+_WITHOUT_MODEL = ("octavo_log_lines_dropped", "http_requests", "http_request_duration_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredMetric:
+    """One metric.
+
+    `kind`: gauge, counter, histogram ({"buckets": {bound: count}, "total": sum}) or info (texts by label). `place` is
+    the path of its value in the snapshots, or in RequestMetrics under `requests`; a "{label}" in it matches every
+    key there, exported under that label. `name` is "" for a metric that has only vLLM's names.
+    """
+
+    kind: str
+    place: tuple[str, ...]
+    name: str
+    help: str
+    vllm: tuple[str, ...]
+    buckets: str
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels in its place."""
+        return tuple(part[1:-1] for part in self.place if part[0] == "{")
+
+    def own_labels(self, model: str) -> dict[str, str]:
+        """Return the labels of all its samples under its own name."""
+        return {} if self.name in _WITHOUT_MODEL else {"model_name": model}
+
+
+def _read_table() -> tuple[DeclaredMetric, ...]:
+    text = (files("octavo.observe.metrics") / "metrics.csv").read_text(encoding="utf-8")
+    return tuple(
+        DeclaredMetric(kind, tuple(place.split(".")), name, text, tuple(vllm.split()), buckets)
+        for kind, place, name, text, vllm, buckets in list(csv.reader(text.splitlines()))[1:]
+    )
+
+
+METRICS = _read_table()
+
+
+def vllm_labels(model: str) -> dict[str, str]:
+    """Return the labels of series under vLLM's names."""
+    return {"engine": "0", "model_name": model}
+
 
 # Buckets of vLLM's histograms: a dashboard needs the same ones for quantiles over several engines.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -185,3 +234,100 @@ def _renamed(family: Metric, name: str, labels: Mapping[str, str], bounds: Itera
         if suffix != "_created" and not is_hidden:
             renamed.add_sample(name + suffix, {**labels, **sample.labels}, sample.value)
     return renamed
+
+
+class SnapshotMetrics:
+    """The series of snapshots by name ("engine", "admission", ...); a collector for a CollectorRegistry."""
+
+    def __init__(self, model: str, snapshots: Mapping[str, object]) -> None:
+        self._model = model
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every series whose number is in the snapshots, under its own name and under vLLM's."""
+        for metric in METRICS:
+            place = metric.place
+            values = list(_find(self._snapshots, place))
+            if not values and not (place[-1][0] == "{" and any(_find(self._snapshots, place[:-1]))):
+                continue  # else a family without samples yet, whose type is exported
+            if metric.name:
+                yield _family(metric, metric.name, metric.own_labels(self._model), values)
+            for name in metric.vllm:
+                yield _family(metric, name, vllm_labels(self._model), values)
+
+
+def _find(snapshot: object, place: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (key at the label, value) of each value at a place; None counts as absent."""
+    for index, part in enumerate(place):
+        if not isinstance(snapshot, Mapping):
+            return
+        if part[0] == "{":
+            for key, value in snapshot.items():
+                yield from ((str(key), found) for _, found in _find(value, place[index + 1 :]))
+            return
+        snapshot = snapshot.get(part)
+    if snapshot is not None:
+        yield "", snapshot
+
+
+def _family(metric: DeclaredMetric, name: str, labels: Mapping[str, str], values: Sequence[tuple[str, Any]]) -> Metric:
+    """Return the family of a metric under this name."""
+    given, names = tuple(labels.values()), (*labels, *metric.labels)
+    if metric.kind == "info":
+        texts = values[0][1]
+        info = GaugeMetricFamily(name, metric.help, labels=(*names, *texts))
+        info.add_metric((*given, *texts.values()), 1.0)
+        return info
+    if metric.kind == "histogram":
+        histogram = HistogramMetricFamily(name, metric.help, labels=names)
+        histogram.add_metric(given, list(values[0][1]["buckets"].items()), values[0][1]["total"])
+        return histogram
+    family = (GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily)(name, metric.help, labels=names)
+    for key, value in values:
+        family.add_metric((*given, key) if metric.labels else given, float(value))
+    return family
+
+
+# Reasons of waiting that end by themselves, independent of free capacity.
+_DEFERRED = frozenset(
+    {"adapter_slots", "grammar", "swap_space", "host_load", "uncommitted", "preempted_this_step", "barrier", "paused",
+     "draining", "excluded"}
+)  # fmt: skip
+
+
+def engine_snapshot(statistics: Mapping[str, Any] | None) -> dict[str, object]:
+    """Return the engine's statistics (None: it does not answer) with the figures derived from them."""
+    if statistics is None:
+        return {"up": 0}
+    scheduler = statistics.get("scheduler", {})
+    snapshot = {**statistics, "up": 1}
+    if scheduler.get("num_blocks") and "num_blocks_used" in scheduler:
+        snapshot["kv_usage"] = scheduler["num_blocks_used"] / scheduler["num_blocks"]
+    if "waiting_by_reason" in scheduler:  # vLLM has two classes: waiting for room, or for something that passes
+        counts = scheduler["waiting_by_reason"]
+        deferred = sum(count for reason, count in counts.items() if reason in _DEFERRED)
+        snapshot["waiting_by_class"] = {"capacity": sum(counts.values()) - deferred, "deferred": deferred}
+    return snapshot
+
+
+def retry_snapshot(report: Mapping[str, Any]) -> dict[str, object]:
+    """Return the report of kept answers with the journal's figures, which are absent without one."""
+    journal = report["journal"]
+    if journal["state"] == "off":
+        return {**report, "journal": None}
+    return {**report, "journal": {**journal, "up": int(journal["state"] == "on")}}
+
+
+def cache_info(config: Config, block_size: int, num_blocks: int) -> dict[str, str]:
+    """Return the settings of the KV pool, under the names of vLLM's cache_config_info."""
+    cache = config.cache
+    return {
+        "block_size": str(block_size),
+        "num_gpu_blocks": str(num_blocks),
+        "num_gpu_blocks_override": str(cache.num_blocks),
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(cache.memory_fraction),
+        "swap_space_bytes": str(cache.host_cache_bytes),
+        "kv_cache_size_tokens": str(block_size * num_blocks),
+    }
