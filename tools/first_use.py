@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from octavo.executors.host_memory import make_resident
+from octavo.executors.cache import make_resident
 from octavo.ops.attention_pool import KVPool, PoolShape
 
 SHAPE = PoolShape(30, 4096, 16, 3, 64, torch.bfloat16)

@@ -31,7 +31,7 @@ from octavo.engine.loop import Clock, EngineLoop
 from octavo.engine.process_side import run_engine_process
 from octavo.engine.warm_up import warm_up
 from octavo.errors import ConfigError
-from octavo.executors.openmp import limit_spinning
+from octavo.executors import limit_spinning
 from octavo.executors.pool_use import pool_use
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, MemoryPlan
 from octavo.frontend.async_llm import AsyncEngine
@@ -267,7 +267,7 @@ def plan_memory(config: Config) -> MemoryPlan:
     limit_spinning()
     with machine.needing_torch():
         from octavo.executors.loading import choose_device
-        from octavo.executors.memory_plan import plan_memory as plan
+        from octavo.executors.memory import plan_memory as plan
 
     device = choose_device(config.execution.device)
     return plan(files, config.execution, config.model, executor_spec(config, device.type))

@@ -8,8 +8,8 @@ import pytest
 
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.errors import CapacityError
-from octavo.executors.pool_sizing import PoolSizing, describe_groups, usable_len
-from octavo.executors.protocol import ExecutorSpec
+from octavo.executors.memory import PoolSizing, describe_groups
+from octavo.executors.protocol import ExecutorSpec, usable_len
 
 MIB = 2**20
 

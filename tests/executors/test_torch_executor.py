@@ -14,7 +14,7 @@ from octavo import machine
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, EncodeJob, StepPlan
 from octavo.errors import CapacityError, ConfigError, EngineError
-from octavo.executors import host_pool
+from octavo.executors import cache
 from octavo.executors.protocol import Executor, ExecutorSpec
 from octavo.executors.torch_executor import TorchExecutor
 from octavo.grammar.masks import Masks
@@ -152,8 +152,8 @@ def test_K11_sizes_in_bytes_and_tokens_and_by_default(tiny_folder: Path) -> None
 
 def test_K10_host_blocks_lie_in_slabs_and_move_in_parts(tiny_folder: Path, monkeypatch) -> None:
     executor = make(tiny_folder)
-    monkeypatch.setattr(host_pool, "SLAB_BYTES", 3 * BLOCK_BYTES)
-    monkeypatch.setattr(host_pool, "STAGING_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(cache, "SLAB_BYTES", 3 * BLOCK_BYTES)
+    monkeypatch.setattr(cache, "STAGING_BYTES", 2 * BLOCK_BYTES)
     capacity = executor.open(replace(SPEC, host_bytes=11 * BLOCK_BYTES + 5))
     assert capacity.host_blocks == (11,)
     assert [len(slab) for slab in executor._cache._hosts[0]._slabs] == [3, 3, 3, 2]

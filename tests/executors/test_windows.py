@@ -13,7 +13,7 @@ import torch
 from octavo.core.limits import GroupKind
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan
 from octavo.core.request import SamplingParams
-from octavo.executors.cache_groups import group_layers, within
+from octavo.executors.cache import effective_windows, group_layers
 from octavo.ops.attention_pool import PoolShape
 from tests.exactness import Run, limits_of, run
 from tests.executors.driver import BLOCK, GREEDY, SPEC, Dense, Driver, assert_logprobs, make_prompt
@@ -68,7 +68,7 @@ def test_K07_groups_are_ordered_full_first_and_the_widest_window_next() -> None:
     groups = group_layers((8, None, 64, 8, None), block)
     assert [(group.window, group.layers) for group in groups] == [(0, (1, 4)), (64, (2,)), (8, (0, 3))]
     assert [group.block_bytes for group in groups] == [2 * block.block_bytes, block.block_bytes, 2 * block.block_bytes]
-    assert within((8, None, 64), 64) == (8, None, None)
+    assert effective_windows((8, None, 64), 64) == (8, None, None)
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 16])

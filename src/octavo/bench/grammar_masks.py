@@ -21,7 +21,7 @@ from octavo.core.limits import Limits
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.grammars import MaskedTicket, submit_masked
-from octavo.executors.openmp import limit_spinning
+from octavo.executors import limit_spinning
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.compile import compile_grammar

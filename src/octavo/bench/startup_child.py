@@ -86,7 +86,7 @@ def main() -> int:
     from octavo.bench.report import engine_facts, peak_memory_bytes
     from octavo.bench.workload import draw_workload
     from octavo.config import Config
-    from octavo.executors.openmp import limit_spinning
+    from octavo.executors import limit_spinning
 
     create = assembly.create_executor
 

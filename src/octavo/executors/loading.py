@@ -71,12 +71,12 @@ class DecoderChoice:
         self._model = model
         self.device = choose_device(execution.device)
         self._obstacle = _obstacle(self.device, execution, model, spec)
-        asked = {"decoder": execution.decoder == "native", "numerics": execution.numerics == "invariant"}
-        if self._obstacle is not None and any(asked.values()):
-            setting, value = ("decoder", "native") if asked["decoder"] else ("numerics", "invariant")
+        requested = {"decoder": execution.decoder == "native", "numerics": execution.numerics == "invariant"}
+        if self._obstacle is not None and any(requested.values()):
+            setting, value = ("decoder", "native") if requested["decoder"] else ("numerics", "invariant")
             raise ConfigError(f"{setting} is {value!r}, but the native decoder cannot be used: {self._obstacle}")
         self.is_native = self._obstacle is None
-        self._is_asked_for = execution.decoder == "torch" or execution.attention != "auto"
+        self._is_requested = execution.decoder == "torch" or execution.attention != "auto"
         self.dtype = choose_dtype(model.dtype, spec.dtype, self.device, self.is_native)
         self.quantization = choose_quantization(model.quantization, model.dtype, files, spec)
         if not self.is_native and self.quantization != "none":
@@ -92,7 +92,7 @@ class DecoderChoice:
         if not self.is_native:
             decoder = load_model(self._files, self._spec, self.dtype, self.device, max_model_len)
             notes: tuple[str, ...] = ()
-            if self.device.type == "cpu" and not self._is_asked_for:
+            if self.device.type == "cpu" and not self._is_requested:
                 notes = (f"layers are computed by torch, which is slower: {self._obstacle}",)
             return LoadedDecoder(decoder, "none", notes)
         weights = load_native_weights(

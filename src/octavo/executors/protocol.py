@@ -6,6 +6,8 @@ Does not: import torch. The loop keeps up to `depth` tickets in flight.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -139,3 +141,13 @@ class Executor(Protocol):
     def close(self) -> None:
         """Release everything. Idempotent."""
         ...
+
+
+def usable_len(groups: Sequence[GroupSpec], num_blocks: Sequence[int], spec: ExecutorSpec, max_model_len: int) -> int:
+    """Return how many tokens one sequence can have in a pool of these blocks, at most `max_model_len`."""
+
+    def fits(num_tokens: int) -> bool:
+        needs = (group.peak_blocks(num_tokens, spec.max_batch_tokens, spec.block_size) for group in groups)
+        return all(need <= count for need, count in zip(needs, num_blocks, strict=True))
+
+    return bisect_left(range(1, max_model_len + 1), True, key=lambda num_tokens: not fits(num_tokens))

@@ -35,8 +35,7 @@ from octavo.core.plan import (
     TokenLogprobs,
 )
 from octavo.errors import EngineError
-from octavo.executors.pool_sizing import usable_len
-from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
+from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket, usable_len
 from octavo.grammar.masks import Masks
 
 POOL_TOKENS = 262_144  # by default
@@ -60,7 +59,7 @@ class Coder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _ScriptedSequence:
     """The scripted output of one slot's sequence. `num_resumed` outputs were known when the sequence started."""
 
     new: NewSequence
@@ -107,14 +106,14 @@ class ScriptedExecutor:
         self._script = script
         self._coder = coder
         self._can_die = can_die
-        self._slots: dict[int, _Said] = {}
+        self._slots: dict[int, _ScriptedSequence] = {}
 
     def open(self, spec: ExecutorSpec) -> Capacity:
         """Return the requested capacity; nothing is allocated."""
         size = spec.block_size
         max_len = min(spec.max_model_len or self._script.max_model_len, self._script.max_model_len)
-        asked = [spec.num_blocks, _blocks(spec.pool_bytes, size * TOKEN_BYTES), _blocks(spec.pool_tokens, size)]
-        num_blocks = next((count for count in asked if count is not None), POOL_TOKENS // size)
+        given = [spec.num_blocks, _blocks(spec.pool_bytes, size * TOKEN_BYTES), _blocks(spec.pool_tokens, size)]
+        num_blocks = next((count for count in given if count is not None), POOL_TOKENS // size)
         host_blocks = (spec.host_bytes // (size * TOKEN_BYTES),) if spec.host_bytes else ()
         groups, blocks = (GroupSpec(block_bytes=size * TOKEN_BYTES),), (max(1, num_blocks),)
         return Capacity(
@@ -137,35 +136,35 @@ class ScriptedExecutor:
         for slot in plan.freed_slots:
             self._slots.pop(slot, None)
         for new in plan.new_sequences:
-            self._slots[new.slot] = self._enter(new)
+            self._slots[new.slot] = self._start(new)
         step = _Step(StepResult(array("i")), self._script.step_ms / 1e3 if plan.slots else 0.0)
-        place = 0
+        position = 0
         for number, row in enumerate(plan.rows()):
-            said = self._slots[row.slot]
+            sequence = self._slots[row.slot]
             if row.flags & ROW_SCORE:
-                step.result.scores += ((number, row.start + 1, self._scores(said, row)),)
+                step.result.scores += ((number, row.start + 1, self._scores(sequence, row)),)
             if row.flags & ROW_POOL:
-                step.result.pooled += ((number, _embedding(said.new)),)
+                step.result.pooled += ((number, _embedding(sequence.new)),)
             if row.flags & ROW_SAMPLE:
-                self._say(step, (number, place), row, said)
-                place += 1 + len(row.drafts)
+                self._sample(step, (number, position), row, sequence)
+                position += 1 + len(row.drafts)
         step.delay_s = min(step.delay_s, MAX_STEP_S)
         return step
 
-    def _say(self, step: _Step, where: tuple[int, int], row: Row, said: _Said) -> None:
+    def _sample(self, step: _Step, indices: tuple[int, int], row: Row, sequence: _ScriptedSequence) -> None:
         """Add one id for a row, with drafts or without."""
-        number, place = where
-        index = row.start + row.count - len(row.drafts) - said.new.num_prompt
-        step.delay_s = max(step.delay_s, said.delay_ms(index) / 1e3)
-        if said.crashes(index):
-            self._die()
-        if said.fails(index):
+        number, position = indices
+        index = row.start + row.count - len(row.drafts) - sequence.new.num_prompt
+        step.delay_s = max(step.delay_s, sequence.delay_ms(index) / 1e3)
+        if sequence.crashes(index):
+            self._crash()
+        if sequence.fails(index):
             step.errors[number] = "the script says that it fails here"
         result = step.result
         assert result.token_ids is not None
-        step.rows[place] = number, len(result.token_ids)
-        result.token_ids.append(said.token(index))
-        logprobs = self._logprobs(said, row, said.token(index))
+        step.rows[position] = number, len(result.token_ids)
+        result.token_ids.append(sequence.token(index))
+        logprobs = self._logprobs(sequence, row, sequence.token(index))
         if logprobs is not None and result.logprobs is None:
             result.logprobs = [None] * (len(result.token_ids) - 1)
         if result.logprobs is not None:
@@ -176,10 +175,10 @@ class ScriptedExecutor:
         assert isinstance(ticket, _Step) and isinstance(masks, Masks), "a ticket of submit, and masks"
         ids = ticket.result.token_ids
         assert ids is not None
-        for place, bits in zip(masks.places.tolist(), masks.bits_MW, strict=True):
-            if place not in ticket.rows:
+        for position, bits in zip(masks.places.tolist(), masks.bits_MW, strict=True):
+            if position not in ticket.rows:
                 continue  # a position after a draft, which has no id
-            number, index = ticket.rows[place]
+            number, index = ticket.rows[position]
             token = ids[index]
             if not int(bits[token // 32]) >> token % 32 & 1:
                 ticket.errors[number] = "the script's answer is not what the grammar allows"
@@ -197,14 +196,14 @@ class ScriptedExecutor:
         """Drop all slots."""
         self._slots.clear()
 
-    def _enter(self, new: NewSequence) -> _Said:
+    def _start(self, new: NewSequence) -> _ScriptedSequence:
         assert new.token_ids is not None, f"{new.request_id} has a length but no token ids: only a simulator can run it"
-        asked = self._coder.read(new.token_ids[: new.num_prompt])
-        rule = self._script.rule_for(asked)
-        ids = self._coder.encode(rule.answer(asked, new.choice))
-        return _Said(new, rule, tuple(ids), len(new.token_ids) - new.num_prompt)
+        request = self._coder.read(new.token_ids[: new.num_prompt])
+        rule = self._script.rule_for(request)
+        ids = self._coder.encode(rule.answer(request, new.choice))
+        return _ScriptedSequence(new, rule, tuple(ids), len(new.token_ids) - new.num_prompt)
 
-    def _die(self) -> None:
+    def _crash(self) -> None:
         """End the process as a crash would; raise EngineError if it is shared."""
         if self._can_die:
             _log.warning("the script says that the engine crashes here")
@@ -212,24 +211,24 @@ class ScriptedExecutor:
             os.kill(os.getpid(), signal.SIGKILL)
         raise EngineError("the script says that the engine crashes here, and it shares this process")
 
-    def _logprobs(self, said: _Said, row: Row, token_id: int) -> TokenLogprobs | None:
-        count = said.new.params.num_logprobs
+    def _logprobs(self, sequence: _ScriptedSequence, row: Row, token_id: int) -> TokenLogprobs | None:
+        count = sequence.new.params.num_logprobs
         if row.flags & ROW_BEAM:
-            count = 2 * said.new.params.beam_width
-        return None if count is None else self._entry(said, token_id, count)
+            count = 2 * sequence.new.params.beam_width
+        return None if count is None else self._entry(sequence, token_id, count)
 
-    def _entry(self, said: _Said, token_id: int, count: int) -> TokenLogprobs:
+    def _entry(self, sequence: _ScriptedSequence, token_id: int, count: int) -> TokenLogprobs:
         """Return log-probabilities in which the token is the best one and each next one is worse by one."""
-        best = said.rule.logprob if said.rule.logprob is not None else self._script.logprob
+        best = sequence.rule.logprob if sequence.rule.logprob is not None else self._script.logprob
         others = (other for other in range(_SPACE_ID + 1, VOCAB_SIZE) if other != token_id)
         tops = (token_id, *(other for other, _ in zip(others, range(count - 1), strict=False)))[:count]
-        return TokenLogprobs(token_id, best, 1, tops, tuple(best - place for place in range(len(tops))))
+        return TokenLogprobs(token_id, best, 1, tops, tuple(best - rank for rank in range(len(tops))))
 
-    def _scores(self, said: _Said, row: Row) -> tuple[TokenLogprobs, ...]:
-        ids, count = said.new.token_ids, said.new.params.prompt_logprobs or 0
+    def _scores(self, sequence: _ScriptedSequence, row: Row) -> tuple[TokenLogprobs, ...]:
+        ids, count = sequence.new.token_ids, sequence.new.params.prompt_logprobs or 0
         assert ids is not None
-        end = min(row.start + row.count, said.new.num_prompt - 1)
-        return tuple(self._entry(said, ids[position + 1], count) for position in range(row.start, end))
+        end = min(row.start + row.count, sequence.new.num_prompt - 1)
+        return tuple(self._entry(sequence, ids[position + 1], count) for position in range(row.start, end))
 
 
 def _blocks(size: int | None, each: int) -> int | None:

@@ -1,6 +1,7 @@
 """An executor's state per sequence: known ids, block tables, sampling.
 
-Owns: the slots and how a plan's effects change them. Does not: run rows, or decide anything.
+Owns: the slots, how a plan's effects change them, and copies of its packed columns (views would keep core from
+appending to them). Does not: run rows, or decide anything.
 Shapes: S slots, W = max_model_len + 1 positions, M blocks of the longest table.
 Invariants: `ids_SW` is on the device and the sampler writes into it, so a CARRY row reads the id that its
 slot sampled without the host; tables are on the host, one per cache group, and dropped entries and those
@@ -9,15 +10,30 @@ after a table's end are the group's null block.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.core.plan import DROP_BLOCK, NewSequence, StepPlan
-from octavo.executors.columns import from_packed
 from octavo.sampling.columns import Ints, SequenceIds, upload
 from octavo.sampling.sampler import Sampler
+
+
+def from_packed(column: array[int]) -> NDArray[np.int64]:
+    """Copy a packed column as int64."""
+    if not column:
+        return np.zeros(0, dtype=np.int64)
+    return np.frombuffer(column, dtype=np.int32).astype(np.int64)
+
+
+def to_packed(values: NDArray[np.int64]) -> array[int]:
+    """Copy values into a packed column."""
+    packed = array("i")
+    packed.frombytes(values.astype(np.int32).tobytes())
+    return packed
 
 
 class Slots:

@@ -18,9 +18,8 @@ from torch.nn import functional
 from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.core.request import FinishError
 from octavo.errors import ErrorKind
-from octavo.executors.batch_inputs import StepInputs
-from octavo.executors.columns import to_packed
-from octavo.executors.slots import Slots
+from octavo.executors.slots import Slots, to_packed
+from octavo.executors.step_inputs import StepInputs
 from octavo.sampling.columns import Ints, upload
 from octavo.sampling.sampler import RawDistribution, Sampled, SampledLogprobs
 
@@ -29,8 +28,8 @@ SCORE_CHUNK = 64  # positions whose logits exist at once: 12 MiB at a vocabulary
 NOT_FINITE = "the model's logits are not finite"
 NOTHING_LEFT = FinishError(
     ErrorKind.INVALID_REQUEST,
-    "no token may follow: what grammar, allowed ids, bad words, biases and min_tokens leave together is none; ask for "
-    "less of them at once",
+    "no token may follow: grammar, allowed ids, bad words, biases and min_tokens together leave none; "
+    "use fewer of them at once",
 )
 NO_STATE = "the model's hidden state is not finite"
 
@@ -101,7 +100,7 @@ class StepOutputs:
         result.errors = tuple(sorted(errors.items()))
         result.dead_ends = tuple(sorted(dead_ends.items()))
         if self.inputs.drafts is not None:
-            self.inputs.drafts.cut(result)
+            self.inputs.drafts.keep_accepted(result)
         return result
 
     def _fetch_sampled(
@@ -111,46 +110,46 @@ class StepOutputs:
         ids = to_packed(sampled.ids_R.cpu().numpy())
         best_R = sampled.best_R.cpu().numpy()
         is_bad_R = ~np.isfinite(best_R)
-        places = self.sampled_rows
-        if places is None:
-            places = np.arange(len(ids))
+        positions = self.sampled_rows
+        if positions is None:
+            positions = np.arange(len(ids))
             result.token_ids = ids
         else:
-            for place, token in zip(places.tolist(), ids, strict=True):
-                result.token_ids[place] = token
+            for position, token in zip(positions.tolist(), ids, strict=True):
+                result.token_ids[position] = token
         if self.inputs.drafts is not None:  # ignore positions after a rejected draft
-            is_bad_R &= self.inputs.drafts.counting(result.token_ids)[places]
+            is_bad_R &= self.inputs.drafts.accepted(result.token_ids)[positions]
         if is_bad_R.any():
-            bad = zip(self.inputs.sample_rows[places[is_bad_R]].tolist(), best_R[is_bad_R].tolist(), strict=True)
+            bad = zip(self.inputs.sample_rows[positions[is_bad_R]].tolist(), best_R[is_bad_R].tolist(), strict=True)
             for row, best in bad:
                 if best == -np.inf:
                     dead_ends[row] = NOTHING_LEFT
                 else:
                     errors.setdefault(row, NOT_FINITE)
         if sampled.logprobs is not None:
-            self._put_logprobs(result, places[sampled.logprob_rows], sampled.logprobs.entries())
+            self._put_logprobs(result, positions[sampled.logprob_rows], sampled.logprobs.entries())
 
     def _fetch_candidates(
         self, candidates: Candidates, result: StepResult, errors: dict[int, str], dead_ends: dict[int, FinishError]
     ) -> None:
         assert self.inputs is not None and result.token_ids is not None
         entries = candidates.entries()
-        for place, entry in zip(candidates.rows.tolist(), entries, strict=True):
-            result.token_ids[place] = entry.token_id
+        for position, entry in zip(candidates.rows.tolist(), entries, strict=True):
+            result.token_ids[position] = entry.token_id
             if not np.isfinite(entry.logprob):
-                row = int(self.inputs.sample_rows[place])
+                row = int(self.inputs.sample_rows[position])
                 if np.isnan(entry.logprob):
                     errors.setdefault(row, NOT_FINITE)
                 else:
                     dead_ends[row] = NOTHING_LEFT
         self._put_logprobs(result, candidates.rows, entries)
 
-    def _put_logprobs(self, result: StepResult, places: Ints, entries: Sequence[TokenLogprobs]) -> None:
+    def _put_logprobs(self, result: StepResult, positions: Ints, entries: Sequence[TokenLogprobs]) -> None:
         assert result.token_ids is not None
         if result.logprobs is None:
             result.logprobs = [None] * len(result.token_ids)
-        for place, entry in zip(places.tolist(), entries, strict=True):
-            result.logprobs[place] = entry
+        for position, entry in zip(positions.tolist(), entries, strict=True):
+            result.logprobs[position] = entry
 
     def _fetch_states(self, result: StepResult, errors: dict[int, str]) -> None:
         """Fetch pooled states, and add errors for states that are not finite."""

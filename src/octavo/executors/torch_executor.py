@@ -25,13 +25,20 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.limits import GroupSpec
 from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
-from octavo.executors.batch_inputs import StepInputs, build_inputs
-from octavo.executors.cache_groups import CacheGroups, allocate, group_layers, layer_windows, within
-from octavo.executors.host_memory import Steps, make_resident
+from octavo.executors.cache import (
+    CacheGroups,
+    Steps,
+    allocate,
+    effective_windows,
+    group_layers,
+    layer_windows,
+    make_resident,
+)  # fmt: skip
 from octavo.executors.loading import AnyDecoder, DecoderChoice, dtype_named
-from octavo.executors.pool_sizing import PoolSizing, describe_groups, usable_len
-from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
+from octavo.executors.memory import PoolSizing, describe_groups
+from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket, usable_len
 from octavo.executors.slots import Slots
+from octavo.executors.step_inputs import StepInputs, build_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.grammar.masks import Masks
 from octavo.ops.attention import AttentionBackend
@@ -120,7 +127,7 @@ class TorchExecutor:
         model, is_host = self._spec, self._device.type == "cpu"
         kv_dtype = self._dtype if spec.kv_dtype == "auto" else dtype_named(spec.kv_dtype, "kv_cache_dtype")
         block = PoolShape(1, 0, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
-        groups = group_layers(within(layer_windows(model), max_model_len), block)
+        groups = group_layers(effective_windows(layer_windows(model), max_model_len), block)
         sizing = PoolSizing(spec, groups, max_model_len)
         host_blocks = sizing.host_blocks(machine.usable_memory()[1]) if spec.host_bytes else ()
         num_blocks = sizing.device_blocks(self._available_bytes() - spec.host_bytes * is_host, is_host)
@@ -159,7 +166,7 @@ class TorchExecutor:
             return outputs, clock
         inputs = build_inputs(plan, self._slots, self._block_size, self._cache.reads_unwritten)
         if self._cache.reads_unwritten:
-            self._cache.clear(inputs.begun_blocks)
+            self._cache.clear(inputs.partial_blocks)
         self._cache.begin(inputs.attention)
         clock.lap()
         token_ids_T = self._slots.flat_ids.index_select(0, inputs.token_index_T)
@@ -172,7 +179,7 @@ class TorchExecutor:
 
     def _apply_effects(self, plan: StepPlan) -> None:
         if plan.encode_jobs or plan.encoder_frees:
-            raise EngineError("this executor encodes no media; it cannot run encode jobs or drop what they gave")
+            raise EngineError("this executor encodes no media; it cannot run encode jobs or free their outputs")
         self._slots.change_sequences(plan)
         self._slots.write_ids(plan)
         self._slots.write_drafts(plan)
@@ -215,9 +222,9 @@ class TorchExecutor:
         beams, rows = inputs.beams, inputs.sampling
         others = np.delete(np.arange(len(inputs.sample_rows)), beams)
         beams_B, others_R = upload(self._device, beams, others)
-        asking = SamplingRows(rows.slots[beams], rows.positions[beams])
-        counts = self._sampler.columns.num_candidates[asking.slots]
-        ids_BC, logprobs_BC = self._sampler.candidates(logits_RV.index_select(0, beams_B), asking)
+        beam_rows = SamplingRows(rows.slots[beams], rows.positions[beams])
+        counts = self._sampler.columns.num_candidates[beam_rows.slots]
+        ids_BC, logprobs_BC = self._sampler.candidates(logits_RV.index_select(0, beams_B), beam_rows)
         outputs.candidates = Candidates(beams, counts, ids_BC, logprobs_BC)
         if len(others):
             rest = SamplingRows(rows.slots[others], rows.positions[others])
@@ -232,7 +239,7 @@ class TorchExecutor:
         assert isinstance(ticket, tuple) and isinstance(masks, Masks), "a ticket of submit, and masks"
         outputs, clock = ticket
         if outputs.unsampled_RV is None:
-            raise EngineError("masks were supplied for a step that waits for none")
+            raise EngineError("masks were supplied for a step that needs none")
         try:
             self._sample_masked(outputs, masks)
         except RuntimeError as error:
@@ -254,7 +261,7 @@ class TorchExecutor:
         assert isinstance(ticket, tuple), "a ticket comes from submit"
         outputs, clock = ticket
         if outputs.unsampled_RV is not None:
-            raise EngineError("the step was given no masks for its rows that are held to a grammar")
+            raise EngineError("the step got no masks for its rows with a grammar")
         try:
             result: StepResult = outputs.result()
         except RuntimeError as error:
@@ -278,11 +285,11 @@ class TorchExecutor:
 def _raise_if_memory(error: RuntimeError, device: torch.device) -> None:
     """Raise MemoryError for any of torch's out-of-memory errors; the engine then makes smaller steps."""
     if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY):
-        _give_back(device)
+        _free_memory(device)
         raise MemoryError(str(error).splitlines()[0]) from None
 
 
-def _give_back(device: torch.device) -> None:
+def _free_memory(device: torch.device) -> None:
     """Free the failed step's memory, or the smaller step would fail too."""
     gc.collect()  # the failed step is in reference cycles; an engine process has few objects to scan (process_side)
     if device.type == "cuda":

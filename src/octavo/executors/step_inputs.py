@@ -1,8 +1,8 @@
 """Convert a plan's rows to the tensors of one forward pass.
 
-Owns: the order of rows in the pass, and all index arithmetic of a step, vectorised on the host.
-Does not: read or write slots' tensors, or compute on the device.
-Shapes: T tokens, N rows, A rows with tokens, M table width, R rows that sample.
+Owns: the order of rows in the pass, all index arithmetic of a step, vectorised on the host, and which sampled
+positions of rows with drafts count. Does not: read or write slots' tensors, compute on the device, or make drafts.
+Shapes: T tokens, N rows, A rows with tokens, M table width, R sampled positions (a row of d drafts has 1 + d).
 
 A row of slot s, positions [a, a + c) becomes c tokens. With W = width of the id buffer, S = block size:
     token j of the row   position p = a + j    id at s * W + p    KV to table[s][p // S] * S + p % S
@@ -12,26 +12,68 @@ forks has no tokens: it samples after the last token of the nearest row before i
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.plan import ROW_BEAM, ROW_FORK, ROW_POOL, ROW_SAMPLE, ROW_SCORE, StepPlan
-from octavo.executors.columns import from_packed
-from octavo.executors.drafts import Drafts
-from octavo.executors.slots import Slots
+from octavo.core.plan import ROW_BEAM, ROW_FORK, ROW_POOL, ROW_SAMPLE, ROW_SCORE, StepPlan, StepResult
+from octavo.executors.slots import Slots, from_packed
 from octavo.ops.attention import AttentionBatch
 from octavo.sampling.columns import Ints, SamplingRows, upload
 
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts of a step. `lengths` are positions per sampling row; `remaining_R` how many of its row follow each.
+
+    `expected_R` is the draft that continues each position; -1 for the last position of a row, which has none.
+    """
+
+    lengths: Ints
+    remaining_R: Ints
+    expected_R: Ints
+
+    @classmethod
+    def of(cls, plan: StepPlan, sampling_rows: Ints) -> Drafts:
+        """Lay out a plan with drafts; all rows with drafts are sampling rows."""
+        lengths = from_packed(plan.num_drafts)[sampling_rows] + 1
+        remaining_R = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum()) - 1
+        expected_R = np.full(len(remaining_R), -1, dtype=np.int64)
+        expected_R[remaining_R > 0] = from_packed(plan.draft_token_ids)
+        return cls(lengths, remaining_R, expected_R)
+
+    def accepted(self, token_ids: array[int]) -> NDArray[np.bool_]:
+        """Return which positions count, given the ids sampled at each: those before which every draft was right."""
+        is_wrong_R = from_packed(token_ids) != self.expected_R
+        before_R = np.cumsum(is_wrong_R) - is_wrong_R
+        first = np.cumsum(self.lengths) - self.lengths
+        is_accepted: NDArray[np.bool_] = before_R == np.repeat(before_R[first], self.lengths)
+        return is_accepted
+
+    def keep_accepted(self, result: StepResult) -> None:
+        """Reduce a result with an id for each position to those that count, and set each row's number of ids."""
+        assert result.token_ids is not None
+        is_accepted = self.accepted(result.token_ids)
+        first = np.cumsum(self.lengths) - self.lengths
+        counts = np.add.reduceat(is_accepted.astype(np.int64), first)
+        kept = np.flatnonzero(is_accepted).tolist()
+        ids, logprobs = result.token_ids, result.logprobs
+        result.token_ids = array("i", [ids[index] for index in kept])
+        result.num_token_ids = array("i", counts.tolist())
+        if logprobs is not None:
+            result.logprobs = [logprobs[index] for index in kept]
+
+
 @dataclass(slots=True)
 class StepInputs:
     """The inputs of one step. `*_rows` are row indices of the plan; `*_last` their last token in the pass.
 
-    `attention` and `begun_blocks` have one entry per cache group; begun blocks are those whose first position this
+    `attention` and `partial_blocks` have one entry per cache group; partial blocks are those whose first position this
     step writes and whose last it does not (see attention_pool), if requested. `first_token_N` is the index of each
     plan row's first token in the pass. `sample_rows` repeats a row for each of its sampling positions: one, and one
     more for each of its `drafts`. `beams` are indices into `sample_rows` of the rows that need candidates only.
@@ -39,7 +81,7 @@ class StepInputs:
 
     token_index_T: Tensor
     attention: list[AttentionBatch]
-    begun_blocks: list[Ints]
+    partial_blocks: list[Ints]
     first_token_N: Ints
     slots_N: Ints
     starts_N: Ints
@@ -61,13 +103,13 @@ class StepInputs:
         return is_silent_N.nonzero()[0]
 
 
-def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: bool = True) -> StepInputs:
+def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: bool = True) -> StepInputs:
     """Convert the plan's columns to tensors on the slots' device. Needs current tables and a row with tokens."""
     slots_N, starts_N, counts_N = from_packed(plan.slots), from_packed(plan.starts), from_packed(plan.counts)
     flags_N = from_packed(plan.flags)
     ends_N = starts_N + counts_N
     longest = int(ends_N.max())
-    assert longest <= slots.max_model_len, "a row reaches behind max_model_len"
+    assert longest <= slots.max_model_len, "a row reaches past max_model_len"
     is_long_N = counts_N > 1
     order_A = np.lexsort((ends_N, is_long_N)) if is_long_N.any() else np.argsort(ends_N, kind="stable")
     has_forks = np.count_nonzero(counts_N) < len(counts_N)
@@ -88,15 +130,15 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: boo
     width = slots.ids_SW.shape[1]
     contexts_A = ends_N[order_A]
     wanted = int(np.bitwise_or.reduce(flags_N))  # by any row
-    sample_rows, behind_R, drafts = _sampled(plan, (flags_N & ROW_SAMPLE).nonzero()[0])
-    sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - behind_R)
+    sample_rows, remaining_R, drafts = _sampled(plan, (flags_N & ROW_SAMPLE).nonzero()[0])
+    sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - remaining_R)
     token_index_T, positions_T, row_start_A1, context_len_A, last_R, target_R, *paged = upload(
         slots.ids_SW.device,
         slot_T * width + position_T,
         position_T,
         first_A1,
         contexts_A,
-        last_token_N[sample_rows] - behind_R,
+        last_token_N[sample_rows] - remaining_R,
         sampling.slots * width + sampling.positions,
         *_page(slots, block_size, (slot_T, position_T), (slots_N[order_A], longest)),
     )
@@ -117,7 +159,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: boo
     return StepInputs(
         token_index_T=token_index_T,
         attention=groups,
-        begun_blocks=_begun_blocks(slots, block_size, (slots_N, starts_N, ends_N)) if wants_begun else [],
+        partial_blocks=_partial_blocks(slots, block_size, (slots_N, starts_N, ends_N)) if wants_partial else [],
         first_token_N=first_token_N,
         slots_N=slots_N,
         starts_N=starts_N,
@@ -138,7 +180,7 @@ def _sampled(plan: StepPlan, rows: Ints) -> tuple[Ints, Ints | int, Drafts | Non
     if not plan.num_drafts:
         return rows, 0, None
     drafts = Drafts.of(plan, rows)
-    return np.repeat(rows, drafts.lengths), drafts.behind_R, drafts
+    return np.repeat(rows, drafts.lengths), drafts.remaining_R, drafts
 
 
 def _tokens(order_A: Ints, counts_N: Ints, is_plain: bool) -> tuple[Ints, Ints]:
@@ -149,12 +191,12 @@ def _tokens(order_A: Ints, counts_N: Ints, is_plain: bool) -> tuple[Ints, Ints]:
     return np.repeat(order_A, counts_A), np.concatenate(([0], np.cumsum(counts_A)))
 
 
-def _begun_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]) -> list[Ints]:
+def _partial_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]) -> list[Ints]:
     """Return, per cache group, the blocks whose first position the rows write and whose last they do not."""
     slots_N, starts_N, ends_N = rows
     last_block_N = (ends_N - 1) // block_size
-    is_begun_N = (ends_N % block_size != 0) & (last_block_N * block_size >= starts_N)
-    return [table_SM[slots_N, last_block_N][is_begun_N] for table_SM in slots.tables]
+    is_partial_N = (ends_N % block_size != 0) & (last_block_N * block_size >= starts_N)
+    return [table_SM[slots_N, last_block_N][is_partial_N] for table_SM in slots.tables]
 
 
 def _source_rows(counts_N: Ints, flags_N: Ints) -> Ints:
@@ -175,6 +217,6 @@ def _page(slots: Slots, block_size: int, tokens: tuple[Ints, Ints], rows: tuple[
     columns: list[Ints] = []
     for table_SM, null_block in zip(slots.tables, slots.null_blocks, strict=True):
         block_T = table_SM[slot_T, index_T]
-        assert block_T.max() != null_block, "a row writes behind its block table"
+        assert block_T.max() != null_block, "a row writes past its block table"
         columns += [block_T * block_size + offset_T, table_SM[slots_A, :width]]
     return columns

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from octavo import machine
-from octavo.executors import host_memory
+from octavo.executors import cache
 from octavo.ops.attention_pool import KVPool, PoolShape
 from tests.executors.conformance import SPEC
 from tests.executors.test_torch_executor import make
 
-can_populate = pytest.mark.skipif(host_memory._populate() is None, reason="the kernel has no MADV_POPULATE_WRITE")
+can_populate = pytest.mark.skipif(cache._populate() is None, reason="the kernel has no MADV_POPULATE_WRITE")
 
 FRESH_BYTES = 48 << 20  # malloc maps what is above 32 MiB; less may be memory that was used before
 
@@ -39,10 +39,10 @@ def resident_share(pool):
 
 
 @can_populate
-@pytest.mark.parametrize("size_bytes", [1 << 20, host_memory.AT_ONCE_BYTES])
+@pytest.mark.parametrize("size_bytes", [1 << 20, cache.AT_ONCE_BYTES])
 def test_a_small_pool_is_resident_at_once(size_bytes):
     pool = pool_of(size_bytes)
-    assert host_memory.make_resident([pool]) is None
+    assert cache.make_resident([pool]) is None
     assert resident_share(pool) == 1
 
 
@@ -50,7 +50,7 @@ def test_a_small_pool_is_resident_at_once(size_bytes):
 def test_a_large_pool_becomes_resident_and_keeps_what_is_written_meanwhile():
     pool = pool_of(2 * FRESH_BYTES)
     assert resident_share(pool) < 0.1
-    thread = host_memory.make_resident([pool])
+    thread = cache.make_resident([pool])
     assert thread is not None and thread.daemon
     values = torch.arange(len(pool.keys[0]), dtype=torch.float32)
     for plane in (*pool.values, *pool.keys):
@@ -73,7 +73,7 @@ def test_the_executor_opens_with_a_resident_pool(tiny_folder):
 def test_little_free_memory_is_left_to_others(monkeypatch):
     monkeypatch.setattr(machine, "usable_memory", lambda: (1 << 34, 1 << 30))
     pool = pool_of(FRESH_BYTES)
-    thread = host_memory.make_resident([pool])
+    thread = cache.make_resident([pool])
     assert thread is not None
     thread.join()
     assert resident_share(pool) < 0.1
@@ -81,20 +81,20 @@ def test_little_free_memory_is_left_to_others(monkeypatch):
 
 @can_populate
 def test_steps_go_first(monkeypatch):
-    monkeypatch.setattr(host_memory, "MAX_PAUSE_S", 3.0)
-    steps, pool = host_memory.Steps(), pool_of(FRESH_BYTES)
+    monkeypatch.setattr(cache, "MAX_PAUSE_S", 3.0)
+    steps, pool = cache.Steps(), pool_of(FRESH_BYTES)
     steps.begin()
-    thread = host_memory.make_resident([pool], steps)
+    thread = cache.make_resident([pool], steps)
     assert thread is not None
     time.sleep(0.5)
     assert resident_share(pool) < 0.1 and thread.is_alive()
     steps.end()
     thread.join()
     assert resident_share(pool) == 1
-    busy, other = host_memory.Steps(), pool_of(FRESH_BYTES)
+    busy, other = cache.Steps(), pool_of(FRESH_BYTES)
     busy.begin()
-    monkeypatch.setattr(host_memory, "MAX_PAUSE_S", 0.3)
-    thread = host_memory.make_resident([other], busy)
+    monkeypatch.setattr(cache, "MAX_PAUSE_S", 0.3)
+    thread = cache.make_resident([other], busy)
     thread.join()
     assert resident_share(other) == 1, "not put off for ever"
 
@@ -103,7 +103,7 @@ def test_steps_go_first(monkeypatch):
 def test_a_pool_that_is_dropped_is_not_held_by_its_thread(monkeypatch):
     monkeypatch.setattr(machine, "usable_memory", lambda: (time.sleep(0.02), (1 << 34, 1 << 34))[1])
     pool = pool_of(200 << 20)
-    thread = host_memory.make_resident([pool])
+    thread = cache.make_resident([pool])
     del pool
     gc.collect()
     thread.join(timeout=60)
@@ -111,12 +111,12 @@ def test_a_pool_that_is_dropped_is_not_held_by_its_thread(monkeypatch):
 
 
 def test_without_the_kernels_help_pages_are_touched_before_the_pool_is_used(monkeypatch):
-    monkeypatch.setattr(host_memory, "_populate", lambda: None)
-    monkeypatch.setattr(host_memory, "TOUCH_S", 60)
+    monkeypatch.setattr(cache, "_populate", lambda: None)
+    monkeypatch.setattr(cache, "TOUCH_S", 60)
     pool = pool_of(FRESH_BYTES)
-    assert host_memory.make_resident([pool]) is None
+    assert cache.make_resident([pool]) is None
     assert resident_share(pool) > 0.99  # all but the null block's page
-    monkeypatch.setattr(host_memory, "TOUCH_S", 0)
+    monkeypatch.setattr(cache, "TOUCH_S", 0)
     other = pool_of(FRESH_BYTES)
-    host_memory.make_resident([other])
+    cache.make_resident([other])
     assert resident_share(other) < 0.5

@@ -1,7 +1,8 @@
-"""Compute the number of KV blocks of each cache group, on the device and on the host.
+"""The numbers of KV blocks of each cache group, on the device and on the host, and a model's memory plan.
 
-Owns: the arithmetic from a spec and free memory to numbers of blocks, and its errors.
-Does not: look at the machine (its callers do) or allocate.
+Owns: the arithmetic from a spec and free memory to numbers of blocks, its errors, and the same choices as
+TorchExecutor.open makes, from the files' headers, without loading. Does not: allocate, or count a step's own buffers,
+which are small on a CPU beside the pool's margin.
 Invariants: groups share one budget in bytes so that sequences of typical length fill all of them at the same time;
 no group is too small for one longest sequence while the budget has room for one.
 A user's number of blocks or tokens refers to the leading group: the first, which is the full group if there is one.
@@ -9,13 +10,25 @@ A user's number of blocks or tokens refers to the leading group: the first, whic
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
+import torch
+
+from octavo import machine
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.read_spec import read_model_spec
+from octavo.artifacts.resolve import ModelFiles
+from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.errors import CapacityError
-from octavo.executors.protocol import ExecutorSpec
+from octavo.executors.cache import effective_windows, group_layers, layer_windows
+from octavo.executors.loading import DecoderChoice, dtype_named
+from octavo.executors.protocol import ExecutorSpec, MemoryPlan, usable_len
+from octavo.models.native_weights import native_weight_bytes
+from octavo.nn.weights import open_weights
+from octavo.ops.attention_pool import PoolShape
 
 HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, by default
 TYPICAL_LEN = 2048  # tokens per sequence for which a pool on a CPU is sized by default
@@ -36,7 +49,7 @@ class PoolSizing:
         Without a size: `memory_fraction` of the free memory. Without a fraction: the default one, on the host at most
         the blocks that max_sequences of typical length need, because other processes share that memory.
         """
-        num_blocks, source = self._asked(available_bytes, is_host)
+        num_blocks, source = self._requested(available_bytes, is_host)
         fits = self._split(available_bytes)[0]
         size = self._spec.block_size
         would_hold = f"{_size(available_bytes)} free, which would hold {fits} blocks ({fits * size} tokens)"
@@ -67,28 +80,28 @@ class PoolSizing:
             )
         return num_blocks
 
-    def _asked(self, available_bytes: int, is_host: bool) -> tuple[tuple[int, ...], str]:
+    def _requested(self, available_bytes: int, is_host: bool) -> tuple[tuple[int, ...], str]:
         spec = self._spec
-        asked = [size for size in (spec.num_blocks, spec.pool_bytes, spec.pool_tokens) if size is not None]
-        if len(asked) > 1:
+        given = [size for size in (spec.num_blocks, spec.pool_bytes, spec.pool_tokens) if size is not None]
+        if len(given) > 1:
             raise CapacityError("give one of num_blocks, pool_bytes and pool_tokens, not several")
         if spec.num_blocks is not None:
-            return self._beside(spec.num_blocks), f"--num-gpu-blocks-override {spec.num_blocks}"
+            return self._with_leading(spec.num_blocks), f"--num-gpu-blocks-override {spec.num_blocks}"
         if spec.pool_bytes is not None:
             return self._split(spec.pool_bytes), f"--kv-cache-memory-bytes {_size(spec.pool_bytes)}"
         if spec.pool_tokens is not None:
-            return self._beside(spec.pool_tokens // spec.block_size), f"--kv-cache-tokens {spec.pool_tokens}"
+            return self._with_leading(spec.pool_tokens // spec.block_size), f"--kv-cache-tokens {spec.pool_tokens}"
         fraction = spec.memory_fraction or (HOST_FRACTION if is_host else DEVICE_FRACTION)
         share = int(available_bytes * fraction)
         num_blocks = self._split(share)
         if is_host and spec.memory_fraction is None:
-            num_blocks = tuple(map(min, num_blocks, self._usual()))
+            num_blocks = tuple(map(min, num_blocks, self._default_blocks()))
         return num_blocks, f"--gpu-memory-utilization {fraction:g} ({_size(share)})"
 
-    def _usual(self) -> tuple[int, ...]:
+    def _default_blocks(self) -> tuple[int, ...]:
         """Return the blocks that max_sequences of typical length need; of several groups, each holds a longest one."""
-        most = tuple(self._spec.max_sequences * typical for typical in self._typical)
-        return most if len(most) == 1 else tuple(map(max, most, self._blocks_of(self._max_model_len)))
+        needed = tuple(self._spec.max_sequences * typical for typical in self._typical)
+        return needed if len(needed) == 1 else tuple(map(max, needed, self._blocks_of(self._max_model_len)))
 
     def _blocks_of(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of each group that one sequence of that length holds at once."""
@@ -99,13 +112,15 @@ class PoolSizing:
     def _bytes(self, num_blocks: Sequence[int]) -> int:
         return sum(count * group.block_bytes for count, group in zip(num_blocks, self._groups, strict=True))
 
-    def _beside(self, leading: int) -> tuple[int, ...]:
+    def _with_leading(self, leading: int) -> tuple[int, ...]:
         """Return all groups' blocks, given the leading group's: for as many sequences, and at least one longest."""
         if leading < 1:
             return (leading,) * len(self._groups)
         others = zip(self._blocks_of(self._max_model_len)[1:], self._typical[1:], strict=True)
         # for a longest sequence that the leading group cannot hold, the others need no more blocks than that group
-        return leading, *(max(min(least, leading), -(-leading * need // self._typical[0])) for least, need in others)
+        return leading, *(
+            max(min(longest, leading), -(-leading * typical // self._typical[0])) for longest, typical in others
+        )
 
     def _split(self, budget: int) -> tuple[int, ...]:
         """Divide bytes among the groups; return each group's blocks."""
@@ -134,16 +149,6 @@ class PoolSizing:
         return self._blocks_of(low)
 
 
-def usable_len(groups: Sequence[GroupSpec], num_blocks: Sequence[int], spec: ExecutorSpec, max_model_len: int) -> int:
-    """Return how many tokens one sequence can have in a pool of these blocks, at most `max_model_len`."""
-
-    def fits(num_tokens: int) -> bool:
-        needs = (group.peak_blocks(num_tokens, spec.max_batch_tokens, spec.block_size) for group in groups)
-        return all(need <= count for need, count in zip(needs, num_blocks, strict=True))
-
-    return bisect_left(range(1, max_model_len + 1), True, key=lambda num_tokens: not fits(num_tokens))
-
-
 def describe_groups(groups: Sequence[GroupSpec], num_blocks: Sequence[int], block_size: int) -> tuple[str, ...]:
     """Return the sizes of several groups as one note for the user, () for one group."""
     if len(groups) == 1:
@@ -160,3 +165,52 @@ def _size(num_bytes: int) -> str:
     if num_bytes < 2**20:
         return f"{num_bytes} bytes"
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def plan_memory(files: ModelFiles, execution: ExecutionConfig, model: ModelConfig, wanted: ExecutorSpec) -> MemoryPlan:
+    """Return the memory plan. Raises ConfigError, ModelFileError; if nothing fits, the plan's `shortfall` says why."""
+    spec = read_model_spec(files)
+    choice = DecoderChoice(files, spec, execution, model)
+    max_len = min(wanted.max_model_len or spec.max_model_len, spec.max_model_len)
+    kv_dtype = choice.dtype if wanted.kv_dtype == "auto" else dtype_named(wanted.kv_dtype, "kv_cache_dtype")
+    block = PoolShape(1, 0, wanted.block_size, spec.num_kv_heads, spec.head_dim, kv_dtype)
+    groups = group_layers(effective_windows(layer_windows(spec), max_len), block)
+    weight_bytes = _weight_bytes(files, spec, choice)
+    is_host = choice.device.type == "cpu"
+    free = machine.usable_memory()[1] if is_host else int(torch.cuda.mem_get_info(choice.device)[0])
+    sizing = PoolSizing(wanted, groups, max_len)
+    shortfall, num_blocks = None, (0,) * len(groups)
+    try:
+        num_blocks = sizing.device_blocks(max(0, free - weight_bytes - wanted.host_bytes * is_host), is_host)
+    except CapacityError as error:
+        shortfall = str(error)
+    longest = usable_len(groups, num_blocks, wanted, max_len)
+    if shortfall is None and longest < max_len:
+        shortfall = (
+            f"it holds {num_blocks[0] * wanted.block_size:,} tokens, and one request of full length has {max_len:,}; "
+            f"enlarge the pool, or give --max-model-len {longest}"
+        )
+    return MemoryPlan(
+        device=str(choice.device),
+        dtype=str(choice.dtype).removeprefix("torch."),
+        quantization=choice.quantization if choice.is_native else "none",
+        num_threads=(execution.threads or machine.usable_cores()) if is_host else 1,
+        max_model_len=max_len,
+        free_bytes=free,
+        weight_bytes=weight_bytes,
+        groups=groups,
+        num_blocks=num_blocks,
+        block_size=wanted.block_size,
+        num_slots=wanted.max_sequences,
+        sequence_blocks=tuple(
+            group.peak_blocks(max_len, wanted.max_batch_tokens, wanted.block_size) for group in groups
+        ),
+        shortfall=shortfall,
+    )
+
+
+def _weight_bytes(files: ModelFiles, spec: ModelSpec, choice: DecoderChoice) -> int:
+    if choice.is_native:
+        return native_weight_bytes(files, spec, choice.quantization, choice.dtype)
+    weights = open_weights(files, spec)
+    return sum(prod(weights.shape(name)) for name in weights.names) * choice.dtype.itemsize

@@ -1,0 +1,286 @@
+"""The KV cache of an executor: groups of layers with a pool and an attention backend each, the host tier, their pages.
+
+Owns: which layers share a group, the mapping from a model's layers to their groups', block copies, the host tier's
+memory, and populating pages of memory before a step needs them. Does not: decide about blocks or keep tables.
+Invariants: the full group, if there is one, is the first; sliding groups follow, the widest first. A group's pool holds
+only its own layers and has its own block numbers. Copies run on the device's current stream, and nothing waits for it.
+Populating changes no byte, so it may run beside steps that write, though it yields to them for up to MAX_PAUSE_S; it
+keeps no pool alive, and stops when less than an eighth of the machine's memory is free.
+Shapes: L layers, N blocks, S block size, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import sys
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from octavo import machine
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.core.limits import GroupKind, GroupSpec
+from octavo.core.plan import StepPlan
+from octavo.errors import EngineError
+from octavo.executors.slots import from_packed
+from octavo.ops.attention import AttentionBackend, AttentionBatch, GroupedAttention
+from octavo.ops.attention_pool import KVPool, PoolShape
+from octavo.sampling.columns import Ints, upload
+
+MakeAttention = Callable[[KVPool, int | None], AttentionBackend]  # of a pool and its layers' window
+
+# Memory is allocated in slabs of this size: torch rounds a pinned tensor up to a power of two, which could double it.
+SLAB_BYTES = 64 << 20
+STAGING_BYTES = 64 << 20  # maximum that a copy holds on the device beside the pool
+
+AT_ONCE_BYTES = 16 << 20  # some 15 ms; larger pools are populated by a thread
+STRIPE_BYTES = 2 << 20  # of each layer's keys and values per call, in which the kernel locks the process's memory map
+FREE_SHARE = 8
+TOUCH_S = 0.25  # time limit if the kernel cannot populate beside other writers
+QUIET_S = 0.1  # without a step, before populating continues
+MAX_PAUSE_S = 5.0  # total wait for steps: a standby resumes 32 requests in 1 s, or in 2 s while populating
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+
+def group_layers(windows: Sequence[int | None], block: PoolShape) -> tuple[GroupSpec, ...]:
+    """Group layers by their window (None = full attention). `block` is the shape of one layer's pool."""
+    by_window: dict[int, list[int]] = {}
+    for layer, window in enumerate(windows):
+        by_window.setdefault(window or 0, []).append(layer)
+    return tuple(
+        GroupSpec(
+            GroupKind.SLIDING if window else GroupKind.FULL,
+            window,
+            replace(block, num_layers=len(by_window[window])).block_bytes,
+            tuple(by_window[window]),
+        )
+        for window in sorted(by_window, key=lambda window: (window > 0, -window))
+    )
+
+
+def layer_windows(model: ModelSpec) -> tuple[int | None, ...]:
+    """Return the window of each layer, None for full attention."""
+    return tuple(model.window_of(layer) for layer in range(model.num_layers))
+
+
+def effective_windows(windows: Sequence[int | None], max_model_len: int) -> tuple[int | None, ...]:
+    """Return the effective windows at this length: a window as long as the longest context is full attention."""
+    return tuple(None if window is None or window >= max_model_len else window for window in windows)
+
+
+class CacheGroups:
+    """Pools, host pools and attention of all groups. `attention` is the argument of the model's forward pass."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        pools: Sequence[KVPool],
+        host_blocks: Sequence[int],
+        make_attention: MakeAttention,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.pools = tuple(pools)
+        self._hosts = tuple(HostPool(pool, count) for pool, count in zip(pools, host_blocks, strict=False))
+        backends = [make_attention(pool, group.window or None) for pool, group in zip(pools, groups, strict=True)]
+        self._backends = backends
+        self.reads_unwritten = any(backend.reads_unwritten for backend in backends)
+        # a single group has all layers: use the backend itself, at no cost per layer
+        self.attention = backends[0] if len(backends) == 1 else _by_layer(groups, backends)
+
+    def begin(self, batches: Sequence[AttentionBatch]) -> None:
+        """Begin the step in each group's attention."""
+        for backend, batch in zip(self._backends, batches, strict=True):
+            backend.begin(batch)
+
+    def clear(self, blocks_by_group: Sequence[Ints]) -> None:
+        """Zero blocks of each group; needed if attention `reads_unwritten` positions."""
+        for pool, blocks in zip(self.pools, blocks_by_group, strict=True):
+            if len(blocks):
+                pool.clear_blocks(upload(pool.device, blocks)[0])
+
+    def move_blocks(self, plan: StepPlan) -> None:
+        """Apply the plan's swap-outs, host loads and copies, in this order. Raises EngineError without a host tier."""
+        if plan.swap_outs or plan.host_loads:
+            if not self._hosts:
+                raise EngineError("this executor has no host tier; it cannot swap blocks or load them back")
+            for group, (sources, destinations) in self._pairs(plan.swap_outs):
+                self._hosts[group].put(sources, destinations)
+            for group, (sources, destinations) in self._pairs(plan.host_loads):
+                self._hosts[group].get(sources, destinations)
+        for group, (sources, destinations) in self._pairs(plan.copies):
+            pool = self.pools[group]
+            pool.copy_blocks(*upload(pool.device, sources, destinations))
+
+    def _pairs(self, column: array[int]) -> list[tuple[int, tuple[Ints, Ints]]]:
+        """Return the (source, destination) columns of each group in a flat column."""
+        if not column:
+            return []
+        entries = from_packed(column).reshape(-1, 3)
+        assert 0 <= entries[:, 0].min() <= entries[:, 0].max() < len(self.pools), "an effect names an unknown group"
+        parts = [(group, entries[entries[:, 0] == group]) for group in range(len(self.pools))]
+        return [(group, (part[:, 1], part[:, 2])) for group, part in parts if len(part)]
+
+
+def _by_layer(groups: Sequence[GroupSpec], backends: Sequence[AttentionBackend]) -> GroupedAttention:
+    """Map each of the model's layers to its group's backend and its index there."""
+    places = {
+        layer: (backend, local)
+        for group, backend in zip(groups, backends, strict=True)
+        for local, layer in enumerate(group.layers)
+    }
+    return GroupedAttention([places[layer] for layer in range(len(places))])
+
+
+def allocate(
+    groups: Sequence[GroupSpec], num_blocks: Sequence[int], block: PoolShape, device: torch.device
+) -> list[KVPool]:
+    """Allocate the pool of each group."""
+    return [
+        KVPool(replace(block, num_layers=len(group.layers), num_blocks=count), device)
+        for group, count in zip(groups, num_blocks, strict=True)
+    ]
+
+
+class HostPool:
+    """`num_blocks` host blocks of the shape of a device pool's blocks, written by `put` and read by `get`."""
+
+    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+        shape = pool.shape
+        self._pool = pool
+        self._num_blocks = num_blocks
+        self._per_slab = max(1, SLAB_BYTES // shape.block_bytes)
+        self._staged = max(1, STAGING_BYTES // shape.block_bytes)
+        block = (2, shape.num_layers, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        is_pinned = pool.device.type == "cuda"
+        self._slabs = [
+            torch.empty((min(self._per_slab, num_blocks - first), *block), dtype=shape.dtype, pin_memory=is_pinned)
+            for first in range(0, num_blocks, self._per_slab)
+        ]
+
+    def put(self, device_blocks: Ints, host_blocks: Ints) -> None:
+        """Copy device blocks to host blocks."""
+        for first in range(0, len(device_blocks), self._staged):
+            part = slice(first, first + self._staged)
+            content_N2LSKD = self._pool.read_blocks(upload(self._pool.device, device_blocks[part])[0])
+            content_N2LSKD = content_N2LSKD.movedim(2, 0).contiguous()
+            for block, content in zip(host_blocks[part].tolist(), content_N2LSKD, strict=True):
+                self._block(block).copy_(content, non_blocking=True)
+
+    def get(self, host_blocks: Ints, device_blocks: Ints) -> None:
+        """Copy host blocks to device blocks; no device block may occur twice."""
+        for first in range(0, len(host_blocks), self._staged):
+            part = slice(first, first + self._staged)
+            hosts = host_blocks[part].tolist()
+            content_N2LSKD = torch.empty(
+                (len(hosts), *self._slabs[0].shape[1:]), dtype=self._pool.shape.dtype, device=self._pool.device
+            )
+            for content, block in zip(content_N2LSKD, hosts, strict=True):
+                content.copy_(self._block(block), non_blocking=True)
+            blocks = upload(self._pool.device, device_blocks[part])[0]
+            self._pool.write_blocks(blocks, content_N2LSKD.movedim(0, 2))
+
+    def _block(self, number: int) -> Tensor:
+        assert 0 <= number < self._num_blocks, f"host block {number} of {self._num_blocks}"
+        return self._slabs[number // self._per_slab][number % self._per_slab]
+
+
+class Steps:
+    """Flag that an executor runs steps. Written by the executor's thread, read by the one that populates."""
+
+    def __init__(self) -> None:
+        self._until = -math.inf
+
+    def begin(self) -> None:
+        """Record that a step begins."""
+        self._until = math.inf
+
+    def end(self) -> None:
+        """Record that it ended."""
+        self._until = time.monotonic() + QUIET_S
+
+    @property
+    def are_running(self) -> bool:
+        """True if a step runs, or ended less than QUIET_S ago."""
+        return time.monotonic() < self._until
+
+
+def make_resident(pools: Sequence[KVPool], steps: Steps | None = None) -> threading.Thread | None:
+    """Populate the pools' pages, lowest blocks first; return the thread that does it, None if it is done already.
+
+    The thread waits while `steps` are running, for at most MAX_PAUSE_S.
+
+    Otherwise the first step that uses a block would wait for its pages, which can be a huge page for the keys and one
+    for the values of each layer. Call it before the pools are used: without MADV_POPULATE_WRITE this call touches the
+    pages instead, for at most TOUCH_S seconds.
+    """
+    pools = [pool for pool in pools if pool.device.type == "cpu"]
+    populate = _populate()
+    if populate is None:
+        _touch(pools)
+        return None
+    if sum(pool.shape.block_bytes * pool.shape.num_blocks for pool in pools) <= AT_ONCE_BYTES:
+        _populate_all(populate, [weakref.ref(pool) for pool in pools], Steps())
+        return None
+    arguments = (populate, [weakref.ref(pool) for pool in pools], steps or Steps())
+    thread = threading.Thread(target=_populate_all, args=arguments, name="octavo-kv-pages", daemon=True)
+    thread.start()
+    return thread
+
+
+@cache
+def _populate() -> Callable[[int, int], bool] | None:
+    """Return a function of an address and a size in bytes that populates, or None if the kernel does not support it."""
+    if sys.platform != "linux":
+        return None
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def populate(address: int, size: int) -> bool:
+        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+        return bool(madvise(begin, address + size - begin, _MADV_POPULATE_WRITE) == 0)
+
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    return populate if populate(ctypes.addressof(ctypes.c_char.from_buffer(page)), mmap.PAGESIZE) else None
+
+
+def _populate_all(populate: Callable[[int, int], bool], refs: Sequence[weakref.ref[KVPool]], steps: Steps) -> None:
+    begin, is_more, pauses = 0, True, int(MAX_PAUSE_S / QUIET_S)
+    while is_more:
+        is_more = False
+        for ref in refs:
+            while steps.are_running and pauses > 0:
+                pauses -= 1
+                time.sleep(QUIET_S)
+            pool = ref()
+            total, free = machine.usable_memory()
+            if pool is None or free < total // FREE_SHARE:
+                return
+            for plane in (*pool.keys, *pool.values):
+                size = min(STRIPE_BYTES, plane.nbytes - begin)
+                if size > 0 and not populate(plane.data_ptr() + begin, size):
+                    return
+                is_more = is_more or begin + STRIPE_BYTES < plane.nbytes
+            del pool  # it may be dropped meanwhile
+        begin += STRIPE_BYTES
+
+
+def _touch(pools: Sequence[KVPool]) -> None:
+    """Zero the pools, which nothing else may write to yet, for at most TOUCH_S seconds."""
+    end = time.monotonic() + TOUCH_S
+    for pool in pools:
+        blocks = max(1, STRIPE_BYTES * pool.shape.num_layers // pool.shape.block_bytes)
+        for begin in range(0, pool.shape.num_blocks, blocks):
+            if time.monotonic() > end:
+                return
+            for plane in (*pool.keys, *pool.values):
+                plane[begin : begin + blocks].zero_()
