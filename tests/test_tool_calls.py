@@ -54,7 +54,7 @@ def test_a_random_model_makes_valid_calls(tmp_path: Path) -> None:
             max_tokens=600,
             temperature=temperature,
             seed=number,
-            grammar=compile_grammar("answer", json.dumps({"calls": {"form": form, "tools": tools, "most": most}})),
+            grammar=compile_grammar("answer", json.dumps({"calls": {"form": form, "tools": tools, "max_calls": most}})),
         )
         for number, (form, most, temperature) in enumerate(asked)
     ]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from octavo.frontend.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
     from octavo.frontend.sessions import TextDelta, Usage
-    from octavo.grammar.forms import grammar_from
+    from octavo.grammar.compile import grammar_from
 
 __version__ = "0.1.0"
 
@@ -53,7 +53,7 @@ _HOMES = {
         "RequestError",
         "UnknownModelError",
     ),
-    "octavo.grammar.forms": ("grammar_from",),
+    "octavo.grammar.compile": ("grammar_from",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -20,7 +20,7 @@ from octavo.core.plan import ROW_CARRY, ROW_POOL, ROW_SAMPLE, ROW_SCORE, TokenLo
 from octavo.core.request import SamplingParams
 from octavo.errors import EngineError
 from octavo.executors.protocol import Executor
-from octavo.grammar.masks import Masks
+from octavo.grammar.matcher import Masks
 from tests.executors.driver import BLOCK, GREEDY, SPEC, Dense, Driver, assert_logprobs, make_prompt
 from tests.executors.effects_conformance import EffectsConformance
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model
@@ -322,7 +322,7 @@ class Conformance(EffectsConformance):
         driver.add(1, make_prompt(4))
         driver.row(1, 0, 4)
         ticket = driver.executor.submit(driver.plan())
-        with pytest.raises(EngineError, match="waits for none"):
+        with pytest.raises(EngineError, match="needs none"):
             driver.executor.supply(ticket, masks_of({0: [1]}))
         assert len(driver.executor.collect(ticket).token_ids or ()) == 1
 

@@ -17,7 +17,7 @@ from octavo.errors import CapacityError, ConfigError, EngineError
 from octavo.executors import cache
 from octavo.executors.protocol import Executor, ExecutorSpec
 from octavo.executors.torch_executor import TorchExecutor
-from octavo.grammar.masks import Masks
+from octavo.grammar.matcher import Masks
 from tests.executors.conformance import SPEC, Conformance, Dense, Driver, make_prompt, open_files
 from tests.executors.effects_conformance import BLOCK_BYTES
 from tests.tiny_models import make_tiny_model
@@ -207,7 +207,7 @@ def test_what_it_cannot_do_raises(driver: Driver) -> None:
     with pytest.raises(EngineError, match="encodes no media"):
         driver.executor.submit(StepPlan(0, 0.0, encoder_frees=(b"key",)))
     none = Masks(np.zeros(0, dtype=np.int64), np.zeros((0, 1), dtype=np.int32))
-    with pytest.raises(EngineError, match="waits for none"):
+    with pytest.raises(EngineError, match="needs none"):
         driver.executor.supply(driver.executor.submit(StepPlan(0, 0.0)), none)
     driver.executor.close()
     driver.executor.close()

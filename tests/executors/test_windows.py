@@ -184,7 +184,7 @@ def test_a_row_behind_its_table_is_refused_in_each_group(driver: Driver) -> None
     driver.run()
     driver.replace(0, 4, -1, group)  # where the row writes
     driver.row(0, 19, 1)
-    with pytest.raises(AssertionError, match="writes behind its block table"):
+    with pytest.raises(AssertionError, match="writes past its block table"):
         driver.run()
 
 

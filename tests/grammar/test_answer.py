@@ -82,7 +82,7 @@ def calls_of(form: str, text: str) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("form", WRITTEN)
 def test_what_is_allowed_is_read_as_calls(form: str) -> None:
     text = WRITTEN[form]
-    grammar = compiled(calls={"form": form, "tools": TOOLS, "most": 2})
+    grammar = compiled(calls={"form": form, "tools": TOOLS, "max_calls": 2})
     assert allows(grammar, text)
     assert calls_of(form, text) == [("weather", {"city": "Oslo", "days": 2}), ("weather_now", {})]
     single = compiled(calls={"form": form, "tools": TOOLS})
@@ -100,7 +100,7 @@ def test_what_is_allowed_is_read_as_calls(form: str) -> None:
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_whatever_is_allowed_is_read_as_valid_calls(form: str) -> None:
-    grammar = compiled(calls={"form": form, "tools": TOOLS, "most": 3})
+    grammar = compiled(calls={"form": form, "tools": TOOLS, "max_calls": 3})
     validity = {name: Validity({**json.loads(schema), "additionalProperties": False}) for name, schema in TOOLS}
     texts = [said.decode(errors="replace") for seed in range(40) if (said := walk(grammar, seed)) is not None]
     assert len(texts) > 20
@@ -112,7 +112,7 @@ def test_whatever_is_allowed_is_read_as_valid_calls(form: str) -> None:
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_reasoning_comes_first_and_a_structure_is_an_alternative(form: str) -> None:
-    parts = {"calls": {"form": form, "tools": TOOLS, "most": 2}, "structure": STRUCTURE, "reasoning": THINK}
+    parts = {"calls": {"form": form, "tools": TOOLS, "max_calls": 2}, "structure": STRUCTURE, "reasoning": THINK}
     inside, before = compiled(**parts, starts_inside=True), compiled(**parts)
     for answer in (WRITTEN[form], '{"a": 1}'):
         assert allows(inside, 'Hm, <tool_call> { "a"\n</think>\n\n' + answer)
@@ -123,7 +123,7 @@ def test_reasoning_comes_first_and_a_structure_is_an_alternative(form: str) -> N
 
 
 def test_markers_that_are_special_tokens_are_those_tokens() -> None:
-    calls = {"form": "mistral", "tools": TOOLS, "most": 2}
+    calls = {"form": "mistral", "tools": TOOLS, "max_calls": 2}
     grammar = compiled(calls=calls, special={"[TOOL_CALLS]": 300})
     assert allows(grammar, 300, WRITTEN["mistral"].removeprefix("[TOOL_CALLS]"))
     assert not allows(grammar, WRITTEN["mistral"])

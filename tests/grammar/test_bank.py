@@ -92,7 +92,7 @@ def test_P06_rows_that_sample_for_a_grammar_have_masks_and_no_others(bank: Gramm
     job = bank.begin(plan((1, ROW_SAMPLE), (3, ROW_SAMPLE), (2, 0), entered=entered))
     assert job is not None
     masks, failures = job.result()
-    assert masks.places.tolist() == [1] and failures == ()
+    assert masks.positions.tolist() == [1] and failures == ()
     assert bank.begin(plan((1, ROW_SAMPLE), (2, 0))) is None
 
 
@@ -102,7 +102,7 @@ def test_P06_drafts_have_masks_behind_each(bank: GrammarBank, tokenizer: Tokeniz
     first = bank.begin(plan((0, ROW_SAMPLE), (1, ROW_SAMPLE), entered=(new(1, "a"),), drafts={0: [9, 9], 1: ids}))
     assert first is not None
     masks, _ = first.result()
-    assert masks.places.tolist() == list(range(3, 4 + len(ids)))
+    assert masks.positions.tolist() == list(range(3, 4 + len(ids)))
     assert ids[0] in ids_of(masks.bits_MW[0]) and ids_of(masks.bits_MW[-1]) == {EOS_ID}
 
 
@@ -145,7 +145,7 @@ def test_P06_a_request_that_resumes_has_its_ids_behind_it(bank: GrammarBank, tok
 
 def test_P06_emitted_ids_that_the_grammar_does_not_know_are_refused(bank: GrammarBank) -> None:
     outcome = prepare(bank, request("a", emitted=[EOS_ID, EOS_ID]))
-    assert isinstance(outcome, InvalidRequestError) and "left its grammar" in str(outcome)
+    assert isinstance(outcome, InvalidRequestError) and "does not obey its grammar" in str(outcome)
 
 
 def test_P06_a_grammar_that_cannot_be_followed_any_further_names_its_row(bank: GrammarBank) -> None:
@@ -155,7 +155,7 @@ def test_P06_a_grammar_that_cannot_be_followed_any_further_names_its_row(bank: G
     job = bank.begin(plan((0, ROW_SAMPLE), (1, ROW_SAMPLE), entered=(new(0, "a"), new(1, "b"))))
     assert job is not None
     masks, failures = job.result()
-    assert [row for row, _ in failures] == [0] and "left its grammar" in failures[0][1].message
+    assert [row for row, _ in failures] == [0] and "does not obey its grammar" in failures[0][1].message
     assert (masks.bits_MW[0] == -1).all() and not (masks.bits_MW[1] == -1).all()
 
 

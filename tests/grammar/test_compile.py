@@ -106,4 +106,4 @@ def test_P06_what_is_large_and_within_the_limits_is_followed(vocabulary: Vocabul
             token = int(rng.choice(allowed))
             if token == EOS_ID:
                 break
-            matcher.commit(matcher.num_taken, token)
+            matcher.commit(matcher.num_ids, token)

@@ -5,8 +5,7 @@ import re
 import pytest
 from tests.grammar.random_walk import allows
 
-from octavo.grammar.compile import compile_grammar
-from octavo.grammar.dialects import ascii_digits, is_lark
+from octavo.grammar.compile import ascii_digits, compile_grammar, is_lark
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 
 import octavo
 from octavo.errors import InvalidRequestError
-from octavo.grammar.compile import compile_grammar
-from octavo.grammar.forms import grammar_from
+from octavo.grammar.compile import compile_grammar, grammar_from
 
 
 class Person(pydantic.BaseModel):

@@ -14,7 +14,7 @@ from tests.grammar.random_walk import allows, walk
 from octavo.errors import InvalidRequestError
 from octavo.grammar.compile import compile_grammar
 from octavo.grammar.json_schema import EQUIVALENT_PATTERNS, FORMAT_PATTERNS, prepare
-from octavo.grammar.schema_facts import Facts, json_key
+from octavo.grammar.schema_facts import SchemaFacts, json_key
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "puppy"]}}, "required": ["kind"]}
@@ -173,7 +173,7 @@ def test_whitespace_is_one_space_none_or_as_asked() -> None:
         grammar = compile_grammar("json_schema", source, whitespace)
         found = [text for text in (spaced, compact, wide) if allows(grammar, text)]
         assert allowed in found and (whitespace or len(found) == 1), (whitespace, found)
-    with pytest.raises(InvalidRequestError, match="goes with JSON"):
+    with pytest.raises(InvalidRequestError, match="is for JSON only"):
         compile_grammar("regex", "a", "")
 
 
@@ -203,7 +203,7 @@ def test_notes_are_left_out_of_the_grammar_but_not_properties_of_their_names() -
     ids=str,
 )
 def test_schemas_are_told_apart(left: Any, right: Any, are_disjoint: bool) -> None:
-    facts = Facts({"anyOf": [left, right]})
+    facts = SchemaFacts({"anyOf": [left, right]})
     assert facts.are_disjoint(left, right) is are_disjoint
     assert facts.are_disjoint(right, left) is are_disjoint
 

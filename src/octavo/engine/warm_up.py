@@ -20,7 +20,7 @@ from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.errors import AdmissionError
 from octavo.executors.protocol import Executor
-from octavo.grammar.masks import Masks
+from octavo.grammar.matcher import Masks
 
 MAX_PROMPT = 64  # tokens of the prompt
 MIN_PROMPT = 16  # the same if a token takes long

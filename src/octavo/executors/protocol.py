@@ -124,7 +124,7 @@ class Executor(Protocol):
         ...
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Pass a step the masks (grammar.masks.Masks) of its rows with a grammar, which were made while the device ran.
+        """Pass a step the masks (grammar.matcher.Masks) of its rows with a grammar, made while the device ran.
 
         Called once, between submit and collect, for each plan in which such rows sample, and for no other plan; these
         plans sample only then. An executor without masks raises EngineError.

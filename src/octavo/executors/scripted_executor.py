@@ -36,7 +36,7 @@ from octavo.core.plan import (
 )
 from octavo.errors import EngineError
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket, usable_len
-from octavo.grammar.masks import Masks
+from octavo.grammar.matcher import Masks
 
 POOL_TOKENS = 262_144  # by default
 TOKEN_BYTES = 64  # nominal size of a cached token, so that sizes in bytes have a meaning
@@ -175,7 +175,7 @@ class ScriptedExecutor:
         assert isinstance(ticket, _Step) and isinstance(masks, Masks), "a ticket of submit, and masks"
         ids = ticket.result.token_ids
         assert ids is not None
-        for position, bits in zip(masks.places.tolist(), masks.bits_MW, strict=True):
+        for position, bits in zip(masks.positions.tolist(), masks.bits_MW, strict=True):
             if position not in ticket.rows:
                 continue  # a position after a draft, which has no id
             number, index = ticket.rows[position]

@@ -40,7 +40,7 @@ from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket, usable_len
 from octavo.executors.slots import Slots
 from octavo.executors.step_inputs import StepInputs, build_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
-from octavo.grammar.masks import Masks
+from octavo.grammar.matcher import Masks
 from octavo.ops.attention import AttentionBackend
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
@@ -235,7 +235,7 @@ class TorchExecutor:
             outputs.sampled, outputs.sampled_rows = sampled, others
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Sample a step that waits for these masks (a grammar.masks.Masks), one for each row with a grammar."""
+        """Sample a step that waits for these masks (a grammar.matcher.Masks), one for each row with a grammar."""
         assert isinstance(ticket, tuple) and isinstance(masks, Masks), "a ticket of submit, and masks"
         outputs, clock = ticket
         if outputs.unsampled_RV is None:
@@ -252,9 +252,9 @@ class TorchExecutor:
         assert outputs.inputs is not None and outputs.unsampled_RV is not None
         logits_RV, outputs.unsampled_RV = outputs.unsampled_RV, None
         needed = np.flatnonzero(self._sampler.columns.has_grammar[outputs.inputs.sampling.slots])
-        if not np.array_equal(needed, masks.places):
-            raise EngineError(f"masks for positions {masks.places.tolist()}, needed for {needed.tolist()}")
-        self._sample(logits_RV, outputs, TokenMasks(masks.places, masks.bits_MW))
+        if not np.array_equal(needed, masks.positions):
+            raise EngineError(f"masks for positions {masks.positions.tolist()}, needed for {needed.tolist()}")
+        self._sample(logits_RV, outputs, TokenMasks(masks.positions, masks.bits_MW))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Fetch the ticket's result, waiting for the device."""

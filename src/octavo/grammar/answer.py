@@ -21,11 +21,11 @@ _CLOSED = (
 
 
 class CallSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The allowed calls: `tools` are names and schemas (JSON text); at most `most` calls are made."""
+    """The allowed calls: `tools` are names and schemas (JSON text); at most `max_calls` calls are made."""
 
     form: str
     tools: list[tuple[str, str]]
-    most: int = 1
+    max_calls: int = 1
 
 
 class AnswerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class AnswerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     special: dict[str, int] = {}
 
 
-class _Form(msgspec.Struct, frozen=True):
+class _CallFormat(msgspec.Struct, frozen=True):
     """The format of calls, as sequences of texts and markers.
 
     JSON is split into the same lexemes as in JSON schemas; otherwise calls could not be an alternative to a structure,
@@ -62,18 +62,18 @@ def _object(arguments: str) -> tuple[str, ...]:
     return ("{", '"name"', ": ", QUOTED, ", ", json.dumps(arguments), ": ")
 
 
-_FORMS: dict[str, _Form] = {
-    "hermes": _Form(
+_CALL_FORMATS: dict[str, _CallFormat] = {
+    "hermes": _CallFormat(
         begin=("<tool_call>", "\n"),
         head=_object("arguments"),
         tail=("}",),
         between=("\n", "</tool_call>", "\n", "<tool_call>", "\n"),
         end=("\n", "</tool_call>"),
     ),
-    "llama3": _Form((), _object("parameters"), ("}",), ("; ",), ()),
-    "json": _Form((), _object("arguments"), ("}",), ("; ",), ()),
-    "mistral": _Form(("[TOOL_CALLS]", "["), _object("arguments"), ("}",), (", ",), ("]",)),
-    "mistral_named": _Form(("[TOOL_CALLS]",), (BARE, "[ARGS]"), (), ("[TOOL_CALLS]",), ()),
+    "llama3": _CallFormat((), _object("parameters"), ("}",), ("; ",), ()),
+    "json": _CallFormat((), _object("arguments"), ("}",), ("; ",), ()),
+    "mistral": _CallFormat(("[TOOL_CALLS]", "["), _object("arguments"), ("}",), (", ",), ("]",)),
+    "mistral_named": _CallFormat(("[TOOL_CALLS]",), (BARE, "[ARGS]"), (), ("[TOOL_CALLS]",), ()),
 }
 
 
@@ -82,7 +82,7 @@ def read_answer(source: str) -> AnswerSource:
     try:
         return msgspec.json.decode(source, type=AnswerSource)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequestError(f"the source of an answer makes no sense: {error}") from None
+        raise InvalidRequestError(f"the source of an answer is invalid: {error}") from None
 
 
 def answer_grammars(
@@ -92,26 +92,26 @@ def answer_grammars(
 
     Raises InvalidRequestError.
     """
-    asked = read_answer(source)
-    marks = _Marks(asked.special)
+    answer = read_answer(source)
+    writer = _LarkWriter(answer.special)
     rules: list[str] = []
     parts: list[dict[str, Any]] = []
     choices: list[str] = []
-    if asked.calls is not None:
+    if answer.calls is not None:
         choices.append("calls")
-        _add_calls(asked.calls, marks, rules, parts, compile_part)
-    if asked.structure is not None:
+        _add_calls(answer.calls, writer, rules, parts, compile_part)
+    if answer.structure is not None:
         choices.append("@structure")
-        parts.append({**compile_part(*asked.structure), "name": "structure"})
+        parts.append({**compile_part(*answer.structure), "name": "structure"})
     if not choices:
         raise InvalidRequestError("the source of an answer holds neither calls nor a structure")
     start = f"({' | '.join(choices)})"
-    if asked.reasoning is not None:
-        start = _reasoning(asked.reasoning, asked.starts_inside, marks, rules) + start
+    if answer.reasoning is not None:
+        start = _reasoning(answer.reasoning, answer.starts_inside, writer, rules) + start
     return [{"lark_grammar": "\n".join((f"start: {start}", *rules)) + "\n"}, *parts]
 
 
-class _Marks:
+class _LarkWriter:
     """Writer of texts in Lark; markers that are special tokens are written as ids."""
 
     def __init__(self, special: dict[str, int]) -> None:
@@ -122,41 +122,41 @@ class _Marks:
         return " ".join(f"<[{self.special[t]}]>" if t in self.special else json.dumps(t) for t in texts)
 
 
-def _reasoning(tags: tuple[str, str], starts_inside: bool, marks: _Marks, rules: list[str]) -> str:
+def _reasoning(tags: tuple[str, str], starts_inside: bool, writer: _LarkWriter, rules: list[str]) -> str:
     opening, closing = tags
-    if closing in marks.special:
-        rules.append(f"thought: /(?s:.*)/ {marks.lark(closing)}")
+    if closing in writer.special:
+        rules.append(f"thought: /(?s:.*)/ {writer.lark(closing)}")
     else:
         rules.append(f"thought[suffix={json.dumps(closing)}]: /(?s:.*)/")
     rules.append(r"BLANK: /[ \n]{0,4}/")
-    return "thought BLANK " if starts_inside else f"({marks.lark(opening)} thought BLANK)? "
+    return "thought BLANK " if starts_inside else f"({writer.lark(opening)} thought BLANK)? "
 
 
 def _add_calls(
     calls: CallSource,
-    marks: _Marks,
+    writer: _LarkWriter,
     rules: list[str],
     parts: list[dict[str, Any]],
     compile_part: Callable[[str, str, str | None], dict[str, Any]],
 ) -> None:
-    named = calls.form == "mistral" and "[ARGS]" in marks.special
-    form = _FORMS.get("mistral_named" if named else calls.form)
+    named = calls.form == "mistral" and "[ARGS]" in writer.special
+    form = _CALL_FORMATS.get("mistral_named" if named else calls.form)
     if form is None:
-        raise InvalidRequestError(f"no grammar of calls {calls.form!r}; known are {', '.join(_FORMS)}")
-    one = []
+        raise InvalidRequestError(f"no grammar of calls {calls.form!r}; known are {', '.join(_CALL_FORMATS)}")
+    alternatives = []
     for index, (name, schema) in enumerate(calls.tools):
-        spelled = {QUOTED: json.dumps(name), BARE: name}
-        head = marks.lark(*(spelled.get(text, text) for text in form.head))
-        one.append(" ".join(filter(None, (head, f"@arguments_{index}", marks.lark(*form.tail)))))
+        names = {QUOTED: json.dumps(name), BARE: name}
+        head = writer.lark(*(names.get(text, text) for text in form.head))
+        alternatives.append(" ".join(filter(None, (head, f"@arguments_{index}", writer.lark(*form.tail)))))
         try:
             part = compile_part("json_schema", closed(schema), None)
         except InvalidRequestError as error:
-            place = f"tools[{index}].function.parameters"
-            raise InvalidRequestError(f"{place}: {str(error).removeprefix('schema: ')}", place) from None
+            path = f"tools[{index}].function.parameters"
+            raise InvalidRequestError(f"{path}: {str(error).removeprefix('schema: ')}", path) from None
         parts.append({**part, "name": f"arguments_{index}"})
-    rules.append("call: " + " | ".join(one))
-    more = f" ({marks.lark(*form.between)} call){{0,{calls.most - 1}}}" if calls.most > 1 else ""
-    rules.append(" ".join(filter(None, ("calls:", marks.lark(*form.begin), f"call{more}", marks.lark(*form.end)))))
+    rules.append("call: " + " | ".join(alternatives))
+    more = f" ({writer.lark(*form.between)} call){{0,{calls.max_calls - 1}}}" if calls.max_calls > 1 else ""
+    rules.append(" ".join(filter(None, ("calls:", writer.lark(*form.begin), f"call{more}", writer.lark(*form.end)))))
 
 
 def closed(schema: str) -> str:

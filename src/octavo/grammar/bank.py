@@ -19,8 +19,7 @@ import numpy as np
 from octavo.core.plan import ROW_SAMPLE, Event, EventKind, Events, StepPlan
 from octavo.core.request import FinishError, Request
 from octavo.errors import InvalidRequestError, OctavoError, RequestError, kind_of
-from octavo.grammar.masks import Masks
-from octavo.grammar.matcher import NO_FURTHER, Matcher
+from octavo.grammar.matcher import NO_FURTHER, Masks, Matcher
 from octavo.grammar.vocabulary import Vocabulary
 
 MAX_KEPT = 32  # built grammars that are cached for later requests
@@ -92,20 +91,20 @@ class GrammarBank:
                 self._slots[new.slot] = new.request_id, new.choice
             else:
                 self._slots.pop(new.slot, None)
-        work, at, drafted = [], 0, 0
+        work, index, drafted = [], 0, 0
         for row, (slot, flags) in enumerate(zip(plan.slots, plan.flags, strict=True)):
             num_drafts = plan.num_drafts[row] if plan.num_drafts else 0
             if flags & ROW_SAMPLE:
                 choice = self._slots.get(slot)
                 if choice is not None and choice[0] in self._roots:
                     drafts = plan.draft_token_ids[drafted : drafted + num_drafts]
-                    work.append((row, self._matcher(choice), at, drafts))
-                at += 1 + num_drafts
+                    work.append((row, self._matcher(choice), index, drafts))
+                index += 1 + num_drafts
             drafted += num_drafts
         return self._masker.submit(self._fill, work) if work else None
 
     def _matcher(self, choice: Choice) -> Matcher:
-        """Return the matcher of a choice, forked at first from its request's."""
+        """Return the matcher of a choice; the first time it is forked from its request's."""
         matcher = self._matchers.get(choice)
         if matcher is None:
             matcher = self._matchers[choice] = self._roots[choice[0]].fork()
@@ -123,7 +122,7 @@ class GrammarBank:
                 matcher.failure = InvalidRequestError(f"{NO_FURTHER}: {type(error).__name__}", "grammar")
             if matcher.failure is not None:
                 failures.append((row, FinishError(kind_of(matcher.failure), str(matcher.failure))))
-        first = np.asarray([at for _, _, at, _ in work], dtype=np.int64)
+        first = np.asarray([index for _, _, index, _ in work], dtype=np.int64)
         within = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
         return Masks(np.repeat(first, sizes) + within, bits_MW), tuple(failures)
 

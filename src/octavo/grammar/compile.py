@@ -1,6 +1,7 @@
 """Compile a client's constraint on an output to the text that SamplingParams.grammar holds.
 
-Owns: the kinds of sources and what each compiles to; a grammar that does not compile is refused with the reason.
+Owns: the kinds of sources, translating common notations to llguidance's, what each kind compiles to, and grammar_from
+for Python callers; a grammar that does not compile is refused with the reason.
 Does not: bound the time or the size of a source (the sandbox process and server/bodies do), or know of a vocabulary
 more than the names of its special tokens.
 Invariants: equal kinds and sources give equal texts. The text is llguidance's own: JSON with "grammars".
@@ -9,15 +10,14 @@ Invariants: equal kinds and sources give equal texts. The text is llguidance's o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequestError
 from octavo.grammar.answer import answer_grammars
-from octavo.grammar.dialects import ascii_digits, is_lark, with_escaped_lines
 from octavo.grammar.json_schema import prepare, subschemas
-from octavo.grammar.limits import grammar_error
-from octavo.grammar.trial import Specials, fault_of
+from octavo.grammar.limits import Specials, find_error, grammar_error
 
 # No free whitespace: a small model, or one at a high temperature, would fill its tokens with it. As json.dumps writes.
 JSON_OPTIONS: Mapping[str, object] = {
@@ -36,6 +36,46 @@ _NAMES = {
     "lark": "grammar",
     "answer": "answer",
 }
+_LARK_START = re.compile(r"^[ \t]*[?!]?start[ \t]*(?:\[[^\]\n]*\])?[ \t]*:(?!:)", re.MULTILINE)
+_PIECE = re.compile(r"\\.|\[\^?|\]|[^\\\[\]]+", re.DOTALL)
+_GBNF_PIECE = re.compile(r'#[^\n]*|\[(?:[^\]\\]|\\.)*\]|"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def grammar_from(
+    *,
+    json_schema: object = None,
+    json_object: bool = False,
+    regex: str | None = None,
+    choice: Sequence[str] | None = None,
+    lark: str | None = None,
+) -> str:
+    """Make the grammar of one form, for SamplingParams(grammar=...).
+
+    `json_schema` is a schema as a mapping or as JSON text, or a class with `model_json_schema()`, as pydantic's have.
+    Exactly one form must be given. Raises InvalidRequestError for any other number, and for an invalid grammar.
+    """
+    given = {
+        "json_schema": None if json_schema is None else _schema_text(json_schema),
+        "json_object": "" if json_object else None,
+        "regex": regex,
+        "choice": None if choice is None else json.dumps(list(choice)),
+        "lark": lark,
+    }
+    forms = [(kind, source) for kind, source in given.items() if source is not None]
+    if len(forms) != 1:
+        raise InvalidRequestError(f"{len(forms)} forms are given; give one of {', '.join(given)}", "grammar")
+    return compile_grammar(*forms[0])
+
+
+def _schema_text(schema: Any) -> str:
+    if isinstance(schema, str):
+        return schema
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if not isinstance(schema, (Mapping, bool)):
+        reason = f"json_schema is a {type(schema).__name__}; give a mapping, JSON text or a pydantic model"
+        raise InvalidRequestError(reason, "grammar")
+    return json.dumps(schema if isinstance(schema, bool) else dict(schema))
 
 
 def compile_grammar(kind: str, source: str, whitespace: str | None = None, specials: Specials | None = None) -> str:
@@ -49,11 +89,11 @@ def compile_grammar(kind: str, source: str, whitespace: str | None = None, speci
     if kind not in KINDS:
         raise InvalidRequestError(f"no kind of grammar {kind!r}; known are {', '.join(KINDS)}")
     if whitespace is not None and not kind.startswith("json"):
-        raise InvalidRequestError(f"whitespace is given for a {kind}; it goes with JSON")
+        raise InvalidRequestError(f"whitespace is given for a {kind}; it is for JSON only")
     text = KINDS[kind](source, whitespace)
-    reason = fault_of(text, specials)
+    reason = find_error(text, specials)
     if reason and kind.startswith("json"):
-        where, reason = _place(json.loads(text)["grammars"][0]["json_schema"], reason)
+        where, reason = _find_place(json.loads(text)["grammars"][0]["json_schema"], reason)
         raise grammar_error(f"schema: {where}", reason, "schema")
     if reason:
         raise _refused(kind, reason)
@@ -83,14 +123,14 @@ def _json_object(source: str, whitespace: str | None) -> str:
     return _json_schema('{"type": "object"}', whitespace)
 
 
-def _place(schema: dict[str, Any], reason: str) -> tuple[str, str]:
+def _find_place(schema: dict[str, Any], reason: str) -> tuple[str, str]:
     """Return the place of the innermost schema that is faulty by itself, and what is wrong with it."""
     shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
     for where, each in list(subschemas(schema))[::-1][:_MAX_PLACES]:
         if isinstance(each, dict):
-            found = fault_of(_top_level({"json_schema": {**each, **shared}}), num_walks=0)
-            if found == reason or (found.startswith(_UNSATISFIABLE) and reason.startswith(_UNSATISFIABLE)):
-                return where[:200], found
+            error = find_error(_top_level({"json_schema": {**each, **shared}}), num_walks=0)
+            if error == reason or (error.startswith(_UNSATISFIABLE) and reason.startswith(_UNSATISFIABLE)):
+                return where[:200], error
     return "#", reason
 
 
@@ -116,7 +156,7 @@ def _lark(source: str, _: str | None) -> str:
     if is_lark(source):
         return _top_level({"lark_grammar": source})
     try:
-        text = any_to_lark(with_escaped_lines(source))
+        text = any_to_lark(escape_line_breaks(source))
     except Exception as error:  # a shell: the converter raises bare Exceptions for faults of the text
         raise _refused("lark", str(error) or type(error).__name__) from None
     return _top_level({"lark_grammar": text})
@@ -132,6 +172,39 @@ def _answer(source: str, _: str | None) -> str:
 
 def _top_level(*grammars: dict[str, object]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def ascii_digits(pattern: str) -> str:
+    r"""Replace `\d` by [0-9], which its authors mean; llguidance's `\d` matches the digits of all scripts.
+
+    Within a negated class `\d` is kept, so the new expression matches no text that the old one does not.
+    """
+    pieces: list[str] = []
+    negations: list[bool] = []  # of the enclosing classes
+    for piece in _PIECE.findall(pattern):
+        if piece.startswith("["):
+            negations.append(piece == "[^")
+        elif piece == "]" and negations and pieces[-1] not in ("[", "[^"):  # the first one in a class is a character
+            negations.pop()
+        elif piece == r"\d" and not any(negations):
+            piece = "0-9" if negations else "[0-9]"
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def is_lark(source: str) -> bool:
+    """Return True if a grammar has a start rule in Lark's syntax."""
+    return _LARK_START.search(source) is not None
+
+
+def escape_line_breaks(gbnf: str) -> str:
+    r"""Return the grammar with line breaks within quoted texts written as \n."""
+
+    def escaped(found: re.Match[str]) -> str:
+        piece = found[0]
+        return piece.replace("\r", r"\r").replace("\n", r"\n") if piece.startswith('"') else piece
+
+    return _GBNF_PIECE.sub(escaped, gbnf)
 
 
 KINDS: dict[str, Callable[[str, str | None], str]] = {

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequestError
-from octavo.grammar.schema_facts import Facts, json_key
+from octavo.grammar.schema_facts import SchemaFacts, json_key
 
-_ONE = ("items", "additionalProperties", "additionalItems")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_TABLES = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMA_KEYWORDS = ("items", "additionalProperties", "additionalItems")
+_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OBJECT_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
 # Annotations, which do not constrain a value; they are removed, to make the grammar's text shorter.
-_NOTES = frozenset((
+_ANNOTATIONS = frozenset((
     "$schema", "$comment", "$id", "id", "title", "description", "default", "examples", "example", "deprecated",
     "readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "contentSchema", "nullable",
 ))  # fmt: skip
@@ -62,7 +62,7 @@ _REFUSED: Mapping[str, str] = {
 _KEPT_FORMATS = ("duration", "ipv4", "ipv6", "uri")
 _REFUSED_FORMATS = ("idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "relative-json-pointer",
                     "regex", "uri-reference", "uri-template")  # fmt: skip
-_EXACT = 2**53
+_MAX_EXACT = 2**53
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _DAY = (
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -99,13 +99,13 @@ def prepare(schema: dict[str, Any] | bool) -> dict[str, Any]:
         if not schema:
             raise refused("#", "false allows no value")
         return {}
-    facts = Facts(schema)
-    made = _prepared(schema, "#", facts)
-    assert isinstance(made, dict)
+    facts = SchemaFacts(schema)
+    prepared = _prepared(schema, "#", facts)
+    assert isinstance(prepared, dict)
     for where, each in subschemas(schema):
-        if not facts.has_end(each):
-            raise refused(where, "no finite value is allowed: each one would need another of the same inside it")
-    return made
+        if not facts.allows_finite(each):
+            raise refused(where, "no finite value is allowed: each one would contain another of the same kind")
+    return prepared
 
 
 def subschemas(schema: object, where: str = "#") -> Iterator[tuple[str, Any]]:
@@ -118,11 +118,11 @@ def subschemas(schema: object, where: str = "#") -> Iterator[tuple[str, Any]]:
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in schema.items():
-        if name in _LISTS and isinstance(value, list):
+        if name in _LIST_KEYWORDS and isinstance(value, list):
             yield from ((f"{name}/{index}", each) for index, each in enumerate(value))
-        elif name in _ONE and isinstance(value, dict | bool):
+        elif name in _SCHEMA_KEYWORDS and isinstance(value, dict | bool):
             yield name, value
-        elif name in _TABLES and isinstance(value, dict):
+        elif name in _OBJECT_KEYWORDS and isinstance(value, dict):
             yield from ((f"{name}/{_escaped(key)}", each) for key, each in value.items())
 
 
@@ -130,32 +130,32 @@ def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def _prepared(schema: object, where: str, facts: Facts) -> object:
+def _prepared(schema: object, where: str, facts: SchemaFacts) -> object:
     if not isinstance(schema, dict):
         return schema
-    made: dict[str, Any] = {}
+    prepared: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in _NOTES or _is_neutral(name, value):
+        if name in _ANNOTATIONS or _is_neutral(name, value):
             continue
         if name in _REFUSED:
             raise refused(f"{where}/{name}", f"{name} is not supported; {_REFUSED[name]}")
         if name != "propertyNames":
-            made[name] = _prepared_value(name, value, f"{where}/{name}", facts)
-    _set_exclusive(made, schema)
-    _set_format(made, where)
-    _set_one_of(made, schema, where, facts)
-    _set_names(made, schema, where, facts)
+            prepared[name] = _prepared_value(name, value, f"{where}/{name}", facts)
+    _set_exclusive(prepared, schema)
+    _set_format(prepared, where)
+    _set_one_of(prepared, schema, where, facts)
+    _set_names(prepared, schema, where, facts)
     _check_counts(schema, where)
-    _set_numbers(made, where)
-    return made
+    _set_numbers(prepared, where)
+    return prepared
 
 
-def _prepared_value(name: str, value: object, where: str, facts: Facts) -> object:
-    if name in _LISTS and isinstance(value, list):
+def _prepared_value(name: str, value: object, where: str, facts: SchemaFacts) -> object:
+    if name in _LIST_KEYWORDS and isinstance(value, list):
         return [_prepared(each, f"{where}/{index}", facts) for index, each in enumerate(value)]
-    if name in _ONE:
+    if name in _SCHEMA_KEYWORDS:
         return _prepared(value, where, facts)
-    if name in _TABLES and isinstance(value, dict):
+    if name in _OBJECT_KEYWORDS and isinstance(value, dict):
         return {key: _prepared(each, f"{where}/{_escaped(key)}", facts) for key, each in value.items()}
     return EQUIVALENT_PATTERNS.get(value, value) if name == "pattern" and isinstance(value, str) else value
 
@@ -164,31 +164,31 @@ def _is_neutral(name: str, value: object) -> bool:
     return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ()))
 
 
-def _set_exclusive(made: dict[str, Any], schema: dict[str, Any]) -> None:
+def _set_exclusive(prepared: dict[str, Any], schema: dict[str, Any]) -> None:
     """Rewrite draft 4's `exclusiveMinimum: true`, which makes `minimum` exclusive."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if schema.get(exclusive) is True:
-            made.pop(exclusive, None)
-            if bound in made:
-                made[exclusive] = made.pop(bound)
+            prepared.pop(exclusive, None)
+            if bound in prepared:
+                prepared[exclusive] = prepared.pop(bound)
 
 
-def _set_format(made: dict[str, Any], where: str) -> None:
+def _set_format(prepared: dict[str, Any], where: str) -> None:
     """Replace a format by expressions (dates obey the calendar), or remove it if it is only an annotation."""
-    name = made.get("format")
+    name = prepared.get("format")
     if name is None or name in _KEPT_FORMATS:
         return
     if not isinstance(name, str):
-        raise refused(f"{where}/format", "a text is needed")
+        raise refused(f"{where}/format", "a string is needed")
     if name in _REFUSED_FORMATS:
         raise refused(f"{where}/format", f"the format {name} is not supported; leave it out, or give a pattern")
-    del made["format"]
+    del prepared["format"]
     if name not in FORMAT_PATTERNS:
         return
-    made["allOf"] = [*made.get("allOf", ()), *({"pattern": pattern} for pattern in FORMAT_PATTERNS[name])]
+    prepared["allOf"] = [*prepared.get("allOf", ()), *({"pattern": pattern} for pattern in FORMAT_PATTERNS[name])]
 
 
-def _set_one_of(made: dict[str, Any], schema: dict[str, Any], where: str, facts: Facts) -> None:
+def _set_one_of(prepared: dict[str, Any], schema: dict[str, Any], where: str, facts: SchemaFacts) -> None:
     """Replace `oneOf` by `anyOf` if no value can match two of its schemas, else refuse it."""
     branches = schema.get("oneOf")
     if not isinstance(branches, list):
@@ -198,35 +198,37 @@ def _set_one_of(made: dict[str, Any], schema: dict[str, Any], where: str, facts:
         reason = f"schemas {pair[0]} and {pair[1]} may allow the same value"
         remedy = "use anyOf, or have both require a property with a const of its own"
         raise refused(f"{where}/oneOf", f"{reason}; {remedy}")
-    alternatives = made.pop("oneOf")
-    if "anyOf" in made:
-        made["allOf"] = [*made.get("allOf", ()), {"anyOf": alternatives}]
+    alternatives = prepared.pop("oneOf")
+    if "anyOf" in prepared:
+        prepared["allOf"] = [*prepared.get("allOf", ()), {"anyOf": alternatives}]
     else:
-        made["anyOf"] = alternatives
+        prepared["anyOf"] = alternatives
 
 
-def _set_names(made: dict[str, Any], schema: dict[str, Any], where: str, facts: Facts) -> None:
+def _set_names(prepared: dict[str, Any], schema: dict[str, Any], where: str, facts: SchemaFacts) -> None:
     """Rewrite `propertyNames` that list names or give one pattern, as pydantic writes dict[Colour, int]."""
     names = schema.get("propertyNames")
     if names is None or _is_neutral("propertyNames", names):
         return
     known = facts.followed(names)
-    known = {name: value for name, value in known.items() if name not in _NOTES} if isinstance(known, dict) else {}
-    value = made.pop("additionalProperties", True)
+    known = (
+        {name: value for name, value in known.items() if name not in _ANNOTATIONS} if isinstance(known, dict) else {}
+    )
+    value = prepared.pop("additionalProperties", True)
     listed = known.get("enum", [known["const"]] if "const" in known else None)
     if len(patterns := FORMAT_PATTERNS.get(str(known.get("format", "")), ())) == 1:
         del known["format"]
         known["pattern"] = patterns[0]
     is_plain = len(known) - (known.get("type") == "string") == 1
-    if "properties" in made or "patternProperties" in made or not is_plain:
+    if "properties" in prepared or "patternProperties" in prepared or not is_plain:
         pass
     elif isinstance(listed, list):
-        made["properties"] = {name: value for name in listed if isinstance(name, str)}
-        made["additionalProperties"] = False
+        prepared["properties"] = {name: value for name in listed if isinstance(name, str)}
+        prepared["additionalProperties"] = False
         return
     elif "pattern" in known:
-        made["patternProperties"] = {known["pattern"]: value}
-        made["additionalProperties"] = False
+        prepared["patternProperties"] = {known["pattern"]: value}
+        prepared["additionalProperties"] = False
         return
     reason = "only names from an enum or of one pattern, without properties beside them, are supported"
     raise refused(f"{where}/propertyNames", f"{reason}; use patternProperties with additionalProperties false")
@@ -240,22 +242,22 @@ def _check_counts(schema: dict[str, Any], where: str) -> None:
         return
     num_required = len(set(map(json_key, required)))
     if least > num_required + 1:
-        reason = f"{least} properties are asked for and {num_required} of them are required by name"
+        reason = f"{least} properties are required and {num_required} of them are required by name"
         raise refused(f"{where}/minProperties", f"{reason}; name at least {least - 1} in required")
 
 
-def _set_numbers(made: dict[str, Any], where: str) -> None:
+def _set_numbers(prepared: dict[str, Any], where: str) -> None:
     """Tighten bounds beyond 53 bits, which is what the compiler supports; refuse other numbers beyond them."""
-    for name, farthest in (("minimum", -_EXACT), ("exclusiveMinimum", -_EXACT), ("maximum", _EXACT),
-                           ("exclusiveMaximum", _EXACT)):  # fmt: skip
-        bound = made.get(name)
-        if isinstance(bound, int) and abs(bound) > _EXACT and (bound < 0) is (farthest < 0):
-            made[name] = farthest
+    for name, limit in (("minimum", -_MAX_EXACT), ("exclusiveMinimum", -_MAX_EXACT), ("maximum", _MAX_EXACT),
+                           ("exclusiveMaximum", _MAX_EXACT)):  # fmt: skip
+        bound = prepared.get(name)
+        if isinstance(bound, int) and abs(bound) > _MAX_EXACT and (bound < 0) is (limit < 0):
+            prepared[name] = limit
     for name in ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
-        pending = [made[name]] if name in made else []
+        pending = [prepared[name]] if name in prepared else []
         while pending:
             value = pending.pop()
-            if isinstance(value, int) and abs(value) > _EXACT:
+            if isinstance(value, int) and abs(value) > _MAX_EXACT:
                 raise refused(f"{where}/{name}", f"{value} has more than 53 bits; have it written as a string")
             if isinstance(value, list | dict):
                 pending += value.values() if isinstance(value, dict) else value

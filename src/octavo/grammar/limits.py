@@ -1,17 +1,24 @@
-"""Limits on the cost of one grammar in llguidance, and the errors of a grammar that exceeds them.
+"""Limits on the cost of one grammar in llguidance, and the check of a compiled grammar before the engine uses it.
 
-Owns: the numbers, which are the same in the check of a grammar and in the engine; the error of a grammar that exceeds
-one of them. Does not: bound the size of a client's input (server/bodies does) or its time (the sandbox process does).
+Owns: the numbers, which are the same in the check and in the engine; the error of a grammar that exceeds one of them;
+a vocabulary of the 256 bytes and the model's special tokens, and a few short random walks through the grammar, which
+reach most limits that the engine would reach later.
+Does not: bound the size of a client's input (server/bodies does) or its time (the sandbox process does), or know what
+the other ids of a model are.
 """
 
 from __future__ import annotations
 
+import random
+import time
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from octavo.errors import InvalidRequestError, TooComplexError
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_REASON_CHARACTERS = 600
 MAX_LEXER_STATES = 50_000  # of one output, at 1 to 2 kB each
@@ -26,21 +33,27 @@ _TOO_MANY_EXPRESSIONS = "too many expressions hold for one text together; write 
 _BOUNDS = (
     (
         "Current row has",
-        f"at one place of an output it has too many ways to go on; at most {MAX_ROW_ITEMS} parser items are taken "
-        "(about four for an optional property, one for an alternative)",
+        f"one position of an output has too many possible continuations; at most {MAX_ROW_ITEMS} parser items "
+        "are allowed (about four for an optional property, one for an alternative)",
     ),
     (
         "Too many items",
-        f"one token of an output needs too much of it; at most {MAX_STEP_ITEMS} parser items are taken "
-        "(a text that must follow is taken whole: shorten what is repeated)",
+        f"one token of an output needs too much of it; at most {MAX_STEP_ITEMS} parser items are allowed "
+        "(a forced text counts as a whole: shorten what is repeated)",
     ),
-    ("too many states", f"its expressions need too many states; at most {MAX_LEXER_STATES} are taken"),
-    ("fuel", f"one token of an output needs too much of its expressions; at most {MAX_STEP_FUEL} steps are taken"),
+    ("too many states", f"its expressions need too many states; at most {MAX_LEXER_STATES} are allowed"),
+    ("fuel", f"one token of an output needs too much of its expressions; at most {MAX_STEP_FUEL} steps are allowed"),
     ("Unable to determine if regex is empty", _TOO_MANY_EXPRESSIONS),
     ("too many expressions constructed", _TOO_MANY_EXPRESSIONS),
     ("lexer configuration (grammar) too big", "its expressions are too large when compiled"),
-    ("grammar size", f"it has too many symbols when compiled; at most {MAX_GRAMMAR_SYMBOLS} are taken"),
+    ("grammar size", f"it has too many symbols when compiled; at most {MAX_GRAMMAR_SYMBOLS} are allowed"),
 )
+
+_NUM_BYTES = 256
+_NUM_WALKS = 4
+_WALK_BYTES = 24
+_WALKS_S = 0.1  # of processor time; most walks need a hundredth of it
+_PANIC = "PanicException"  # raised by a library in Rust; no Exception, and its class cannot be imported
 
 
 def parser_limits() -> LLParserLimits:
@@ -66,3 +79,88 @@ def grammar_error(what: str, reason: str, param: str | None = None) -> InvalidRe
     if len(reason) > MAX_REASON_CHARACTERS:
         reason = reason[:MAX_REASON_CHARACTERS] + "..."
     return InvalidRequestError(f"{what}: {reason}", param)
+
+
+@dataclass(frozen=True, slots=True)
+class Specials:
+    """The special tokens of a model that has `size` ids, as (id, name); a Lark text may refer to one by name."""
+
+    size: int
+    tokens: tuple[tuple[int, str], ...]
+
+
+NO_SPECIALS = Specials(_NUM_BYTES + 1, ((_NUM_BYTES, "<end>"),))
+
+
+def find_error(text: str, specials: Specials | None = None, num_walks: int = _NUM_WALKS) -> str:
+    """Return the error of a compiled grammar, "" for none. The limits are those of the engine.
+
+    Without `specials` every special token that the grammar names is assumed to exist.
+    """
+    try:
+        return _find_error(text, specials, num_walks)
+    except BaseException as error:
+        if type(error).__name__ != _PANIC:
+            raise
+        return "the compiler cannot read it"
+
+
+def _find_error(text: str, specials: Specials | None, num_walks: int) -> str:
+    from llguidance import LLMatcher  # a tenth of a second, and seven megabytes, only where grammars are made
+
+    has_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+    if has_error:
+        return str(messages[0])
+    matcher = LLMatcher(_reader(specials or NO_SPECIALS), text, log_level=0, limits=parser_limits())
+    is_empty = not matcher.is_error() and not any(matcher.compute_bitmask())
+    if not matcher.is_error():
+        return "it allows no text" if is_empty else _error_on_walks(matcher, num_walks)
+    reason = matcher.get_error().strip()
+    if specials is None and ("special token" in reason or "Token range" in reason):
+        return ""
+    return reason if "NoExtension" not in reason else "it allows no text"
+
+
+def _error_on_walks(begin: LLMatcher, num_walks: int) -> str:
+    """Follow a few random outputs for a few bytes each; return the error that occurs, "" for none."""
+    until = time.process_time() + _WALKS_S
+    for seed in range(num_walks):
+        rng = random.Random(seed)
+        matcher = begin.deep_copy()
+        for _ in range(_WALK_BYTES):
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            if matcher.is_error():
+                return str(matcher.get_error())
+            if not mask or matcher.is_stopped() or time.process_time() > until:
+                break
+            allowed = [token for token in range(mask.bit_length()) if mask >> token & 1]
+            if not matcher.consume_token(rng.choice(allowed)):
+                return str(matcher.get_error())
+    return ""
+
+
+class _ByteTokens:
+    """The interface of a tokenizer for llguidance: attributes of these names, and a call."""
+
+    bos_token_id = None
+
+    def __init__(self, specials: Specials) -> None:
+        size = max(specials.size, _NUM_BYTES + len(specials.tokens))
+        self.tokens = [b""] * size
+        self.special_token_ids = sorted(token for token, _ in specials.tokens)
+        self.eos_token_id = self.special_token_ids[0]
+        for token, name in specials.tokens:
+            self.tokens[token] = name.encode()
+        free = (token for token in range(size) if not self.tokens[token])
+        for byte in range(_NUM_BYTES):
+            self.tokens[next(free)] = bytes((byte,))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self.tokens.index(bytes((byte,))) for byte in text]
+
+
+@lru_cache(maxsize=4)
+def _reader(specials: Specials) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_ByteTokens(specials)))

@@ -1,6 +1,6 @@
-"""The state of one output in its grammar.
+"""The state of one output in its grammar, and the masks of the ids that a step's rows may sample.
 
-Owns: the state, the committed ids that were not yet consumed, and the failure that ended it.
+Owns: the layout of masks, the state, the committed ids that were not yet consumed, and the failure that ended it.
 Does not: choose ids, or know other outputs.
 Invariants: the state is a function of grammar and ids alone. It is never rolled back: after a rollback llguidance
 allows more than before (it may split a forced text in another way), so drafts are consumed by a fork.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,14 +27,26 @@ NO_FURTHER = "the grammar cannot be followed any further"
 Bits = NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Masks of one step, for an executor. Positions without an entry may sample anything.
+
+    `positions` index the step's sampling positions, ascending (a row with d drafts has 1 + d). `bits_MW` has
+    ceil(V / 32) int32 words for each of them: bit i % 32 of word i // 32 is id i.
+    """
+
+    positions: NDArray[np.int64]
+    bits_MW: NDArray[np.int32]
+
+
 class Matcher:
     """The grammar's state for one output. `pending` ids are consumed with the next mask, off the step loop."""
 
-    __slots__ = ("_inner", "failure", "num_taken", "pending")
+    __slots__ = ("_inner", "failure", "num_ids", "pending")
 
-    def __init__(self, inner: LLMatcher, num_taken: int = 0) -> None:
+    def __init__(self, inner: LLMatcher, num_ids: int = 0) -> None:
         self._inner = inner
-        self.num_taken = num_taken  # including pending ids
+        self.num_ids = num_ids  # including pending ids
         self.pending: array[int] = array("i")
         self.failure: OctavoError | None = None
 
@@ -49,22 +62,22 @@ class Matcher:
 
     def fork(self) -> Matcher:
         """Return an independent copy in the same state."""
-        self._follow()
-        child = Matcher(self._inner.deep_copy(), self.num_taken)
+        self._consume_pending()
+        child = Matcher(self._inner.deep_copy(), self.num_ids)
         child.failure = self.failure
         return child
 
     def commit(self, position: int, token: int) -> None:
         """Record the output id at a position; an id recorded before changes nothing."""
-        if position == self.num_taken:
+        if position == self.num_ids:
             self.pending.append(token)
-            self.num_taken += 1
+            self.num_ids += 1
 
     def replay(self, ids: Sequence[int]) -> None:
         """Consume the ids of an output, given from its beginning, except those consumed before."""
-        for position in range(self.num_taken, len(ids)):
+        for position in range(self.num_ids, len(ids)):
             self.commit(position, ids[position])
-        self._follow()
+        self._consume_pending()
 
     def fill(self, lines: Bits, drafts: Sequence[int] = ()) -> None:
         """Write the mask of allowed next ids into the first line, and the mask after each draft into the next lines.
@@ -72,7 +85,7 @@ class Matcher:
         A line has a bit per id. Lines after a draft that is not allowed are unchanged, and so are all once
         `failure` is set.
         """
-        self._follow()
+        self._consume_pending()
         if self.failure is not None or not self._fill_line(lines[0]) or not len(drafts):
             return
         ahead = Matcher(self._inner.deep_copy())
@@ -88,10 +101,10 @@ class Matcher:
             self.failure = grammar_error(NO_FURTHER, self._inner.get_error(), "grammar")
         return self.failure is None
 
-    def _follow(self) -> None:
+    def _consume_pending(self) -> None:
         """Consume the pending ids."""
         ids, self.pending = self.pending, array("i")
         if ids and self.failure is None and not self._inner.consume_tokens(ids.tolist()):
             error = grammar_error(NO_FURTHER, self._inner.get_error(), "grammar")
             is_at_limit = isinstance(error, TooComplexError)
-            self.failure = error if is_at_limit else EngineError(f"the output has left its grammar: {error}")
+            self.failure = error if is_at_limit else EngineError(f"the output does not obey its grammar: {error}")

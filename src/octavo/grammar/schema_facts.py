@@ -1,6 +1,7 @@
 """Facts about JSON schemas that are found without compiling them.
 
-Owns: whether two schemas may allow the same value, and whether a schema allows any finite value.
+Owns: the targets of references (RFC 6901, as a fragment), whether two schemas may allow the same value, and whether a
+schema allows any finite value.
 Does not: rewrite or refuse.
 Invariants: "disjoint" and "no end" are certain; their opposites are not. References are followed to a bounded depth.
 """
@@ -8,13 +9,26 @@ Invariants: "disjoint" and "no end" are certain; their opposites are not. Refere
 from __future__ import annotations
 
 import json
-from typing import Any
-
-from octavo.grammar.pointer import NOWHERE, target_of
+from typing import Any, Final
 
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "string"))
 _MAX_DEPTH = 8  # of references and properties followed to prove that two schemas are disjoint
 _MAX_ROUNDS = 64
+NOWHERE: Final = object()
+
+
+def target_of(root: object, reference: str) -> Any:
+    """Return the target of a reference such as `#/$defs/a` in the document `root`, NOWHERE if there is none."""
+    target: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and key.isdecimal() and len(key) < 6 and int(key) < len(target):
+            target = target[int(key)]
+        elif isinstance(target, dict) and key in target:
+            target = target[key]
+        else:
+            return NOWHERE
+    return target
 
 
 def json_key(value: object) -> str:
@@ -28,13 +42,13 @@ def json_key(value: object) -> str:
     return json.dumps(value)
 
 
-class Facts:
+class SchemaFacts:
     """Facts about the schemas of one document."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._ending: set[int] = set()  # ids of schemas of the document, which `_root` keeps alive
-        self._has_ends = False
+        self._finite: set[int] = set()  # ids of schemas of the document, which `_root` keeps alive
+        self._has_finite = False
 
     def overlapping(self, schemas: list[Any]) -> tuple[int, int] | None:
         """Return the indexes of the first two schemas that may allow the same value, or None."""
@@ -56,7 +70,7 @@ class Facts:
         if any(part is False for part in (*lefts, *rights)):
             return True
         return any(
-            self._plainly_disjoint(a, b, depth)
+            self._are_disjoint_parts(a, b, depth)
             for a in lefts
             for b in rights
             if isinstance(a, dict) and isinstance(b, dict)
@@ -76,7 +90,7 @@ class Facts:
                     pending += each["allOf"]
         return parts
 
-    def _plainly_disjoint(self, left: dict[str, Any], right: dict[str, Any], depth: int) -> bool:
+    def _are_disjoint_parts(self, left: dict[str, Any], right: dict[str, Any], depth: int) -> bool:
         for one, other in ((left, right), (right, left)):
             branches = one.get("anyOf", one.get("oneOf"))
             if (
@@ -113,55 +127,55 @@ class Facts:
         target = target_of(self._root, reference)
         return True if target is NOWHERE else target
 
-    def has_end(self, schema: object) -> bool:
+    def allows_finite(self, schema: object) -> bool:
         """Return True if a schema of the document may allow a finite value, or allows no value at all."""
-        if not self._has_ends:
-            self._find_ends()
-        return not isinstance(schema, dict) or id(schema) in self._ending
+        if not self._has_finite:
+            self._find_finite()
+        return not isinstance(schema, dict) or id(schema) in self._finite
 
-    def _find_ends(self) -> None:
+    def _find_finite(self) -> None:
         """Find the least set of schemas of which each needs only schemas of the set."""
         schemas = _dicts(self._root)
-        self._has_ends = True
+        self._has_finite = True
         num_before = -1
-        while num_before != len(self._ending):
-            num_before = len(self._ending)
+        while num_before != len(self._finite):
+            num_before = len(self._finite)
             for schema in reversed(schemas):  # inner ones first, so that most are decided in one round
-                if id(schema) not in self._ending and self._ends(schema):
-                    self._ending.add(id(schema))
+                if id(schema) not in self._finite and self._is_finite(schema):
+                    self._finite.add(id(schema))
 
-    def _ends(self, schema: dict[str, Any]) -> bool:
+    def _is_finite(self, schema: dict[str, Any]) -> bool:
         reference = schema.get("$ref")
-        if isinstance(reference, str) and not self._ended(self._target(reference)):
+        if isinstance(reference, str) and not self._is_known_finite(self._target(reference)):
             return False
         for name in ("anyOf", "oneOf"):
             branches = schema.get(name)
-            if isinstance(branches, list) and branches and not any(map(self._ended, branches)):
+            if isinstance(branches, list) and branches and not any(map(self._is_known_finite, branches)):
                 return False
-        if not all(map(self._ended, _listed(schema.get("allOf")))):
+        if not all(map(self._is_known_finite, _listed(schema.get("allOf")))):
             return False
         if _values(schema) is not None:
             return True
-        return any(self._type_ends(schema, kind) for kind in _types(schema)) or not _types(schema)
+        return any(self._type_is_finite(schema, kind) for kind in _types(schema)) or not _types(schema)
 
-    def _type_ends(self, schema: dict[str, Any], kind: str) -> bool:
+    def _type_is_finite(self, schema: dict[str, Any], kind: str) -> bool:
         if kind == "object":
             table = schema.get("properties", {})
             named = [
                 table[name] for name in _names(schema.get("required")) if isinstance(table, dict) and name in table
             ]
-            return all(map(self._ended, named))
+            return all(map(self._is_known_finite, named))
         least = schema.get("minItems", 0)
         if kind == "array" and isinstance(least, int) and least > 0:
             first = schema.get("prefixItems", schema.get("items") if isinstance(schema.get("items"), list) else [])
             needed = [*_listed(first)][:least]
             if len(needed) < least:
                 needed.append(schema.get("items", schema.get("additionalItems", True)))
-            return all(map(self._ended, needed))
+            return all(map(self._is_known_finite, needed))
         return True
 
-    def _ended(self, schema: object) -> bool:
-        return not isinstance(schema, dict) or id(schema) in self._ending
+    def _is_known_finite(self, schema: object) -> bool:
+        return not isinstance(schema, dict) or id(schema) in self._finite
 
 
 def _dicts(node: object) -> list[dict[str, Any]]:

@@ -22,8 +22,8 @@ from octavo.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_MARK = "\n"  # put before a text where the tokenizer adds a space to a text's start
-MAX_CUT = 1024  # forced texts that are cached with their ids
+_LINE_BREAK = "\n"  # put before a text where the tokenizer adds a space to a text's start
+MAX_SPLIT_CACHE = 1024  # forced texts that are cached with their ids
 
 
 class Vocabulary:
@@ -45,7 +45,7 @@ class Vocabulary:
         """Return the vocabulary for outputs that any of these ids ends. Raises InvalidRequestError if there is none."""
         ends = tuple(sorted(token for token in set(eos_token_ids) if token < self.vocab_size))
         if not ends:
-            reason = "this model names no id that ends an output, so none can end where its grammar does; leave it out"
+            reason = "this model has no id that ends an output, so none can end where its grammar does; leave it out"
             raise InvalidRequestError(reason, "grammar")
         with self._lock:
             reader = self._readers.get(ends)
@@ -73,25 +73,25 @@ class _Tokens:
         self.eos_token_id = 0
         self._backend = Backend.from_str(tokenizer.backend.to_str())
         self._backend.encode_special_tokens = True  # "<|im_end|>" within a string is text
-        self._cut = lru_cache(MAX_CUT)(self._ids)
+        self._split = lru_cache(MAX_SPLIT_CACHE)(self._ids)
         self._of_byte = {piece[0]: token for token, piece in reversed(list(enumerate(self.tokens))) if len(piece) == 1}
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._cut(text)
+        return self._split(text)
 
     def _ids(self, raw: bytes) -> list[int]:
         text = raw.decode("utf-8", "replace")
         ids = self._encode(text)
-        if self._spell(ids, raw):
+        if self._encodes(ids, raw):
             return ids
-        ids = self._encode(_MARK + text)
+        ids = self._encode(_LINE_BREAK + text)
         for count in range(1, len(ids) + 1):
-            begins = b"".join(self.tokens[token] for token in ids[:count]).lstrip(b" ")
-            if begins == _MARK.encode() and self._spell(ids[count:], raw):
+            start = b"".join(self.tokens[token] for token in ids[:count]).lstrip(b" ")
+            if start == _LINE_BREAK.encode() and self._encodes(ids[count:], raw):
                 return ids[count:]
         return [self._of_byte[byte] for byte in raw if byte in self._of_byte]
 
-    def _spell(self, ids: list[int], raw: bytes) -> bool:
+    def _encodes(self, ids: list[int], raw: bytes) -> bool:
         return self._specials.isdisjoint(ids) and b"".join(self.tokens[token] for token in ids) == raw
 
     def _encode(self, text: str) -> list[int]:

@@ -21,9 +21,8 @@ from octavo.errors import InvalidRequestError, TooComplexError
 from octavo.grammar.answer import read_answer
 from octavo.grammar.compile import compile_grammar
 from octavo.grammar.json_schema import EQUIVALENT_PATTERNS
-from octavo.grammar.limits import MAX_OPTIONAL_PROPERTIES
-from octavo.grammar.pointer import NOWHERE, target_of
-from octavo.grammar.trial import Specials
+from octavo.grammar.limits import MAX_OPTIONAL_PROPERTIES, Specials
+from octavo.grammar.schema_facts import NOWHERE, target_of
 from octavo.sandbox.wire import CompileGrammar
 
 MAX_SOURCE_BYTES = 65_536
