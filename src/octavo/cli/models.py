@@ -17,7 +17,6 @@ from octavo.artifacts.cache_folder import cache_folder
 from octavo.artifacts.gguf_choice import is_later_part, parts_of, quantization_of
 from octavo.artifacts.hub import CachedRepository, cached_repositories, remove_repository
 from octavo.artifacts.pull import WHEEL, pull_model
-from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import DEFAULT_MODEL, SHORT_NAMES, find_wheel_model, read_reference
 from octavo.cli.flags import UsageError
 from octavo.cli.terminal import align_columns
@@ -93,6 +92,8 @@ def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pull(args: argparse.Namespace) -> int:
     """Download what is missing, check that it can be served, and print its path."""
+    from octavo.artifacts.read_spec import read_model_spec  # it imports numpy, which octavo list does not need
+
     files = pull_model(args.model, args.revision, args.offline)
     spec = read_model_spec(files)
     size = sum(path.stat().st_size for path in files.weights)
