@@ -119,7 +119,7 @@ def test_it_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["--url", "http://h", "--socket", "s", "x"], "each name a server; give one"),
         (["--url", "http://h"], "give its ID"),
         (["--follow"], "give its ID"),
-        (["x", "--interval", "0"], "--interval is 0"),
+        (["x", "--interval", "0"], "--interval is 0; give a number above 0"),
         (["x", "--api-key", "k"], "--api-key is for --url"),
         (["x", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9/v1/requests/x/explain"),
     ],

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from octavo.bench.completion_client import CompletionClient, CompletionResult, Target, first_model
 from octavo.bench.report import percentile, show_facts
-from octavo.cli.flags import UsageError
+from octavo.cli.flags import Number, UsageError
 from octavo.cli.servers import (
     AdminError,
     add_server_arguments,
@@ -42,8 +42,6 @@ from octavo.cli.servers import (
 from octavo.errors import EngineError
 from octavo.server.http.listener import is_loopback
 
-MAX_STREAMS = 256
-MAX_TOKENS = 4096
 MAX_DURATION_S = 1800.0
 MIN_INTERVAL_S = 0.5
 REQUEST_TIMEOUT_S = 300.0
@@ -68,8 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--kill-api", "kill the api process at this interval; streams are resumed, which needs --journal"),
     ):
         parser.add_argument(flag, nargs="+", metavar="every 5s", help=text)
-    parser.add_argument("--streams", type=int, default=16, metavar="N", help="concurrent streams [16]")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens per stream [64]")
+    parser.add_argument("--streams", type=Number(int, 1, 256), default=16, metavar="N", help="concurrent streams [16]")
+    parser.add_argument(
+        "--max-tokens", type=Number(int, 1, 4096), default=64, metavar="N", help="tokens per stream [64]"
+    )
     parser.add_argument("--duration", default="30s", metavar="TIME", help="time during which streams are started [30s]")
     add_server_arguments(parser, is_positional=True)
     parser.add_argument("--api-key", metavar="KEY", help="a key of the server [OCTAVO_API_KEY]")
@@ -114,13 +114,8 @@ def _read_drill(args: argparse.Namespace) -> Drill:
     given = {kind: getattr(args, kind) for kind in FAULTS}
     intervals_s = {kind: _read_interval("--" + kind.replace("_", "-"), words) for kind, words in given.items() if words}
     duration_s = _read_seconds("--duration", args.duration)
-    for flag, value, bound in (
-        ("--streams", args.streams, MAX_STREAMS),
-        ("--max-tokens", args.max_tokens, MAX_TOKENS),
-        ("--duration", duration_s, MAX_DURATION_S),
-    ):
-        if not 1 <= value <= bound:
-            raise UsageError(f"{flag} is {value:g}; give 1 to {bound:g}")
+    if not 1 <= duration_s <= MAX_DURATION_S:
+        raise UsageError(f"--duration is {duration_s:g} s; give 1 to {MAX_DURATION_S:g} s")
     return Drill(intervals_s, args.streams, args.max_tokens, duration_s)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from octavo.cli.flags import UsageError
+from octavo.cli.flags import Number, UsageError
 from octavo.cli.servers import (
     add_server_arguments,
     bearer_headers,
@@ -46,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the answer as one line of JSON")
     parser.add_argument("--follow", action="store_true", help="print a line at each change until the request ends")
     parser.add_argument(
-        "--interval", type=float, default=0.5, metavar="X", help="seconds between queries of --follow [0.5]"
-    )
+        "--interval", type=Number(float, 0, is_above=True), default=0.5, metavar="X",
+        help="seconds between queries of --follow [0.5]",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--api-key is for --url; a server here needs none")
     if args.follow and not args.id:
         raise UsageError("--follow follows one request; give its ID (octavo top shows all)")
-    if not args.interval > 0:
-        raise UsageError(f"--interval is {args.interval:g}; give seconds above 0")
     answer = _follow(args, is_remote) if args.follow else _explain(args, is_remote)
     if args.json:
         print(json.dumps(answer))

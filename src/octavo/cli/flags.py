@@ -12,7 +12,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,12 +121,66 @@ class Parser(argparse.ArgumentParser):
             return unknown("flag", flag, (), f"did you mean {ours!r}?")
         return unknown("flag", flag, flags, f"see {self.prog} --help")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            kind = action.type if isinstance(action.type, Number) else Number(float if action.type is float else int)
+            given = arg_string if Number(float).accepts(arg_string) else repr(arg_string)
+            raise UsageError(f"{_name_of(action)} is {given}; give {kind}") from None
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            name = max(action.option_strings, key=len, default=action.metavar or action.dest)
+            name = _name_of(action)
             choices = [str(choice) for choice in action.choices]
-            kind = str(name) if action.option_strings else str(name).lower()
+            kind = name if action.option_strings else name.lower()
             raise UsageError(unknown(kind, str(value), choices, f"give one of {', '.join(choices)}"))
+
+
+def _name_of(action: argparse.Action) -> str:
+    """Return the name of an argument in messages."""
+    return str(max(action.option_strings, key=len, default=action.metavar or action.dest))
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The type of an argument that is a number in a range, ends included. Whole numbers may be written as 2K.
+
+    With `is_above` the low end is not allowed. Its text says which numbers are.
+    """
+
+    kind: type[int] | type[float]
+    low: float | None = None
+    high: float | None = None
+    is_above: bool = False
+
+    def __call__(self, text: str) -> int | float:
+        """Parse a number. Raises ValueError."""
+        number = read_whole_number(text) if self.kind is int else float(text)
+        if number is None or (self.low is not None and not number >= self.low):
+            raise ValueError(text)
+        if (self.high is not None and not number <= self.high) or (self.is_above and number == self.low):
+            raise ValueError(text)
+        return number
+
+    def accepts(self, text: str) -> bool:
+        """Return True if the text is such a number."""
+        try:
+            self(text)
+        except ValueError:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        noun = "a whole number" if self.kind is int else "a number"
+        if self.low is None:
+            return noun
+        if self.high is not None:
+            return f"{noun} from {self.low} to {self.high}"
+        return f"{noun} above {self.low}" if self.is_above else f"{noun} of at least {self.low}"
+
+
+whole = Number(int)
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -285,14 +339,6 @@ def resolve_args(args: argparse.Namespace, **extra: object) -> Resolved:
 def config_from(args: argparse.Namespace, **extra: object) -> Config:
     """Return the Config of resolve_args."""
     return resolve_args(args, **extra).config
-
-
-def whole(text: str) -> int:
-    """Parse a whole number as settings are written, for `type=` of a command's own flags."""
-    number = read_whole_number(text)
-    if number is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, such as 100 or 2K")
-    return number
 
 
 def check_output(flag: str, path: str | None) -> None:

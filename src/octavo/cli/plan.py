@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from octavo.assembly import plan_memory
-from octavo.cli.flags import UsageError, add_settings, config_from, whole
+from octavo.cli.flags import Number, add_settings, config_from
 from octavo.executors.protocol import MemoryPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what to plan for [smollm2]")
-    parser.add_argument("--tokens", type=whole, metavar="N", help="also say how many requests of so many tokens fit")
+    parser.add_argument(
+        "--tokens", type=Number(int, 1), metavar="N", help="also say how many requests of so many tokens fit"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser, ("model", "chat", "cache", "scheduling", "execution"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the model or a useful pool does not fit."""
-    if args.tokens is not None and args.tokens < 1:
-        raise UsageError(f"--tokens is {args.tokens}; give at least 1")
     config = config_from(args, model=args.model)
     plan = plan_memory(config)
     if args.json:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from octavo.cli.flags import UsageError
+from octavo.cli.flags import Number, UsageError
 from octavo.cli.server_registry import ServerRecord, find_servers, send_signal
 from octavo.cli.terminal import align_columns, duration_text, reason_of, say
 from octavo.config.spelling import unknown
@@ -32,7 +32,6 @@ MAX_ANSWER_BYTES = 1 << 24
 _READ_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: SO_PEERCRED, unix(7)
 _STATUS_TIMEOUT_S = 2.0  # of octavo ps
-_STOP_TIMEOUT_S = 60.0
 _DRAIN_TIMEOUT_S = 5.0  # for the answer to the verb, not for the drain
 _POLL_S = 0.05
 _PS_COLUMNS = ("PID", "URL", "MODEL", "STATE", "UPTIME", "API", "ENGINE", "EPOCH", "RESTARTS", "OPEN")
@@ -284,9 +283,7 @@ def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `octavo stop`."""
     add_server_arguments(parser, is_positional=True)
     parser.add_argument("--all", action="store_true", help="stop every server of this user")
-    parser.add_argument(
-        "--timeout", type=float, default=_STOP_TIMEOUT_S, metavar="X", help=f"seconds to wait [{_STOP_TIMEOUT_S:g}]"
-    )
+    parser.add_argument("--timeout", type=Number(float, 0), default=60.0, metavar="X", help="seconds to wait [60]")
     parser.add_argument("--now", action="store_true", help="fail open requests instead of waiting for them")
 
 
@@ -294,8 +291,6 @@ def run_stop(args: argparse.Namespace) -> int:
     """Stop the servers; return 0 when they have ended, 1 if one still runs after the timeout."""
     if args.all and is_server_named(args):
         raise UsageError("--all stops every server; leave the name out")
-    if not args.timeout >= 0:
-        raise UsageError(f"--timeout is {args.timeout:g}; give 0 or more seconds")
     servers = find_servers() if args.all else [named_server(args)]
     if any(not server.pid for server in servers):
         raise UsageError("--socket belongs to another user's server; its owner can stop it")

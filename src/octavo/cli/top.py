@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from octavo.cli.flags import UsageError
+from octavo.cli.flags import Number
 from octavo.cli.server_registry import ServerRecord, find_servers
 from octavo.cli.servers import AdminError, add_server_arguments, call_admin, named_server
 from octavo.cli.top_screen import Keyboard, View, screen
 
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 60.0
+INTERVAL_S = Number(float, 0.1, 60)
 TIMEOUT_S = 5.0
 MAX_POLLS = 50  # in one refresh, to catch up with the engine
 WINDOW_S = 5.0  # for rates and for the mean step
@@ -48,15 +48,13 @@ Json = Mapping[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     add_server_arguments(parser, is_positional=True)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between refreshes [1]")
+    parser.add_argument("--interval", type=INTERVAL_S, default=1.0, metavar="S", help="seconds between refreshes [1]")
     parser.add_argument("--once", action="store_true", help="print once, without taking the terminal over")
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the server until q; return 1 if it ended meanwhile."""
-    if not MIN_INTERVAL_S <= args.interval <= MAX_INTERVAL_S:
-        raise UsageError(f"--interval is {args.interval:g}; give {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
     server = WatchedServer.of(named_server(args))
     if args.json:
         print(json.dumps(server.poll()))

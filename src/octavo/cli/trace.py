@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from octavo.cli.flags import UsageError, check_output
+from octavo.cli.flags import Number, UsageError, check_output
 from octavo.cli.terminal import say
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
@@ -35,12 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end", type=float, default=float("inf"), metavar="S", help="leave out what is after this second [all]"
     )
-    parser.add_argument(
-        "--max-requests", type=int, default=MAX_TRACKS, metavar="N", help=f"requests with a track [{MAX_TRACKS:,}]"
-    )
-    parser.add_argument(
-        "--max-steps", type=int, default=MAX_WRITTEN, metavar="N", help=f"steps in a page [{MAX_WRITTEN:,}]"
-    )
+    for flag, default, text in (
+        ("--max-requests", MAX_TRACKS, "requests with a track"),
+        ("--max-steps", MAX_WRITTEN, "steps in a page"),
+    ):
+        parser.add_argument(flag, type=Number(int, 1), default=default, metavar="N", help=f"{text} [{default:,}]")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,9 +52,6 @@ def run(args: argparse.Namespace) -> int:
         )
     check_output("--perfetto", args.perfetto)
     check_output("--page", args.page)
-    for name in ("max_requests", "max_steps"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more")
     options = ViewOptions(args.page, args.perfetto, args.begin, args.end, args.max_steps, args.max_requests)
     views = write_views(open_recording(args.recording), options)
     print_views(views, options)
