@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.cli import main
-from octavo.server.batches.lines import BadLine, BatchLine, read_asks, repair
+from octavo.server.api.batches.run import BadLine, BatchLine, read_asks, repair
 
 CHAT = "/v1/chat/completions"
 

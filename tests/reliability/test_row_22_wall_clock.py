@@ -29,10 +29,9 @@ LATE_S = 5.0  # on a busy machine; a time-out by the wall clock would be an hour
 SHOWN = {
     "octavo.artifacts.cache_folder", "octavo.frontend.journal_files", "octavo.server.context",
     "octavo.server.generation",
-    "octavo.server.routes.embeddings", "octavo.server.api.ollama.requests", "octavo.text.chat_template",
+    "octavo.server.api.embeddings", "octavo.server.api.ollama.requests", "octavo.text.chat_template",
     # files and batches outlive a server, and their clients are told when they expire, by the calendar
-    "octavo.server.batches.service", "octavo.server.batches.store", "octavo.server.routes.batches",
-    "octavo.server.routes.files",
+    "octavo.server.api.batches.service", "octavo.server.api.batches.store", "octavo.server.api.batches.endpoints",
     "octavo.observe.live",  # a dashboard shows when its engine began
 }  # fmt: skip
 CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now", "time.localtime"}

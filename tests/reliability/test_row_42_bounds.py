@@ -25,7 +25,7 @@ from octavo.sandbox.checks import (
     MAX_SCHEMA_DEPTH,
     MAX_WEIGHT,
 )
-from octavo.server.bodies.structure import MAX_ALTERNATIVES
+from octavo.server.api.structured_output import MAX_ALTERNATIVES
 from tests.reliability.scorecard import Score
 from tests.server.fakes import Harness, events
 from tests.tiny_models import make_tiny_model

@@ -20,7 +20,7 @@ from octavo.server.api.anthropic.bodies import (
     OutputConfig,
     Thinking,
 )
-from octavo.server.bodies.field_table import HINTS
+from octavo.server.api.fields import HINTS
 from tests.server.fakes import FakeClient, Harness, assert_ignored
 from tests.source_tree import ROOT
 

@@ -18,8 +18,7 @@ import pytest
 
 from octavo.config import BatchConfig, Config, ServingConfig
 from octavo.errors import ConfigError
-from octavo.server.batches.records import FileRecord
-from octavo.server.batches.store import BatchStore
+from octavo.server.api.batches.store import BatchStore, FileRecord
 from octavo.server.http.keys import KeyRing
 from octavo.server.http.limits import Shares
 from tests.server.fakes import Harness

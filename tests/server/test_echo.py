@@ -9,8 +9,7 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import ErrorKind, FinishError, FinishReason, Want
 from octavo.frontend.outputs import slice_tokens
 from octavo.server.api.completions.answers import LOWEST_LOGPROB, EchoedPrompt, LogprobColumns, top_logprobs
-from octavo.server.bodies.sampling import MAX_PROMPT_SCORES
-from octavo.server.params import check_scores
+from octavo.server.api.sampling import MAX_PROMPT_SCORES, check_scores
 from tests.server.fakes import Harness, events
 
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

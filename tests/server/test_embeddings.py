@@ -12,8 +12,16 @@ from openai.types import EmbeddingCreateParams
 
 from octavo.config import Config
 from octavo.core.request import FinishReason, Want
-from octavo.server.bodies.embedding import IGNORED_HERE, MAX_INPUTS, REFUSED_EMBEDDING, EmbeddingBody
-from octavo.server.bodies.scoring import REFUSED_RERANK, REFUSED_SCORE, RerankBody, ScoreBody
+from octavo.server.api.embeddings import (
+    IGNORED_HERE,
+    MAX_INPUTS,
+    REFUSED_EMBEDDING,
+    REFUSED_RERANK,
+    REFUSED_SCORE,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+)
 from tests.server.fakes import Harness, Wire, assert_ignored, keyed, vector_of
 
 

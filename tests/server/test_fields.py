@@ -9,8 +9,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from octavo.core.request import Request
 from octavo.server.api.completions.bodies import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
-from octavo.server.bodies.checks import IGNORED
-from octavo.server.bodies.field_table import HINTS, MEANINGFUL
+from octavo.server.api.fields import HINTS, IGNORED, MEANINGFUL
 from tests.server.fakes import FakeClient, Harness, assert_ignored
 
 SERVING = """

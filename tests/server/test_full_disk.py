@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from octavo.server.batches import runner, service, store
-from octavo.server.routes.files import clean_name
+from octavo.server.api.batches import run as runner
+from octavo.server.api.batches import service, store
+from octavo.server.api.batches.endpoints import clean_name
 from tests.server.fakes import Harness, Wire
 from tests.server.test_batches import ask, configured, content, create, lines, over, serving, upload
 

@@ -9,11 +9,10 @@ import pytest
 from octavo.config import Config, ServingConfig
 from octavo.server.api.anthropic.bodies import MessagesBody
 from octavo.server.api.completions.bodies import ChatBody, CompletionBody
+from octavo.server.api.embeddings import EmbeddingBody
+from octavo.server.api.fields import HINTS, KNOWN_NAMES, MAX_PATH_CHARACTERS, MAX_PATHS, MEANINGFUL
 from octavo.server.api.ollama.bodies import OllamaChatBody
 from octavo.server.api.responses.bodies import ResponsesBody
-from octavo.server.bodies.checks import MAX_PATH_CHARACTERS, MAX_PATHS
-from octavo.server.bodies.embedding import EmbeddingBody
-from octavo.server.bodies.field_table import HINTS, KNOWN_NAMES, MEANINGFUL
 from octavo.server.http.body import OFF_LOOP_BYTES
 from octavo.server.http.middleware import MAX_LOGGED_FIELDS
 from tests.server.fakes import Harness, assert_ignored

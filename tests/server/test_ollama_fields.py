@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from ollama import _types as theirs
 
+from octavo.server.api.fields import HINTS
 from octavo.server.api.ollama import bodies as ours
-from octavo.server.bodies.field_table import HINTS
-from octavo.server.bodies.ollama_embed import IGNORED_EMBED, REFUSED_EMBED, OllamaEmbedBody, OllamaEmbeddingsBody
+from octavo.server.api.ollama.bodies import IGNORED_EMBED, REFUSED_EMBED, OllamaEmbedBody, OllamaEmbeddingsBody
 from tests.server.fakes import Harness
 
 UNNEUTRAL: dict[str, Any] = {"penalize_newline": False}

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.config import Config, ServingConfig, StatisticsConfig
 from octavo.observe.explainer import unknown
-from octavo.server.explanations import MAX_EXPLANATIONS, explain_any
+from octavo.server.api.requests import MAX_EXPLANATIONS, explain_any
 from octavo.server.http.lifecycle import RequestIndex
 from tests.server.fakes import Harness, ended
 from tests.server.test_admission_http import ALICE, BOB, CAROL, answered, opened, small

@@ -13,7 +13,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.frontend.local_client import LocalClient
 from octavo.observe.history import PHASES
 from octavo.observe.live import observe_engine
-from octavo.server.explanations import explain_open
+from octavo.server.api.requests import explain_open
 from tests.engine.fakes import GatedExecutor, make_limits, open_fake
 from tests.server.fakes import Harness
 

@@ -8,7 +8,7 @@ from openai.types.responses import response_create_params
 
 from octavo.config import Config, ServingConfig
 from octavo.server.api.responses.bodies import IGNORED_RESPONSES, NOT_HERE, REFUSED_RESPONSES, ResponsesBody
-from octavo.server.bodies.sampling import SamplingBody
+from octavo.server.api.sampling import SamplingBody
 from tests.server.fakes import FakeClient, Harness, assert_ignored
 from tests.server.response_events import read_events
 from tests.server.test_fields import HONOURED as HONOURED_ELSEWHERE

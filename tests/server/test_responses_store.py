@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from octavo.config import Config, ResponsesConfig
+from octavo.server.api.responses.store import Given, ResponseStore, Stored
 from octavo.server.http.errors import ApiError
-from octavo.server.responses.store import Given, ResponseStore, Stored
 
 KIB = b" " * 1024
 

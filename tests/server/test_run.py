@@ -19,7 +19,7 @@ import pytest
 
 from octavo.config import Config, ServingConfig
 from octavo.errors import ConfigError, QueueFullError
-from octavo.server.bodies.sampling import MAX_STOPS
+from octavo.server.api.sampling import MAX_STOPS
 from octavo.server.http.limits import HttpLimits
 from octavo.server.http.listener import is_loopback, open_socket, url_of
 from octavo.server.http.server import HttpServer

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from octavo.errors import InvalidRequestError, TooComplexError
 from octavo.sandbox.child import JOBS
 from octavo.sandbox.pool import Sandbox
-from octavo.server.grammars import MAX_CACHED, MAX_CACHED_CHARACTERS, GrammarReader
+from octavo.server.api.structured_output import MAX_CACHED, MAX_CACHED_CHARACTERS, GrammarReader
 from tests.grammar.random_walk import allows
 from tests.server.fakes import FakeClient, Harness, make_text
 from tests.server.test_reasoning import OPENS, saying

@@ -13,8 +13,9 @@ import pytest
 
 from octavo.config import BatchConfig, Config, ResponsesConfig, RetryConfig, ServingConfig
 from octavo.core.request import ErrorKind, FinishError, FinishReason
-from octavo.server.batches import store as store_module
-from octavo.server.batches import uploads as uploads_module
+from octavo.server.api.batches import service as uploads_module
+from octavo.server.api.batches import store as store_module
+from octavo.server.api.responses import store as background_module
 from octavo.server.feed import MAX_WATCHERS
 from octavo.server.http import auth as logins_module
 from octavo.server.http.auth import Logins
@@ -22,7 +23,6 @@ from octavo.server.http.endpoints import Limit, find_endpoints
 from octavo.server.http.keys import KeyInfo, KeyRing
 from octavo.server.http.lifecycle import RequestIndex
 from octavo.server.http.limits import HttpLimits, Shares, keeps_most
-from octavo.server.responses import background as background_module
 from tests.server.fakes import Harness
 from tests.server.test_batches import ask, lines
 

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.server.bodies.tokenizing import MAX_DETOKENIZED, MAX_TOKENIZED_CHARACTERS
+from octavo.server.api.tokenize import MAX_DETOKENIZED, MAX_TOKENIZED_CHARACTERS
 from tests.server.fakes import MAX_LEN, Harness, assert_ignored, keyed
 
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import processors
 
 from octavo.core.request import Want
-from octavo.server.bodies.checks import HEADER
+from octavo.server.api.fields import HEADER
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
 from tests.server.fakes import MAX_LEN, TEMPLATE, FakeClient, Harness, assert_ignored, events, make_text

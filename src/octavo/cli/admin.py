@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from octavo.cli.flags import UsageError
 from octavo.cli.servers import add_server_arguments, call_admin, named_server
 from octavo.errors import ConfigError, EngineError
-from octavo.server.explanations import explain_any, explain_open
+from octavo.server.api.requests import explain_any, explain_open
 
 if TYPE_CHECKING:
     from octavo.cli.api_process import ApiTask, Engine

@@ -21,8 +21,7 @@ from octavo.cli.flags import UsageError, add_settings, check_output, config_from
 from octavo.cli.inner_app import answering
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import ENGINE_SECTIONS, Config
-from octavo.server.batches.lines import ENDPOINTS, is_output
-from octavo.server.batches.runner import BatchPaths, BatchRun, Counts, RunOptions
+from octavo.server.api.batches.run import BATCH_PATHS, BatchPaths, BatchRun, Counts, RunOptions, is_output
 
 MAX_TRIES = 5
 
@@ -131,7 +130,7 @@ def summary(counts: Counts, seconds: float, paths: BatchPaths) -> Iterator[str]:
     if counts.num_failed:
         yield f"failed:  {paths.errors} (--retry-failed asks again)"
     if not counts.num_done:
-        yield f"there was nothing to ask; each line needs custom_id, url ({', '.join(ENDPOINTS)}) and body"
+        yield f"there was nothing to ask; each line needs custom_id, url ({', '.join(BATCH_PATHS)}) and body"
 
 
 def _num_lines(path: Path) -> int:

@@ -25,7 +25,7 @@ from octavo.cli.flags import UsageError, add_settings, check_output, config_from
 from octavo.cli.inner_app import answering
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import ENGINE_SECTIONS, Config
-from octavo.server.batches.inner_call import InnerCall, InnerResponse
+from octavo.server.api.batches.run import InnerCall, InnerResponse
 
 MAX_LINE_BYTES = 8 << 20
 _FIELDS = ("max_tokens", "temperature", "top_p", "top_k")

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 from octavo.assembly import LocalEngine
 from octavo.config import Config
+from octavo.server.api.batches.run import InnerCall, inner_call
 from octavo.server.app import create_app
-from octavo.server.batches.inner_call import InnerCall, inner_call
 from octavo.server.http.keys import ANONYMOUS
 
 

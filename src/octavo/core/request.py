@@ -281,6 +281,11 @@ _ACCEPT: dict[str, tuple[Callable[[str, Any], object], object]] = {  # each fiel
     for entry in fields(SamplingParams)
     if get_origin(_HINTS[entry.name]) is Annotated
 }
+NUMBER_FIELDS: Mapping[str, type[int | float]] = {  # fields that are one number each -> its type
+    name: int if isinstance(accept, _Integer) else float
+    for name, (accept, _) in _ACCEPT.items()
+    if isinstance(accept, _Integer | _Number)
+}
 _OPTIONAL = frozenset(name for name in _ACCEPT if NoneType in get_args(_HINTS[name].__origin__))
 
 

@@ -2,7 +2,7 @@
 
 Owns: the kinds of sources, translating common notations to llguidance's, what each kind compiles to, and grammar_from
 for Python callers; a grammar that does not compile is refused with the reason.
-Does not: bound the time or the size of a source (the sandbox process and server/bodies do), or know of a vocabulary
+Does not: bound the time or the size of a source (the sandbox process and server/api do), or know of a vocabulary
 more than the names of its special tokens.
 Invariants: equal kinds and sources give equal texts. The text is llguidance's own: JSON with "grammars".
 """

@@ -3,7 +3,7 @@
 Owns: the numbers, which are the same in the check and in the engine; the error of a grammar that exceeds one of them;
 a vocabulary of the 256 bytes and the model's special tokens, and a few short random walks through the grammar, which
 reach most limits that the engine would reach later.
-Does not: bound the size of a client's input (server/bodies does) or its time (the sandbox process does), or know what
+Does not: bound the size of a client's input (server/api does) or its time (the sandbox process does), or know what
 the other ids of a model are.
 """
 

@@ -18,20 +18,19 @@ from octavo.observe.metrics.prometheus import RequestMetrics, cache_info
 from octavo.observe.otel import Tracer
 from octavo.sandbox.pool import Sandbox
 from octavo.server.admission import AdmissionControl
-from octavo.server.batches.service import BatchService
+from octavo.server.api.batches.service import BatchService
+from octavo.server.api.responses.store import Background, ResponseStore
+from octavo.server.api.sampling import ParamsReader, shown_ids
+from octavo.server.api.structured_output import GrammarReader
 from octavo.server.engine_queue import EngineQueue, QueueForecast
 from octavo.server.feed import Feed
-from octavo.server.grammars import GrammarReader
 from octavo.server.http.auth import Logins
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import KeyRing
 from octavo.server.http.lifecycle import Lifecycle, RequestIndex
 from octavo.server.http.limits import HttpLimits, Shares
 from octavo.server.idempotency import IdempotentRequests
-from octavo.server.params import ParamsReader, shown_ids
 from octavo.server.prompts import PromptReader
-from octavo.server.responses.background import Background
-from octavo.server.responses.store import ResponseStore
 from octavo.text.dialect import Dialect, read_dialect
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from octavo.frontend.sessions import RequestOptions
 from octavo.observe.metrics.prometheus import Finished, RequestMetrics
 from octavo.observe.otel import RequestTrace, Timed
 from octavo.server.admission import AdmissionRequest, AdmissionTicket
-from octavo.server.bodies.served import ServedFields
+from octavo.server.api.sampling import ServedFields
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import REASONS, AnswerEncoder, AnswerSpec, Choice, Identity
 from octavo.server.http.auth import KEY

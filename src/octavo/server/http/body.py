@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from octavo.server.bodies.checks import IGNORED_FIELDS, collecting
+from octavo.server.api.fields import IGNORED_FIELDS, collecting
 from octavo.server.http.endpoints import ENDPOINT, Endpoint
 from octavo.server.http.errors import ApiError, bad_field
 from octavo.server.http.limits import HttpLimits, JsonLimits

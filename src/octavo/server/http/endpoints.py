@@ -2,7 +2,7 @@
 
 Owns: the access, limit, body and description of each endpoint; finding the modules that declare them; the OpenAPI
 document. Does not: check a key (auth does), admit a request (app does) or read a body (json_body does).
-A module in octavo.server.api or octavo.server.routes declares a list ENDPOINTS, and nothing else names it.
+A module in octavo.server.api declares a list ENDPOINTS, and nothing else names it.
 Invariant: what is not in the table is not served, and needs a key.
 """
 
@@ -22,10 +22,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from octavo.server.bodies.checks import inline_schema
+from octavo.server.api.fields import inline_schema
 
 ENDPOINT = "octavo.endpoint"  # in a request's scope: its Endpoint, once it is routed
-PACKAGES = ("octavo.server.api", "octavo.server.routes")
+PACKAGE = "octavo.server.api"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -130,9 +130,8 @@ class Endpoints:
 
 
 def find_endpoints() -> Endpoints:
-    """Return the endpoints of every module in PACKAGES; those that generate come first, since they are called most."""
+    """Return the endpoints of every module in PACKAGE; those that generate come first, since they are called most."""
     found: list[Endpoint] = []
-    for package in PACKAGES:
-        for module in pkgutil.walk_packages(import_module(package).__path__, f"{package}."):
-            found += getattr(import_module(module.name), "ENDPOINTS", ())
+    for module in pkgutil.walk_packages(import_module(PACKAGE).__path__, f"{PACKAGE}."):
+        found += getattr(import_module(module.name), "ENDPOINTS", ())
     return Endpoints(sorted(found, key=lambda each: each.limit is not Limit.QUEUE))

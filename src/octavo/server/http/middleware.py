@@ -25,7 +25,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.observe.metrics.prometheus import RequestMetrics
-from octavo.server.bodies.checks import HEADER, IGNORED_FIELDS, IgnoredFields
+from octavo.server.api.fields import HEADER, IGNORED_FIELDS, IgnoredFields
 from octavo.server.http.auth import KEY
 from octavo.server.http.endpoints import ENDPOINT, Endpoint, Endpoints
 from octavo.server.http.errors import ApiError, bad_field, disk_full_error, internal_error, is_disk_full

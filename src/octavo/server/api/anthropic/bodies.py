@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from octavo.server.api.completions.bodies import MAX_MESSAGES
-from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
-from octavo.server.bodies.sampling import MAX_STOP_CHARACTERS, MAX_STOPS
-from octavo.server.bodies.served import ServedFields
-from octavo.server.bodies.tools import without_hosted
+from octavo.server.api.fields import Body, Refused, sift, sift_if_object, validate
+from octavo.server.api.sampling import MAX_STOP_CHARACTERS, MAX_STOPS, MESSAGES_NAMES, ServedFields, with_numbers
+from octavo.server.api.tools import without_hosted
 from octavo.server.http.errors import NO_THREADS, bad_field
 
 MAX_SYSTEM_BLOCKS = 256
+_ANTHROPICS_OWN = ("temperature", "top_k", "top_p")
 _OUR_OWN = "an addition of this server"
 
 REFUSED_MESSAGES: Refused = {
@@ -87,6 +87,7 @@ class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
+@with_numbers(MESSAGES_NAMES, lambda name: None if name in _ANTHROPICS_OWN else _OUR_OWN)
 class MessagesBody(ServedFields):
     """POST /v1/messages."""
 
@@ -102,14 +103,10 @@ class MessagesBody(ServedFields):
         [], max_length=MAX_STOPS
     )
     stream: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
     tools: list[AnthropicTool] = Field([])
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    min_p: float | None = Field(None, description=_OUR_OWN)
     seed: int | None = Field(None, description=_OUR_OWN)
 
 

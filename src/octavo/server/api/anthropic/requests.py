@@ -33,8 +33,8 @@ from octavo.server.api.anthropic.bodies import (
 )
 from octavo.server.api.completions.bodies import ChatBody, read_chat
 from octavo.server.api.completions.requests import ChatRequest
-from octavo.server.bodies.checks import field_notes
-from octavo.server.bodies.served import ServedFields
+from octavo.server.api.fields import field_notes
+from octavo.server.api.sampling import MESSAGES_NAMES, ServedFields
 from octavo.server.context import context_of
 from octavo.server.http.auth import KEY
 from octavo.server.http.body import read_json
@@ -48,7 +48,7 @@ Message = dict[str, Any]
 # A coding agent's first system block, which differs with each request: a prompt that began with it would never be found
 # in the prefix cache, and it is not meant for the model.
 BILLING_MARK = "x-anthropic-billing-header:"
-_SAME = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stream", *ServedFields.model_fields)
+_SAME = ("max_tokens", *MESSAGES_NAMES, "seed", "stream", *ServedFields.model_fields)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SPELLING: Spelling = (
     (r"\.function\.parameters", ".input_schema"),

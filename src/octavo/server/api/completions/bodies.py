@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
-from octavo.server.bodies.checks import Body, Refused, read, sift, sift_if_object, validate
-from octavo.server.bodies.field_errors import shown_value
-from octavo.server.bodies.sampling import N_PREDICT, SamplingBody, sift_stream_options
-from octavo.server.bodies.tools import (
+from octavo.core.request import DEFAULT_MAX_TOKENS
+from octavo.server.api.fields import Body, Refused, read, shown_value, sift, sift_if_object, validate
+from octavo.server.api.sampling import N_PREDICT, SamplingBody, sift_stream_options
+from octavo.server.api.tools import (
     MAX_CALL_ID_CHARACTERS,
     MAX_CALLS,
     ReasoningOptions,
@@ -148,6 +148,23 @@ class ChatBody(SamplingBody, ToolFields):
         if self.tools:
             total += sum(tool.num_characters for tool in self.usable_tools)
         return total
+
+    def own_params(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return max_tokens and the log-probabilities, and the client's names of them. Raises ApiError."""
+        renamed: dict[str, str] = {}
+        max_tokens = self.max_tokens
+        if self.max_completion_tokens is not None:
+            if max_tokens is not None and max_tokens != self.max_completion_tokens:
+                raise bad_field("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+            max_tokens, renamed["max_tokens"] = self.max_completion_tokens, "max_completion_tokens"
+        elif max_tokens is None and self.n_predict is not None:
+            max_tokens, renamed["max_tokens"] = _length_of(self.n_predict), "n_predict"
+        logprobs = None
+        if self.logprobs:
+            logprobs, renamed["logprobs"] = self.top_logprobs or 0, "top_logprobs"
+        elif self.top_logprobs:
+            raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true")
+        return {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": self.prompt_logprobs}, renamed
 
     @property
     def effort(self) -> str | None:
@@ -308,6 +325,26 @@ class CompletionBody(SamplingBody):
     add_special_tokens: bool = Field(True, description="put the tokenizer's own tokens around a prompt of text")
     logprobs: int | None = None
     echo: bool = False
+
+    def own_params(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return max_tokens and the log-probabilities, and the client's names of them."""
+        num_scored = self.prompt_logprobs
+        if self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            num_scored = max(num_scored or 0, self.logprobs or 0)
+        params = {"logprobs": self.logprobs, "prompt_logprobs": num_scored}
+        if self.max_tokens is None and self.n_predict is not None:
+            return {**params, "max_tokens": _length_of(self.n_predict)}, {"max_tokens": "n_predict"}
+        return {**params, "max_tokens": DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens}, {}
+
+    @property
+    def num_candidates(self) -> int | None:
+        """Choices to make, of which the n best are returned; None for n."""
+        return self.best_of
+
+
+def _length_of(n_predict: int) -> int | None:
+    """Return the max_tokens of llama.cpp's n_predict: None, as many as fit, for a negative one."""
+    return None if n_predict < 0 else n_predict
 
 
 def read_completion(fields: dict[str, object]) -> CompletionBody:

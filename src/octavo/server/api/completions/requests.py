@@ -25,19 +25,17 @@ from octavo.server.api.completions.bodies import (
     read_chat,
     read_completion,
 )
+from octavo.server.api.fields import IGNORED_FIELDS, IgnoredFields, field_notes
 from octavo.server.api.ollama.bodies import SENT_NAMES, with_ollama_names
-from octavo.server.bodies.checks import IGNORED_FIELDS, IgnoredFields, field_notes
-from octavo.server.bodies.sampling import MAX_ALLOWED_IDS, SamplingBody
-from octavo.server.bodies.structure import STRUCTURE_FIELDS, given_structures
-from octavo.server.bodies.tools import Tool
+from octavo.server.api.sampling import MAX_ALLOWED_IDS, SamplingBody, check_scores, spellings
+from octavo.server.api.structured_output import STRUCTURE_FIELDS, Structure, given_structures, refusal, structure_of
+from octavo.server.api.tools import Tool
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerSpec, Identity
 from octavo.server.generation import GenerationRequest
-from octavo.server.grammars import Structure, refusal, structure_of
 from octavo.server.http.body import read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import bad_field, from_exception, with_field
-from octavo.server.params import check_scores, read_params, spellings
 from octavo.server.reply import RESUME_NOTE, reply
 from octavo.text.answer_format import AnswerFormat
 from octavo.text.dialect import Tags
@@ -97,9 +95,9 @@ class ChatRequest(TextRequest):
     @classmethod
     async def of(cls, context: Context, body: ChatBody, kind: str, id_prefix: str, **fields: Any) -> Self:
         """Return the request of a body, of any API. Raises ApiError."""
-        params = await read_params(body, context.params.chat)
+        params = await context.params.read(body)
         if body.tools or not STRUCTURE_FIELDS.isdisjoint(body.model_fields_set):
-            fields["structure"] = structure_of(body)
+            fields["structure"] = _structure_of(body)
             fields["is_constrained"] = fields["structure"] is not None or bool(body.forced)
             if body.forced:
                 _check_forced(context, body)
@@ -203,11 +201,11 @@ class CompletionRequest(TextRequest):
     @classmethod
     async def of(cls, context: Context, body: CompletionBody, kind: str, id_prefix: str, **fields: Any) -> Self:
         """Return the request of a body. Raises ApiError."""
-        structure = structure_of(body)
+        structure = _structure_of(body)
         return cls(
             context=context,
             body=body,
-            params=await read_params(body, context.params.completion),
+            params=await context.params.read(body),
             kind=kind,
             id_prefix=id_prefix,
             num_prompts=len(body.prompt),
@@ -264,6 +262,21 @@ async def completions(request: Request) -> Response:
         raise bad_field("prompt", f"prompt holds {num_prompts} prompts; give at most {context.limits.max_prompts}")
     _check_ids_in_all(body)
     return await reply(request, await CompletionRequest.of(context, body, "text", "cmpl"))
+
+
+def _structure_of(body: SamplingBody) -> Structure | None:
+    """Return the constraint in a body, None if it has none. Raises ApiError for what cannot be combined with one."""
+    structure = structure_of(body)
+    if structure is None:
+        return None
+    param, ends = structure.param, f"{structure.param} says when an answer ends; leave"
+    if body.min_tokens:
+        raise bad_field("min_tokens", f"min_tokens is {body.min_tokens}; {ends} min_tokens out")
+    if body.ignore_eos:
+        raise bad_field("ignore_eos", f"ignore_eos is true; {ends} ignore_eos out")
+    if body.use_beam_search:
+        raise bad_field("use_beam_search", f"use_beam_search is true; beams follow no {param}; leave one of them out")
+    return structure
 
 
 def _check_forced(context: Context, body: ChatBody) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of POST /api/chat and /api/generate, and their translation to a ChatBody or CompletionBody.
+"""Bodies of Ollama's API, and their translation to a ChatBody or CompletionBody.
 
 Owns: their fields, messages and options, and their translation, also of Ollama's names on a chat completion.
 Does not: encode answers.
@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.api.completions.bodies import MAX_MESSAGES, ChatBody, CompletionBody, read_chat, read_completion
-from octavo.server.bodies.checks import Body, Refused, ignore, sift, sift_if_object, validate
-from octavo.server.bodies.sampling import Stops
-from octavo.server.bodies.served import ServedFields
+from octavo.server.api.embeddings import MAX_INPUTS
+from octavo.server.api.fields import Body, Refused, ignore, sift, sift_if_object, validate
+from octavo.server.api.sampling import OLLAMA_NAMES, ServedFields, Stops, with_numbers
 from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_field
 from octavo.text.dialect import Dialect
 
@@ -64,20 +64,13 @@ def _no_text_is_nothing(value: object) -> object:
     return None if value == "" else value
 
 
+@with_numbers(OLLAMA_NAMES)
 class Options(Body):
     """How to sample, in Ollama's names."""
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
     seed: int | None = None
     num_predict: int | None = Field(None, description="-1 or -2: as many as fit")
     stop: Stops = Field([])
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     repeat_last_n: int | None = Field(
         None, ge=-1, description="0 turns repeat_penalty off; else penalties look at all of the text"
     )
@@ -188,20 +181,19 @@ def _sift_call(call: object, where: str) -> object:
 
 
 _LATEST = ":latest"
-_SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty", "stop")
+_SAMPLING = {**OLLAMA_NAMES, "seed": "seed", "stop": "stop"}  # a chat completion's name -> the name among the options
 _ALWAYS = ("stream", *ServedFields.model_fields)
 _ANY_LENGTH = (-1, -2)  # without end, and to the end of the context: both mean as many as fit
 _EFFORTS: dict[bool | str, str] = {True: "medium", False: "none", "max": "xhigh"}
 SENT_NAMES = ("num_predict", "repeat_penalty", "think", "options")  # Ollama's names that a chat completion may have
 _OWN_NAMES = {  # Ollama's name -> a chat completion's name, and its other names there
     "num_predict": ("max_tokens", "max_completion_tokens"),
-    "repeat_penalty": ("repetition_penalty",),
+    **{name: (ours,) for ours, name in OLLAMA_NAMES.items() if name != ours},
     "think": ("reasoning_effort", "reasoning"),
 }
 SPELLING: Spelling = (
     (r"^max_tokens$", "options.num_predict"),
-    (r"^repetition_penalty$", "options.repeat_penalty"),
-    (rf"^({'|'.join(_SAME)})(?=\[|$)", r"options.\1"),
+    *((rf"^{ours}(?=\[|$)", f"options.{name}") for ours, name in _SAMPLING.items()),
     (r"^(response_format|structured_outputs)(\.[a-z_]+)*$", "format"),
     (r"^reasoning_effort$", "think"),
 )
@@ -291,12 +283,13 @@ def _translated(name: str, value: object, dialect: Dialect) -> dict[str, object]
 def _fields(body: OllamaBody) -> dict[str, object]:
     """Return the fields that conversations and texts share."""
     options = body.options
-    fields: dict[str, object] = {name: getattr(options, name) for name in _SAME}
+    fields: dict[str, object] = {ours: getattr(options, name) for ours, name in _SAMPLING.items()}
     fields |= {name: getattr(body, name) for name in _ALWAYS}
     fields["model"] = model_of(body)
     if options.num_predict not in _ANY_LENGTH:
         fields["max_tokens"] = options.num_predict
-    fields["repetition_penalty"] = 1.0 if options.repeat_last_n == 0 else options.repeat_penalty
+    if options.repeat_last_n == 0:
+        fields["repetition_penalty"] = 1.0
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif body.format is not None:
@@ -349,3 +342,42 @@ def _answered(unanswered: list[tuple[str, str]], name: str | None) -> str:
         return "call_unknown"
     unanswered.remove(found)
     return found[0]
+
+
+IGNORED_EMBED: Mapping[str, str] = {
+    "keep_alive": "the model stays loaded while the server runs",
+    "options": "nothing is sampled, and how the model is loaded is the server's business",
+}
+REFUSED_EMBED: Refused = {}
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class OllamaEmbedBody(ServedFields):
+    """POST /api/embed."""
+
+    input: Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])] = Field(
+        [], max_length=MAX_INPUTS
+    )
+    truncate: bool = Field(True, description="cut a text's end that does not fit; false: it is refused")
+    dimensions: int | None = Field(
+        None, ge=1, lt=2**31, description="how many numbers of each vector to return, scaled to length 1 again"
+    )
+
+
+class OllamaEmbeddingsBody(ServedFields):
+    """POST /api/embeddings."""
+
+    prompt: str = ""
+
+
+def read_embed(fields: dict[str, object]) -> OllamaEmbedBody:
+    """Check a body of /api/embed. Raises ApiError naming the field."""
+    return validate(OllamaEmbedBody, sift(fields, REFUSED_EMBED, OllamaEmbedBody, ignored=IGNORED_EMBED))
+
+
+def read_embeddings(fields: dict[str, object]) -> OllamaEmbeddingsBody:
+    """Check a body of /api/embeddings. Raises ApiError naming the field."""
+    return validate(OllamaEmbeddingsBody, sift(fields, REFUSED_EMBED, OllamaEmbeddingsBody, ignored=IGNORED_EMBED))

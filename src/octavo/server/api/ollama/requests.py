@@ -1,38 +1,54 @@
-"""/api/chat and /api/generate: the routes, and the answer to a body without a prompt."""
+"""Ollama's API: /api/chat, /api/generate, /api/embed, /api/embeddings, its endpoints for models, and `/`.
+
+Browsers get a page at `/`. Models can be listed and described; none is fetched, made or removed over HTTP.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from octavo.server.api.completions.bodies import ChatBody, CompletionBody
 from octavo.server.api.completions.requests import ChatRequest, CompletionRequest
+from octavo.server.api.embeddings import Embedded, Inputs, compute, embed, truncate
+from octavo.server.api.fields import Body, Refused, field_notes, read
+from octavo.server.api.models import ollama_card, ollama_running, ollama_show
 from octavo.server.api.ollama.answers import line_begin
 from octavo.server.api.ollama.bodies import (
     GENERATE_SPELLING,
+    IGNORED_EMBED,
     IGNORED_OLLAMA,
     IGNORED_OPTIONS,
     REFUSED_CHAT,
+    REFUSED_EMBED,
     REFUSED_GENERATE,
     SPELLING,
     OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
     OllamaGenerateBody,
     chat_of,
     generate_of,
     model_of,
     raw_of,
+    read_embed,
+    read_embeddings,
     read_ollama_chat,
     read_ollama_generate,
 )
-from octavo.server.bodies.checks import field_notes
+from octavo.server.api.pages import file_response
 from octavo.server.context import context_of
+from octavo.server.encoding import Json
+from octavo.server.http.auth import wants_html
 from octavo.server.http.body import read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.http.errors import ApiError, rename_field
+from octavo.server.http.errors import ApiError, bad_field, rename_field
+from octavo.server.http.middleware import ARRIVAL
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.text.dialect import Dialect
 
@@ -87,6 +103,145 @@ def _loaded(model: str, said: dict[str, object]) -> Response:
 
 
 _OPTIONS = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
+
+
+async def embed_texts(request: Request) -> Response:
+    """Return a vector for each text, scaled to length 1."""
+    context = context_of(request)
+    body = await read_json(request, context.limits, read_embed)
+    model = context.check_model(model_of(body))
+    size = context.text.spec.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
+    if not body.input:  # asks to load the model, which is loaded already
+        return Response(msgspec.json.encode({"model": model, "embeddings": []}), media_type="application/json")
+    params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
+    keep = context.max_model_len if body.truncate else None
+    found = await embed(request, "embed", body, Inputs(body.input, params, keep=keep, keeps_start=True))
+    total_ns = round((time.monotonic() - request.scope[ARRIVAL]) * 1e9)
+
+    def answer() -> Json:
+        length = body.dimensions or size
+        vectors = [vector if length == size else truncate(vector, length) for vector in found.vectors]
+        return {
+            "model": model,
+            "embeddings": [vector.tolist() for vector in vectors],
+            "total_duration": total_ns,
+            "load_duration": 0,
+            "prompt_eval_count": sum(found.num_tokens),
+        }
+
+    return await _vectors(answer, found)
+
+
+async def embed_prompt(request: Request) -> Response:
+    """Return the vector of one text."""
+    context = context_of(request)
+    body = await read_json(request, context.limits, read_embeddings)
+    context.check_model(model_of(body))
+    if not body.prompt:
+        return Response(b'{"embedding":[]}', media_type="application/json")
+    inputs = Inputs([body.prompt], ["prompt"], keep=context.max_model_len, keeps_start=True)
+    found = await embed(request, "embed", body, inputs)
+    return await _vectors(lambda: {"embedding": found.vectors[0].tolist()}, found)
+
+
+async def _vectors(answer: Callable[[], Json], found: Embedded) -> Response:
+    content = await compute(lambda: msgspec.json.encode(answer()), sum(map(len, found.vectors)))
+    return Response(content, media_type="application/json")
+
+
+_NOTES = field_notes(REFUSED_EMBED, IGNORED_EMBED)
+
+
+API_VERSION = "0.12.11"  # of Ollama's API that this follows: clients compare it with what they need
+_REFUSED_NAMED: Refused = {"system": ("",), "template": ("",), "options": ({},)}
+_IGNORED_NAMED = {"verbose", "stream", "insecure", "keep_alive"}
+_NO_HTML_FROM_TEXT = "; require-trusted-types-for 'script'; trusted-types 'none'"  # a model's text never becomes HTML
+_ELSEWHERE = {
+    "/api/push": "no registry is written to",
+    "/api/create": "models are made elsewhere, and served by starting octavo with them",
+    "/api/copy": "a server has the one model that it was started with; --served-model-name gives it another name",
+    "/api/delete": "nothing is removed over HTTP; delete its files where they are kept",
+}
+
+
+class ModelNameBody(Body):
+    """A body with a model's name, in the new field or the old one."""
+
+    model: str | None = None
+    name: str | None = None
+
+    @property
+    def asked(self) -> str:
+        """The model's name, without the tag that Ollama's clients add. Raises ApiError."""
+        name = self.model or self.name
+        if not name:
+            raise bad_field("model", "model is missing", "missing_field")
+        return name.removesuffix(":latest")
+
+
+async def version(request: Request) -> Response:
+    """Return the version of Ollama's API that this server follows."""
+    return _json({"version": API_VERSION, "server": "octavo"})
+
+
+async def tags(request: Request) -> Response:
+    """List the model that is served, under each of its names."""
+    context = context_of(request)
+    return _json({"models": [ollama_card(context, name) for name in context.models]})
+
+
+async def running(request: Request) -> Response:
+    """List the model that is loaded, under each of its names."""
+    context = context_of(request)
+    return _json({"models": [ollama_running(context, name) for name in context.models]})
+
+
+async def show(request: Request) -> Response:
+    """Describe the served model; another name is 404."""
+    context = context_of(request)
+    name = context.check_model((await _read_name(request)).asked)
+    return _json(ollama_show(context, name))
+
+
+async def pull(request: Request) -> Response:
+    """Answer success for the served model; no other model is fetched."""
+    context = context_of(request)
+    context.check_model((await _read_name(request)).asked)
+    return Response(b'{"status":"success"}\n', media_type="application/x-ndjson")
+
+
+async def refuse(request: Request) -> Response:
+    """Refuse an operation that a server of one model does not have."""
+    path = request.url.path
+    raise ApiError(400, f"{path} is not done here: {_ELSEWHERE[path]}", code="unsupported_endpoint")
+
+
+async def root(request: Request) -> Response:
+    """Return the chat page to browsers, and a line of text to other clients: Ollama's request it first."""
+    if not wants_html(request.headers.get("accept", "")):
+        return PlainTextResponse("Octavo is running", headers={"vary": "Accept"})
+    page = file_response(request, "chat.html")
+    page.headers["content-security-policy"] += _NO_HTML_FROM_TEXT
+    page.headers["vary"] = "Accept"
+    return page
+
+
+async def _read_name(request: Request) -> ModelNameBody:
+    def check(fields: dict[str, object]) -> ModelNameBody:
+        return read(ModelNameBody, {k: v for k, v in fields.items() if k not in _IGNORED_NAMED}, _REFUSED_NAMED)
+
+    return await read_json(request, context_of(request).limits, check)
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+_READ = (("/api/version", version), ("/api/tags", tags), ("/api/ps", running))
+
+
 ENDPOINTS = [
     Endpoint(
         "POST",
@@ -105,4 +260,28 @@ ENDPOINTS = [
         description=f"{generate.__doc__}\n\n{RETRY_NOTE}\n\n{field_notes(REFUSED_GENERATE, IGNORED_OLLAMA)}"
         f"\n\n{_OPTIONS}",
     ),
+    Endpoint(
+        "POST",
+        "/api/embed",
+        embed_texts,
+        limit=Limit.QUEUE,
+        body=OllamaEmbedBody,
+        description=f"{embed_texts.__doc__}\n\n{_NOTES}",
+    ),
+    Endpoint(
+        "POST",
+        "/api/embeddings",
+        embed_prompt,
+        limit=Limit.QUEUE,
+        body=OllamaEmbeddingsBody,
+        description=f"{embed_prompt.__doc__}\n\n{_NOTES}",
+    ),
+    *(Endpoint("GET", path, handler, limit=Limit.NONE) for path, handler in _READ),
+    *(Endpoint("HEAD", path, handler, limit=Limit.NONE, is_documented=False) for path, handler in _READ),
+    Endpoint("POST", "/api/show", show),
+    Endpoint("POST", "/api/pull", pull),
+    *(Endpoint("POST", path, refuse, is_documented=False) for path in ("/api/push", "/api/create", "/api/copy")),
+    Endpoint("DELETE", "/api/delete", refuse, limit=Limit.NONE, is_documented=False),
+    Endpoint("GET", "/", root, limit=Limit.NONE, is_documented=False),
+    Endpoint("HEAD", "/", root, limit=Limit.NONE, is_documented=False),
 ]

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from octavo.server.bodies.checks import Body, Refused, ignore, sift, sift_if_object, validate
-from octavo.server.bodies.sampling import SamplingBody, check_stream_options
-from octavo.server.bodies.tools import IGNORED_IN_TOOLS, MAX_TOOLS, without_hosted
+from octavo.server.api.fields import Body, Refused, ignore, sift, sift_if_object, validate
+from octavo.server.api.sampling import SamplingBody, check_stream_options
+from octavo.server.api.tools import IGNORED_IN_TOOLS, MAX_TOOLS, without_hosted
 from octavo.server.http.errors import ApiError, Spelling, bad_field
 
 MAX_METADATA = 16

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from octavo.server.api.completions.bodies import ChatBody, read_chat
 from octavo.server.api.completions.requests import ChatRequest
+from octavo.server.api.fields import field_notes, inline_schema
 from octavo.server.api.responses.answers import ID_PREFIX, ResponseEncoder
 from octavo.server.api.responses.bodies import (
     IGNORED_RESPONSES,
@@ -31,7 +32,7 @@ from octavo.server.api.responses.bodies import (
     chat_fields,
     read_responses,
 )
-from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.api.responses.store import Given, Link, Stored
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
 from octavo.server.http.auth import KEY
@@ -41,7 +42,6 @@ from octavo.server.http.errors import ApiError, bad_field, rename_field
 from octavo.server.http.keys import KeyInfo
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
 from octavo.server.reply import EventStream, body_hash, open_run, reply
-from octavo.server.responses.store import Given, Link, Stored
 
 if TYPE_CHECKING:
     from octavo.server.api.completions.bodies import ChatBody

@@ -1,8 +1,10 @@
-"""Batches of a server: accept them, run them along with interactive requests, end them.
+"""Batches of a server: accept them, run them along with interactive requests, end them; and the slots of uploads.
 
-Owns: which batch runs (one of each tenant, oldest first), its states, its end by cancellation, expiry or a failure.
-Does not: write files (store does) or send requests (runner does).
-Invariant: a batch that is pending when the server ends continues when it starts again, with the answers that it has.
+Owns: which batch runs (one of each tenant, oldest first), its states, its end by cancellation, expiry or a failure; how
+many uploads of a tenant are read at once, and how fast each must arrive.
+Does not: write files (store does) or send requests (run does).
+Invariants: a batch that is pending when the server ends continues when it starts again, with the answers that it has;
+an upload of one tenant never waits for another tenant's.
 """
 
 from __future__ import annotations
@@ -10,24 +12,93 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from starlette.types import ASGIApp
 
 from octavo.config import BatchConfig
-from octavo.server.batches.inner_call import InnerCall, InnerResponse, inner_call
-from octavo.server.batches.lines import BatchLine, not_answered, read_asks, read_finished, usage_in
-from octavo.server.batches.records import BatchRecord, LineError
-from octavo.server.batches.runner import BatchRun, RunOptions, append
-from octavo.server.batches.store import BatchStore
-from octavo.server.batches.uploads import UploadSlots
+from octavo.server.api.batches.run import (
+    BatchLine,
+    BatchRun,
+    InnerCall,
+    InnerResponse,
+    RunOptions,
+    append,
+    inner_call,
+    not_answered,
+    read_asks,
+    read_finished,
+    usage_in,
+)
+from octavo.server.api.batches.store import BatchRecord, BatchStore, LineError
 from octavo.server.http.errors import ApiError, is_disk_full
 from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
-from octavo.server.http.limits import Shares
+from octavo.server.http.limits import HttpLimits, Shares
+
+MAX_UPLOADS = 4  # of one tenant at once: their bodies are in temporary files
+MAX_WAITING_UPLOADS = 16  # of one tenant, each with an unread body
+MAX_UPLOAD_WAIT_S = 10.0  # for a slot
+
+
+@dataclass(slots=True)
+class _TenantSlots:
+    """The slots of one tenant, and how many uploads hold one or wait for one."""
+
+    semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_UPLOADS))
+    num_users: int = 0
+
+
+class UploadSlots:
+    """Slots for uploads, MAX_UPLOADS for each tenant."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _TenantSlots] = {}
+
+    @asynccontextmanager
+    async def take(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a slot while the body is read. Raises ApiError (429) if none is free in time."""
+        slots = self._tenants.setdefault(tenant, _TenantSlots())
+        if slots.num_users >= MAX_UPLOADS + MAX_WAITING_UPLOADS:
+            raise _refusal()
+        slots.num_users += 1
+        try:
+            try:
+                async with asyncio.timeout(MAX_UPLOAD_WAIT_S):
+                    await slots.semaphore.acquire()
+            except TimeoutError:
+                raise _refusal() from None
+            try:
+                yield
+            finally:
+                slots.semaphore.release()
+        finally:
+            slots.num_users -= 1
+            if not slots.num_users:
+                del self._tenants[tenant]
+
+
+def _refusal() -> ApiError:
+    message = f"{MAX_UPLOADS} of your uploads are open, the most there may be, and others wait; finish one first"
+    return ApiError(429, message, code="too_many_uploads", retry_after_s=1)
+
+
+@dataclass(frozen=True, slots=True)
+class UploadPace:
+    """The minimum speed of an upload that began at `began`, on the event loop's clock."""
+
+    limits: HttpLimits
+    began: float
+
+    def deadline(self, num_bytes: int) -> float:
+        """Return when the next part must arrive, after `num_bytes`."""
+        limits = self.limits
+        allowed_s = limits.upload_grace_s + num_bytes / limits.min_upload_bytes_per_s
+        return self.began + min(limits.body_timeout_s, allowed_s)
+
 
 BATCH_PRIORITY = 10  # after interactive requests: low in a busy queue, later under --policy priority
 MAX_LINE_ERRORS = 100

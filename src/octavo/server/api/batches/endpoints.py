@@ -1,29 +1,58 @@
-"""/v1/files: uploads and outputs of batches."""
+"""/v1/files and /v1/batches: uploads, files of requests that run beside interactive ones, their outputs."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
-from octavo.server.batches.records import BatchRecord, FileRecord
-from octavo.server.batches.service import BatchService
-from octavo.server.batches.store import new_id
-from octavo.server.batches.uploads import UploadPace
-from octavo.server.bodies.checks import IGNORED_FIELDS, collecting, ignore
+from octavo.server.api.batches.service import BatchService, UploadPace
+from octavo.server.api.batches.store import BatchRecord, FileRecord, new_id
+from octavo.server.api.fields import IGNORED_FIELDS, Body, collecting, ignore, sift, validate
+from octavo.server.api.responses.bodies import MAX_METADATA, MAX_METADATA_CHARACTERS, MAX_METADATA_KEY_CHARACTERS
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
-from octavo.server.http.body import check_coding
+from octavo.server.http.body import check_coding, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError, bad_field
 from octavo.server.http.keys import KeyInfo
+
+MAX_FILE_ID_CHARACTERS = 128
+
+
+class OutputExpiry(Body):
+    """How long the outputs are kept."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+
+
+MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
+MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_CHARACTERS)]
+
+
+class BatchBody(Body):
+    """POST /v1/batches."""
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=MAX_FILE_ID_CHARACTERS)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
+    output_expires_after: OutputExpiry | None = None
+
+
+def read_batch(fields: dict[str, object]) -> BatchBody:
+    """Check a batch. Raises ApiError naming the field."""
+    return validate(BatchBody, sift(fields, {}, BatchBody, ignored={}))
+
 
 R = TypeVar("R", FileRecord, BatchRecord)
 _MAX_FIELDS = 8
@@ -48,7 +77,7 @@ async def create_file(request: Request) -> Response:
         form = await _read_form(request, context, service)
         try:
             with collecting(request.scope[IGNORED_FIELDS]):
-                file, expires_s = _checked(form)
+                file, expires_s = _read_fields(form)
             now = int(time.time())
             record = FileRecord(
                 new_id("file-"),
@@ -115,7 +144,7 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
         raise bad_field("file", f"the form cannot be read: {reason}", "invalid_form") from None
 
 
-def _checked(form: FormData) -> tuple[UploadFile, int | None]:
+def _read_fields(form: FormData) -> tuple[UploadFile, int | None]:
     """Return the file, and the seconds that it is kept (None: no bound given). Raises ApiError."""
     for name in form:
         if name not in ("file", "purpose", *_EXPIRY):
@@ -144,7 +173,7 @@ async def list_files(request: Request) -> Response:
     store = context_of(request).batches.store
     purpose = request.query_params.get("purpose")
     found = [file for file in store.files.values() if purpose in (None, file.purpose)]
-    return _json(page(request, found, _MAX_LISTED))
+    return _json(_page(request, found, _MAX_LISTED))
 
 
 async def get_file(request: Request) -> Response:
@@ -166,7 +195,7 @@ async def file_content(request: Request) -> Response:
     return FileResponse(path, media_type="application/octet-stream", filename=f"{record.id}.jsonl")
 
 
-def page(request: Request, records: list[R], most: int) -> dict[str, Any]:
+def _page(request: Request, records: list[R], most: int) -> dict[str, Any]:
     """Return a page of the caller's records: limit, after and order are in the query. Raises ApiError."""
     query = request.query_params
     asked, order, after = query.get("limit"), query.get("order", "desc"), query.get("after")
@@ -189,7 +218,7 @@ def page(request: Request, records: list[R], most: int) -> dict[str, Any]:
     return {"object": "list", "data": data, **ends, "has_more": len(mine) > limit}
 
 
-def find(request: Request, records: dict[str, R], name: str) -> R:
+def _find(request: Request, records: dict[str, R], name: str) -> R:
     """Return the caller's record with this id. Raises ApiError (404), also for another tenant's record."""
     record = records.get(name)
     if record is None or record.tenant != _tenant(request):
@@ -198,7 +227,7 @@ def find(request: Request, records: dict[str, R], name: str) -> R:
 
 
 def _file(request: Request) -> FileRecord:
-    return find(request, context_of(request).batches.store.files, request.path_params["file_id"])
+    return _find(request, context_of(request).batches.store.files, request.path_params["file_id"])
 
 
 def _tenant(request: Request) -> str:
@@ -215,10 +244,80 @@ _FORM = {
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
     "required": ["file", "purpose"],
 }
+
+
+_WINDOW_S = 24 * 3600
+_MAX_LISTED_BATCHES = 100
+
+
+async def create_batch(request: Request) -> Response:
+    """Accept a batch; it is checked and run later."""
+    context = context_of(request)
+    context.lifecycle.check_ready()
+    store = context.batches.store
+    body = await read_json(request, context.limits, read_batch)
+    holder: KeyInfo = request.scope[KEY]
+    file = store.files.get(body.input_file_id)
+    if file is None or file.tenant != holder.tenant:
+        raise bad_field("input_file_id", f"input_file_id is {body.input_file_id!r}, which is no file of yours")
+    if file.purpose != "batch":
+        raise bad_field("input_file_id", f"file {file.id} has the purpose {file.purpose}; upload one with batch")
+    now = int(time.time())
+    batch = BatchRecord(
+        id=new_id("batch_"),
+        tenant=holder.tenant,
+        holder=holder.name,
+        endpoint=body.endpoint,
+        input_id=file.id,
+        completion_window=body.completion_window,
+        created_at=now,
+        expires_at=now + _WINDOW_S,
+        output_id=new_id("file-"),
+        error_id=new_id("file-"),
+        output_keep_s=None if body.output_expires_after is None else body.output_expires_after.seconds,
+        metadata=body.metadata,
+    )
+    await context.batches.add(batch, holder)
+    return _batch_json(batch)
+
+
+async def list_batches(request: Request) -> Response:
+    """List the caller's batches, newest first."""
+    store = context_of(request).batches.store
+    return Response(
+        msgspec.json.encode(_page(request, list(store.batches.values()), _MAX_LISTED_BATCHES)),
+        media_type="application/json",
+    )
+
+
+async def get_batch(request: Request) -> Response:
+    """Describe a batch."""
+    return _batch_json(_batch(request))
+
+
+async def cancel_batch(request: Request) -> Response:
+    """Cancel a batch; it keeps its answers."""
+    batch = _batch(request)
+    await context_of(request).batches.cancel(batch)
+    return _batch_json(batch)
+
+
+def _batch(request: Request) -> BatchRecord:
+    return _find(request, context_of(request).batches.store.batches, request.path_params["batch_id"])
+
+
+def _batch_json(batch: BatchRecord) -> Response:
+    return Response(msgspec.json.encode(batch.shown()), media_type="application/json")
+
+
 ENDPOINTS = [
     Endpoint("POST", "/v1/files", create_file, body=_FORM, takes_file=True),
     Endpoint("GET", "/v1/files", list_files),
     Endpoint("GET", "/v1/files/{file_id}", get_file, limit=Limit.NONE),
     Endpoint("DELETE", "/v1/files/{file_id}", delete_file, limit=Limit.NONE),
     Endpoint("GET", "/v1/files/{file_id}/content", file_content),
+    Endpoint("POST", "/v1/batches", create_batch, body=BatchBody),
+    Endpoint("GET", "/v1/batches", list_batches, limit=Limit.NONE),
+    Endpoint("GET", "/v1/batches/{batch_id}", get_batch, limit=Limit.NONE),
+    Endpoint("POST", "/v1/batches/{batch_id}/cancel", cancel_batch, limit=Limit.NONE),
 ]

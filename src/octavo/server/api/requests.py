@@ -1,17 +1,24 @@
-"""Explanations of a request: for its own tenant without other tenants' names, for the operator with all names.
+"""GET explain and POST cancel under /v1/requests/{id}; explanations for the operator's admin socket.
 
-Owns: asking the engine about each prompt, and hiding other tenants' requests. Does not: read HTTP, or find reasons (the
-engine's observe.explainer does).
-Invariant: another tenant's request is never named; where it is the reason for something, the answer has null.
+Owns: asking the engine about each prompt, and hiding other tenants' requests. Does not: find reasons (the engine's
+observe.explainer does).
+Invariant: another tenant's request is never named to a client; where it is a reason, the answer has null.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from octavo.server.context import Context
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.context import Context, context_of
+from octavo.server.http.auth import KEY
+from octavo.server.http.endpoints import Endpoint, Limit
+from octavo.server.http.errors import ApiError
+from octavo.server.http.keys import KeyInfo
 
 MAX_EXPLANATIONS = 64  # prompts of one id that are explained; for each the engine reads its queue
 UNKNOWN = "unknown"
@@ -90,3 +97,39 @@ def _for_client(answer: dict[str, Any], own: Mapping[str, str]) -> dict[str, obj
     if "events" in told:
         told["events"] = [{**event, "by": own.get(event["by"])} if "by" in event else event for event in told["events"]]
     return told
+
+
+async def explain(request: Request) -> Response:
+    """Explain the state of a request, or how it ended, for each of its prompts. Only its own tenant finds it."""
+    context, name, key = _asked(request)
+    told = await explain_own(context, name, key.tenant)
+    if told is None:
+        kept = context.explain_kept
+        text = f"no request {name[:128]!r} of yours is open or can still be explained: {kept} are, after their end"
+        raise ApiError(404, text, code="request_not_found")
+    return _json(told)
+
+
+async def cancel(request: Request) -> Response:
+    """Cancel an open request; a client that waits for it gets an error. Only its own tenant finds it."""
+    context, name, key = _asked(request)
+    ids = context.request_index.find(name, key.tenant)
+    if not ids:
+        raise ApiError(404, f"no request {name[:128]!r} of yours is open", code="request_not_found")
+    context.sessions.client.cancel(ids)
+    return _json({"id": name, "cancelled": True})
+
+
+def _asked(request: Request) -> tuple[Context, str, KeyInfo]:
+    key: KeyInfo = request.scope[KEY]
+    return context_of(request), request.path_params["request_id"], key
+
+
+def _json(body: dict[str, object]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+ENDPOINTS = [
+    Endpoint("GET", "/v1/requests/{request_id}/explain", explain),
+    Endpoint("POST", "/v1/requests/{request_id}/cancel", cancel, limit=Limit.NONE),
+]

@@ -1,23 +1,68 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info.
-
-Owns: the answers with ids, texts and the tokenizer's properties. Does not: tokenize, or call the engine.
-"""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.bodies.tokenizing import DetokenizeBody, TokenizeBody, read_detokenize, read_tokenize
+from octavo.server.api.completions.bodies import ChatBody, read_chat
+from octavo.server.api.embeddings import INLINE_CHARACTERS
+from octavo.server.api.fields import Body, sift, validate
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
 from octavo.server.http.body import off_loop, read_json
 from octavo.server.http.endpoints import Endpoint
 from octavo.server.http.errors import bad_field
-from octavo.server.inputs import HERE_CHARS
+
+MAX_TOKENIZED_CHARACTERS = 1_048_576
+MAX_DETOKENIZED = 262_144
+
+_OWN = ("model", "return_token_strs", "add_special_tokens")
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: give `prompt`, or `messages` with a chat completion's other fields."""
+
+    model: str | None = Field(None, description="the served model's name; may be left out")
+    prompt: str | None = Field(None, max_length=MAX_TOKENIZED_CHARACTERS)
+    add_special_tokens: bool | None = Field(
+        None,
+        description="put the tokenizer's own tokens around it; left out, around a text only",
+    )
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = Field(None, description="the served model's name; may be left out")
+    tokens: Annotated[list[int], FailFast()] = Field(max_length=MAX_DETOKENIZED)
+
+
+def read_tokenize(fields: dict[str, object]) -> tuple[TokenizeBody, ChatBody | None]:
+    """Check a body, and the conversation in it, if there is one. Raises ApiError naming the field."""
+    has_text, has_chat = (fields.get(name) is not None for name in ("prompt", "messages"))
+    if has_text and has_chat:
+        raise bad_field("prompt", "prompt and messages are both given; give one of them")
+    if not has_text and not has_chat:
+        raise bad_field("prompt", "prompt is missing; give a text, or messages", "missing_field")
+    own = {name: fields[name] for name in fields if not has_chat or name in _OWN}
+    own.pop("messages", None)
+    body = validate(TokenizeBody, sift(own, {}, TokenizeBody, ignored={}))
+    if not has_chat:
+        return body, None
+    chat = {name: value for name, value in fields.items() if name not in own and name != "prompt"}
+    return body, read_chat({**chat, "add_special_tokens": body.add_special_tokens})
+
+
+def read_detokenize(fields: dict[str, object]) -> DetokenizeBody:
+    """Check a body. Raises ApiError naming the field."""
+    return validate(DetokenizeBody, sift(fields, {}, DetokenizeBody, ignored={}))
+
 
 _OFF_LOOP_IDS = 1024
 
@@ -37,7 +82,7 @@ async def tokenize(request: Request) -> Response:
         return msgspec.json.encode(shown), len(ids)
 
     size = len(text) + len(known or ())
-    data, num_tokens = answer() if size <= HERE_CHARS else await off_loop(answer, size)
+    data, num_tokens = answer() if size <= INLINE_CHARACTERS else await off_loop(answer, size)
     context.admission.charge(request.scope[KEY], num_tokens)
     return Response(data, media_type="application/json")
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
-from octavo.server.bodies.checks import Body, Refused, ignore, sift, sift_if_object
-from octavo.server.bodies.structure import schema_text
+from octavo.server.api.fields import Body, Refused, ignore, sift, sift_if_object
+from octavo.server.api.structured_output import schema_text
 from octavo.server.http.errors import bad_field
 
 MAX_TOOLS = 128

@@ -1,0 +1,531 @@
+"""Running a file of requests: its lines, sending them to the application, and the files of answers.
+
+Owns: OpenAI's formats of lines, the bounds of a line, the order (that of the file), retries of temporary refusals,
+appending answers, the repair of an output that a crash truncated.
+Does not: know folders or tenants; check a key (the key's KeyInfo is in the request's scope, which clients cannot set).
+Invariant: a run that is interrupted at any point can be continued: answers are appended whole and are on disk before
+they are counted, and a request with an answer in either file is not sent again.
+Format: https://platform.openai.com/docs/api-reference/batch (request input and output objects).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from octavo.server.http.auth import KEY
+from octavo.server.http.keys import KeyInfo
+
+
+@dataclass(slots=True)
+class InnerResponse:
+    """A whole response. Header names are lower case."""
+
+    status: int = 500
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+InnerCall = Callable[[str, bytes], Awaitable[InnerResponse]]  # of a path and a JSON body
+
+
+def inner_call(app: ASGIApp, holder: KeyInfo) -> InnerCall:
+    """Return a function that posts to the app with the rights of a key."""
+
+    async def call(path: str, body: bytes) -> InnerResponse:
+        return await _post(app, holder, path, body)
+
+    return call
+
+
+async def _post(app: ASGIApp, holder: KeyInfo, path: str, body: bytes) -> InnerResponse:
+    answer = InnerResponse()
+    parts: list[bytes] = []
+    is_sent = False
+
+    async def receive() -> Message:
+        nonlocal is_sent
+        if not is_sent:
+            is_sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.Event().wait()  # this client stays connected: a call is ended by cancelling it
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            answer.status = message["status"]
+            answer.headers = {
+                name.decode("latin-1").lower(): value.decode("latin-1") for name, value in message["headers"]
+            }
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": headers,
+        "server": ("batch", 0),
+        "client": ("batch", 0),
+        KEY: holder,
+    }
+    await app(scope, receive, send)
+    answer.body = b"".join(parts)
+    return answer
+
+
+BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_LINE_BYTES = 8 << 20  # a body's own bound
+MAX_ID_CHARACTERS = 512
+_NOT_IN_A_BATCH = (
+    ("stream", "an answer in a batch cannot be streamed"),
+    ("background", "a response in a batch cannot run in the background"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request: its line (from 1), its client's id for it, its endpoint and its body."""
+
+    line: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is not a request, with the reason."""
+
+    line: int
+    custom_id: str | None
+    code: str
+    message: str
+    param: str | None = None
+
+
+def read_asks(
+    path: Path, endpoint: str | None = None, least_priority: int | None = None
+) -> Generator[BatchLine | BadLine, None, None]:
+    """Yield the requests of a file, in order; skip blank lines.
+
+    `endpoint`: the only url that is allowed. `least_priority`: a request with a smaller priority is a BadLine.
+    """
+    seen: set[str] = set()
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
+                yield BadLine(number, None, "line_too_large", f"line {number} has more than {MAX_LINE_BYTES} bytes")
+            elif line.strip():
+                ask = _read_line(number, line, endpoint, least_priority)
+                if isinstance(ask, BatchLine):
+                    if ask.custom_id in seen:
+                        message = f"line {number}: the custom_id {ask.custom_id[:64]!r} was given before"
+                        ask = BadLine(number, None, "duplicate_custom_id", message, "custom_id")
+                    else:
+                        seen.add(ask.custom_id)
+                yield ask
+
+
+def _read_line(number: int, line: bytes, endpoint: str | None, least_priority: int | None) -> BatchLine | BadLine:
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return BadLine(number, None, "invalid_json_line", f"line {number} is not JSON: {error}")
+    if not isinstance(value, dict):
+        return BadLine(number, None, "invalid_json_line", f"line {number} is no JSON object")
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
+        message = f"line {number}: custom_id must be a text of 1 to {MAX_ID_CHARACTERS} characters"
+        return BadLine(number, None, "invalid_custom_id", message, "custom_id")
+
+    def bad(param: str, message: str) -> BadLine:
+        return BadLine(number, custom_id, "invalid_request", f"line {number}: {message}", param)
+
+    if value.get("method", "POST") != "POST":
+        return bad("method", "method must be POST")
+    url, body = value.get("url"), value.get("body")
+    allowed = BATCH_PATHS if endpoint is None else (endpoint,)
+    if not isinstance(url, str) or url not in allowed:
+        return bad("url", f"url is {str(url)[:64]!r}; give {' or '.join(allowed)}")
+    if not isinstance(body, dict):
+        return bad("body", "body must be an object")
+    for name, reason in _faults_of(body, least_priority):
+        return bad(f"body.{name}", f"{reason}; leave {name} out")
+    unknown = sorted(value.keys() - {"custom_id", "method", "url", "body"})
+    if unknown:
+        return bad(unknown[0][:64], f"{unknown[0][:64]} is no field of a request; give custom_id, method, url and body")
+    return BatchLine(number, custom_id, url, body)
+
+
+def _faults_of(body: dict[str, Any], least_priority: int | None) -> Generator[tuple[str, str], None, None]:
+    """Yield the fields whose values a request of a batch may not have, each with the reason."""
+    yield from ((name, reason) for name, reason in _NOT_IN_A_BATCH if body.get(name))
+    priority = body.get("priority")
+    if least_priority is not None and isinstance(priority, int | float) and priority < least_priority:
+        yield "priority", f"priority is {priority}; requests of this batch may have {least_priority} or more"
+
+
+def answered(ask: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
+    """Return the output line of an answer of any status."""
+    made = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body or b"null")}
+    return _line(ask.line, ask.custom_id, made, None)
+
+
+def not_answered(line: int, custom_id: str | None, code: str, message: str) -> bytes:
+    """Return the output line of a request that was not sent."""
+    return _line(line, custom_id, None, {"code": code, "message": message})
+
+
+_START = b'{"id":"batch_req_'  # of every line
+
+
+def _line(line: int, custom_id: str | None, response: object, error: object) -> bytes:
+    made = {"id": f"batch_req_{line}", "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(made) + b"\n"
+
+
+class _FinishedLine(msgspec.Struct):
+    """The fields of an output line that name its request."""
+
+    id: str
+    custom_id: str | None = None
+
+
+def is_output(path: Path) -> bool:
+    """Return True if a file holds lines of an output, or nothing yet; False for a file of something else."""
+    try:
+        with path.open("rb") as file:
+            return _START.startswith(file.read(len(_START)))
+    except FileNotFoundError:
+        return True
+
+
+def repair(path: Path) -> int:
+    """Remove an incomplete last line; return the number of bytes removed."""
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        at = end
+        while at:
+            begin = max(0, at - 65_536)
+            file.seek(begin)
+            found = file.read(at - begin).rfind(b"\n")
+            if found >= 0:
+                at = begin + found + 1
+                break
+            at = begin
+        if at < end:
+            file.truncate(at)
+            file.flush()
+            os.fsync(file.fileno())
+        return end - at
+
+
+@dataclass(slots=True)
+class AnsweredLines:
+    """The requests of a file that have an answer, and how many of them failed."""
+
+    custom_ids: set[str]
+    lines: set[str]  # ids of those without a custom_id
+    num_completed: int = 0
+    num_failed: int = 0
+
+    def has(self, ask: BatchLine | BadLine) -> bool:
+        """Return True if a request has an answer."""
+        if isinstance(ask, BatchLine) or ask.custom_id is not None:
+            return ask.custom_id in self.custom_ids
+        return f"batch_req_{ask.line}" in self.lines
+
+
+def read_finished(output: Path, errors: Path) -> AnsweredLines:
+    """Return the answered requests in an earlier run's outputs. Lines that are not answers are ignored."""
+    found = AnsweredLines(set(), set())
+    for path in (output, errors):
+        for done in _finished_lines(path):
+            if done.custom_id is None:
+                found.lines.add(done.id)
+            else:
+                found.custom_ids.add(done.custom_id)
+            if path == output:
+                found.num_completed += 1
+            else:
+                found.num_failed += 1
+    return found
+
+
+class TokenCounts(msgspec.Struct):
+    """Tokens as the APIs name them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Return the tokens of prompts and of outputs."""
+        return self.prompt_tokens + self.input_tokens, self.completion_tokens + self.output_tokens
+
+
+class _Answered(msgspec.Struct):
+    usage: TokenCounts | None = None
+
+
+class _Response(msgspec.Struct):
+    body: _Answered | None = None
+
+
+class _OutputLine(msgspec.Struct):
+    response: _Response | None = None
+
+
+def usage_of(body: bytes) -> tuple[int, int]:
+    """Return the tokens of prompt and output in an answer; 0 if it has no usage."""
+    try:
+        usage = msgspec.json.decode(body, type=_Answered).usage
+    except msgspec.MsgspecError:
+        usage = None
+    return (0, 0) if usage is None else usage.totals
+
+
+def usage_in(output: Path) -> tuple[int, int]:
+    """Return the tokens of prompts and outputs of all answers in a file."""
+    decoder = msgspec.json.Decoder(_OutputLine)
+    num_input = num_output = 0
+    if output.exists():
+        with output.open("rb") as file:
+            for line in file:
+                with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    response = decoder.decode(line).response
+                    usage = None if response is None or response.body is None else response.body.usage
+                    if usage is not None:
+                        num_input, num_output = num_input + usage.totals[0], num_output + usage.totals[1]
+    return num_input, num_output
+
+
+def _finished_lines(path: Path) -> Iterable[_FinishedLine]:
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(_FinishedLine)
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue
+
+
+_log = logging.getLogger(__name__)
+_RETRIED = (408, 429, 503)  # 408: it waited too long in the queue
+_MAX_WAIT_S = 60.0
+_QUEUED = 256  # lines on their way to the disk
+_CLOSE_S = 5.0  # to write the remaining answers of a cancelled run; requests without one are sent again
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPaths:
+    """The files of a run: requests, answers, and what failed."""
+
+    requests: Path
+    output: Path
+    errors: Path
+
+
+@dataclass(slots=True)
+class Counts:
+    """The progress of a run. Failed requests count neither as completed nor as open."""
+
+    num_completed: int = 0
+    num_failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def num_done(self) -> int:
+        """Requests with an answer, completed or failed."""
+        return self.num_completed + self.num_failed
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run: open requests, tries of one refused temporarily (0 = no bound), the url, the least priority."""
+
+    num_open: int = 8
+    max_tries: int = 0
+    endpoint: str | None = None
+    least_priority: int | None = None
+
+
+async def in_thread(work: Callable[[], object]) -> None:
+    """Do work that waits for the disk in another thread."""
+    await asyncio.to_thread(work)
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """One run over a file. `write` runs the writes of answers; `on_progress` is called after them."""
+
+    call: InnerCall
+    paths: BatchPaths
+    options: RunOptions = RunOptions()
+    on_progress: Callable[[Counts], object] = lambda counts: None
+    write: Callable[[Callable[[], object]], Awaitable[None]] = in_thread
+    counts: Counts = field(default_factory=Counts)
+
+    async def run(self) -> Counts:
+        """Send all requests that have no answer yet. A run that is cancelled can be continued."""
+        finished = await asyncio.to_thread(self._read_answers)
+        asks = read_asks(self.paths.requests, self.options.endpoint, self.options.least_priority)
+        written: asyncio.Queue[tuple[bool, bytes] | None] = asyncio.Queue(_QUEUED)
+        reading = asyncio.Lock()
+        writer = asyncio.create_task(self._write(written))
+        workers = [
+            asyncio.create_task(self._work(asks, reading, finished, written)) for _ in range(self.options.num_open)
+        ]
+        try:
+            await _wait_for_workers(workers, writer)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            await _close(writer, written)
+            with suppress(ValueError):  # a thread may still be iterating
+                asks.close()
+        return self.counts
+
+    def _read_answers(self) -> AnsweredLines:
+        for path in (self.paths.output, self.paths.errors):
+            repair(path)
+        finished = read_finished(self.paths.output, self.paths.errors)
+        self.counts.num_completed, self.counts.num_failed = finished.num_completed, finished.num_failed
+        return finished
+
+    async def _work(
+        self,
+        asks: Generator[BatchLine | BadLine, None, None],
+        reading: asyncio.Lock,
+        finished: AnsweredLines,
+        written: asyncio.Queue[tuple[bool, bytes] | None],
+    ) -> None:
+        def take() -> BatchLine | BadLine | None:
+            return next((ask for ask in asks if not finished.has(ask)), None)
+
+        while True:
+            async with reading:
+                ask = await asyncio.to_thread(take)
+            if ask is None:
+                return
+            if isinstance(ask, BadLine):
+                await written.put((False, not_answered(ask.line, ask.custom_id, ask.code, ask.message)))
+                continue
+            answer = await self._send_until_final(ask)
+            is_fine = answer.status == 200
+            if is_fine:
+                prompt, output = usage_of(answer.body)
+                self.counts.prompt_tokens += prompt
+                self.counts.completion_tokens += output
+            request_id = answer.headers.get("x-request-id", "")
+            await written.put((is_fine, answered(ask, answer.status, request_id, answer.body)))
+
+    async def _send_until_final(self, ask: BatchLine) -> InnerResponse:
+        """Send a request until it is not refused temporarily."""
+        body = msgspec.json.encode(ask.body)
+        tries = 0
+        while True:
+            answer = await self.call(ask.url, body)
+            tries += 1
+            is_final = answer.status not in _RETRIED or answer.headers.get("x-should-retry") == "false"
+            if is_final or tries == self.options.max_tries:
+                return answer
+            await asyncio.sleep(_wait_s(answer))
+
+    async def _write(self, written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
+        """Append answers until None arrives; those queued together share one sync per file."""
+        is_open = True
+        while is_open:
+            taken = [await written.get()]
+            while not written.empty():
+                taken.append(written.get_nowait())
+            is_open = None not in taken
+            lines = [line for line in taken if line is not None]
+            for path, is_fine in ((self.paths.output, True), (self.paths.errors, False)):
+                data = b"".join(line for fine, line in lines if fine is is_fine)
+                if data:
+                    await self.write(partial(append, path, data))
+            num_fine = sum(fine for fine, _ in lines)
+            self.counts.num_completed += num_fine
+            self.counts.num_failed += len(lines) - num_fine
+            if lines:
+                self.on_progress(self.counts)
+
+
+async def _wait_for_workers(workers: list[asyncio.Task[None]], writer: asyncio.Task[None]) -> None:
+    """Wait for the workers. Raises what a worker raised, or a writer that ended before them."""
+    pending = {*workers, writer}
+    while not pending <= {writer}:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+
+async def _close(writer: asyncio.Task[None], written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
+    """Wait up to _CLOSE_S until the writer has written its queue. Raises what it raised."""
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            if not writer.done():
+                await written.put(None)
+            await asyncio.shield(writer)
+    except TimeoutError:
+        writer.cancel()
+        await asyncio.gather(writer, return_exceptions=True)
+        _log.warning("answers of a batch could not be written; their requests are sent again when it continues")
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append whole lines and wait for the disk. Raises OSError, and then nothing is appended."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            write_whole(file, data)
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def write_whole(file: FileIO, data: bytes) -> None:
+    """Write all data to an unbuffered file, and wait for the disk. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+    os.fsync(file.fileno())
+
+
+def _wait_s(answer: InnerResponse) -> float:
+    try:
+        return min(_MAX_WAIT_S, max(0.05, float(answer.headers.get("retry-after", "1"))))
+    except ValueError:
+        return 1.0

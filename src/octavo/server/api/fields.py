@@ -1,0 +1,397 @@
+"""The fields of a body: accepted, refused by name or ignored, with messages that name the field.
+
+Owns: reading and validating any body, the tables of fields that no body declares, the plain sentence for each kind of
+error, and a body's part of the API description. Does not: know one body's fields.
+Invariant: every field is honoured (declared in a body), refused by name (it would change what the answer means),
+documented as ignored, or ignored and named in the answer's header (IgnoredFields).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from octavo.server.http.errors import ApiError, bad_field
+
+
+@dataclass(frozen=True, slots=True)
+class Meaningful:
+    """A field whose loss would change what an answer means. `neutral` values change nothing; neither does null."""
+
+    means: str
+    neutral: tuple[object, ...] = ()
+
+
+_ADAPTER = "another model's weights"
+_FORM = "a form that the answer must have; give response_format or structured_outputs"
+_MEDIA = "this server takes and gives text only"
+_STATE = "a conversation kept by the server; send the messages themselves"
+MEANINGFUL: Mapping[str, Meaningful] = {
+    "adapter": Meaningful(_ADAPTER),
+    "adapters": Meaningful(_ADAPTER, ([],)),
+    "lora": Meaningful(_ADAPTER, ([],)),
+    "lora_request": Meaningful(_ADAPTER),
+    "control_vectors": Meaningful("other weights", ([],)),
+    "audio": Meaningful(_MEDIA),
+    "image": Meaningful(_MEDIA),
+    "images": Meaningful(_MEDIA, ([],)),
+    "videos": Meaningful(_MEDIA, ([],)),
+    "modalities": Meaningful(_MEDIA, (["text"],)),
+    "functions": Meaningful("the old form of tools; give tools", ([],)),
+    "function_call": Meaningful("the old form of tool_choice and tool_calls; give those", ("none", "auto")),
+    "mcp_servers": Meaningful("tools that the server runs; give function tools", ([],)),
+    "format": Meaningful(_FORM, ("", "text", {"type": "text"})),
+    "grammar": Meaningful(_FORM, ("",)),
+    "json_schema": Meaningful(_FORM),
+    "ebnf": Meaningful(_FORM),
+    "regex": Meaningful(_FORM),
+    "structural_tag": Meaningful(_FORM),
+    "messages": Meaningful("a conversation; use /v1/chat/completions"),
+    "tools": Meaningful("calls of functions; use /v1/chat/completions", ([],)),
+    "chat_template": Meaningful("only the model's own template is rendered; start the server with --chat-template"),
+    "template": Meaningful("another chat template", ("",)),
+    "suffix": Meaningful("text to write up to", ("",)),
+    "prefix": Meaningful("a message to go on with; give continue_final_message", (False,)),
+    "partial": Meaningful("a message to go on with; give continue_final_message", (False,)),
+    "prompt_embeds": Meaningful("a prompt as vectors; give text or token ids"),
+    "logits_processors": Meaningful("code that chooses tokens", ([],)),
+    "conversation": Meaningful(_STATE),
+    "context_management": Meaningful("what is left out of a conversation; leave it out yourself", ([],)),
+    "data_sources": Meaningful("documents to search in; give their text in a message", ([],)),
+    "moderation": Meaningful("a check of the answer that is not made here"),
+}
+
+# Hints: a value listed here changes nothing and is not reported; any other is ignored and reported.
+HINTS: Mapping[str, tuple[object, ...]] = {
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "prediction": (),
+    "spaces_between_special_tokens": (True,),
+    "include_reasoning": (True,),
+    "web_search_options": (),
+    "prompt_cache_options": (),
+    "include_obfuscation": (False,),
+    "disable_fallback": (True, False),
+    "mirostat": (0,),
+    "tfs_z": (1, 1.0),
+    "penalize_newline": (True,),
+    "speed": ("standard",),
+    "inference_geo": (),
+    "fallbacks": ([],),
+    "fallback_credit_token": (),
+    "task_budget": (),
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
+}
+
+_SENT = """
+    add_special_tokens allowed_callers cache_prompt client_metadata computer_use custom defer_loading detokenize
+    dynatemp_exponent dynatemp_range enable_thinking file_search frequency_penalty guided_decoding_backend id_slot
+    image_generation keep_alive kv_transfer_params local_shell logit_bias mcp min_keep
+    mirostat_eta mirostat_tau mm_processor_kwargs n_keep n_predict n_probs namespace num_batch num_ctx num_gpu num_gqa
+    num_keep num_thread options parallel_tool_calls plugins presence_penalty provider provider_specific_fields
+    repeat_last_n repeat_penalty request_id return_progress return_token_ids return_tokens_as_token_ids
+    rope_frequency_base rope_frequency_scale route safe_prompt samplers seed shell
+    temperature think thinking thinking_blocks thread timings_per_token tool_choice tool_search top_a top_k top_p
+    transforms truncate_prompt_tokens type typical use_mlock use_mmap vllm_xargs vocab_only web_search
+    web_search_preview xtc_probability xtc_threshold
+"""
+# Names that known clients send: only these become labels of octavo_ignored_fields_total, any other counts as "other".
+KNOWN_NAMES = frozenset(HINTS) | frozenset(_SENT.split())
+
+
+Details = Mapping[str, Any]  # one of pydantic's errors
+_REMEDIES: Mapping[str, Callable[[Details], str]] = {  # type of error -> what to give instead
+    "string_type": lambda _: "give a string",
+    "int_type": lambda _: "give a whole number",
+    "int_parsing": lambda _: "give a whole number",
+    "int_from_float": lambda _: "give a whole number",
+    "int_parsing_size": lambda _: "give a smaller number",
+    "float_type": lambda _: "give a number",
+    "float_parsing": lambda _: "give a number",
+    "finite_number": lambda _: "give a finite number",
+    "bool_type": lambda _: "give true or false",
+    "bool_parsing": lambda _: "give true or false",
+    "list_type": lambda _: "give a list",
+    "dict_type": lambda _: "give an object",
+    "model_type": lambda _: "give an object",
+    "model_attributes_type": lambda _: "give an object",
+    "literal_error": lambda each: f"give {each['ctx']['expected']}",
+    "enum": lambda each: f"give {each['ctx']['expected']}",
+    "none_required": lambda _: "leave it out",
+    "greater_than": lambda each: f"give more than {each['ctx']['gt']:g}",
+    "greater_than_equal": lambda each: f"give at least {each['ctx']['ge']:g}",
+    "less_than": lambda each: f"give less than {each['ctx']['lt']:g}",
+    "less_than_equal": lambda each: f"give at most {each['ctx']['le']:g}",
+    "string_pattern_mismatch": lambda each: f"give a text that matches {each['ctx']['pattern']}",
+    "extra_forbidden": lambda _: "leave it out",
+}
+_SIZES = {"too_short": "items", "too_long": "items", "string_too_short": "characters", "string_too_long": "characters"}
+
+
+def refusal_of(error: ValidationError, fields: Mapping[str, object], where: str) -> ApiError:
+    """Return the refusal of a body for the first field at fault, with `where` before its name."""
+    found = sorted(error.errors(include_url=False), key=lambda each: each["type"] == "extra_forbidden")
+    first, *others = found
+    is_missing = first["type"] == "missing"
+    place = place_of(first["loc"], fields, is_missing)
+    param = where + place if place else where.removesuffix(".")
+    if is_missing:
+        return bad_field(param, f"{param} is missing", "missing_field")
+    if first["type"] in _SIZES:
+        return bad_field(param, _of_size(param, first))
+    same = [first, *(other for other in others if place_of(other["loc"], fields, False) == place)]
+    remedies = list(dict.fromkeys(_remedy(each) for each in same if each["type"] not in _SIZES))
+    told = " or ".join([remedies[0], *(remedy.removeprefix("give ") for remedy in remedies[1:])])
+    return bad_field(param, f"{param} is {shown_value(first['input'])}; {told}")
+
+
+def _remedy(each: Details) -> str:
+    remedy = _REMEDIES.get(each["type"])
+    return str(each["msg"]).removeprefix("Value error, ") if remedy is None else remedy(each)
+
+
+def _of_size(param: str, each: Details) -> str:
+    """Return the message for a text or list with too few or too many parts."""
+    size, unit = len(each["input"]), _SIZES[each["type"]]
+    if size == 0:
+        return f"{param} is empty"
+    least, most = each["ctx"].get("min_length"), each["ctx"].get("max_length")
+    return f"{param} has {size} {unit}; give at {f'most {most}' if least is None else f'least {least}'}"
+
+
+def place_of(loc: tuple[int | str, ...], fields: Mapping[str, object], is_missing: bool) -> str:
+    """Return a field's path as the client wrote it: without the names of a union's members."""
+    param = ""
+    node: object = fields
+    for index, part in enumerate(loc):
+        if isinstance(part, int):
+            param += f"[{part}]"
+            node = node[part] if isinstance(node, list) and part < len(node) else None
+        elif (isinstance(node, dict) and part in node) or (is_missing and index == len(loc) - 1):
+            param += f".{part}" if param else part
+            node = node.get(part) if isinstance(node, dict) else None
+    return param or (str(loc[0]) if loc else "")
+
+
+def shown_value(value: object) -> str:
+    """Return a value for a message: short, and without the contents of lists and objects."""
+    if isinstance(value, (dict, list)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+HEADER = "X-Octavo-Ignored"
+IGNORED_FIELDS = "octavo.ignored_fields"  # of the request's scope
+MAX_PATHS = 16
+MAX_PATH_CHARACTERS = 64
+OTHER = "other"  # the label of names that are in no table
+_INDEX = re.compile(r"\[\d+\]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+_NAME = re.compile(r"[A-Za-z0-9_]+")
+
+
+@dataclass(slots=True)
+class IgnoredFields:
+    """The ignored fields of one request. `is_strict`: they are refused instead (--strict-fields)."""
+
+    is_strict: bool = False
+    paths: dict[str, None] = field(default_factory=dict)  # in the order in which they were met
+
+    def add(self, path: str) -> None:
+        """Add a field; after MAX_PATHS of them, add only that there are more."""
+        path = _UNSAFE.sub("_", _INDEX.sub("[]", path[: 4 * MAX_PATH_CHARACTERS]))[:MAX_PATH_CHARACTERS]
+        self.paths[path if path in self.paths or len(self.paths) < MAX_PATHS else "..."] = None
+
+    @property
+    def labels(self) -> list[str]:
+        """The fields' names as labels of a metric: known names, or OTHER."""
+        names = (_NAME.findall(path) for path in self.paths)
+        return [found[-1] if found and found[-1] in KNOWN_NAMES else OTHER for found in names]
+
+
+_CURRENT: ContextVar[IgnoredFields | None] = ContextVar("octavo_ignored_fields", default=None)
+
+
+@contextmanager
+def collecting(ignored: IgnoredFields) -> Iterator[None]:
+    """Have `ignore` add fields to `ignored`, in this context."""
+    token = _CURRENT.set(ignored)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def ignore(path: str, is_known: bool = False) -> None:
+    """Ignore a field, or refuse it: under --strict-fields, and outside of `collecting`. Raises ApiError.
+
+    `is_known`: it is a field of the API that has no effect here.
+    """
+    current = _CURRENT.get()
+    if current is not None and not current.is_strict:
+        current.add(path)
+    elif is_known:
+        raise bad_field(path, f"{path}: this server does not support it; leave it out", "unsupported_field")
+    else:
+        raise bad_field(path, f"{path} is not a field that this endpoint knows", "unknown_field")
+
+
+def are_unknown_refused() -> bool:
+    """Return True if `ignore` would raise."""
+    current = _CURRENT.get()
+    return current is None or current.is_strict
+
+
+Refused = Mapping[str, tuple[object, ...]]  # field -> its values without an effect, which are accepted; null always is
+IGNORED: Mapping[str, str] = {
+    "user": "kept for the caller's own records; nothing here depends on it",
+    "metadata": "nothing is stored, so there is nothing to label",
+    "store": "nothing is stored",
+    "safety_identifier": "no such checks are made here",
+    "prompt_cache_key": "prefixes are found by their content",
+    "prompt_cache_retention": "the prefix cache evicts by use",
+}
+
+
+class Body(BaseModel):
+    """The base of all bodies and their parts: no unknown fields, no conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+B = TypeVar("B", bound=BaseModel)
+_MAX_PASSES = 8  # of validation, each without the unknown fields that the one before found
+
+
+def read(body: type[B], fields: dict[str, object], refused: Refused) -> B:
+    """Check a body. Raises ApiError naming the field."""
+    return validate(body, sift(fields, refused, body))
+
+
+def sift_if_object(
+    value: object,
+    refused: Refused,
+    body: type[BaseModel],
+    where: str,
+    ignored: Mapping[str, str] | None = None,
+) -> object:
+    """Return the `sift` of an object; return anything else unchanged, for validation to refuse."""
+    return sift(value, refused, body, where, ignored) if isinstance(value, dict) else value
+
+
+def sift(
+    fields: Mapping[str, object],
+    refused: Refused,
+    body: type[BaseModel],
+    where: str = "",
+    ignored: Mapping[str, str] | None = None,
+) -> dict[str, object]:
+    """Return the fields that `body` declares and that are not null; refuse or ignore the others.
+
+    `where` is the prefix of a field's name in a message; with one, no field is ignored silently but `ignored`.
+    `refused` are fields of this body, in addition to MEANINGFUL. Raises ApiError.
+    """
+    if ignored is None:
+        ignored = {} if where else IGNORED
+    known = _known(body)
+    kept: dict[str, object] = {}
+    for name, value in fields.items():
+        if name in known:
+            if value is not None:
+                kept[name] = value
+        elif name not in ignored:
+            _leave_out(name, value, refused, where + name[:64])
+    return kept
+
+
+def _leave_out(name: str, value: object, refused: Refused, shown: str) -> None:
+    """Ignore a field that is not declared. Raises ApiError if it changes the meaning of an answer."""
+    meaningful = MEANINGFUL.get(name)
+    if name in refused:
+        _refuse_unless(value, refused[name], shown, "")
+    elif meaningful is not None:
+        _refuse_unless(value, meaningful.neutral, shown, f" ({meaningful.means})")
+    elif name in HINTS:
+        if value is not None and not _is_one_of(value, HINTS[name]):
+            ignore(shown, is_known=True)
+    elif value is not None or are_unknown_refused():
+        ignore(shown)
+
+
+def _refuse_unless(value: object, neutral: tuple[object, ...], shown: str, why: str) -> None:
+    if value is not None and not _is_one_of(value, neutral):
+        raise bad_field(shown, f"{shown}: this server does not support it{why}; leave it out", "unsupported_field")
+
+
+def _is_one_of(value: object, values: tuple[object, ...]) -> bool:
+    return any(type(value) is type(each) and value == each for each in values)
+
+
+@cache
+def _known(body: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
+
+
+def validate(body: type[B], fields: Mapping[str, object], where: str = "") -> B:
+    """Check types and lengths. Raises ApiError naming the field, with `where` before its name.
+
+    Unknown fields of parts that were not sifted are ignored here, and removed from `fields`.
+    """
+    for _ in range(_MAX_PASSES):
+        try:
+            return body.model_validate(fields)
+        except ValidationError as error:
+            if any(each["type"] != "extra_forbidden" for each in error.errors(include_url=False)):
+                raise refusal_of(error, fields, where) from None
+            extra = [each["loc"] for each in error.errors(include_url=False)]
+        for loc in extra:
+            _drop(loc, fields, where)
+    raise bad_field(where.removesuffix(".") or None, "the body has too many unknown fields; leave them out")
+
+
+def _drop(loc: tuple[int | str, ...], fields: Any, where: str) -> None:
+    shown = where + place_of(loc, fields, False)
+    *path, name = loc
+    node = fields
+    for part in path:
+        is_there = part in node if isinstance(node, dict) else isinstance(part, int)
+        node = node[part] if is_there else node  # else it is the name of a union's member
+    _leave_out(str(name), node.pop(name), {}, shown)
+
+
+def field_notes(refused: Refused, ignored_fields: Mapping[str, str] = IGNORED) -> str:
+    """Return the API description's text on ignored and refused fields."""
+    ignored = "; ".join(f"`{name}` ({reason})" for name, reason in ignored_fields.items())
+    names = ", ".join(f"`{name}`" for name in (*refused, *MEANINGFUL))
+    return (
+        f"Taken and ignored: {ignored}.\n\nNot supported, refused unless left at their neutral value: {names}.\n\n"
+        f"Any other field is ignored, and named in the answer's header `{HEADER}`; --strict-fields refuses it."
+    )
+
+
+def inline_schema(body: type[BaseModel]) -> dict[str, object]:
+    """Return the body's JSON schema for the API description: definitions inlined, other fields allowed."""
+    schema = body.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def placed(node: object) -> object:
+        if isinstance(node, list):
+            return [placed(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return placed(definitions[node["$ref"].rsplit("/", 1)[-1]])
+        return {key: placed(value) for key, value in node.items() if (key, value) != ("additionalProperties", False)}
+
+    made = placed(schema)
+    assert isinstance(made, dict)
+    return made

@@ -1,1 +1,0 @@
-"""The bodies of the endpoints, as clients write them."""
