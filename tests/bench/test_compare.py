@@ -270,15 +270,16 @@ def test_tasks_are_files_with_their_concurrency(tmp_path) -> None:
     task = read_task(f"{path}@2", 1, None)
     assert (task.at_once, task.workload.num_requests, task.name) == (2, 2, "w.json@2")
     assert read_task(str(path), None, 1).at_once == 32
-    for word, number in ((f"{path}@0", None), (f"{path}@x", None), (str(path), 0)):
+    for word in (f"{path}@0", f"{path}@x"):
         with pytest.raises(ConfigError, match="at least 1"):
-            read_task(word, number, None)
+            read_task(word, None, None)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "no --workload is given"),
+        (["--max-requests", "0"], "--max-requests is 0; give a whole number of at least 1"),
         (["--workload", "/no/w.json"], "workload /no/w.json cannot be read"),
         (["--workload", "W", "--vllm-python", "/no/python", "--weights", "."], "/no/python does not exist"),
         (["--workload", "W", "--vllm-python", sys.executable], "vLLM needs weights; give --weights"),

@@ -25,7 +25,7 @@ from octavo.assembly import build_local, executor_spec, find_files
 from octavo.bench import latency, offline, scheduler, simulator, startup, vllm_scheduler
 from octavo.bench.report import Report, show_rows
 from octavo.bench.workload import draw_workload, read_workload
-from octavo.cli.flags import UsageError, add_settings, check_output, config_from, settings_given, whole
+from octavo.cli.flags import Number, UsageError, add_settings, check_output, config_from, settings_given, whole
 from octavo.cli.terminal import loading, warn_limits
 from octavo.config import ENGINE_SECTIONS
 from octavo.core.policy import POLICIES
@@ -56,11 +56,11 @@ def add_json(group: Any) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
-def add_int(group: Any, flag: str, default: Any, text: str, **options: Any) -> None:
-    """Add a flag for a number, or for several with nargs."""
+def add_int(group: Any, flag: str, default: Any, text: str, low: int = 1, **options: Any) -> None:
+    """Add a flag for a number of at least `low`, or for several with nargs."""
     numbers = default if isinstance(default, Sequence) else (default,)
     shown = " ".join(f"{number:,}" if number >= 10_000 else str(number) for number in numbers)
-    group.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} [{shown}]", **options)
+    group.add_argument(flag, type=Number(int, low), default=default, metavar="N", help=f"{text} [{shown}]", **options)
 
 
 def _add_runs(group: Any, default: int) -> None:
@@ -77,15 +77,6 @@ def add_workload(parser: argparse.ArgumentParser) -> Any:
     add_int(group, "--input-len", 128, "tokens of each random prompt")
     add_int(group, "--output-len", 128, "tokens produced for each")
     return group
-
-
-def check_at_least(args: argparse.Namespace, low: int, *names: str) -> None:
-    """Raise UsageError for a number, or any of a list of numbers, below `low`."""
-    for name in names:
-        given = getattr(args, name)
-        smallest = min(given) if isinstance(given, (list, tuple)) else given
-        if smallest < low:
-            raise UsageError(f"--{name.replace('_', '-')} is {smallest}; give at least {low}")
 
 
 @contextmanager
@@ -127,7 +118,6 @@ def add_offline_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_offline(args: argparse.Namespace) -> int:
     """Measure this engine on a workload."""
-    check_at_least(args, 1, "num_prompts", "input_len", "output_len", "runs")
     workload = read_workload(Path(args.workload)) if args.workload else None
     bench = _open(args)
     capacity = bench.engine.capacity
@@ -157,7 +147,6 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_latency(args: argparse.Namespace) -> int:
     """Measure first token and time per token of each number of requests at once."""
-    check_at_least(args, 1, "rows", "input_len", "output_len", "runs")
     shapes = [latency.LoadShape(rows, args.input_len, args.output_len) for rows in args.rows]
     facts, points = _measure_points(args, shapes)
     return print_report(args, {"bench": "latency", **facts, "points": points}, latency.show_latency)
@@ -172,7 +161,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add_int(group, "--output-len", 64, "tokens produced for each")
     add_int(group, "--contexts", (128, 256, 512, 1024, 2048, 4096), "tokens of context", nargs="+")
     add_int(group, "--rows", 8, "requests at once over the contexts")
-    add_int(group, "--steps", 32, "tokens produced at each context")
+    add_int(group, "--steps", 32, "tokens produced at each context", low=2)
     _add_runs(group, 3)
     group.add_argument("--svg", metavar="FILE", help="draw both curves into this file")
     add_json(group)
@@ -181,8 +170,6 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_sweep(args: argparse.Namespace) -> int:
     """Measure over concurrency and over the context, and draw both."""
-    check_at_least(args, 1, "concurrency", "input_len", "output_len", "contexts", "rows", "runs")
-    check_at_least(args, 2, "steps")
     check_output("--svg", args.svg)
     over_rows = [latency.LoadShape(rows, args.input_len, args.output_len) for rows in sorted(set(args.concurrency))]
     over_context = [latency.LoadShape(args.rows, context, args.steps) for context in sorted(set(args.contexts))]
@@ -224,7 +211,6 @@ def add_startup_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_startup(args: argparse.Namespace) -> int:
     """Measure cold processes up to their first token."""
-    check_at_least(args, 1, "runs", "input_len")
     config = config_from(args, model=args.model)
     find_files(config)  # report a wrong name before any process starts
     with progress(1 + 2 * args.runs, "processes") as advance:
@@ -249,16 +235,18 @@ def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
     names = f"of {', '.join(DEFAULT_KERNELS)} [all], and masks, for which the default model is loaded"
     parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), metavar="NAME", help=names)
     add_int(parser, "--rows", (1, 8, 32, 128), "rows of a step", nargs="+")
-    parser.add_argument("--threads", type=int, default=usable_cores(), metavar="N", help="threads [all cores]")
-    parser.add_argument("--budget", type=float, default=0.2, metavar="S", help="seconds that one time may take [0.2]")
+    parser.add_argument(
+        "--threads", type=Number(int, 1), default=usable_cores(), metavar="N", help="threads [all cores]"
+    )
+    parser.add_argument(
+        "--budget", type=Number(float, 0, 60, is_above=True), default=0.2, metavar="S",
+        help="seconds that one time may take [0.2]",
+    )  # fmt: skip
     add_json(parser)
 
 
 def run_kernel(args: argparse.Namespace) -> int:
     """Measure the kernels of a step, each alone."""
-    check_at_least(args, 1, "rows", "threads")
-    if not 0 < args.budget <= 60:
-        raise UsageError(f"--budget is {args.budget:g}; give seconds above 0, at most 60")
     tables = []
     for name in args.kernels or DEFAULT_KERNELS:
         tables += resolve_name(KERNELS[name])(args.rows, args.threads, args.budget)
@@ -287,7 +275,7 @@ def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"what steps hold [all]. {texts}; {ALL_POLICIES}: decode under every policy"
     parser.add_argument("--load", nargs="+", default=names, choices=names, help=text)
     add_int(parser, "--running", scheduler.RUNNING, "sequences", nargs="+")
-    add_int(parser, "--waiting", scheduler.WAITING, "requests", nargs="+")
+    add_int(parser, "--waiting", scheduler.WAITING, "requests", low=0, nargs="+")
     add_int(parser, "--steps", 64, "steps of which the median is reported")
     parser.add_argument("--policy", default="fcfs", help="the policy, as for serve [fcfs]")
     parser.add_argument("--profile", action="store_true", help="show the time by function, from separate runs")
@@ -296,8 +284,6 @@ def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_scheduler(args: argparse.Namespace) -> int:
     """Measure plan, commit and admission under each load."""
-    check_at_least(args, 1, "running", "steps")
-    check_at_least(args, 0, "waiting")
     if args.steps > scheduler.MAX_STEPS:
         raise UsageError(f"--steps is {args.steps}; give at most {scheduler.MAX_STEPS}, as sequences end after that")
     settings = list(_load_settings(args))
@@ -352,14 +338,16 @@ def add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     own = simulator.SimulatorSetting()
     parser.add_argument(
-        "--requests", type=whole, default=own.requests, metavar="N", help=f"requests in all [{own.requests:,}]"
-    )
+        "--requests", type=Number(int, 1, MAX_SIMULATED_REQUESTS), default=own.requests, metavar="N",
+        help=f"requests in all [{own.requests:,}]",
+    )  # fmt: skip
     parser.add_argument(
         "--replicas", type=whole, default=own.replicas, metavar="N", help=f"engines after a router [{own.replicas}]"
     )
     parser.add_argument(
-        "--rate", type=float, default=own.rate, metavar="X", help=f"requests a second for each replica [{own.rate:g}]"
-    )
+        "--rate", type=Number(float, 0, 1_000_000, is_above=True), default=own.rate, metavar="X",
+        help=f"requests a second for each replica [{own.rate:g}]",
+    )  # fmt: skip
     parser.add_argument(
         "--router", default=own.router, choices=tuple(ROUTERS), help=f"how requests are routed [{own.router}]"
     )
@@ -377,10 +365,6 @@ def add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_simulator(args: argparse.Namespace) -> int:
     """Measure the requests that a simulation completes in a second of one core."""
-    if not 1 <= args.requests <= MAX_SIMULATED_REQUESTS:
-        raise UsageError(f"--requests is {args.requests}; give 1 to {MAX_SIMULATED_REQUESTS}")
-    if not 0 < args.rate < 1e6:
-        raise UsageError(f"--rate is {args.rate}; give a number above 0, below a million")
     setting = simulator.SimulatorSetting(
         args.requests, args.replicas, args.rate, args.router, args.policy, args.depth, args.fast_forward,
         min(args.check, args.requests),

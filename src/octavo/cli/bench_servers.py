@@ -27,9 +27,9 @@ from octavo.bench.completion_client import Target
 from octavo.bench.processes import ServerProcess, ending_with_this
 from octavo.bench.report import Report
 from octavo.bench.workload import BenchWorkload, draw_workload, read_texts, read_workload
-from octavo.cli.bench import add_int, add_json, add_model, add_workload, check_at_least, print_report, progress
-from octavo.cli.flags import UsageError, add_settings, config_from, respell, settings_given
-from octavo.cli.servers import add_server_arguments, named_url
+from octavo.cli.bench import add_int, add_json, add_model, add_workload, print_report, progress
+from octavo.cli.flags import Number, UsageError, add_settings, config_from, respell, settings_given
+from octavo.cli.servers import add_server_arguments, client_key, named_url
 from octavo.cli.terminal import loading, say
 from octavo.machine import usable_cores
 
@@ -57,12 +57,15 @@ def add_online_arguments(parser: argparse.ArgumentParser) -> None:
         "--arrivals", default="poisson", choices=online.ARRIVAL_KINDS, help="gaps between them at that rate [poisson]"
     )
     group.add_argument("--burstiness", type=float, metavar="X", help="shape of the gaps: 1 = Poisson, less = burstier")
-    group.add_argument("--max-concurrency", type=int, default=0, metavar="N", help="requests open at once [no bound]")
-    group.add_argument("--duration", type=float, default=math.inf, metavar="S", help="stop sending after [inf]")
     group.add_argument(
-        "--request-timeout", type=float, default=600.0, metavar="S", help="give a request up after [600]"
+        "--max-concurrency", type=Number(int, 0), default=0, metavar="N", help="requests open at once [no bound]"
     )
-    add_int(group, "--warmups", 1, "requests before, not counted")
+    seconds = Number(float, 0, is_above=True)
+    group.add_argument("--duration", type=seconds, default=math.inf, metavar="S", help="stop sending after [inf]")
+    group.add_argument(
+        "--request-timeout", type=seconds, default=600.0, metavar="S", help="give a request up after [600]"
+    )
+    add_int(group, "--warmups", 1, "requests before, not counted", low=0)
     group.add_argument(
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives, such as ttft:500 tpot:50 e2e:5000"
     )
@@ -72,11 +75,6 @@ def add_online_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_online(args: argparse.Namespace) -> int:
     """Measure a server under timed arrivals; return 1 if requests failed."""
-    check_at_least(args, 1, "num_prompts", "input_len", "output_len")
-    check_at_least(args, 0, "max_concurrency", "warmups")
-    for name in ("duration", "request_timeout"):
-        if not getattr(args, name) > 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name):g}; give seconds above 0")
     url = named_url(args) or ""
     if url and (args.model or settings_given(args)):
         raise UsageError(f"{url} is a running server; leave out MODEL and the settings of one to start")
@@ -91,7 +89,8 @@ def run_online(args: argparse.Namespace) -> int:
         ending_with_this() if threading.current_thread() is threading.main_thread() else nullcontext(),
         progress(sum(count for _, count in prompts), text="requests") as advance,
     ):
-        target = Target(url, args.served_model or "", _key(), _extra_body(args), args.request_timeout)
+        key = client_key(None) or os.environ.get("OPENAI_API_KEY", "")
+        target = Target(url, args.served_model or "", key, _extra_body(args), args.request_timeout)
         measure = partial(online.measure_server, prompts=prompts, load=load, num_warm_ups=args.warmups, advance=advance)
         run, facts = asyncio.run(measure(target) if url else _measure_own_server(args, target, measure))
     facts = {"server": url or "started here", **facts, "workload": name}
@@ -134,10 +133,6 @@ async def _measure_own_server(
     return run, {**facts, "startup_s": round(server.startup_s, 3), "peak_memory_bytes": peak}
 
 
-def _key() -> str:
-    return os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
-
-
 def _extra_body(args: argparse.Namespace) -> dict[str, Any]:
     try:
         extra = json.loads(args.extra_body)
@@ -170,8 +165,8 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workload", nargs="+", default=[], metavar="FILE[@N]", help="workload files, N requests at a time [32]"
     )
-    group.add_argument("--max-requests", type=int, metavar="N", help="only the first N of each group")
-    group.add_argument("--max-groups", type=int, metavar="N", help="only the first N groups")
+    group.add_argument("--max-requests", type=Number(int, 1), metavar="N", help="only the first N of each group")
+    group.add_argument("--max-groups", type=Number(int, 1), metavar="N", help="only the first N groups")
     add_int(group, "--rounds", 3, "turns of each peer at each workload")
     add_json(group)
     add_settings(parser, ("model", "chat", "cache", "scheduling", "execution"), is_short=False)
@@ -179,7 +174,6 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Measure this engine beside others; return 1 if a peer failed."""
-    check_at_least(args, 1, "rounds")
     if not args.workload:
         raise UsageError("no --workload is given; give one or more files, such as a.json b.json@1")
     tasks = [read_task(word, args.max_requests, args.max_groups) for word in args.workload]
@@ -198,9 +192,6 @@ def read_task(word: str, max_requests: int | None, max_groups: int | None) -> Co
     name, at, number = word.rpartition("@")
     if at and not (number.isdigit() and int(number) > 0):
         raise UsageError(f"--workload is {word!r}; give FILE@N with N requests at a time, at least 1")
-    for flag, given in (("--max-requests", max_requests), ("--max-groups", max_groups)):
-        if given is not None and given < 1:
-            raise UsageError(f"{flag} is {given}; give at least 1")
     workload = read_workload(Path(name if at else word))
     groups = tuple(group[:max_requests] for group in workload.groups[:max_groups])
     return ComparisonTask(BenchWorkload(workload.name, groups), int(number) if at else 32)

@@ -175,9 +175,9 @@ class Number:
         noun = "a whole number" if self.kind is int else "a number"
         if self.low is None:
             return noun
-        if self.high is not None:
-            return f"{noun} from {self.low} to {self.high}"
-        return f"{noun} above {self.low}" if self.is_above else f"{noun} of at least {self.low}"
+        if self.is_above:
+            return f"{noun} above {self.low}" + (f", at most {self.high}" if self.high is not None else "")
+        return f"{noun} of at least {self.low}" if self.high is None else f"{noun} from {self.low} to {self.high}"
 
 
 whole = Number(int)
