@@ -28,9 +28,8 @@ from octavo.simulator.charts import Chart, Line, draw_alone
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.run import simulate
-from octavo.simulator.series import service
 from octavo.simulator.setup import Setup
-from octavo.simulator.summary import Columns
+from octavo.simulator.summary import Columns, service
 from octavo.simulator.workloads import Shaping, open_workload
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -184,7 +184,7 @@ def test_a_difference_is_shown_and_is_no_success(tmp_path: Path, capsys: pytest.
     write_segment(tmp_path / "0001.octrec", Header("tiny", limits(max_batch_tokens=4), 1), run.lives[0])
     assert main(["replay", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "NOT EQUAL after 0 plans that were: step 0 of life 1" in shown and "row of slow (slot 0)" in shown
+    assert "NOT EQUAL after 0 equal plans: step 0 of life 1" in shown and "row of slow (slot 0)" in shown
 
 
 def test_no_recording_is_an_error_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,20 +8,26 @@ from typing import Any
 import pytest
 from tests.simulator.fakes import LinearCosts, limits, workload
 
+from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.simulator import run
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.goals import Goals, Verdict, read_goals
 from octavo.simulator.run import simulate
-from octavo.simulator.search import Question, _Search, read_space, search
+from octavo.simulator.search import CapacitySearch, Goals, SearchTrial, Verdict, _SearchRun, read_goals, read_space
 from octavo.simulator.setup import Setup
 
 ARRIVALS = workload(100, rate=120.0, seed=4)
 SETUP = Setup(limits(), LinearCosts(), router="least_loaded")
 
 
-def question(goals: str, **changes: Any) -> Question:
-    return replace(Question(lambda: ARRIVALS, len(ARRIVALS), SETUP, read_goals(goals), price=2.5), **changes)
+def make_limits(chosen: dict[str, str]) -> Limits:
+    numbers = {name: int(value) for name, value in chosen.items() if name.startswith("max_")}
+    return replace(SETUP.limits, policy=chosen.get("policy", SETUP.limits.policy), **numbers)
+
+
+def capacity_search(goals: str, **changes: Any) -> CapacitySearch:
+    search = CapacitySearch(lambda: ARRIVALS, len(ARRIVALS), SETUP, read_goals(goals), make_limits, price=2.5)
+    return replace(search, **changes)
 
 
 def reaches(goals: Goals, replicas: int) -> bool:
@@ -33,7 +39,7 @@ def test_the_answer_reaches_the_goals_and_one_replica_less_does_not() -> None:
         goals = read_goals(text)
         fewest = next(number for number in range(1, 33) if reaches(goals, number))
         for first in (1, 9):
-            found = search(question(text, setup=replace(SETUP, replicas=first)))
+            found = capacity_search(text, setup=replace(SETUP, replicas=first)).run()
             assert found.setup is not None and found.verdict is not None, text
             assert found.setup.replicas == fewest and found.verdict.is_reached
             assert found.cost == 2.5 * fewest
@@ -49,25 +55,25 @@ def test_giving_up_early_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> 
     for number in range(1, 6):
         setup = replace(SETUP, replicas=number)
         whole = goals.judge(simulate(ARRIVALS, setup))
-        short = simulate(ARRIVALS, replace(setup, give_up=goals.giving_up(len(ARRIVALS))))
+        short = simulate(ARRIVALS, replace(setup, give_up=goals.unreachable(len(ARRIVALS))))
         assert goals.judge(short).is_reached == whole.is_reached
         given_up += short.gave_up
     assert given_up
 
 
 def test_settings_are_compared_and_the_widest_margin_wins_among_the_cheapest() -> None:
-    told: list[str] = []
+    reported: list[SearchTrial] = []
     space = read_space("max_sequences=1|6,router=round_robin|least_loaded")
-    found = search(question("ttft_p95=0.1", space=space, tell=told.append))
+    found = capacity_search("ttft_p95=0.1", space=space, report=reported.append).run()
     assert found.setup is not None and found.setup.limits.max_sequences == 6
-    assert "max_sequences=6" in found.label and len(told) == len(found.trials)
+    assert "max_sequences=6" in found.label and len(reported) == len(found.trials)
     same = [one for one in found.trials if one.replicas == found.setup.replicas and one.verdict.is_reached]
     assert found.verdict is not None
     assert found.verdict.margin == max(trial.verdict.margin for trial in same)
 
 
 def test_nothing_is_found_where_nothing_can_be() -> None:
-    found = search(question("ttft_p95=0.000001", max_replicas=4))
+    found = capacity_search("ttft_p95=0.000001", max_replicas=4).run()
     assert found.setup is None and [trial.replicas for trial in found.trials] == [1, 2, 4]
 
 
@@ -77,11 +83,11 @@ def test_a_request_that_is_refused_misses_every_goal() -> None:
 
 
 def test_more_that_is_worse_is_seen_and_told() -> None:
-    asked = _Search(question("ttft_p95=1", max_replicas=12, setup=replace(SETUP, replicas=3)))
+    searching = _SearchRun(capacity_search("ttft_p95=1", max_replicas=12, setup=replace(SETUP, replicas=3)))
     good = {3: True, 4: False, 5: True, 6: True}
-    assert asked._fewest(lambda number: good.get(number, number > 6), "as set") == 5
-    assert "3 replicas reach the goals, 4 do not" in asked._found.notes[0]
-    assert asked._fewest(lambda number: number == 3, "as set") is None
+    assert searching._fewest(lambda number: good.get(number, number > 6), "as set") == 5
+    assert "3 replicas reach the goals, 4 do not" in searching._best.notes[0]
+    assert searching._fewest(lambda number: number == 3, "as set") is None
 
 
 def test_goals_and_spaces_that_make_no_sense_are_refused_by_name() -> None:

@@ -7,11 +7,12 @@ Does not: read or check values (config does, so that every source is checked ali
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -352,3 +353,12 @@ def check_output(flag: str, path: str | None) -> None:
         raise UsageError(f"{flag} {path}: there is no folder {folder}; make it, or give another path")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise UsageError(f"{flag} {path} cannot be written: permission denied; give another path")
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Turn an error of writing the file `path` into a ConfigError with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); give a path in a folder that exists") from None

@@ -1,22 +1,51 @@
-"""`octavo replay DIR`: repeat a recording's calls, compare the decisions, and simulate other settings."""
+"""`octavo replay DIR`: repeat a recording's calls, compare the decisions, and simulate other settings.
+
+Owns: the flags, the settings of --what-if, what is printed. Does not: replay (observe), simulate or fit (simulator).
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.flags import check_output
+from octavo.cli.flags import check_output, writing
 from octavo.cli.terminal import say
 from octavo.cli.trace import ViewOptions, print_views, write_views
-from octavo.cli.what_if import compare, read_change, table
+from octavo.config import SETTINGS, Setting
+from octavo.config.spelling import unknown
+from octavo.core.limits import Limits
+from octavo.core.policy import find_policy
 from octavo.errors import ConfigError
 from octavo.observe.recording import Recording, ReplayReport, open_recording, replay
-from octavo.simulator.recorded import check_policy
-from octavo.simulator.report import Case
+from octavo.simulator.costs import cost_model
+from octavo.simulator.recorded import check_policy, recorded_run
+from octavo.simulator.report import Case, comparison_table
+from octavo.simulator.routers import ROUTERS
+from octavo.simulator.run import simulate
+from octavo.simulator.setup import Setup
+from octavo.simulator.summary import summarise
+from octavo.simulator.workloads import Shaping, open_workload
+
+MAX_COLUMNS = 8
+_SECTIONS = ("cache", "scheduling")
+_ALIASES = {"max_num_seqs": "max_sequences", "max_num_batched_tokens": "max_batch_tokens"}
+_OF_SETUP = {"depth": int, "pipeline_depth": int, "replicas": int, "router": str, "max_waiting": int}
+# Limits that a simulation cannot change, and why.
+_REFUSED = {
+    "vocab_size": "it changes no decision",
+    "groups": "they are the model's",
+    "max_draft_tokens": "a recording does not say which guesses would have been right",
+    "max_draft_rows": "a recording does not say which guesses would have been right",
+    "encoder_budget": "simulated requests have no media",
+    "encoder_cache": "simulated requests have no media",
+    "separate_modalities": "simulated requests have no media",
+    "adapter_slots": "simulated requests have no adapters",
+    "tenant_weights": "give octavo simulate --workload DIR --tenant-weight instead",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     for segment in recording.segments:
         check_policy(segment.header.limits.policy)
     for text in args.what_if:  # report errors before minutes of work
-        read_change(text, recording.header.limits)
+        read_what_if(text, recording.header.limits)
     options = ViewOptions(args.page, args.perfetto)
     if options.page is None and options.perfetto is None:
         report, views = replay(recording), None
@@ -61,12 +90,13 @@ def run(args: argparse.Namespace) -> int:
     if views is not None:
         print_views(views, options)
     elif args.what_if and not report.is_equal:
-        say("no settings are tried on a recording that does not replay to the same decisions")
+        say("the recording does not replay to the same decisions, so --what-if is left out")
     if cases:
         print()
-        print("\n".join([*(f"note: {remark}" for remark in remarks), *table(cases)]))
+        print("\n".join([*(f"note: {remark}" for remark in remarks), *_table(cases)]))
     if args.json:
-        _write(args.json, json.dumps(facts, indent=1) + "\n")
+        with writing(args.json):
+            Path(args.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0 if report.is_equal else 1
 
 
@@ -87,9 +117,10 @@ def _lines(recording: Recording, report: ReplayReport) -> Iterator[str]:
     if report.difference is None:
         yield f"equal: all {report.num_equal:,} plans have the digests that they had"
         return
-    found = report.difference
-    yield f"NOT EQUAL after {report.num_equal:,} plans that were: step {found.step} of life {found.segment_index + 1}"
-    yield from (f"  {line}" for line in found.lines)
+    difference = report.difference
+    life = difference.segment_index + 1
+    yield f"NOT EQUAL after {report.num_equal:,} equal plans: step {difference.step} of life {life}"
+    yield from (f"  {line}" for line in difference.lines)
 
 
 def _facts(recording: Recording, report: ReplayReport, cases: list[Case], remarks: list[str]) -> dict[str, Any]:
@@ -107,8 +138,137 @@ def _facts(recording: Recording, report: ReplayReport, cases: list[Case], remark
     return facts
 
 
-def _write(path: str, text: str) -> None:
+# --- --what-if
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """Settings to try, as they were written: new limits, fields of the setup, and the factor on the arrival rate."""
+
+    label: str
+    limits: Limits
+    setup: dict[str, Any] = field(default_factory=dict)
+    rate_scale: float = 1.0
+
+
+def read_what_if(text: str, recorded: Limits) -> WhatIf:
+    """Parse `policy=fair,max_sequences=64`. Raises ConfigError naming the word and what to give."""
+    values: dict[str, Any] = {}
+    setup: dict[str, Any] = {}
+    rate_scale = 1.0
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = word.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals or not value.strip():
+            raise ConfigError(f"--what-if has {word!r}; give NAME=VALUE, as in policy=fair,max_sequences=64")
+        if name == "rate_scale":
+            rate_scale = _number(word, value)
+        elif name in _OF_SETUP:
+            setup[name.removeprefix("pipeline_")] = _setup_value(name, word, value.strip())
+        else:
+            values.update(_limit_value(name, word, value.strip(), recorded))
+    if not (values or setup or rate_scale != 1.0):
+        raise ConfigError(f"--what-if is {text!r}; give at least one NAME=VALUE, as in policy=fair")
+    return WhatIf(text, _change_limits(recorded, values), setup, rate_scale)
+
+
+def _setup_value(name: str, word: str, value: str) -> Any:
+    if name == "router":
+        if value not in ROUTERS:
+            raise ConfigError(f"--what-if has {word!r}: {unknown('router', value, ROUTERS)}")
+        return value
+    return int(_number(word, value))
+
+
+def _number(word: str, value: str) -> float:
     try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); give a path in a folder that exists") from None
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise ConfigError(f"--what-if has {word!r}; give a number above 0")
+    return number
+
+
+def _limit_settings() -> dict[str, Setting]:
+    """Return the settings that are limits, by every spelling."""
+    names = {one.name for one in fields(Limits)}
+    by_name = {}
+    for setting in SETTINGS:
+        name = "prefix_caching" if setting.name == "enable_prefix_caching" else setting.name
+        if setting.section in _SECTIONS and name in names and not setting.is_hidden:
+            by_name.update({key.replace("-", "_"): setting for key in (*setting.keys, name)})
+    return by_name
+
+
+def _limit_value(name: str, word: str, value: str, recorded: Limits) -> dict[str, Any]:
+    name = _ALIASES.get(name, name)
+    if name in _REFUSED:
+        raise ConfigError(f"--what-if has {word!r}, which a replay cannot try: {_REFUSED[name]}")
+    if name in ("num_blocks", "host_blocks", "max_model_len"):
+        count = int(_number(word, value))
+        return {name: count if name == "max_model_len" else (count,) * len(recorded.groups)}
+    if name == "kv_cache_tokens":
+        return {"num_blocks": (max(1, int(_number(word, value)) // recorded.block_size),) * len(recorded.groups)}
+    known = _limit_settings()
+    if name not in known:
+        every = (*known, *_OF_SETUP, "rate_scale", "num_blocks", "host_blocks", "kv_cache_tokens", "max_model_len")
+        remedy = f"give one of {', '.join(sorted(every))}"
+        raise ConfigError(f"--what-if: {unknown('setting', name, every, remedy)}")
+    setting = known[name]
+    read = setting.read(value, f"{setting.key} of --what-if")
+    if setting.name == "policy":
+        find_policy(read)
+    return {"prefix_caching" if setting.name == "enable_prefix_caching" else setting.name: read}
+
+
+def _change_limits(recorded: Limits, values: dict[str, Any]) -> Limits:
+    """Return the limits with these values, without drafts; a pool keeps its tokens if only the block size changes."""
+    size = values.get("block_size", recorded.block_size)
+    if size != recorded.block_size:
+        for name in ("num_blocks", "host_blocks"):
+            values.setdefault(name, tuple(count * recorded.block_size // size for count in getattr(recorded, name)))
+    return replace(recorded, **{"max_draft_tokens": 0, **values})
+
+
+def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list[Case], list[str]]:
+    """Return the recorded run, the same simulated, and each change simulated; with remarks on what is not simulated.
+
+    `cost` names a cost model, or is "fitted": fitted to this recording. Raises ConfigError, RecordingError.
+    """
+    if len(texts) > MAX_COLUMNS:
+        raise ConfigError(f"--what-if is given {len(texts)} times; give at most {MAX_COLUMNS}")
+    header = recording.header
+    unchanged = WhatIf("simulated", replace(header.limits, max_draft_tokens=0))
+    changes = [unchanged, *(read_what_if(text, header.limits) for text in texts)]
+    costs = cost_model(f"fitted:{recording.path}" if cost == "fitted" else cost)
+    recorded = recorded_run(recording)
+    cases = [Case.of("recorded", recorded, summarise(recorded))]
+    workload = open_workload([f"recording:{recording.path}"], Shaping())
+    arrivals = list(workload)
+    for change in changes:
+        scaled = [replace(one, time=one.time / change.rate_scale) for one in arrivals]
+        setup = Setup(change.limits, costs, depth=min(header.depth, 2), sample_s=1.0)
+        result = simulate(scaled, replace(setup, **change.setup))
+        cases.append(Case.of(change.label, result, summarise(result)))
+    counts = workload.notes.counts
+    remarks = [f"{count:,} requests {description}" for description, count in counts.items()]
+    return cases, [*_remarks(recording, changes), *remarks]
+
+
+def _remarks(recording: Recording, changes: Sequence[WhatIf]) -> Iterator[str]:
+    recorded = recording.header.limits
+    if recorded.max_draft_tokens:
+        yield "the engine speculated; simulations do not, so they take more steps"
+    if not recorded.prefix_caching and any(change.limits.prefix_caching for change in changes):
+        yield "recorded without prefix caching, so there are no block keys: simulations find nothing cached"
+    if len(recording.segments) > 1:
+        yield f"the engine failed {len(recording.segments) - 1} times; simulations run without failures"
+
+
+def _table(cases: Sequence[Case]) -> Iterator[str]:
+    """Yield a table of the cases, one figure a line; the changes are numbered, with a legend above."""
+    heads = ["recorded", "simulated", *(f"what-if {number}" for number in range(1, len(cases) - 1))]
+    for head, case in zip(heads[2:], cases[2:], strict=True):
+        yield f"{head}: {case.label}"
+    yield from comparison_table(cases, heads, 14)

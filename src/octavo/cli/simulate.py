@@ -1,65 +1,81 @@
 """`octavo simulate`: a workload through the real scheduler on predicted step times, faster than real time.
 
-Owns: the flags, running each policy, the files that are written. Does not: simulate (simulator) or lay out (report).
+Owns: the flags, running each policy or a capacity search, what is printed, the files that are written.
+Does not: simulate or search (simulator), or lay out tables and the page (simulator.report).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.flags import UsageError, add_settings, check_output, resolve_args, whole
-from octavo.cli.simulate_output import lines, remarks, workload_help, write_requests
-from octavo.cli.simulate_search import add_search_arguments, run_search
-from octavo.cli.simulate_watchers import Watchers
+from octavo.cli.flags import UsageError, add_settings, check_output, resolve_args, whole, writing
 from octavo.config import Config
 from octavo.config.sources import Resolved
 from octavo.core.limits import Limits
+from octavo.core.request import FinishReason
+from octavo.core.scheduler import Scheduler
+from octavo.dashboard.page import write_page
 from octavo.engine.limits import read_tenant_weights
 from octavo.errors import ConfigError
+from octavo.observe.frames import Frame, FrameSource, FrameSpool, FrameWriter
+from octavo.observe.history import History
+from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import Fitted, fit_recording
-from octavo.simulator.goals import Goals, read_goals
-from octavo.simulator.outcomes import SimulatedRun
-from octavo.simulator.report import Case, page
+from octavo.simulator.outcomes import NEVER, SimulatedRun
+from octavo.simulator.report import Case, comparison_table, latency_table, page
 from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import simulate
+from octavo.simulator.search import MAX_REPLICAS, CapacitySearch, Goals, SearchResult, read_goals, read_space
 from octavo.simulator.setup import ReplicaFailure, Setup, SimulatedEngine
 from octavo.simulator.summary import summarise
-from octavo.simulator.workloads import TOO_LONG, Shaping, SimulatedWorkload, open_workload
+from octavo.simulator.workloads import KINDS, TOO_LONG, Shaping, SimulatedWorkload, open_workload
 
 DEFAULT_WORKLOAD = "poisson:rate=4,lengths=azure_conv,requests=2000"
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"
 MAX_POLICIES = 16
-NOTHING: Mapping[str, str] = {}
 PROGRESS_S = 0.5
+COMPARED = ("mean", "p99")  # statistics of latencies that are compared between policies
+REQUEST_COLUMNS = (
+    "index", "tenant", "replica", "arrival", "start", "first_token", "end", "prompt_tokens", "output_tokens",
+    "cached_tokens", "preemptions", "restarts", "reason",
+)  # fmt: skip
+WORKLOAD_OPTIONS = """
+generated   requests=1000, duration=S; prompt= and output= with a number, fixed(n), uniform(a,b),
+            lognormal(median,sigma), normal(mean,sd), exponential(mean), geometric(mean),
+            pareto(least,alpha), quantiles(0:8,50:200,100:4K); or lengths=azure_conv, azure_code,
+            or the pairs of a trace, lengths=azure:FILE;
+            prefix=N tokens shared in each of groups=N, group_zipf=X, group_tenants=yes
+all         tenant=NAME, tenants=N, zipf=X, priority=N, ttft=S, tpot=S (objectives); traces: sort=yes"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    group = parser.add_argument_group("what is asked")
+    group = parser.add_argument_group("workload")
     group.add_argument(
         "--workload", "-w", action="append", metavar="W",
         help=f"KIND:... or a recording's folder; several are merged; --workload help lists kinds [{DEFAULT_WORKLOAD}]",
     )  # fmt: skip
-    group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="requests come X times as fast [1]")
+    group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="requests arrive X times as fast [1]")
     group.add_argument("--limit", type=whole, metavar="N", help="at most so many requests")
-    group.add_argument("--start", type=float, default=0.0, metavar="S", help="leave out what comes before [0]")
-    group.add_argument("--end", type=float, default=float("inf"), metavar="S", help="leave out what comes from then on")
+    group.add_argument("--start", type=float, default=0.0, metavar="S", help="leave out what arrives before [0]")
+    group.add_argument("--end", type=float, default=float("inf"), metavar="S", help="leave out what arrives later")
     group.add_argument(
         "--too-long", default=TOO_LONG[0], choices=TOO_LONG,
         help="requests longer than the model: keep (the engine refuses or ends them), clip, drop [keep]",
     )  # fmt: skip
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of workloads and routers [0]")
-    group = parser.add_argument_group("what serves it")
+    group = parser.add_argument_group("engines")
     group.add_argument("--model", metavar="M", help="a shape known by name, or a model [llama-3.1-8b]")
     group.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt + output [the model's]")
     group.add_argument("--device", metavar="D", help="a device by name, or this [h100]")
@@ -71,18 +87,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--depth", type=whole, metavar="N", help="plans in flight, 1 or 2 [1]")
     group.add_argument("--replicas", type=whole, default=1, metavar="N", help="engines behind a router [1]")
     group.add_argument(
-        "--router", default="round_robin", choices=tuple(ROUTERS), help="who gets a request [round_robin]"
+        "--router", default="round_robin", choices=tuple(ROUTERS), help="how replicas are chosen [round_robin]"
     )
+    group.add_argument("--max-waiting", type=whole, default=0, metavar="N", help="most waiting requests; 0 = no bound")
     group.add_argument(
-        "--max-waiting", type=whole, default=0, metavar="N", help="requests that wait at most; 0 = no bound"
-    )
-    group.add_argument(
-        "--fail", action="append", default=[], metavar="R@T+S", help="replica R dies at T seconds, back S seconds later"
+        "--fail",
+        action="append",
+        default=[],
+        metavar="R@T+S",
+        help="replica R fails at T s, back S s later",
     )
     group.add_argument(
         "--tenant-weight", action="append", default=[], metavar="T=W", help="a tenant's share under fair"
     )
-    group = parser.add_argument_group("what is told")
+    group = parser.add_argument_group("output")
     group.add_argument(
         "--objective", default="", metavar="O",
         help="seconds for each request (ttft=1.0,tpot=0.05,goodput=0.95), or for all together (ttft_p99=1.0)",
@@ -90,8 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="print all figures as JSON instead, or write them to FILE"
     )
-    group.add_argument("--html", metavar="FILE", help="a report with plots, one file")
-    group.add_argument("--requests", metavar="FILE", help="what became of each request, as CSV")
+    group.add_argument("--html", metavar="FILE", help="a report with charts, one file")
+    group.add_argument("--requests", metavar="FILE", help="the outcome of each request, as CSV")
     group.add_argument("--page", metavar="FILE", help="the dashboard's page playing the first replica's steps")
     group.add_argument("--perfetto", metavar="FILE", help="the first replica's steps for ui.perfetto.dev")
     group.add_argument(
@@ -99,14 +117,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute unchanged decode steps together; the outcome is the same [on]",
     )  # fmt: skip
     group.add_argument(
-        "--fit", metavar="DIR", help="fit a cost model to a recording's steps and tell how good it is; --json keeps it"
+        "--fit", metavar="DIR", help="fit a cost model to a recording's steps and print its errors; --json keeps it"
     )
-    add_search_arguments(parser)
+    _add_search_arguments(parser)
     rare = (
         "--start", "--end", "--too-long", "--seed", "--tp", "--price", "--depth", "--max-waiting", "--fail",
         "--tenant-weight", "--fast-forward", "--perfetto", "--page", "--fit", "--search-space", "--max-replicas",
     )  # fmt: skip
     add_settings(parser, ("scheduling", "cache"), is_short=False, rare=rare)
+
+
+def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("capacity search")
+    group.add_argument(
+        "--search", action="store_true", help="find the fewest replicas that reach --objective, as in ttft_p99=1.0"
+    )
+    group.add_argument(
+        "--search-space",
+        default="",
+        metavar="S",
+        help="settings to try, as in max_sequences=64|256,policy=fcfs|fair",
+    )
+    group.add_argument(
+        "--max-replicas", type=whole, default=MAX_REPLICAS, metavar="N", help=f"most replicas tried [{MAX_REPLICAS}]"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +149,7 @@ class SimulationPlan:
 
     resolved: Resolved
     workload: SimulatedWorkload
-    blueprint: SimulatedEngine
+    engine: SimulatedEngine
     limits: list[Limits]
     setup: Setup
     goals: Goals
@@ -125,7 +159,7 @@ class SimulationPlan:
 def run(args: argparse.Namespace) -> int:
     """Simulate each policy; print and write the results. Return 1 if objectives of all requests together are missed."""
     if args.workload and args.workload[0] in ("help", "list"):
-        print("\n".join(workload_help()))
+        print("\n".join(_workload_help()))
         return 0
     for flag in ("json", "html", "requests", "page", "perfetto"):
         check_output(f"--{flag}", getattr(args, flag))
@@ -133,21 +167,24 @@ def run(args: argparse.Namespace) -> int:
         return _fit(args)
     plan = make_plan(args)
     if args.search:
-        return run_search(args, plan.workload.arrivals, plan.setup, plan.price, _remaker(args, plan))
+        return _search(args, plan)
     cases: list[Case] = []
-    told: list[str] = []
+    remarks: list[str] = []
     is_missed = False
     for limits in plan.limits:
-        watchers = Watchers(plan.blueprint.model, args.page, args.perfetto)
-        setup = replace(plan.setup, limits=limits, make_sink=watchers.make_sink if watchers.is_wanted else None)
-        done = _simulate(plan.workload, setup, limits.policy)
-        facts = summarise(done, plan.goals.bounds, plan.price)
-        cases.append(Case.of(limits.policy, done, facts))
-        is_missed = _misses(args, plan.goals, done, limits.policy, told) or is_missed
+        views = FirstReplicaViews(plan.engine.model, args.page, args.perfetto)
+        setup = replace(plan.setup, limits=limits, make_sink=views.make_sink if args.page or args.perfetto else None)
+        result = _simulate(plan.workload, setup, limits.policy)
+        cases.append(Case.of(limits.policy, result, summarise(result, plan.goals.bounds, plan.price)))
+        if plan.goals.goals or "goodput" in args.objective:  # objectives of single requests are only counted
+            verdict = plan.goals.judge(result)
+            is_missed = is_missed or not verdict.is_reached
+            reaches = "reaches" if verdict.is_reached else "misses"
+            remarks.append(f"{limits.policy} {reaches} the objectives: {verdict.text}")
         if args.requests:
-            write_requests(_own_path(args.requests, limits.policy, len(plan.limits)), done)
-        told += watchers.write()
-    _tell(args, plan, cases, told)
+            _write_requests(_path_of_policy(args.requests, limits.policy, len(plan.limits)), result)
+        remarks += views.write()
+    _output(args, plan, cases, remarks)
     return 1 if is_missed else 0
 
 
@@ -161,24 +198,10 @@ def _fit(args: argparse.Namespace) -> int:
         return 0
     print(fit.report())
     if args.json:
-        try:
+        with writing(args.json):
             fit.save(Path(args.json))
-        except OSError as error:
-            raise _unwritable(args.json, error) from None
         print(f"\nkept in {args.json}; use it with --cost fitted:{args.json}")
     return 0
-
-
-def _misses(args: argparse.Namespace, goals: Goals, done: SimulatedRun, label: str, told: list[str]) -> bool:
-    """Return True if a run misses objectives of all requests together; add a line on it to `told`.
-
-    Objectives of single requests are only counted.
-    """
-    if not goals.goals and "goodput" not in args.objective:
-        return False
-    verdict = goals.judge(done)
-    told.append(f"{label} {'reaches' if verdict.is_reached else 'misses'} the objectives: {verdict.told}")
-    return not verdict.is_reached
 
 
 def make_plan(args: argparse.Namespace) -> SimulationPlan:
@@ -191,23 +214,24 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
         raise UsageError(f"--price is {args.price}; give 0 or more")
     if (args.page or args.perfetto) and "," in config.scheduling.policy:
         raise UsageError("--page and --perfetto show one policy; give one, or leave them out")
-    blueprint, costs = _engine(args, config)
-    limits = _limits(args, resolved, blueprint)
-    longest = limits[0].max_model_len
-    shaping = Shaping(args.seed, args.rate_scale, args.start, args.end, args.limit, longest, args.too_long)
+    engine, costs = _engine(args, config)
+    limits = _limits(args, resolved, engine)
+    shaping = Shaping(
+        args.seed, args.rate_scale, args.start, args.end, args.limit, limits[0].max_model_len, args.too_long
+    )
     workload = open_workload(args.workload or [DEFAULT_WORKLOAD], shaping)
     setup = Setup(
-        limits[0], costs, blueprint.depth if args.depth is None else args.depth, args.replicas, args.router,
+        limits[0], costs, engine.depth if args.depth is None else args.depth, args.replicas, args.router,
         failures=tuple(map(_read_failure, args.fail)), max_waiting=args.max_waiting,
         fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed,
     )  # fmt: skip
     goals = read_goals(args.objective) if args.objective or args.search else Goals()
-    price = blueprint.price if args.price is None else args.price * args.tp
-    return SimulationPlan(resolved, workload, blueprint, limits, setup, goals, price)
+    price = engine.price if args.price is None else args.price * args.tp
+    return SimulationPlan(resolved, workload, engine, limits, setup, goals, price)
 
 
 def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, CostModel]:
-    """Return model, device and cost model; with `fitted:`, the recorded engine unless another is named."""
+    """Return the engine and its cost model; with `fitted:`, the recorded engine unless another is named."""
     if args.cost.startswith("fitted:") and args.model is None and args.device is None:
         costs = cost_model(args.cost)
         fit = costs.fit if isinstance(costs, Fitted) else None
@@ -222,136 +246,260 @@ def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, 
 
 
 def _limits(
-    args: argparse.Namespace, resolved: Resolved, blueprint: SimulatedEngine, chosen: Mapping[str, str] = NOTHING
+    args: argparse.Namespace, resolved: Resolved, engine: SimulatedEngine, chosen: Mapping[str, str] | None = None
 ) -> list[Limits]:
     """Return Limits for each policy. `chosen`: settings that a search tries."""
+    chosen = chosen or {}
     scheduling = resolved.config.scheduling
     given = {name for name, origin in resolved.origins.items() if origin != "default"} | {*chosen}
-    if "policy" not in given and blueprint.recorded is not None:
-        scheduling = replace(scheduling, policy=blueprint.recorded.policy)
-    scheduling = replace(
-        scheduling,
-        policy=chosen.get("policy", scheduling.policy),
-        max_sequences=int(chosen["max_sequences"]) if "max_sequences" in chosen else scheduling.max_sequences,
-        max_batch_tokens=int(chosen["max_batch_tokens"])
-        if "max_batch_tokens" in chosen
-        else scheduling.max_batch_tokens,
-    )
+    if "policy" not in given and engine.recorded is not None:
+        scheduling = replace(scheduling, policy=engine.recorded.policy)
+    numbers: dict[str, Any] = {name: int(value) for name, value in chosen.items() if name.startswith("max_")}
+    scheduling = replace(scheduling, policy=chosen.get("policy", scheduling.policy), **numbers)
     names = [name.strip() for name in scheduling.policy.split(",")]
     if len(names) > MAX_POLICIES or len(names) != len({*names}):
         raise UsageError(f"--policy is {scheduling.policy!r}; give each of at most {MAX_POLICIES} once")
     weights = read_tenant_weights(args.tenant_weight)
-    made = [
-        blueprint.limits(replace(scheduling, policy=name), resolved.config.cache, given, args.max_model_len)
+    limits = [
+        engine.limits(replace(scheduling, policy=name), resolved.config.cache, given, args.max_model_len)
         for name in names
     ]
-    return [replace(one, tenant_weights=weights) for one in made] if weights else made
+    return [replace(one, tenant_weights=weights) for one in limits] if weights else limits
 
 
-def _remaker(args: argparse.Namespace, plan: SimulationPlan) -> Callable[[Limits, dict[str, str]], Limits]:
-    """Return a function that makes the Limits of settings that a search tries, as the pool depends on some of them."""
-    if len(plan.limits) > 1:
-        raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
-
-    def remake(limits: Limits, chosen: dict[str, str]) -> Limits:
-        return _limits(args, plan.resolved, plan.blueprint, chosen)[0]
-
-    return remake
+def _read_failure(text: str) -> ReplicaFailure:
+    replica, at, rest = text.partition("@")
+    time_s, plus, restart_s = rest.partition("+")
+    try:
+        if at:
+            return ReplicaFailure(int(replica), float(time_s), float(restart_s) if plus else None)
+    except ValueError:
+        pass
+    raise UsageError(f"--fail is {text!r}; give REPLICA@SECONDS+SECONDS, as in 0@60+30, or without + for ever")
 
 
 def _simulate(workload: SimulatedWorkload, setup: Setup, label: str) -> SimulatedRun:
     """Simulate, with a progress line if stderr is a terminal."""
     arrivals = workload.arrivals()
     if not sys.stderr.isatty() or isinstance(arrivals, list):
-        done = simulate(arrivals, setup)
+        result = simulate(arrivals, setup)
     else:
-        done = simulate(_counted(arrivals, label), setup)
+        result = simulate(_with_progress(arrivals, label), setup)
         print(f"\r{' ' * 72}\r", end="", file=sys.stderr)
-    if not len(done.outcomes):
+    if not len(result.outcomes):
         raise ConfigError(f"workload {workload.name!r} has no request here; look at --start, --end and --too-long")
-    return done
+    return result
 
 
-def _counted(arrivals: Iterator[Arrival], label: str) -> Iterator[Arrival]:
-    begun = shown = time.monotonic()
+def _with_progress(arrivals: Iterator[Arrival], label: str) -> Iterator[Arrival]:
+    start = shown = time.monotonic()
     for number, arrival in enumerate(arrivals):
         now = time.monotonic()
         if now - shown >= PROGRESS_S:
             shown = now
-            told = f"{label}: {number:,} requests came in {now - begun:.0f} s"
-            print(f"\r{told:72.72}", end="", file=sys.stderr, flush=True)
+            line = f"{label}: {number:,} requests arrived in {now - start:.0f} s"
+            print(f"\r{line:72.72}", end="", file=sys.stderr, flush=True)
         yield arrival
 
 
-def _tell(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], left_out: list[str]) -> None:
-    told = settings(args, plan)
-    noted = [*remarks(plan.workload.notes.counts, cases), *left_out]
-    if args.json:
-        text = json.dumps(_facts(plan, told, cases), indent=1) + "\n"
-        if args.json == "-":
-            print(text, end="")
-        else:
-            _write(args.json, text)
+# --- the capacity search
+
+
+def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
+    """Search, printing each trial as it ends; return 1 if nothing reaches the objectives."""
+    if len(plan.limits) > 1:
+        raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
+    for name in ("html", "page", "perfetto", "requests", "fail"):
+        if getattr(args, name):
+            raise UsageError(f"--{name} is of one run; leave it out with --search, and simulate what it finds")
+    if not 1 <= args.max_replicas <= MAX_REPLICAS:
+        raise UsageError(f"--max-replicas is {args.max_replicas}; give 1 to {MAX_REPLICAS}")
+    space, workload = read_space(args.search_space), plan.workload
+    count = sum(1 for _ in workload.arrivals())
+    if not count:
+        raise UsageError("the workload has no request here; look at --start, --end and --too-long")
+    result = CapacitySearch(
+        workload.arrivals, count, plan.setup, plan.goals,
+        lambda chosen: _limits(args, plan.resolved, plan.engine, chosen)[0], space, plan.price, args.max_replicas,
+        lambda trial: print(trial, file=sys.stderr, flush=True),
+    ).run()  # fmt: skip
+    _output_json(args.json, _search_facts(result))
     if args.json != "-":
-        print("\n".join(lines(told, noted, cases)))
+        for note in result.notes:
+            print(f"note: {note}")
+        print(_answer(result, plan.price))
+    return 0 if result.setup is not None else 1
+
+
+def _search_facts(result: SearchResult) -> dict[str, Any]:
+    """Return the answer and the trials as plain values."""
+    setup = result.setup
+    answer = None
+    if setup is not None and result.verdict is not None:
+        answer = {
+            "replicas": setup.replicas, "settings": result.label, "price_per_hour": result.cost,
+            "policy": setup.limits.policy, "router": setup.router, "max_sequences": setup.limits.max_sequences,
+            "max_batch_tokens": setup.limits.max_batch_tokens, "figures": result.verdict.facts,
+        }  # fmt: skip
+    trials = [
+        {
+            "settings": trial.label, "replicas": trial.replicas, "reached": trial.verdict.is_reached,
+            "told": trial.verdict.text,
+        }
+        for trial in result.trials
+    ]  # fmt: skip
+    return {"answer": answer, "trials": trials, "notes": result.notes}
+
+
+def _answer(result: SearchResult, price: float) -> str:
+    if result.setup is None or result.verdict is None:
+        return (
+            f"nothing among {len(result.trials)} trials reaches the objectives: take other devices, or wider objectives"
+        )
+    count, cost = result.setup.replicas, f", ${result.cost:g} an hour" if price else ""
+    answer = f"{count} replica{'s' * (count > 1)} ({result.label}){cost}: {result.verdict.text}"
+    return f"{answer}\n{len(result.trials)} trials"
+
+
+# --- output
+
+
+def _workload_help() -> Iterator[str]:
+    """Yield lines about the kinds of workloads and their options."""
+    yield "KIND:option=value,...            generated"
+    yield "KIND:FILE,option=value,...       read, plain or gzipped"
+    yield ""
+    for name, kind in KINDS.items():
+        yield f"  {name:13}{'FILE  ' if kind.is_file else ''}{kind.help}"
+    yield WORKLOAD_OPTIONS
+
+
+def _output(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], remarks: list[str]) -> None:
+    """Print and write the figures of all policies."""
+    described = _describe(args, plan)
+    notes = plan.workload.notes.counts
+    changed = [f"{count:,} {description}" for description, count in notes.items()]
+    refused = [
+        f"{case.label}: {requests['refused']:,} of {requests['came']:,} requests were refused"
+        for case in cases
+        if (requests := case.facts["requests"])["refused"]
+    ]
+    remarks = [*changed, *refused, *remarks]
+    _output_json(args.json, {"settings": described, "notes": notes, "runs": {case.label: case.facts for case in cases}})
+    if args.json != "-":
+        for name in ("workload", "model", "device", "KV pool", "cost model", "replicas"):
+            print(f"{name:12}{described[name]}")
+        for remark in remarks:
+            print(f"{'note':12}{remark}")
+        print()
+        if len(cases) == 1:
+            print("\n".join([*latency_table(cases[0].facts), "", *comparison_table(cases, points=())]))
+        else:
+            print("\n".join(comparison_table(cases, [case.label[:14] for case in cases], points=COMPARED)))
     if args.html:
-        title = f"{plan.blueprint.model} on {plan.setup.replicas} x {plan.blueprint.device}"
-        _write(args.html, page(f"Simulation: {title}", cases, told, noted))
+        title = f"Simulation: {plan.engine.model} on {plan.setup.replicas} x {plan.engine.device}"
+        with writing(args.html):
+            Path(args.html).write_text(page(title, cases, described, remarks), encoding="utf-8")
 
 
-def settings(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
+def _output_json(path: str | None, facts: dict[str, Any]) -> None:
+    if path == "-":
+        print(json.dumps(facts, indent=1))
+    elif path:
+        with writing(path):
+            Path(path).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _describe(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
     """Return the simulated settings as text."""
     setup, shaping = plan.setup, plan.workload.shaping
-    told = {"workload": plan.workload.name, **plan.blueprint.describe(plan.limits[0])}
-    told |= {"policy": ", ".join(limits.policy for limits in plan.limits), "cost model": setup.costs.name}
-    told |= {"replicas": f"{setup.replicas}", "plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
+    described = {"workload": plan.workload.name, **plan.engine.describe(plan.limits[0])}
+    described |= {"policy": ", ".join(limits.policy for limits in plan.limits), "cost model": setup.costs.name}
+    described |= {"replicas": f"{setup.replicas}", "plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
     if setup.replicas > 1:
-        told["router"] = setup.router
+        described["router"] = setup.router
     if shaping.rate_scale != 1:
-        told["rate"] = f"times {shaping.rate_scale:g}"
+        described["rate"] = f"times {shaping.rate_scale:g}"
     if shaping.start or args.end != float("inf"):
-        told["window"] = f"{shaping.start:g} to {args.end:g} s of the workload"
+        described["window"] = f"{shaping.start:g} to {args.end:g} s of the workload"
     if args.limit:
-        told["limit"] = f"{args.limit:,} requests"
+        described["limit"] = f"{args.limit:,} requests"
     if setup.failures:
-        told["failures"] = ", ".join(args.fail)
+        described["failures"] = ", ".join(args.fail)
     if plan.price:
-        told["price"] = f"${plan.price:g} an hour for each replica"
+        described["price"] = f"${plan.price:g} an hour for each replica"
     if args.objective:
-        told["objectives"] = args.objective
-    return told
+        described["objectives"] = args.objective
+    return described
 
 
-def _facts(plan: SimulationPlan, told: dict[str, str], cases: list[Case]) -> dict[str, Any]:
-    return {
-        "settings": told,
-        "notes": plan.workload.notes.counts,
-        "runs": {case.label: case.facts for case in cases},
-    }
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error) from None
-
-
-def _unwritable(path: str, error: OSError) -> ConfigError:
-    return ConfigError(f"{path} cannot be written ({error.strerror}); give a path in a folder that exists")
-
-
-def _own_path(path: str, policy: str, count: int) -> str:
+def _path_of_policy(path: str, policy: str, count: int) -> str:
     """Return one path for each policy if there are several: requests.csv, requests.fair.csv, ..."""
     return path if count == 1 else str(Path(path).with_suffix(f".{policy}{Path(path).suffix}"))
 
 
-def _read_failure(text: str) -> ReplicaFailure:
-    replica, at, rest = text.partition("@")
-    moment, plus, restart = rest.partition("+")
-    try:
-        if at:
-            return ReplicaFailure(int(replica), float(moment), float(restart) if plus else None)
-    except ValueError:
-        pass
-    raise UsageError(f"--fail is {text!r}; give REPLICA@SECONDS+SECONDS, as in 0@60+30, or without + for ever")
+def _write_requests(path: str, result: SimulatedRun) -> None:
+    """Write a CSV line for each request, in order of arrival; times in seconds, empty if not reached."""
+    out = result.outcomes
+    order = sorted(range(len(out)), key=lambda index: (out.arrivals[index], out.indices[index]))
+    with writing(path), open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(REQUEST_COLUMNS)
+        for index in order:
+            times = (out.arrivals[index], out.starts[index], out.first_tokens[index], out.ends[index])
+            writer.writerow((
+                out.indices[index], out.tenant_names[out.tenants[index]], out.replicas[index],
+                *("" if time == NEVER else f"{time:.6f}" for time in times),
+                out.prompt_tokens[index], out.output_tokens[index], out.cached[index], out.preemptions[index],
+                out.restarts[index], FinishReason(out.reasons[index]).name.lower(),
+            ))  # fmt: skip
+
+
+class FirstReplicaViews:
+    """The dashboard's page and the Perfetto trace of the first scheduler; with them every step is planned."""
+
+    def __init__(self, model: str, page: str | None, perfetto: str | None) -> None:
+        self._model = model
+        self._page, self._perfetto = page, perfetto
+        self._frames = FrameSpool()
+        self._num_cut = 0
+        self._frame_writer: FrameWriter | None = None
+        self._trace: tuple[TraceFile, TraceClip, PerfettoWriter] | None = None
+
+    def make_sink(self, scheduler: Scheduler) -> History | None:
+        """Return the history of the first scheduler, with its readers; None for the others."""
+        if self._frame_writer is not None or self._trace is not None:
+            return None
+        history = History(scheduler)
+        if self._page is not None:
+            self._frame_writer = FrameWriter(history, self._keep, FrameSource("simulation", self._model))
+            history.add_reader(self._frame_writer.read)
+        if self._perfetto is not None:
+            with writing(self._perfetto):
+                file = TraceFile(self._perfetto, {"model": self._model, "source": "simulation"})
+            clip = TraceClip(file.write)
+            writer = PerfettoWriter(history, clip.write)
+            self._trace = file, clip, writer
+            history.add_reader(writer.read)
+        return history
+
+    def write(self) -> list[str]:
+        """Write the files after the simulation; return remarks on what was left out."""
+        remarks: list[str] = []
+        if self._frame_writer is not None and self._page is not None:
+            self._frame_writer.end()
+            with writing(self._page):
+                write_page(self._frames, self._page)
+        if self._trace is not None:
+            file, clip, writer = self._trace
+            writer.end()
+            file.close()
+            if clip.num_undrawn:
+                remarks.append(f"{self._perfetto}: {clip.num_undrawn:,} requests more have no track of their own")
+        if self._num_cut:
+            remarks.append(f"{self._page}: {self._num_cut:,} steps more were left out")
+        return remarks
+
+    def _keep(self, frame: Frame) -> None:
+        self._num_cut = frame.get("cut", 0)  # the last frame has the total
+        self._frames.write(frame)

@@ -1,25 +1,39 @@
-"""A simulation's report: one HTML file with tables and charts that needs no other file.
+"""A simulation's report: tables for a terminal, and one HTML file with tables and charts that needs no other file.
 
-Owns: the page's contents, for one setting or several side by side. Does not: compute figures (summary, series) or
-write files (cli). Invariants: no script, no network, light and dark; all text of users is escaped.
+Owns: what is shown, for one setting or several side by side. Does not: compute figures (summary) or write files (cli).
+Invariants: the page has no script and no network, and is light and dark; all text of users is escaped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
-from octavo.simulator import charts, series
+from octavo.simulator import charts, summary
 from octavo.simulator.charts import DARK, LIGHT, RULES, Chart, Line, palette
 from octavo.simulator.outcomes import ReplicaTotals, SimulatedRun
-from octavo.simulator.series import Points
-from octavo.simulator.summary import METRICS, Columns, Facts
+from octavo.simulator.summary import METRICS, Columns, Facts, Points
 
 MAX_TENANT_LINES = 8
+MAX_TENANT_ROWS = 20
 MAX_ROWS = 64
+MAX_CASES_BY_TENANT = 4  # more are not drawn tenant by tenant
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 TITLES = {"ttft": "Time to first token", "tpot": "Time per token", "e2e": "End to end", "queue": "Time in the queue"}
+TIME_CHARTS = (
+    ("ttft p50", "Time to first token, median by arrival", "seconds"),
+    ("ttft p99", "Time to first token, p99 by arrival", "seconds"),
+    ("tpot p50", "Time per token, median by arrival", "seconds"),
+    ("waiting", "Requests that wait for their first step", "requests"),
+    ("running", "Running requests", "requests"),
+    ("memory", "KV pool held by running requests", "%"),
+    ("batch", "Tokens in a step", "tokens"),
+    ("output", "Output tokens", "tokens/s"),
+    ("prompt", "Prompt tokens", "tokens/s"),
+    ("gap", "Service between the most and the least served tenant", "tokens"),
+)
 
 
 @dataclass(slots=True)
@@ -37,118 +51,70 @@ class Case:
     def of(label: str, run: SimulatedRun, facts: Facts) -> Case:
         """Reduce a run."""
         columns, span = Columns.of(run.outcomes), run.duration
-        curves = {f"cdf {name}": series.distribution(columns.latency(name)) for name in METRICS}
+        curves = {f"cdf {name}": summary.distribution(columns.latency(name)) for name in METRICS}
         curves |= {
-            "ttft p50": series.over_time(columns, "ttft", 50, span),
-            "ttft p99": series.over_time(columns, "ttft", 99, span),
-            "tpot p50": series.over_time(columns, "tpot", 50, span),
-            "waiting": series.waiting(columns, span),
-            "running": series.running(columns, span),
-            "memory": series.memory(run, span),
-            "batch": series.batch(run, span),
-            "output": series.output_rate(columns, span),
-            "prompt": series.prompt_rate(columns, span),
+            "ttft p50": summary.over_time(columns, "ttft", 50, span),
+            "ttft p99": summary.over_time(columns, "ttft", 99, span),
+            "tpot p50": summary.over_time(columns, "tpot", 50, span),
+            "waiting": summary.waiting(columns, span),
+            "running": summary.running(columns, span),
+            "memory": summary.memory(run, span),
+            "batch": summary.batch(run, span),
+            "output": summary.output_rate(columns, span),
+            "prompt": summary.prompt_rate(columns, span),
         }
         names = run.outcomes.tenant_names
         listed = [names.index(name) for name in list(facts["tenants"]["by_name"])[:MAX_TENANT_LINES]]
         services: dict[str, Points] = {}
         if len(names) > 1:
-            curves["gap"] = series.service_gap(columns, listed, span)
-            services = {names[tenant]: series.service_points(columns, tenant, span) for tenant in listed}
+            curves["gap"] = summary.service_gap(columns, listed, span)
+            services = {names[tenant]: summary.service_points(columns, tenant, span) for tenant in listed}
         return Case(label, facts, curves, services, run.replicas, span)
 
 
-def page(title: str, cases: Sequence[Case], settings: Mapping[str, str], remarks: Sequence[str]) -> str:
-    """Return the whole file."""
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        *(f'<p class="remark">{escape(remark)}</p>' for remark in remarks),
-        '<div class="top"><section><h2>Figures</h2>',
-        _figures(cases),
-        "</section><section><h2>Settings</h2>",
-        _table(("setting", "value"), [(name, value) for name, value in settings.items()], style="words"),
-        "</section></div><h2>Latencies</h2>",
-        '<div class="charts">',
-        *(charts.draw(chart) for chart in latency_charts(cases)),
-        "</div>",
-        "<h2>Over time</h2>",
-        '<div class="charts">',
-        *(charts.draw(chart) for chart in time_charts(cases)),
-        "</div>",
-        *_tenants(cases),
-        *_replicas(cases),
-        _LEGEND,
-    ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    return f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>\n' + "\n".join(
-        [*body, "</body></html>\n"]
-    )
+class Figure(NamedTuple):
+    """A figure to compare: `sign` says whether more (1) or less (-1) is better, 0 for neither."""
+
+    name: str
+    value: float | None
+    format: Callable[[float], str]
+    sign: int
+
+    @property
+    def text(self) -> str:
+        """Return the value in its unit; empty for none."""
+        return "" if self.value is None else self.format(self.value)
 
 
-def latency_charts(cases: Sequence[Case]) -> list[Chart]:
-    """Return the charts of distributions, one line a case."""
-    return [
-        Chart(TITLES[name], "seconds", "% of requests", _lines(cases, f"cdf {name}"), is_log=True, top=100.0)
-        for name in METRICS
-    ]
-
-
-def time_charts(cases: Sequence[Case]) -> list[Chart]:
-    """Return the charts over time, one line a case."""
-    wanted = (
-        ("ttft p50", "Time to first token, median by arrival", "seconds"),
-        ("ttft p99", "Time to first token, p99 by arrival", "seconds"),
-        ("tpot p50", "Time per token, median by arrival", "seconds"),
-        ("waiting", "Requests that wait for their first step", "requests"),
-        ("running", "Requests under way", "requests"),
-        ("memory", "KV pool held by running requests", "%"),
-        ("batch", "Tokens in a step", "tokens"),
-        ("output", "Tokens given", "tokens/s"),
-        ("prompt", "Prompt tokens taken in", "tokens/s"),
-        ("gap", "Service between the most and the least served tenant", "tokens"),
-    )
-    charts = [Chart(title, "time, s", unit, _lines(cases, name)) for name, title, unit in wanted]
-    charts = [chart for chart in charts if any(line.points for line in chart.lines)]
-    for case in cases if len(cases) <= 4 else ():
-        if case.services:
-            lines = [
-                Line(name or "(none)", points, place) for place, (name, points) in enumerate(case.services.items())
-            ]
-            charts.append(Chart(f"Service by tenant, {case.label}", "time, s", "tokens", lines))
-    return charts
-
-
-def figures(facts: Facts) -> list[tuple[str, float | None, Callable[[float], str], int]]:
-    """Return rows to compare: name, value, formatter, and whether more (1) or less (-1) is better, 0 for neither."""
-    rows: list[tuple[str, float | None, Callable[[float], str], int]] = []
-    for name in METRICS:
-        for point in ("mean", "p50", "p90", "p95", "p99"):
-            rows.append((f"{name} {point}", facts[name][point], seconds, -1))
+def figures(facts: Facts) -> list[Figure]:
+    """Return the figures of a run that are known."""
+    rows = [Figure(f"{name} {point}", facts[name][point], seconds, -1) for name in METRICS for point in STATISTICS]
     through, replicas, cache = facts["throughput"], facts["replicas"], facts["cache"]
     if "goodput" in facts:
-        rows.append(("goodput", facts["goodput"]["share"], percent, 1))
-        rows.append(("goodput, requests/s", facts["goodput"]["requests_per_s"], plain, 1))
+        rows.append(Figure("goodput", facts["goodput"]["share"], percent, 1))
+        rows.append(Figure("goodput, requests/s", facts["goodput"]["requests_per_s"], plain, 1))
+    peak = replicas["peak_blocks_used"] / replicas["num_blocks"] if replicas["num_blocks"] else None
     rows += [
-        ("requests served", facts["requests"]["served"], whole, 0),
-        ("requests refused", facts["requests"]["refused"], whole, -1),
-        ("requests/s", through["requests_per_s"], plain, 0),
-        ("output tokens/s", through["output_tokens_per_s"], plain, 0),
-        ("prompt tokens/s", through["prompt_tokens_per_s"], plain, 0),
-        ("device busy", replicas["busy_share"], percent, 0),
-        ("tokens a step", replicas["tokens_per_step"], plain, 0),
-        ("step", replicas["step_s"], seconds, 0),
-        ("KV pool held, mean while busy", replicas["kv_use_mean"], percent, 0),
-        ("KV pool held, most", _share(replicas["peak_blocks_used"], replicas["num_blocks"]), percent, 0),
-        ("prefix cache hits", cache["hit_rate"], percent, 1),
-        ("preemptions", facts["preemptions"]["count"], whole, -1),
-        ("requests restarted", facts["preemptions"]["restarts"], whole, -1),
+        Figure("requests served", facts["requests"]["served"], whole, 0),
+        Figure("requests refused", facts["requests"]["refused"], whole, -1),
+        Figure("requests/s", through["requests_per_s"], plain, 0),
+        Figure("output tokens/s", through["output_tokens_per_s"], plain, 0),
+        Figure("prompt tokens/s", through["prompt_tokens_per_s"], plain, 0),
+        Figure("device busy", replicas["busy_share"], percent, 0),
+        Figure("tokens a step", replicas["tokens_per_step"], plain, 0),
+        Figure("step", replicas["step_s"], seconds, 0),
+        Figure("KV pool held, mean while busy", replicas["kv_use_mean"], percent, 0),
+        Figure("KV pool held, most", peak, percent, 0),
+        Figure("prefix cache hits", cache["hit_rate"], percent, 1),
+        Figure("preemptions", facts["preemptions"]["count"], whole, -1),
+        Figure("requests restarted", facts["preemptions"]["restarts"], whole, -1),
     ]
     if facts["tenants"]["count"] > 1:
-        rows.append(("Jain's index of service", facts["tenants"]["jain_service"], plain, 0))
+        rows.append(Figure("Jain's index of service", facts["tenants"]["jain_service"], plain, 0))
     if facts["cost"]["price_per_hour"]:
-        rows.append(("$ per million output tokens", facts["cost"]["per_million_output_tokens"], plain, -1))
-        rows.append(("$ per thousand requests", facts["cost"]["per_thousand_requests"], plain, -1))
-    return [row for row in rows if row[1] is not None]
+        rows.append(Figure("$ per million output tokens", facts["cost"]["per_million_output_tokens"], plain, -1))
+        rows.append(Figure("$ per thousand requests", facts["cost"]["per_thousand_requests"], plain, -1))
+    return [row for row in rows if row.value is not None]
 
 
 def seconds(value: float) -> str:
@@ -175,28 +141,99 @@ def whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _share(part: float, of: float) -> float | None:
-    return part / of if of else None
+# --- for a terminal
+
+
+def latency_table(facts: Facts) -> Iterator[str]:
+    """Yield a table of one run's latencies."""
+    points = (*STATISTICS, "max")
+    yield f"{'':12}" + "".join(f"{point:>12}" for point in points) + "   mean within (95 %)"
+    for name in METRICS:
+        spread = facts[name]
+        if spread["count"]:
+            within = "" if spread["mean_within"] is None else f"   +- {seconds(spread['mean_within'])}"
+            yield f"{name:12}" + "".join(f"{seconds(spread[point]):>12}" for point in points) + within
+
+
+def comparison_table(
+    cases: Sequence[Case], heads: Sequence[str] = (), width: int = 16, points: Collection[str] = STATISTICS
+) -> Iterator[str]:
+    """Yield a table with a column for each case; `points` are the statistics of latencies that it has."""
+    if heads:
+        yield f"{'':28}" + "".join(f"{head:>{width}}" for head in heads)
+    columns = [{figure.name: figure.text for figure in figures(case.facts)} for case in cases]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        metric, _, point = name.partition(" ")
+        if metric not in METRICS or point in points:
+            yield f"{name:28}" + "".join(f"{column.get(name, '-'):>{width}}" for column in columns)
+
+
+# --- the page
+
+
+def page(title: str, cases: Sequence[Case], settings: Mapping[str, str], remarks: Sequence[str]) -> str:
+    """Return the whole file."""
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        *(f'<p class="remark">{escape(remark)}</p>' for remark in remarks),
+        '<div class="top"><section><h2>Figures</h2>',
+        _figures(cases),
+        "</section><section><h2>Settings</h2>",
+        _table(("setting", "value"), [(name, value) for name, value in settings.items()], style="words"),
+        "</section></div><h2>Latencies</h2>",
+        '<div class="charts">',
+        *(charts.draw(chart) for chart in _latency_charts(cases)),
+        "</div>",
+        "<h2>Over time</h2>",
+        '<div class="charts">',
+        *(charts.draw(chart) for chart in _time_charts(cases)),
+        "</div>",
+        *_tenants(cases),
+        *_replicas(cases),
+        _LEGEND,
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    return f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>\n' + "\n".join(
+        [*body, "</body></html>\n"]
+    )
+
+
+def _latency_charts(cases: Sequence[Case]) -> Iterator[Chart]:
+    for name in METRICS:
+        lines = _lines(cases, f"cdf {name}")
+        yield Chart(TITLES[name], "seconds", "% of requests", lines, is_log=True, top=100.0)
+
+
+def _time_charts(cases: Sequence[Case]) -> Iterator[Chart]:
+    for name, title, unit in TIME_CHARTS:
+        lines = _lines(cases, name)
+        if any(line.points for line in lines):
+            yield Chart(title, "time, s", unit, lines)
+    for case in cases if len(cases) <= MAX_CASES_BY_TENANT else ():
+        if case.services:
+            named = enumerate(case.services.items())
+            lines = [Line(name or "(none)", points, number) for number, (name, points) in named]
+            yield Chart(f"Service by tenant, {case.label}", "time, s", "tokens", lines)
 
 
 def _lines(cases: Sequence[Case], name: str) -> list[Line]:
-    return [Line(case.label, case.curves.get(name, []), place) for place, case in enumerate(cases)]
+    return [Line(case.label, case.curves.get(name, []), number) for number, case in enumerate(cases)]
 
 
 def _figures(cases: Sequence[Case]) -> str:
     """Return a row for each figure, a column for each case; the best value of a row is bold if the values differ."""
-    columns = [dict((name, (value, write, sign)) for name, value, write, sign in figures(case.facts)) for case in cases]
+    columns = [{figure.name: figure for figure in figures(case.facts)} for case in cases]
     rows = []
-    for name, _, write, sign in figures(cases[0].facts):
-        values = [column.get(name, (None, write, sign))[0] for column in columns]
+    for name, first in columns[0].items():
+        values = [column[name].value for column in columns if name in column]
         known = [value for value in values if value is not None]
-        best = max(known) if sign > 0 else min(known)
-        are_unlike = any(write(value) != write(best) for value in known)
-        cells = []
-        for value in values:
-            text = "" if value is None else write(value)
-            cells.append(f"<b>{text}</b>" if sign and text == write(best) and are_unlike else text)
-        rows.append((escape(name), *cells))
+        best = first.format(max(known) if first.sign > 0 else min(known))
+        are_unlike = any(first.format(value) != best for value in known)
+        texts = [column[name].text if name in column else "" for column in columns]
+        rows.append((
+            escape(name),
+            *(f"<b>{text}</b>" if first.sign and text == best and are_unlike else text for text in texts),
+        ))  # fmt: skip
     return _table(("", *(escape(case.label) for case in cases)), rows, is_escaped=True)
 
 
@@ -208,7 +245,7 @@ def _tenants(cases: Sequence[Case]) -> list[str]:
         rows = [
             (name or "(none)", whole(one["requests"]), whole(one["service"]), _or_dash(one["ttft_mean"]),
              _or_dash(one["ttft_p99"]), _or_dash(one["e2e_mean"]))
-            for name, one in list(case.facts["tenants"]["by_name"].items())[:20]
+            for name, one in list(case.facts["tenants"]["by_name"].items())[:MAX_TENANT_ROWS]
         ]  # fmt: skip
         parts.append(f"<h3>{escape(case.label)}</h3>")
         parts.append(_table(("tenant", "requests", "service", "ttft mean", "ttft p99", "e2e mean"), rows))
@@ -221,10 +258,10 @@ def _replicas(cases: Sequence[Case]) -> list[str]:
     parts = ["<h2>Replicas</h2>"]
     for case in cases:
         rows = [
-            (str(place), whole(one.requests), percent(one.busy_s / case.duration if case.duration else 0.0),
+            (str(number), whole(one.requests), percent(one.busy_s / case.duration if case.duration else 0.0),
              whole(one.steps), whole(one.output_tokens), percent(one.hit_tokens / (one.queried_tokens or 1)),
              whole(one.preemptions), whole(one.failures))
-            for place, one in enumerate(case.replicas[:MAX_ROWS])
+            for number, one in enumerate(case.replicas[:MAX_ROWS])
         ]  # fmt: skip
         parts.append(f"<h3>{escape(case.label)}</h3>")
         heads = ("replica", "requests", "busy", "steps", "output tokens", "cache hits", "preemptions", "failures")

@@ -1,28 +1,166 @@
 """Capacity search: the cheapest fleet that reaches given goals on a given workload.
 
-Owns: the space of settings, the order of trials, the list of trials. Does not: judge a run (goals) or simulate.
+Owns: the goals' grammar, whether a run reached them and whether an unfinished run still can; the space of settings, the
+order and list of trials. Does not: simulate, or define the figures (summary).
 More replicas mostly serve better, but not always (a router may spread prefixes thinner), so the answer is checked: the
 number found reaches the goals, one less was tried and does not, one more was tried and does.
+Invariant: a run is given up only when it can no longer reach a goal.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 
+from octavo.config.spelling import unknown
 from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.goals import Goals, Verdict
+from octavo.simulator.outcomes import NEVER, RequestTracker, SimulatedRequest, SimulatedRun
 from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
+from octavo.simulator.summary import METRICS, POINTS, Columns, Facts, summarise
 
+STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
+DEFAULT_SHARE = 0.99  # of requests that meet the bounds on each, if no goodput is given
 MAX_REPLICAS = 1024
 MAX_CANDIDATES = 256
-KNOBS = ("max_sequences", "max_batch_tokens", "policy", "router")
+SEARCHED_SETTINGS = ("max_sequences", "max_batch_tokens", "policy", "router")
+_HELP = (
+    "give STATISTIC=SECONDS such as ttft_p99=1.0,tpot_p95=0.05, bounds on each request such as ttft=1.0,tpot=0.05 with "
+    "goodput=SHARE of requests that meet them all, from 0 to 1"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A statistic of a latency that may be at most `bound` seconds."""
+
+    metric: str
+    statistic: str
+    bound: float
+
+    @property
+    def name(self) -> str:
+        """Return the goal's name as users write it."""
+        return f"{self.metric}_{self.statistic}"
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Bounds on statistics, and on each request, which a `share` of all requests must meet (refused ones fail)."""
+
+    goals: tuple[Goal, ...] = ()
+    bounds: dict[str, float] = field(default_factory=dict)
+    share: float = DEFAULT_SHARE
+
+    def judge(self, run: SimulatedRun, price_per_hour: float = 0.0) -> Verdict:
+        """Return whether a run reaches the goals, with its figures."""
+        facts = summarise(run, self.bounds, price_per_hour)
+        values = [(goal.name, facts[goal.metric][goal.statistic], goal.bound) for goal in self.goals]
+        missed = [name for name, value, bound in values if value is None or value > bound]
+        margins = [1 - value / bound for _, value, bound in values if value is not None]
+        texts = [f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value, _ in values]
+        if self.bounds:
+            share = facts["goodput"]["share"]
+            texts.append(f"goodput {share:.4g}")
+            margins.append(share - self.share)
+            if share < self.share:
+                missed.append("goodput")
+        if facts["requests"]["refused"]:
+            missed.append("refused")
+            texts.append(f"refused {facts['requests']['refused']}")
+        return Verdict(not missed and not run.gave_up, min(margins, default=0.0), ", ".join(texts), facts)
+
+    def unreachable(self, num_requests: int) -> Callable[[RequestTracker, float], bool]:
+        """Return a check for a run of `num_requests` requests: True once a goal cannot be reached any more."""
+        return _MissCounter(self, num_requests).is_over
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether all goals are reached, the smallest margin relative to its bound, a text, and all figures."""
+
+    is_reached: bool
+    margin: float
+    text: str
+    facts: Facts
+
+
+def read_goals(text: str) -> Goals:
+    """Parse `ttft_p99=1.0,tpot_p95=0.05` or `ttft=1.0,tpot=0.05,goodput=0.95`. Raises ConfigError."""
+    goals: list[Goal] = []
+    bounds: dict[str, float] = {}
+    share = None
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = (part.strip() for part in word.partition("="))
+        metric, _, statistic = name.partition("_")
+        value = _number(number)
+        if name == "goodput" and 0 < value <= 1 and share is None:
+            share = value
+        elif name in METRICS and value > 0 and name not in bounds:
+            bounds[name] = value
+        elif metric in METRICS and statistic in STATISTICS and value > 0:
+            goals.append(Goal(metric, statistic, value))
+        else:
+            known = [*METRICS, "goodput", *(f"{one}_{other}" for one in METRICS for other in STATISTICS)]
+            if name not in known:
+                raise ConfigError(unknown("objective", name, known, _HELP))
+            raise ConfigError(f"objective {word!r} has no such value, or is given twice; {_HELP}")
+    if not goals and not bounds:
+        raise ConfigError(f"a search has nothing to reach: {_HELP}")
+    if share is not None and not bounds:
+        raise ConfigError(f"goodput={share} says nothing without bounds on each request; {_HELP}")
+    return Goals(tuple(goals), bounds, DEFAULT_SHARE if share is None else share)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+class _MissCounter:
+    """Counts the requests beyond each bound, those included that have already waited longer than it."""
+
+    def __init__(self, goals: Goals, num_requests: int) -> None:
+        self._bounds: list[tuple[str, float, float]] = []  # metric, bound, requests that may be beyond it
+        for goal in goals.goals:
+            if goal.statistic.startswith("p"):
+                rank = math.ceil(float(goal.statistic[1:]) / 100 * num_requests)
+                self._bounds.append((goal.metric, goal.bound, num_requests - rank))
+            elif goal.statistic == "max":
+                self._bounds.append((goal.metric, goal.bound, 0))
+        if goals.bounds:
+            spare = math.floor((1 - goals.share) * num_requests + 1e-9)
+            self._bounds += [(metric, bound, spare) for metric, bound in goals.bounds.items()]
+        self._counts = [0] * len(self._bounds)
+        self._num_read = 0
+
+    def is_over(self, tracker: RequestTracker, now: float) -> bool:
+        """Return True if too many requests are beyond some bound."""
+        ended = Columns.of(tracker.outcomes, self._num_read)
+        self._num_read = len(tracker.outcomes)
+        for number, (metric, bound, spare) in enumerate(self._bounds):
+            self._counts[number] += int((ended.latency(metric) > bound).sum())
+            num_late = self._counts[number]
+            if metric != "tpot":
+                num_late += sum(now - entry.at > bound and _is_owed(entry, metric) for entry in tracker.open.values())
+            if num_late > spare:
+                return True
+        return False
+
+
+def _is_owed(entry: SimulatedRequest, metric: str) -> bool:
+    if metric == "e2e":
+        return True
+    return (entry.first if metric == "ttft" else entry.start) == NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +171,13 @@ class SearchTrial:
     replicas: int
     verdict: Verdict
 
-    def line(self) -> str:
-        """Return the trial as a line of text."""
-        word = "reached" if self.verdict.is_reached else "missed"
-        return f"{self.label}, {self.replicas} replica{'s' * (self.replicas > 1)}: {word}: {self.verdict.told}"
+    def __str__(self) -> str:
+        result = "reached" if self.verdict.is_reached else "missed"
+        return f"{self.label}, {self.replicas} replica{'s' * (self.replicas > 1)}: {result}: {self.verdict.text}"
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """The cheapest fleet (None: nothing reaches the goals), its cost in the price's unit, and all trials."""
 
     setup: Setup | None = None
@@ -52,33 +189,38 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A search: `workload` gives the same `num_requests` arrivals each time; `price` is one replica's for an hour.
+class CapacitySearch:
+    """What to search. `workload` gives the same `num_requests` arrivals each time; `price` is an hour of one replica.
 
-    `setup.replicas` is the first number tried. `tell` gets a line for each trial.
+    `setup.replicas` is the first number tried. `make_limits` returns the limits of chosen settings. `report` gets each
+    trial.
     """
 
     workload: Callable[[], Iterable[Arrival]]
     num_requests: int
     setup: Setup
     goals: Goals
+    make_limits: Callable[[dict[str, str]], Limits]
     space: dict[str, tuple[str, ...]] = field(default_factory=dict)
     price: float = 0.0
     max_replicas: int = MAX_REPLICAS
-    tell: Callable[[str], object] = lambda _: None
-    make_limits: Callable[[Limits, dict[str, str]], Limits] | None = None
+    report: Callable[[SearchTrial], object] = lambda _: None
+
+    def run(self) -> SearchResult:
+        """Try the space, the settings in the given order; of fleets of equal cost choose the one of widest margin."""
+        return _SearchRun(self).run()
 
 
 def read_space(text: str) -> dict[str, tuple[str, ...]]:
-    """Parse `max_sequences=64|256,router=least_loaded|prefix_affinity`. Raises ConfigError naming the knobs."""
+    """Parse `max_sequences=64|256,router=least_loaded|random`. Raises ConfigError naming the known settings."""
     space: dict[str, tuple[str, ...]] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, _, rest = (part.strip() for part in word.partition("="))
         values = tuple(value.strip() for value in rest.split("|") if value.strip())
-        if name not in KNOBS or not values or name in space:
+        if name not in SEARCHED_SETTINGS or not values or name in space:
             raise ConfigError(
-                f"search space has {word!r}; give each of {', '.join(KNOBS)} once, with values split by |, as in "
-                "max_sequences=64|256,router=least_loaded|prefix_affinity"
+                f"search space has {word!r}; give each of {', '.join(SEARCHED_SETTINGS)} once, with values split by |, "
+                "as in max_sequences=64|256,router=least_loaded|prefix_affinity"
             )
         for value in values:
             _check_value(name, value)
@@ -96,25 +238,20 @@ def _check_value(name: str, value: str) -> None:
         raise ConfigError(f"{name} is {value!r}; give a whole number above 0")
 
 
-def search(question: Question) -> Found:
-    """Try the space, the settings in the given order; of fleets of equal cost choose the one with the widest margin."""
-    return _Search(question).run()
+class _SearchRun:
+    def __init__(self, search: CapacitySearch) -> None:
+        self._search = search
+        self._best = SearchResult()
+        self._max_replicas = search.max_replicas  # more than the best so far are not tried
 
-
-class _Search:
-    def __init__(self, question: Question) -> None:
-        self._ask = question
-        self._found = Found()
-        self._most = question.max_replicas
-
-    def run(self) -> Found:
-        candidates = list(product(*(self._ask.space.get(name, ("",)) for name in KNOBS)))
+    def run(self) -> SearchResult:
+        candidates = list(product(*(self._search.space.get(name, ("",)) for name in SEARCHED_SETTINGS)))
         if len(candidates) > MAX_CANDIDATES:
             raise ConfigError(f"the search space has {len(candidates)} settings; give at most {MAX_CANDIDATES}")
         for values in candidates:
-            chosen = {name: value for name, value in zip(KNOBS, values, strict=True) if value}
+            chosen = {name: value for name, value in zip(SEARCHED_SETTINGS, values, strict=True) if value}
             self._try(chosen)
-        return self._found
+        return self._best
 
     def _try(self, chosen: dict[str, str]) -> None:
         """Find the fewest replicas of one setting, and keep it if it is better than the best so far."""
@@ -130,25 +267,22 @@ class _Search:
         number = self._fewest(reaches, label)
         if number is None:
             return
-        cost, verdict, best = number * self._ask.price, tried[number], self._found
-        if best.setup is None or best.verdict is None or self._is_better(number, verdict, best.setup.replicas):
+        best, verdict = self._best, tried[number]
+        rank = number, -verdict.margin
+        if best.setup is None or best.verdict is None or rank < (best.setup.replicas, -best.verdict.margin):
             best.setup, best.label = replace(setup, replicas=number), label
-            best.verdict, best.cost = verdict, cost
-            self._most = number
-
-    def _is_better(self, number: int, verdict: Verdict, fewest: int) -> bool:
-        assert self._found.verdict is not None
-        return number < fewest or (number == fewest and verdict.margin > self._found.verdict.margin)
+            best.verdict, best.cost = verdict, number * self._search.price
+            self._max_replicas = number
 
     def _fewest(self, reaches: Callable[[int], bool], label: str) -> int | None:
         """Double or halve to a number that reaches the goals above one that does not; bisect; then try one more."""
-        low, high = 0, min(self._ask.setup.replicas, self._most)  # low misses (0 surely), high is tried next
-        if self._found.setup is not None:
-            high = self._most  # more than that cannot be better
+        low, high = 0, min(self._search.setup.replicas, self._max_replicas)  # low misses (0 surely), high is tried next
+        if self._best.setup is not None:
+            high = self._max_replicas  # more than that cannot be better
         while not reaches(high):
-            if high >= self._most:
+            if high >= self._max_replicas:
                 return None
-            low, high = high, min(2 * high, self._most)
+            low, high = high, min(2 * high, self._max_replicas)
         probe = high // 2
         while low < probe and reaches(probe):
             high, probe = probe, probe // 2
@@ -156,40 +290,31 @@ class _Search:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if reaches(middle) else (middle, high)
-        while high < self._ask.max_replicas and not reaches(high + 1):
-            self._found.notes.append(
+        while high < self._search.max_replicas and not reaches(high + 1):
+            self._best.notes.append(
                 f"{label}: {high} replicas reach the goals, {high + 1} do not; more is not always better here, so the "
                 "number taken is the first that holds with one more, too"
             )
             high += 2
-            while high <= self._ask.max_replicas and not reaches(high):
+            while high <= self._search.max_replicas and not reaches(high):
                 high += 1
-            if high > self._ask.max_replicas:
+            if high > self._search.max_replicas:
                 return None
         return high
 
     def _trial(self, label: str, setup: Setup) -> Verdict:
-        ask = self._ask
-        check = ask.goals.giving_up(ask.num_requests)
-        run = simulate(ask.workload(), replace(setup, give_up=check))
-        verdict = ask.goals.judge(run, ask.price)
+        search = self._search
+        check = search.goals.unreachable(search.num_requests)
+        run = simulate(search.workload(), replace(setup, give_up=check))
+        verdict = search.goals.judge(run, search.price)
         if run.gave_up:
-            verdict = replace(verdict, told=f"given up after {len(run.outcomes)} ends: {verdict.told}")
+            verdict = replace(verdict, text=f"given up after {len(run.outcomes)} ends: {verdict.text}")
         trial = SearchTrial(label, setup.replicas, verdict)
-        self._found.trials.append(trial)
-        ask.tell(trial.line())
+        self._best.trials.append(trial)
+        search.report(trial)
         return verdict
 
     def _with(self, chosen: dict[str, str]) -> Setup:
-        setup = self._ask.setup
-        limits = setup.limits
-        if self._ask.make_limits is not None:
-            limits = self._ask.make_limits(limits, chosen)
-        else:
-            limits = replace(
-                limits,
-                policy=chosen.get("policy", limits.policy),
-                max_sequences=int(chosen.get("max_sequences", limits.max_sequences)),
-                max_batch_tokens=int(chosen.get("max_batch_tokens", limits.max_batch_tokens)),
-            )
-        return replace(setup, limits=limits, router=chosen.get("router", setup.router), sample_s=0.0)
+        setup = self._search.setup
+        router = chosen.get("router", setup.router)
+        return replace(setup, limits=self._search.make_limits(chosen), router=router, sample_s=0.0)
