@@ -160,7 +160,7 @@ def test_an_engine_that_fails_is_told(fails, words) -> None:
 
 def test_an_environment_that_is_not_there() -> None:
     peer = EnginePeer("fake", ["/no/python", FAKE])
-    with pytest.raises(ConfigError, match="cannot be started"):
+    with pytest.raises(EngineError, match="cannot be started"):
         asyncio.run(peer.start())
 
 

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import re
 import statistics
 import sys
 from array import array
@@ -223,15 +224,15 @@ def test_a_process_is_started_watched_and_ended() -> None:
     async def work():
         server = await ServerProcess.start([sys.executable, FAKE, "{port}"])
         try:
-            assert server.search_log(r"serving on (\d+)")[1] in server.base_url
-            server.tree.freeze()
-            server.tree.thaw()
+            assert re.search(r"serving on (\d+)", server.output())[1] in server.base_url
+            server.freeze()
+            server.thaw()
             client = CompletionClient(Target(server.base_url))
             assert await first_model(client) == "tiny"
         finally:
             peak = server.end()
-        assert server.tree.members() == []
-        server.end()
+        assert server.members() == []
+        assert server.end() == peak
         return peak, server.startup_s
 
     peak, startup_s = asyncio.run(work())

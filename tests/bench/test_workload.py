@@ -45,22 +45,25 @@ def test_lists_of_lists_are_groups(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("{", "is not JSON"),
-        ("{}", "non-empty list"),
-        ("[]", "non-empty list"),
-        ("[1]", "group 0, request 0 must be an object"),
-        ("[[]]", "group 0 must be a non-empty list"),
-        ('[{"prompt_token_ids": [], "max_tokens": 1}]', "prompt_token_ids must be"),
-        ('[{"prompt_token_ids": [1, -1], "max_tokens": 1}]', "prompt_token_ids must be"),
-        ('[{"prompt_token_ids": [1], "max_tokens": 0}]', "max_tokens is 0"),
-        ('[{"prompt_token_ids": [1], "max_token": 5}]', "unknown key 'max_token'; did you mean 'max_tokens'"),
-        ('[{"prompt_token_ids": [1], "max_tokens": true}]', "max_tokens is True"),
+        ("{", "JSON"),
+        ("{}", r"Expected `array`, got `object` - at `\$\[0\]`"),
+        ("[]", r"`array` of length >= 1 - at `\$\[0\]`"),
+        ("[1]", r"Expected `object`, got `int` - at `\$\[0\]\[0\]`"),
+        ("[[]]", r"`array` of length >= 1 - at `\$\[0\]`"),
+        ('[{"prompt_token_ids": [], "max_tokens": 1}]', r"length >= 1 - at `\$\[0\]\[0\].prompt_token_ids`"),
+        ('[{"prompt_token_ids": [1, -1], "max_tokens": 1}]', r">= 0 - at `\$\[0\]\[0\].prompt_token_ids\[1\]`"),
+        ('[{"prompt_token_ids": [1], "max_tokens": 0}]', r"`int` >= 1 - at `\$\[0\]\[0\].max_tokens`"),
+        (
+            '[{"prompt_token_ids": [1], "max_token": 5}]',
+            "unknown field `max_token`",
+        ),
+        ('[{"prompt_token_ids": [1], "max_tokens": true}]', "Expected `int`, got `bool`"),
     ],
 )
 def test_bad_files_name_the_entry(tmp_path, content, reason) -> None:
     path = tmp_path / "w.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=f"workload .*w.json is not .*{reason}"):
         read_workload(path)
 
 

@@ -10,24 +10,22 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from octavo.bench.completion_client import CompletionClient, Target, first_model
 from octavo.bench.online import Arrivals, OnlineLoad, run_online
 from octavo.bench.processes import ProcessTree, ServerProcess
 from octavo.bench.report import percentile
 from octavo.bench.workload import Item
-from octavo.errors import ConfigError, EngineError
+from octavo.errors import EngineError
 
 HOST = str(Path(__file__).with_name("peer_host.py"))
 OWN_ENGINE, OWN_SERVER = "octavo", "octavo server"
-LAST_LINES = 8
 _SPARE_HTTP_THREADS = 4
 _TCMALLOC = (
     "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
@@ -74,7 +72,7 @@ class PeerRun:
 
 
 class Peer(ABC):
-    """An engine in its own processes. Its methods raise EngineError when it fails, ConfigError if it is not there."""
+    """An engine in its own processes. Its methods raise EngineError when it fails or cannot be started."""
 
     is_server: bool  # compared with this engine's server, else with this engine alone
 
@@ -97,9 +95,9 @@ class Peer(ABC):
     async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
         """Run the requests, `at_once` open at a time. Raises if one has another number of tokens than requested."""
 
-    @abstractmethod
     def end(self) -> int:
         """End its processes; return the peak of their memory in bytes, 0 if unknown. Idempotent."""
+        return 0 if self.tree is None else self.tree.end()
 
     def freeze(self) -> None:
         """Stop its processes, so that they use nothing while other peers run."""
@@ -116,17 +114,10 @@ class EnginePeer(Peer):
     """An engine without a server: a process that speaks the lines of peer_host.py."""
 
     is_server = False
-    _log: IO[bytes]
-    _peak_bytes = 0
 
     async def start(self) -> None:
         """Start the process and wait until it reports that the engine is open."""
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by end)
-        try:
-            self.tree = ProcessTree(self.command, self._log, self.env, has_pipes=True)
-        except OSError as error:
-            self._log.close()
-            raise ConfigError(f"{self.name}: {self.command[0]} cannot be started: {error.strerror}") from None
+        self.tree = ProcessTree(self.command, self.env, has_pipes=True)
         self.facts = (await self._read_answer())["facts"]
         self.startup_s = time.perf_counter() - self.tree.started
 
@@ -140,7 +131,7 @@ class EnginePeer(Peer):
             self.tree.process.stdin.write(json.dumps({"requests": requests, "at_once": at_once}).encode() + b"\n")
             self.tree.process.stdin.flush()
         except OSError:
-            raise EngineError(f"{self.name} ended\n{self._last_lines()}") from None
+            raise EngineError(f"{self.name} ended\n{self.tree.last_lines()}") from None
         answer = await self._read_answer()
         times = [(first, last, tokens) for first, last, tokens in answer["requests"]]
         if len(times) != len(items):
@@ -152,45 +143,29 @@ class EnginePeer(Peer):
             )
         return PeerRun(answer["seconds"], times)
 
-    def end(self) -> int:
-        """End its processes; return the peak of their memory in bytes."""
-        if self.tree is not None:
-            self._peak_bytes = max(self._peak_bytes, self.tree.peak_bytes())
-            self.tree.end()
-            self.tree = None
-            self._log.close()
-        return self._peak_bytes
-
     async def _read_answer(self) -> dict[str, Any]:
         assert self.tree is not None and self.tree.process.stdout is not None, "start comes first"
         reading = asyncio.create_task(asyncio.to_thread(self.tree.process.stdout.readline))
         done, _ = await asyncio.wait((reading,), timeout=self.timeout_s)
         if not done:
-            self._peak_bytes = self.tree.peak_bytes()
+            last_lines = self.tree.last_lines()
             self.tree.end()  # closes its pipe, which ends the reading thread
             await reading
-            raise EngineError(f"{self.name} did not answer within {self.timeout_s:g} s\n{self._last_lines()}")
+            raise EngineError(f"{self.name} did not answer within {self.timeout_s:g} s\n{last_lines}")
         line = reading.result()
         if not line:
-            raise EngineError(f"{self.name} ended\n{self._last_lines()}")
+            raise EngineError(f"{self.name} ended\n{self.tree.last_lines()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise EngineError(f"{self.name} failed: {answer['error']}")
         return answer
-
-    def _last_lines(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode("utf-8", "replace").splitlines()
-        return "\n".join(lines[-LAST_LINES:])
 
 
 class ServerPeer(Peer):
     """An HTTP server on loopback. In `command`, `{port}` becomes a free port; `extra` goes into every body."""
 
     is_server = True
-    _server: ServerProcess | None = None
     _client: CompletionClient
-    _peak_bytes = 0
 
     def __init__(
         self, name: str, command: Sequence[str], *, extra: Mapping[str, Any] | None = None, timeout_s: float = 1200.0
@@ -201,9 +176,9 @@ class ServerPeer(Peer):
     async def start(self) -> None:
         """Start the server and get its model's name."""
         self.facts = {"engine": self.name}
-        self._server = await ServerProcess.start(self.command, timeout_s=self.timeout_s)
-        self.tree, self.startup_s = self._server.tree, self._server.startup_s
-        target = Target(self._server.base_url, extra=self._extra, timeout_s=self.timeout_s)
+        server = await ServerProcess.start(self.command, self.timeout_s)
+        self.tree, self.startup_s = server, server.startup_s
+        target = Target(server.base_url, extra=self._extra, timeout_s=self.timeout_s)
         model = await first_model(CompletionClient(target))
         self._client = CompletionClient(Target(target.base_url, model, "", self._extra, self.timeout_s))
 
@@ -223,13 +198,6 @@ class ServerPeer(Peer):
             first, last = answer.chunk_times[0], answer.chunk_times[-1]
             times.append((first - answer.sent, last - answer.sent, item.max_tokens))
         return PeerRun(run.duration_s, times)
-
-    def end(self) -> int:
-        """End the server; return the peak of its memory in bytes."""
-        if self._server is not None:
-            self._peak_bytes = self._server.end()
-            self._server = self.tree = None
-        return self._peak_bytes
 
 
 # --- the known peers --------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from octavo.bench.completion_client import CompletionClient, ProtocolError, Target
 from octavo.errors import EngineError
@@ -29,21 +27,28 @@ LAST_LINES = 12
 
 
 class ProcessTree:
-    """A command in its own session, so that its descendants can be found and ended."""
+    """A command in its own session, so that its descendants can be found and ended, with its output in a log.
 
-    def __init__(
-        self, command: Sequence[str], log: IO[bytes], env: Mapping[str, str] | None = None, has_pipes: bool = False
-    ) -> None:
+    Raises EngineError if it cannot be started. With `has_pipes`, its stdin and stdout are pipes.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, has_pipes: bool = False) -> None:
         self.started = time.perf_counter()
+        self._peak_bytes = 0
+        self._log = tempfile.TemporaryFile(prefix="octavo-bench-")  # noqa: SIM115 (closed by end)
         pipe = subprocess.PIPE if has_pipes else subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            list(command),
-            stdin=pipe,
-            stdout=pipe if has_pipes else log,
-            stderr=log,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                list(command),
+                stdin=pipe,
+                stdout=pipe if has_pipes else self._log,
+                stderr=self._log,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._log.close()
+            raise EngineError(f"{command[0]} cannot be started: {error.strerror}") from None
 
     @property
     def returncode(self) -> int | None:
@@ -60,9 +65,14 @@ class ProcessTree:
             pids |= {pid for pid, parent, _ in table if parent in pids}
         return sorted(pids)
 
-    def peak_bytes(self) -> int:
-        """Return the sum of its processes' peak resident sizes; 0 if unknown. Shared pages count twice."""
-        return sum(_peak_of(pid) for pid in self.members())
+    def output(self) -> str:
+        """Return what it has printed so far. Call before end()."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
+
+    def last_lines(self) -> str:
+        """Return the last lines that it has printed. Call before end()."""
+        return "\n".join(self.output().splitlines()[-LAST_LINES:])
 
     def freeze(self) -> None:
         """Stop all its processes, so that an idle peer uses no processor time."""
@@ -72,12 +82,16 @@ class ProcessTree:
         """Continue its processes."""
         self._signal(signal.SIGCONT)
 
-    def end(self) -> None:
-        """Terminate the command, then kill it and its descendants. Idempotent."""
+    def end(self) -> int:
+        """Terminate the command, then kill it and its descendants. Idempotent.
+
+        Returns the sum of its processes' peak resident sizes, 0 if unknown. Shared pages count twice.
+        """
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
         members = self.members()
+        self._peak_bytes = max(self._peak_bytes, sum(map(_peak_of, members)))
         if self.returncode is None:
             self.thaw()
             with contextlib.suppress(ProcessLookupError):
@@ -88,6 +102,8 @@ class ProcessTree:
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+        self._log.close()
+        return self._peak_bytes
 
     def _signal(self, number: signal.Signals, known: Sequence[int] = ()) -> None:
         """Signal its members, and of the known pids those that still run and have lost their parent."""
@@ -98,75 +114,43 @@ class ProcessTree:
                 os.kill(pid, number)
 
 
-class ServerProcess:
-    """A running server on loopback: `base_url`, and `startup_s`, the seconds until it was ready."""
+class ServerProcess(ProcessTree):
+    """A server on loopback: `base_url`, and `startup_s`, the seconds until it was ready.
 
-    def __init__(self, tree: ProcessTree, log: tempfile._TemporaryFileWrapper[bytes], base_url: str) -> None:
-        self.tree = tree
-        self.base_url = base_url
+    In `command`, `{port}` becomes a free port.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        port = str(free_port())
+        super().__init__([word.replace("{port}", port) for word in command], env)
+        self.base_url = f"http://127.0.0.1:{port}"
         self.startup_s = 0.0
-        self._log = log
 
     @classmethod
-    async def start(
-        cls,
-        command: Sequence[str],
-        *,
-        health: str = "/health",
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = 600.0,
-    ) -> ServerProcess:
-        """Start a command, in which `{port}` becomes a free port, and wait until it is healthy. Raises EngineError."""
-        port = free_port()
-        words = [word.replace("{port}", str(port)) for word in command]
-        log = tempfile.NamedTemporaryFile(prefix="octavo-bench-", suffix=".log")  # noqa: SIM115 (ended with the server)
+    async def start(cls, command: Sequence[str], timeout_s: float = 600.0) -> ServerProcess:
+        """Start a command and wait until it is healthy. Raises EngineError."""
+        server = cls(command)
         try:
-            tree = ProcessTree(words, log, env)
-        except OSError as error:
-            log.close()
-            raise EngineError(f"{words[0]} cannot be started: {error.strerror}") from None
-        server = cls(tree, log, f"http://127.0.0.1:{port}")
-        try:
-            await server._wait(health, timeout_s)
+            await server.wait_ready(timeout_s)
         except BaseException:
             server.end()
             raise
         return server
 
-    def search_log(self, pattern: str) -> re.Match[str] | None:
-        """Return the first match of a pattern in its output."""
-        return re.search(pattern, self._log_text(), re.MULTILINE)
-
-    def end(self) -> int:
-        """End the server; return the peak of its memory in bytes (0: unknown). Idempotent."""
-        peak = self.tree.peak_bytes()
-        self.tree.end()
-        self._log.close()
-        return peak
-
-    async def _wait(self, health: str, timeout_s: float) -> None:
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until /health answers with 200. Raises EngineError."""
         client = CompletionClient(Target(self.base_url, timeout_s=5.0))
-        end = time.perf_counter() + timeout_s
-        while time.perf_counter() < end:
-            if self.tree.returncode is not None:
+        while time.perf_counter() < self.started + timeout_s:
+            if self.returncode is not None:
                 raise EngineError(
-                    f"the server ended with status {self.tree.returncode} before it was ready\n{self._last_lines()}"
+                    f"the server ended with status {self.returncode} before it was ready\n{self.last_lines()}"
                 )
-            try:
-                if (await client.get(health))[0] == 200:
-                    self.startup_s = time.perf_counter() - self.tree.started
+            with contextlib.suppress(OSError, ProtocolError, TimeoutError):
+                if (await client.get("/health"))[0] == 200:
+                    self.startup_s = time.perf_counter() - self.started
                     return
-            except (OSError, ProtocolError, TimeoutError):
-                pass
             await asyncio.sleep(POLL_S)
-        raise EngineError(f"the server was not ready within {timeout_s:g} s\n{self._last_lines()}")
-
-    def _log_text(self) -> str:
-        with open(self._log.name, encoding="utf-8", errors="replace") as log:
-            return log.read()
-
-    def _last_lines(self) -> str:
-        return "\n".join(self._log_text().splitlines()[-LAST_LINES:])
+        raise EngineError(f"the server was not ready within {timeout_s:g} s\n{self.last_lines()}")
 
 
 @contextlib.contextmanager

@@ -1,21 +1,18 @@
 """Workloads: prompts and output lengths, read from a file or drawn from a seed.
 
-Owns: the file form (a JSON list of requests, or a list of such lists that run one after another) and its checks;
-prompts as lines of text; another first token for each pass. Does not: run anything, or know a tokenizer.
+Owns: groups of requests that run one after another, prompts as lines of text, another first token for each pass.
+Does not: parse the JSON form (simulator.workloads.traces does), run anything, or know a tokenizer.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
+from octavo.simulator.workloads.traces import read_token_file
 
 FIRST_ID = 100  # the first id of a salted prompt; lower ids may be special tokens
 MAX_SALTS = 1000
@@ -64,21 +61,11 @@ class BenchWorkload:
 
 def read_workload(path: Path) -> BenchWorkload:
     """Read a workload file, compressed if it ends in .gz. Raises ConfigError naming the file and the entry at fault."""
-    try:
-        data = path.read_bytes()
-        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except gzip.BadGzipFile:
-        raise ConfigError(f"workload {path} is not a gzip file; give JSON, or compress it") from None
-    except OSError as error:
-        raise ConfigError(f"workload {path} cannot be read ({error.strerror}); give a JSON file") from None
-    except ValueError as error:
-        raise ConfigError(f"workload {path} is not JSON: {error}") from None
-    if not isinstance(content, list) or not content:
-        raise ConfigError(f"workload {path} must be a non-empty list of requests, or of groups of requests")
-    groups = content if isinstance(content[0], list) else [content]
-    return BenchWorkload(
-        path.name, tuple(_read_group(group, f"workload {path}, group {index}") for index, group in enumerate(groups))
+    groups = (
+        tuple(Item(array("i", request.prompt_token_ids), request.max_tokens) for request in group)
+        for group in read_token_file(path)
     )
+    return BenchWorkload(path.name, tuple(groups))
 
 
 def read_texts(path: Path) -> list[str]:
@@ -115,22 +102,3 @@ def salted(workload: BenchWorkload, pass_number: int) -> BenchWorkload:
         for group in workload.groups
     )
     return replace(workload, groups=tuple(groups))
-
-
-def _read_group(group: object, where: str) -> tuple[Item, ...]:
-    if not isinstance(group, list) or not group:
-        raise ConfigError(f"{where} must be a non-empty list of requests")
-    return tuple(_read_item(item, f"{where}, request {index}") for index, item in enumerate(group))
-
-
-def _read_item(item: object, where: str) -> Item:
-    if not isinstance(item, Mapping):
-        raise ConfigError(f"{where} must be an object with prompt_token_ids and max_tokens")
-    for key in item.keys() - {"prompt_token_ids", "max_tokens"}:
-        raise ConfigError(f"{where}: {unknown('key', str(key), ('prompt_token_ids', 'max_tokens'))}")
-    ids, count = item.get("prompt_token_ids"), item.get("max_tokens")
-    if not isinstance(ids, list) or not ids or not all(isinstance(token, int) and token >= 0 for token in ids):
-        raise ConfigError(f"{where}: prompt_token_ids must be a non-empty list of token ids")
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f"{where}: max_tokens is {count!r}; give a whole number of at least 1")
-    return Item(array("i", ids), count)

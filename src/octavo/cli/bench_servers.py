@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import sys
 import threading
 from array import array
@@ -125,7 +126,7 @@ async def _measure_own_server(
     with loading(args.model or "the server", args.json):
         server = await ServerProcess.start([*words, "--host", "127.0.0.1", "--port", "{port}"])
     try:
-        model_line = server.search_log(_MODEL_LINE)
+        model_line = re.search(_MODEL_LINE, server.output(), re.MULTILINE)
         run, facts = await measure(replace(target, base_url=server.base_url))
     finally:
         peak = server.end()

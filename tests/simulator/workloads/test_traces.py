@@ -131,12 +131,12 @@ def test_an_unsorted_trace_says_where_and_is_sorted_when_asked(tmp_path: Path) -
         ("servegen", '{"client": 1, "windows": [[0, 1, 1, "Cauchy", 1, 1]]}\n', "column windows[0]"),
         ("servegen", '{"client": 1, "windows": [[0, 1, 1]], "quantile_pcts": [1]}\n', "column quantiles: missing"),
         ("servegen", "\n", "has no client"),
-        ("requests", "[]", "must be a non-empty list of requests"),
-        ("requests", '[{"prompt_token_ids": [], "max_tokens": 3}]', "group 0, request 0: prompt_token_ids must be"),
-        ("requests", '[{"prompt_token_ids": [1], "max_token": 3}]', "unknown key 'max_token'; did you mean"),
-        ("requests", '[{"prompt_token_ids": [1], "max_tokens": 0}]', "request 0: max_tokens is 0; give a whole number"),
-        ("requests", "[[{}], 3]", "mixes requests and groups"),
-        ("requests", "[", "is no JSON"),
+        ("requests", "[]", "Expected `array` of length >= 1 - at `$[0]`"),
+        ("requests", '[{"prompt_token_ids": [], "max_tokens": 3}]', "length >= 1 - at `$[0][0].prompt_token_ids`"),
+        ("requests", '[{"prompt_token_ids": [1], "max_token": 3}]', "unknown field `max_token` - at `$[0][0]`"),
+        ("requests", '[{"prompt_token_ids": [1], "max_tokens": 0}]', "Expected `int` >= 1 - at `$[0][0].max_tokens`"),
+        ("requests", "[[{}], 3]", "Object missing required field `prompt_token_ids`"),
+        ("requests", "[", "is not JSON"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said_with_its_line_and_column(

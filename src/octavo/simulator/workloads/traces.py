@@ -6,7 +6,7 @@ Files are read on iteration; of traces with one request a line, nothing is kept.
 
 from __future__ import annotations
 
-import json
+import gzip
 import math
 import random
 from bisect import bisect_right
@@ -17,8 +17,10 @@ from hashlib import blake2b
 from heapq import heapify, heappop, heappush, merge
 from itertools import zip_longest
 from pathlib import Path
+from typing import Annotated
 
-from octavo.config.spelling import unknown
+import msgspec
+
 from octavo.errors import ConfigError
 from octavo.observe.recording.reader import open_recording
 from octavo.observe.recording.replaying import RecordedRequest, arrivals
@@ -369,10 +371,10 @@ def token_file(spec: Spec, context: BuildContext) -> Source:
     def source(notes: Notes) -> Iterator[Arrival]:
         clock, now, index = context.rng(spec, "times"), 0.0, 0
         parent: int | None = None
-        for group, items in enumerate(_read_groups(path)):
+        for group in read_token_file(path):
             longest: tuple[int, int | None] = (-1, None)
-            for number, item in enumerate(items):
-                ids, output = _read_item(item, f"{path}, group {group}, request {number}")
+            for request in group:
+                ids, output = request.prompt_token_ids, request.max_tokens
                 time = now if parent is None else 0.0
                 keys = _block_keys(ids)
                 yield Arrival(time, len(ids), output, keys=keys, key_tokens=TOKEN_FILE_BLOCK, follows=parent)
@@ -384,34 +386,36 @@ def token_file(spec: Spec, context: BuildContext) -> Source:
     return source
 
 
-def _read_groups(path: Path) -> Sequence[Sequence[object]]:
+class TokenFileRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A request of a workload file."""
+
+    prompt_token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+
+
+_TokenFileGroup = Annotated[list[TokenFileRequest], msgspec.Meta(min_length=1)]
+
+
+def read_token_file(path: Path) -> list[list[TokenFileRequest]]:
+    """Read a JSON list of requests, or of groups of requests, compressed if it ends in .gz. Raises ConfigError."""
     try:
         if path.stat().st_size > MAX_TOKEN_FILE:
             raise ConfigError(f"workload {path} is larger than {MAX_TOKEN_FILE} bytes; split it")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        content = msgspec.json.decode(gzip.decompress(data) if path.suffix == ".gz" else data)
+        groups = content if isinstance(content, list) and content and isinstance(content[0], list) else [content]
+        read: list[list[TokenFileRequest]] = msgspec.convert(groups, list[_TokenFileGroup])
+    except gzip.BadGzipFile:
+        raise ConfigError(f"workload {path} is not a gzip file; give JSON, or compress it") from None
     except OSError as error:
         raise ConfigError(f"workload {path} cannot be read ({error.strerror}); give a JSON file") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"workload {path} is no JSON: {error}") from None
-    if not isinstance(content, list) or not content:
-        raise ConfigError(f"workload {path} must be a non-empty list of requests, or of groups of requests")
-    groups = content if isinstance(content[0], list) else [content]
-    if not all(isinstance(group, list) for group in groups):
-        raise ConfigError(f"workload {path} mixes requests and groups; give one or the other")
-    return groups
-
-
-def _read_item(item: object, position: str) -> tuple[list[int], int]:
-    for key in item.keys() - {"prompt_token_ids", "max_tokens"} if isinstance(item, dict) else ():
-        raise ConfigError(f"{position}: {unknown('key', str(key), ('prompt_token_ids', 'max_tokens'))}")
-    ids = item.get("prompt_token_ids") if isinstance(item, dict) else None
-    if not isinstance(ids, list) or not ids or not all(type(one) is int and 0 <= one < 2**31 for one in ids):
-        raise ConfigError(f"{position}: prompt_token_ids must be a non-empty list of token ids")
-    assert isinstance(item, dict)
-    count = item.get("max_tokens")
-    if type(count) is not int or count < 1:
-        raise ConfigError(f"{position}: max_tokens is {count!r}; give a whole number of at least 1")
-    return ids, count
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"workload {path} is not a list of {{prompt_token_ids, max_tokens}}, or of such lists: {error}"
+        ) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"workload {path} is not JSON: {error}") from None
+    return read
 
 
 def _block_keys(ids: Sequence[int]) -> tuple[int, ...]:
