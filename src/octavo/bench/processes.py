@@ -87,11 +87,11 @@ class ProcessTree:
 
         Returns the sum of its processes' peak resident sizes, 0 if unknown. Shared pages count twice.
         """
+        members = self.members()
+        self._peak_bytes = max(self._peak_bytes, sum(map(_peak_of, members)))
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
-        members = self.members()
-        self._peak_bytes = max(self._peak_bytes, sum(map(_peak_of, members)))
         if self.returncode is None:
             self.thaw()
             with contextlib.suppress(ProcessLookupError):
