@@ -45,7 +45,7 @@ def test_the_story_of_one_that_waits() -> None:
     )
     text = "\n".join(lines)
     assert "order    priority: smaller priority first, with ageing; then order of arrival; priority 2, as if it" in text
-    assert "ahead    first (priority 1, as if it had come 60 s later)" in text
+    assert "ahead    first (priority 1, as if it had arrived 60 s later)" in text
     assert "timeout  in 8.9" in text and "unless it has started by then" in text
     assert "tokens   12 in the prompt, 0 generated of at most 3" in text
     assert (

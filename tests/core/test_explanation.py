@@ -216,7 +216,7 @@ WHY = {
     "fcfs": "arrival 2",
     "fifo": "arrival 2",
     "prefill_first": "arrival 2",
-    "priority": "priority 3, as if it had come 180 s later",
+    "priority": "priority 3, as if it had arrived 180 s later",
     "fair": "its tenant was given 6 (of weight 2), arrival 2",
     "deadline": "its first token is due 0.5 s after its arrival",
     "shortest_prefill": "8 prompt tokens + 32 for each of 1 earlier arrivals = 40",

@@ -10,7 +10,7 @@ from octavo.core.ngrams import MAX_MATCH, NgramIndex
 
 def draft(ids: list[int], count: int) -> list[int]:
     index, packed = NgramIndex(), array("i", ids)
-    assert index.take_in(packed, len(ids))
+    assert index.add(packed, len(ids))
     return list(index.draft(packed, count))
 
 
@@ -53,8 +53,8 @@ def test_taking_in_a_few_at_a_time_gives_the_same() -> None:
     ids = array("i", [rng.randrange(5) for _ in range(120)])
     index = NgramIndex()
     for size in range(1, len(ids) + 1):
-        assert index.take_in(ids[:size], 1), "one id a step keeps up"
+        assert index.add(ids[:size], 1), "one id a step keeps up"
         assert list(index.draft(ids[:size], 4)) == draft(list(ids[:size]), 4)
     late = NgramIndex()
-    assert not late.take_in(ids, 50) and not late.take_in(ids, 50) and late.take_in(ids, 50)
+    assert not late.add(ids, 50) and not late.add(ids, 50) and late.add(ids, 50)
     assert late.draft(ids, 4) == index.draft(ids, 4)

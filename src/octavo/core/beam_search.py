@@ -21,7 +21,7 @@ from octavo.core.request import SamplingParams
 
 
 def _rounded(value: float) -> float:
-    """Round to float32; what is too large becomes an infinity."""
+    """Round to float32; a value that is too large becomes infinite."""
     return array("f", (value,))[0]
 
 

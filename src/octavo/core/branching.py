@@ -1,8 +1,8 @@
 """The sequences of one request with several: choices that fork or enter late, and beams.
 
-Owns: when a choice enters a plan and what it shares; how a step of beam search moves sequences, blocks and slots.
-Does not: decide between requests (run, start), or choose beams (beam_search). A request with one sequence never gets
-here.
+Owns: when a choice enters a plan and which blocks it shares; how a step of beam search moves sequences, blocks and
+slots. Does not: decide between requests (run, start), or choose beams (beam_search). A request with one sequence uses
+none of this.
 Invariants: a fork shares every block of its parent and samples from the same logits; a choice that could not fork
 enters after its siblings by a prefix match, as after a preemption; all forks of a beam step share their parents'
 blocks before any beam is dropped or grows, so that no order of forks overwrites a live beam.
@@ -72,7 +72,7 @@ def ready_choices(step: Step, request: RequestState) -> list[Sequence]:
 
 
 def enter_late(step: Step, request: RequestState, sequence: Sequence) -> bool:
-    """Enter a choice that was not forked, once its siblings have computed what it shares with them."""
+    """Enter a choice that was not forked, once its siblings have computed the tokens that it shares with them."""
     siblings = [other for other in request.sequences if other.is_entered]
     if any(other.num_scheduled < other.num_committed for other in siblings):
         reserve_room(step, sequence)
@@ -125,7 +125,7 @@ def _is_one_too_many(step: Step, sequence: Sequence, match: Match) -> bool:
 
 
 def _is_promised(step: Step, sequence: Sequence, match: Match) -> bool:
-    """Return True if a row of another request in this very plan is to write what was found: it may be taken back."""
+    """Return True if a row of another request in this plan writes a block of the match: the row may be taken back."""
     request = sequence.request
     promised = {(made.group, made.block) for made in step.effects.published if made.owner.request is not request}
     return any((group, block) in promised for group, blocks in enumerate(match.blocks) for block in blocks)
@@ -137,7 +137,7 @@ def _is_promised(step: Step, sequence: Sequence, match: Match) -> bool:
 def advance_beams(state: State, request: RequestState) -> list[Hypothesis] | None:
     """Take one more token of a beam search; every beam has its candidates.
 
-    Return the beams that the request asked for, best first, when the search is over, else None.
+    Return the requested number of beams, best first, when the search is over, else None.
     """
     group, parents = request.beams, tuple(request.sequences)
     assert group is not None
@@ -194,7 +194,7 @@ def finish_beams(state: State, request: RequestState, best: list[Hypothesis], no
 
 
 def _end_of(request: RequestState, beam: Hypothesis) -> tuple[FinishReason, int | None]:
-    """Return why a beam ended, and the stop id to report: one that was asked for, not the model's own end."""
+    """Return why a beam ended, and the stop id to report: only one of the request's stop_token_ids."""
     stop_id = beam.stop_token_id
     reason = FinishReason.LENGTH if stop_id is None else FinishReason.STOP
     return reason, stop_id if stop_id in request.request.params.stop_token_ids else None

@@ -68,7 +68,7 @@ class StepCommit:
         self.searching: list[RequestState] = []  # beam searches that may have the candidates of all beams now
 
     def take(self, result: StepResult) -> None:
-        """Append tokens, end what is done, confirm what was published."""
+        """Append tokens, end finished requests, confirm published blocks."""
         state, flight = self.state, self.flight
         bad = recover.retry_bad_rows(state, flight, result.errors, self.now) if result.errors else {}
         for index, error in result.dead_ends:  # what these rows computed is sound, but no token can follow
@@ -209,7 +209,7 @@ class StepCommit:
             self.state.finish(request, self.now, FinishReason.STOP)
 
     def _take_drafts(self, sequence: Sequence, index: int, ids: array[int]) -> None:
-        """Check that a row gave accepted drafts and one draw, and drop what was written for the rejected ones."""
+        """Check that a row gave accepted drafts and one draw, and drop the KV of the rejected ones."""
         plan = self.flight.plan
         first, num_drafts = sum(plan.num_drafts[:index]), plan.num_drafts[index]
         if len(ids) > 1 + num_drafts or ids[:-1] != plan.draft_token_ids[first : first + len(ids) - 1]:
@@ -318,7 +318,7 @@ class StepCommit:
                 self.state.encoder.commit(sequence.request.name, sequence.num_computed)
 
     def _charge(self) -> None:
-        """Tell the policy what each request was given."""
+        """Notify the policy of the tokens of each request."""
         requests = {sequence.request.name: sequence.request for sequence in self.flight.rows}
         for name, count in Counter(self.events.request_ids).items():
             self.state.policy.notify("served", requests[name], count)

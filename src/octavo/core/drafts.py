@@ -4,7 +4,7 @@ Owns: the choice of drafts for rows that are granted, and the result of a row wi
 (the executor does: a draft is accepted if it is the token that plain sampling draws at its position, P02).
 Invariants: drafts take only what a plan has left (tokens, reads, blocks beyond the headroom and one for each running
 sequence), and nothing is preempted for them; their positions are held, not scheduled: num_scheduled and num_known
-count what is sure, and tables reach ceil((num_scheduled + num_drafts) / block size) until the commit.
+count positions that are sure, and tables reach ceil((num_scheduled + num_drafts) / block size) until the commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CATCH_UP = 1024  # ids indexed in one plan: a long prompt is indexed over severa
 
 
 class Drafter:
-    """Where drafts come from: what followed the same ids earlier in the sequence."""
+    """Source of drafts: what followed the same ids earlier in the sequence."""
 
     __slots__ = ()
 
@@ -35,7 +35,7 @@ class Drafter:
         history, ids = sequence.draft_history, sequence.token_ids
         assert history is not None and ids is not None
         assert len(ids) == sequence.num_scheduled, "drafts continue ids that the host knows"
-        if not history.index.take_in(ids, CATCH_UP) or count < 1:
+        if not history.index.add(ids, CATCH_UP) or count < 1:
             return array("i")
         return history.index.draft(ids, count)
 
@@ -71,7 +71,7 @@ def _is_due(sequence: Sequence) -> bool:
 
 
 def add_drafts(step: Step, drafter: Drafter) -> None:
-    """Give drafts to the rows that decode from ids the host knows, out of what the plan has left."""
+    """Give drafts to the rows that decode from ids the host knows, within the rest of the plan's budgets."""
     if not 0 < len(step.rows) <= step.state.limits.max_draft_rows:
         return
     for index, sequence in enumerate(step.rows):
@@ -108,7 +108,7 @@ def _num_that_fit(step: Step, sequence: Sequence) -> int:
 
 
 def take_result(state: State, sequence: Sequence, start: int, num_drafted: int, num_ids: int) -> None:
-    """Drop what was written for rejected drafts, before the row's ids (accepted drafts and one draw) are appended."""
+    """Drop the KV of rejected drafts, before the row's ids (accepted drafts and one draw) are appended."""
     sequence.num_pending += num_ids - 1
     assert sequence.draft_history is not None
     sequence.draft_history.learn(num_drafted, num_ids - 1, sequence.num_known)

@@ -148,7 +148,7 @@ class EncoderCache:
         return ()
 
     def undo(self, jobs: tuple[EncodeJob, ...], frees: tuple[bytes, ...]) -> None:
-        """Undo a plan that failed: what it was to encode or drop counts as absent, and is dropped by the next plan.
+        """Undo a plan that failed: outputs that it was to encode or drop count as absent, and the next plan drops them.
 
         Of several plans the last is undone first. Requests that needed the outputs are computed again.
         """

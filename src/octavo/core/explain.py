@@ -1,9 +1,9 @@
 """Explanations: where a request is, why it waits, and the numbers of that, as typed facts.
 
 Owns: the record and how it is read off the state. Does not: change anything, put it into words (observe.explainer
-does), or know what was before (observe.history does). For people: O(waiting log waiting), never called by a step.
-Invariants: the room of a waiting request is counted by admission's own measure, so a request that was refused for
-blocks is short of blocks here until one is released. No other request is named but in `behind` and `ahead`.
+does), or know the past (observe.history does). For people: O(waiting log waiting), never called by a step.
+Invariants: the room of a waiting request is counted as admission does, so a request that was refused for
+blocks is short of blocks here until one is released. Other requests are named in `behind` and `ahead` only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Room:
 
     The request needs `needed` beside the `found` that it would share. Of `total`, `free` hold nothing and `evictable`
     an unused prefix (not this request's). `promised` are for prompts in progress; `headroom` and `growth` stay free for
-    what runs.
+    running requests.
     """
 
     group: int
@@ -87,8 +87,8 @@ class Explanation:
     """Where one request is. Times are in seconds on the scheduler's clock.
 
     `position` counts from 1 among `num_waiting`, and is 0 for a request that runs. `reason` is why it waits, None until
-    admission first looked at it; `shortage` has the numbers: its own, or those of the request that it waits behind
-    (`is_first_short`). `behind` is the request right before it, or the barrier that none may pass; `ahead` are the
+    admission first looked at it; `shortage` has the numbers: its own, or those of the request that it waits for
+    (`is_first_short`). `behind` is the request right before it, or the barrier that no other may pass; `ahead` are the
     first few in the queue. `why` is its place in the policy's order, which is `rule`. `num_bypassed` counts steps in
     which a later request was admitted before it; at `max_bypass` none is.
     Tokens and blocks are summed over all sequences, blocks that they share counted once: `num_computed` of `num_known`
@@ -235,7 +235,7 @@ def _standing(entry: RequestState) -> Standing:
 def _wait(
     state: State, entry: RequestState, order: Many[RequestState], position: int
 ) -> tuple[WaitReason | None, Shortage | None, str | None, bool]:
-    """Return why a request waits, the numbers of that, the request that it is behind, and if they are another's."""
+    """Return why a request waits, its numbers, the request before it, and True if the numbers are another request's."""
     barrier = find_barrier(state)
     reason, before = reason_of(state, entry, barrier), order[position - 2] if position > 1 else None
     if reason == WaitReason.BARRIER:
@@ -253,7 +253,7 @@ def _wait(
 
 
 def _rooms(state: State, entry: RequestState) -> tuple[Room, ...]:
-    """Return what of the pool is available to a waiting request, by admission's own measure."""
+    """Return the blocks available to a waiting request, counted as admission does."""
     cache, root = state.cache, entry.sequences[0]
     has_company = bool(state.running.requests)
     found, unreferenced = [0] * cache.num_groups, [0] * cache.num_groups

@@ -174,7 +174,7 @@ def _most_tokens(request: Request, limits: Limits) -> int:
 
 
 def worst_blocks(request: Request, positions: int, limits: Limits) -> list[int]:
-    """Return the most blocks per group that all sequences of a request hold when each has so many positions.
+    """Return the most blocks per group that all sequences of a request hold when each has `positions`.
 
     What their prompts share counts once if it is sure to be found again after a preemption.
     """

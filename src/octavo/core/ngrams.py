@@ -1,7 +1,7 @@
 """Prompt lookup: an index of the pairs of ids in a sequence, and what followed the best match of its end.
 
 Owns: the index of one sequence, and how good its drafts were. Does not: decide when to draft (see drafts), or
-keep the ids.
+store the ids.
 Invariants: each id costs one entry; a draft looks at MAX_LOOKS places at most; a pair is found only
 once an id follows it, so a sequence never matches its own end.
 Source: Saxena, "Prompt Lookup Decoding", 2023. Equal pairs are chained, newest first, as in DEFLATE (RFC 1951, 4).
@@ -13,9 +13,9 @@ from array import array
 
 MAX_MATCH = 4  # ids compared; a longer match predicts no better
 MAX_LOOKS = 32
-FIRST_RATE = 0.5  # share of drafts accepted that a new sequence is trusted with
+FIRST_RATE = 0.5  # assumed share of accepted drafts of a new sequence
 PROBE_RATE = 0.3  # the same after a pause
-WORTH = 0.2  # below this share drafts cost more than they give
+WORTH = 0.2  # below this share of accepted drafts they cost more than they save
 LEARNING = 0.3  # weight of the latest result
 PAUSES = (16, 512)  # tokens without drafts, the first time and at most; each failed probe doubles them
 
@@ -29,8 +29,8 @@ class NgramIndex:
         self._newest: dict[int, int] = {}
         self._before = array("i")  # per position, where the pair that ends there ended before; negative: nowhere
 
-    def take_in(self, ids: array[int], most: int) -> bool:
-        """Index at most `most` further ids; return True when only the last id is left out."""
+    def add(self, ids: array[int], most: int) -> bool:
+        """Index at most `most` further ids; return True once only the last id is left out."""
         newest, before = self._newest, self._before
         begin = len(before)
         end = min(len(ids) - 1, begin + most)
@@ -46,7 +46,7 @@ class NgramIndex:
     def draft(self, ids: array[int], count: int) -> array[int]:
         """Return `count` ids that followed the longest match of the end, the newest of those as long; or none.
 
-        At least two ids must match. A match that overlaps the end goes on with what it drafts, as a period would.
+        At least two ids must match. A match that overlaps the end repeats its own draft, like a period.
         """
         at = self._find(ids)
         if at is None:
@@ -92,7 +92,7 @@ class DraftHistory:
         self.num_accepted = 0
 
     def num_wanted(self, most: int) -> int:
-        """Return how many drafts to ask for: the better the last ones were, the more."""
+        """Return the number of drafts to make: more if more of the last ones were accepted."""
         return min(most, 1 + int(self.rate * most))
 
     def learn(self, num_drafted: int, num_accepted: int, num_known: int) -> None:

@@ -3,9 +3,9 @@
 Owns: the columns, their meaning and their digest. Row is a lazy view for policies and tests.
 Does not: decide or compute. A plan is never written to after plan() returned it.
 Effects of a plan run in this order: freed slots, new sequences, id edits, swap-out, host load, block copy,
-then table edits, encoder frees, encode jobs and the forward pass with its KV writes. Copies read what was
-there before the step. Freeing a free slot is harmless, and a new sequence resets its slot, so that effects
-of a failed step can be sent again.
+then table edits, encoder frees, encode jobs and the forward pass with its KV writes. Copies read the blocks as they
+were before the step. Freeing a free slot is harmless, and a new sequence resets its slot, so that effects of a failed
+step can be sent again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW_CARRY = 2  # the row's single input id is the one its slot sampled last, may
 ROW_SCORE = 4  # give log-probabilities of the prompt tokens after the row's positions
 ROW_POOL = 8  # give the pooled hidden state at the row's last position
 ROW_FORK = 16  # no tokens of its own: samples from the logits of the nearest row before it that has tokens
-ROW_BEAM = 32  # with ROW_SAMPLE: give candidates only; the ids chosen from them are told by id_edits of the next plan
+ROW_BEAM = 32  # with ROW_SAMPLE: give candidates only; the ids chosen from them are in id_edits of the next plan
 DROP_BLOCK = -1  # block number of a table edit that drops the entry
 
 
@@ -132,7 +132,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Lazy view of one row: slot, half-open positions [start, start + count), what it wants, and its drafts."""
+    """Lazy view of one row: slot, half-open positions [start, start + count), its flags, and its drafts."""
 
     slot: int
     start: int
@@ -152,13 +152,13 @@ class StepPlan:
     num_drafts of a row's positions hold drafts, not known ids: draft_token_ids has them, row by row. Such a row begins
     with one known id, has ROW_SAMPLE alone, and samples after each of its positions, with that position's draw. It
     gives the drafts that equal the draws before them, from the first on, and then one draw: 1 to 1 + num_drafts ids.
-    The next row of its sequence begins after these ids; what it wrote beyond them is written again.
+    The next row of its sequence begins after these ids; positions that it wrote beyond them are written again.
     edits: flat (slot, group, index, block); index = the table's length appends, a lower one replaces,
     block DROP_BLOCK drops. id_edits: flat (slot, position, token id): known ids that the host chose, each after
     its sequence's last. copies: flat (group, source, destination). swap_outs: flat (group, device block, host
     block). host_loads: flat (group, host block, device block). A plan has swap-outs or host loads, never both.
     encode_jobs run before the rows; encoder_frees are keys whose outputs may be dropped.
-    shared_prefixes, where asked for: (leading blocks, indices of the rows that share them), for cascade attention;
+    shared_prefixes, if requested: (leading blocks, indices of the rows that share them), for cascade attention;
     num_common_blocks: leading blocks that all rows share, per group 0.
     num_query_tokens and num_kv_read are totals over rows, in tokens. `is_fast_path`: every row is one
     token within the captured range (S14). `waits`: (reason, requests) pairs of an empty plan, `wake_at`
@@ -281,7 +281,7 @@ class StepResult:
     """What a step produced.
 
     `token_ids`: the sampled ids of the rows that wanted one, in row order, one each unless
-    `num_token_ids` (one entry per sampling row) says otherwise: 0 where a row has to be repeated, more than one for
+    `num_token_ids` (one entry per sampling row) differs: 0 where a row has to be repeated, more than one for
     accepted drafts (an executor that gives one for each row is right too). None from an executor that knows only
     durations. `logprobs` is None or aligned with `token_ids`. `scores`: (row index, first position,
     entries) for rows with ROW_SCORE. `pooled`: (row index, float32 bytes). `errors`: (row index, reason)
@@ -334,5 +334,5 @@ class Events:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing became known, and nothing was decided."""
+        """True if nothing became known, and nothing was decided."""
         return not (self.request_ids or self.decisions or self.scores or self.pooled)

@@ -3,7 +3,7 @@
 Owns: which requests a failure touches, and putting them back in the queue. Does not: decide which request caused a
 failed step (the engine's loop does).
 Invariants: nothing that a failed step or row wrote can be found in the cache; sequences that may have read it are
-computed again; what the executor was told by a failed plan is told again.
+computed again; what a failed plan sent to the executor is sent again.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _forks_ahead(state: State, root: Sequence) -> list[Sequence]:
 def _withdraw_all(state: State, flight: Flight, first: Sequence, now: float) -> None:
     """Withdraw the blocks that a bad row's sequence published or found; discard the sequences that may have read them.
 
-    Blocks that it found may have caused the fault. Other sequences that hold those go on: if the blocks are bad, their
-    own rows will fail, too.
+    Blocks that it found may have caused the fault. Other sequences that hold those continue: if the blocks are bad,
+    their own rows will fail, too.
     """
     state.cache.withdraw(first)
     flights = [flight, *state.flight]
@@ -139,7 +139,7 @@ def undo_steps(state: State, first: Flight, now: float) -> None:
             state.unswap(request)
         for sequence in flight.rows:
             sequence.in_flight = sequence.stale = sequence.num_pending = 0
-    for plan in [flight.plan for flight in reversed(flights)]:  # what they told is told before what is new
+    for plan in [flight.plan for flight in reversed(flights)]:  # earlier updates precede later ones
         state.encoder.undo(plan.encode_jobs, plan.encoder_frees)
         updates.finished_ids[:0] = plan.finished_ids
         updates.preempted_ids[:0] = plan.preempted_ids

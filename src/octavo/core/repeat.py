@@ -161,7 +161,7 @@ def _is_stuck(state: State) -> bool:
 def _steps_that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
     """Return how many steps of these rows, up to `max_steps`, have all their blocks free."""
     free, size = state.cache.num_free(), state.cache.block_size
-    while max_steps and len(rows) * (max_steps // size + 1) > free:  # at most so many, and mostly far fewer than free
+    while max_steps and len(rows) * (max_steps // size + 1) > free:  # the most that they need; usually far below `free`
         needed = sum(max(0, -(-(row.num_scheduled + max_steps - row.capacity) // size)) for row in rows)
         if needed <= free:
             break

@@ -23,7 +23,7 @@ MAX_GRAMMAR = 1 << 20  # characters
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's completions and vLLM's SamplingParams
 MODEL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation config may set
 
-# What other libraries call a field, or have and this one does not: name -> what to give instead.
+# Names that other libraries use, or fields that only they have -> the remedy.
 _OTHER_NAMES = {
     "structured_outputs": "give grammar=grammar_from(json_schema=...)",
     "guided_decoding": "give grammar=grammar_from(json_schema=...)",
@@ -160,16 +160,17 @@ _TokenIds = Annotated[tuple[int, ...], _accept_ids]
 class SamplingParams:
     """How to sample one request. Every field is checked when the object is made.
 
-    `max_tokens=None` means as many as fit; 0, with prompt_logprobs, that nothing else is wanted. `temperature=0` is
+    `max_tokens=None` means as many as fit; 0, with prompt_logprobs, nothing else is generated. `temperature=0` is
     greedy. `top_k=0` means off. `truncate_prompt_tokens=k` keeps the last k tokens of the prompt, -1 all that fit.
-    `logprobs=k` asks for the sampled token's log-probability and the k best beside it.
+    `logprobs=k` requests the sampled token's log-probability and the k best.
     `seed=None` is replaced by a drawn seed in the frontend, so that every request can be replayed.
     `bad_words_ids`: sequences of ids that must not be completed; `allowed_token_ids`: the only ids that may be
-    sampled (empty = all). `dry_*`: the DRY penalty against repeating what came before: an id that would prolong
+    sampled (empty = all). `dry_*`: the DRY penalty against repetition: an id that would prolong
     a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
     `stop` may be one string, `logit_bias` a dict; None is an empty list everywhere.
-    `n` choices are returned; with `best_of` > n so many are made and the n of highest mean log-probability kept.
-    `beam_width` > 0 is beam search: n of so many beams are returned, `length_penalty` and `early_stopping`
+    `n` choices are returned; with `best_of` > n that number is generated and the n of highest mean log-probability
+    are kept.
+    `beam_width` > 0 is beam search: n of its beams are returned, `length_penalty` and `early_stopping`
     (True, False or "never") as in transformers. `shown_special_ids` are in the text although special tokens are
     skipped. `grammar` is what the output must obey, in the form that the grammar
     unit compiles to ("" = anything); an output that completes it ends. Raises InvalidRequestError naming the field.
@@ -337,8 +338,8 @@ class Request:
     earlier epoch: the request resumes after them, with the prompt's boundary kept. Times are seconds on the
     scheduler's clock: `deadline` is a point in time, `queue_timeout` counts from `arrival` to the first admission.
     `cache_salt` separates tenants in the prefix cache. `score_from` is the first prompt position whose log-
-    probability a SCORE request asks for. `ttft_objective` and `tpot_objective` are what the deadline policy aims
-    at: seconds to the first token, and for each token after it.
+    probability a SCORE request wants. `ttft_objective` and `tpot_objective` are the targets of the deadline
+    policy: seconds to the first token, and for each token after it.
     """
 
     request_id: str

@@ -23,7 +23,7 @@ from octavo.core.beam_search import BeamGroup
 from octavo.core.ngrams import DraftHistory
 from octavo.core.request import Request, Want
 
-MAX_RETURNS = 3  # preemptions after which a request is the last to go (PolicyGuard.victim_rank, start.growth_blocks)
+MAX_RETURNS = 3  # preemptions after which a request is preempted last (PolicyGuard.victim_rank, start.growth_blocks)
 Rank = tuple[tuple[float, ...], int]  # the policy's key, then the order of arrival
 _SAMPLE, _SCORE, _POOL = (want.value for want in (Want.SAMPLE, Want.SCORE, Want.POOL))
 
@@ -43,7 +43,7 @@ class Sequence:
     `num_pending` counts ids sampled by plans still in flight, without drafts. Positions [0, num_computed) have
     committed KV; [num_computed, num_scheduled) are being written by plans in flight. `is_entered`: the executor
     knows it. `host_tables` hold its blocks while it is swapped out. `candidates` wait for a beam's siblings.
-    `num_drafts`: positions after num_scheduled that drafts in flight write; `draft_history`: where drafts come from.
+    `num_drafts`: positions after num_scheduled that drafts in flight write; `draft_history` is the source of drafts.
     """
 
     __slots__ = (
@@ -162,7 +162,7 @@ class RequestState:
         self.request = request
         self.name = request.request_id
         self.order = order
-        self.rank: tuple[tuple[float, ...], int] = ((), order)
+        self.rank: Rank = ((), order)
         self.lane = ""
         self.status = Status.WAITING
         self.sequences: list[Sequence] = []

@@ -65,7 +65,7 @@ def grant_running(step: Step) -> None:
 
 
 def _in_order(step: Step) -> list[RequestState]:
-    """Return the running requests by rank; those that were bypassed too often come first."""
+    """Return the running requests by rank; those that were bypassed too often are first."""
     bound = step.state.limits.max_bypass
     return sorted(step.state.running.requests, key=lambda request: request.num_bypassed < bound)
 

@@ -1,6 +1,6 @@
 """The scheduler: admit, cancel, plan, commit, statistics.
 
-Owns: the verbs, which are all that others see of the core. Does not: read a clock, start a thread, touch a file or a
+Owns: the verbs, the only interface of the core. Does not: read a clock, start a thread, touch a file or a
 tensor; `now` is an argument.
 Read the package in this order: request and plan (the data), this file, step, run, start (how a plan is made), commit,
 recover (what its results change), state, then kv/cache. branching, beam_search, drafts, encoder, composition and gates
@@ -122,7 +122,7 @@ class Scheduler:
         return count
 
     def plan(self, now: float, only: frozenset[str] | None = None) -> StepPlan:
-        """Make the next step's plan; with `only`, from these requests alone. An empty plan says why it is.
+        """Make the next step's plan; with `only`, from these requests alone. An empty plan has the reasons.
 
         A plan that is not empty must be submitted and committed, in the order made.
         """
@@ -135,7 +135,7 @@ class Scheduler:
             step.begin_turn(turn)
             grant_running(step)
             start_waiting(step)
-            if step.rows or step.num_started:  # what was swapped in may have its row in another turn
+            if step.rows or step.num_started:  # a request swapped in may have its row in another turn
                 if composition is not None and turn is not None:
                     composition.count(turn)
                 break
@@ -187,7 +187,7 @@ class Scheduler:
         self._controlled("drain")
 
     def limit_step(self, num_tokens: int | None) -> None:
-        """Grant at most so many tokens in a step, as after one that ran out of memory; None = as configured."""
+        """Grant at most `num_tokens` in a step, as after one that ran out of memory; None = as configured."""
         configured = self._state.limits.max_batch_tokens
         self._state.max_step_tokens = configured if num_tokens is None else max(1, min(num_tokens, configured))
         self._controlled("limit_step", num_tokens)
@@ -224,7 +224,7 @@ class Scheduler:
         return self._state.is_paused
 
     def gauges(self) -> snapshots.Gauges:
-        """Levels and totals. O(groups): cheap enough for every step."""
+        """Return levels and totals. O(groups): cheap enough for every step."""
         state = self._state
         cache, totals = state.cache, state.totals
         cached = [len(pool.cached) for pool in cache.pools]
@@ -251,7 +251,7 @@ class Scheduler:
         )
 
     def statistics(self) -> snapshots.Statistics:
-        """All gauges and totals. O(requests), for people."""
+        """Return all gauges and totals. O(requests), never part of a step."""
         return snapshots.read_statistics(self._state)
 
     def explain(self, request_id: str) -> Explanation | None:
@@ -263,19 +263,19 @@ class Scheduler:
         return explain_all(self._state, max_requests)
 
     def first_waiting(self, max_requests: int) -> list[snapshots.RequestView]:
-        """The first that wait, with their reasons. O(max_requests log waiting)."""
+        """Return the first waiting requests, with their reasons. O(max_requests log waiting)."""
         return snapshots.first_waiting(self._state, max_requests)
 
     def open_work(self) -> snapshots.OpenWork:
-        """What is left to do of every open request, for forecasts. O(requests log requests)."""
+        """Return the remaining work of every open request, for forecasts. O(requests log requests)."""
         return snapshots.open_work(self._state)
 
     def sample_pools(self, max_blocks: int) -> list[snapshots.PoolSample]:
-        """Which blocks of the KV pool are referenced, or hold a prefix: at most so many, evenly spread."""
+        """Return the state of at most `max_blocks` blocks of the KV pool, evenly spread."""
         return snapshots.sample_pools(self._state, max_blocks)
 
     def read_tables(self, first_slot: int, max_blocks: int) -> list[snapshots.SlotTables]:
-        """The block tables of the sequences in the slots from one on, until they have `max_blocks` together."""
+        """Return the block tables of the sequences from a slot on, until they have `max_blocks` together."""
         return snapshots.read_tables(self._state, first_slot, max_blocks)
 
     # --- steps made as one, for simulations ------------------------------------------------------------
@@ -285,7 +285,7 @@ class Scheduler:
         return find_repeat(self._state)
 
     def repeat(self, num_steps: int, planned: float) -> StepPlan | None:
-        """Make so many of the steps just found, the last planned then; return the plan in flight now, if any."""
+        """Make `num_steps` of the steps just found, the last one at `planned`; return the plan in flight, if any."""
         repeat(self._state, num_steps, planned)
         return self._state.flight[0].plan if self._state.flight else None
 

@@ -90,7 +90,7 @@ def read_statistics(state: State) -> Statistics:
 
 
 def _waiting_by_reason(state: State) -> dict[str, int]:
-    """Count waiting requests by their last reason; those that admission did not reach yet wait behind others."""
+    """Count waiting requests by their last reason; those that admission did not reach yet count as `behind`."""
     counts = [0] * len(WaitReason)
     for request in state.requests.values():
         if request.status == Status.WAITING:
@@ -123,7 +123,7 @@ class RequestView(NamedTuple):
 
 
 class OpenWork(NamedTuple):
-    """All open requests in the scheduler's order, and what is free for them in the smallest group."""
+    """All open requests in the scheduler's order, and the free blocks of the smallest group."""
 
     running: list[RequestView]
     waiting: list[RequestView]
@@ -140,7 +140,7 @@ def first_waiting(state: State, max_requests: int) -> list[RequestView]:
 
 
 def open_work(state: State) -> OpenWork:
-    """Return what is left to do of every open request. O(requests log requests), never part of a step."""
+    """Return the remaining work of every open request. O(requests log requests), never part of a step."""
     group, barrier = _smallest_group(state), find_barrier(state)
     return OpenWork(
         [_view(state, entry, group, None) for entry in state.running.requests],

@@ -34,7 +34,7 @@ _NEXT_MAY_FIT = frozenset(
         WaitReason.MODALITY,
     }
 )
-# Lack of what running requests hold: a preemption could help, and a policy may skip ahead.
+# Lack of something that running requests hold: a preemption could help, and a policy may skip ahead.
 _ROOM = frozenset({WaitReason.KV_BLOCKS, WaitReason.HEADROOM, WaitReason.SEQUENCE_CAP, WaitReason.SWAP_SPACE})
 # Not a lack of anything: a request passed over for these does not count as bypassed.
 _NOT_ITS_TURN = frozenset({WaitReason.MODALITY, WaitReason.COMPOSITION, WaitReason.UNCOMMITTED})
@@ -44,7 +44,7 @@ _NOT_ITS_TURN = frozenset({WaitReason.MODALITY, WaitReason.COMPOSITION, WaitReas
 
 
 def needed_blocks(cache: KVCache, request: RequestState) -> list[int]:
-    """Return blocks per group for all known tokens of all sequences, what they share counted once."""
+    """Return blocks per group for all known tokens of all sequences, shared blocks counted once."""
     if request.is_swapped:
         return swapped_blocks(cache, request, 1)
     root = request.sequences[0]
@@ -57,7 +57,7 @@ def needed_blocks(cache: KVCache, request: RequestState) -> list[int]:
 
 
 def swapped_blocks(cache: KVCache, request: RequestState, growth: int) -> list[int]:
-    """Return blocks per group to swap a request in: what it has on the host, and what its next rows write.
+    """Return blocks per group to swap a request in: those on the host, and those that its next rows write.
 
     That is at least `growth` for each sequence.
     """
@@ -188,7 +188,7 @@ def _consider_all(step: Step, requests: list[RequestState]) -> None:
 
 
 def _preferred(state: State) -> list[RequestState]:
-    """Return the first candidates in the order that the policy prefers, knowing what is cached of each."""
+    """Return the first candidates in the order that the policy prefers, given the cached tokens of each."""
     ranked = []
     for request in state.waiting.first(min(state.policy.lookahead, MAX_CANDIDATES)):
         seen = request.seen

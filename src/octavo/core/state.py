@@ -43,7 +43,7 @@ class Flight:
 
 @dataclass(slots=True)
 class Updates:
-    """What the next plan tells the executor of decisions made since the last one, beside rows and blocks.
+    """Decisions since the last plan that the next one sends to the executor, beside rows and blocks.
 
     `sequences` have got a slot (forked beams) and are sent in full; the columns are as in StepPlan.
     """
@@ -115,7 +115,7 @@ class State:
         self.slot_owner: list[Sequence | None] = [None] * limits.max_sequences
         self.updates = Updates()
         self.num_swapped = 0  # requests on the host
-        self.ended: list[RequestState] = []  # the policy has not been told of them yet
+        self.ended: list[RequestState] = []  # the policy was not notified of them yet
         self.events: list[Event] = []
         self.totals = Totals()
         self.step = 0
@@ -133,7 +133,7 @@ class State:
         self.events.append(Event(kind, request.name, now, self.step, **fields))
 
     def report_ended(self) -> None:
-        """Tell the policy which requests ended: not before it was told what they were given."""
+        """Notify the policy of requests that ended, after it was notified of their tokens."""
         for request in self.ended:
             self.policy.notify("finished", request)
         self.ended.clear()
@@ -190,7 +190,7 @@ class State:
         sequence.num_pending = 0
         self.cache.release(sequence)
         if request.request.spans:
-            self.encoder.release(request.name)  # the other choices take again what they need
+            self.encoder.release(request.name)  # the other choices take theirs again
         slot = sequence.slot
         if slot >= 0:
             self._leave_slot(sequence)
@@ -301,7 +301,7 @@ class State:
         """Return True if a preemption of this request should swap (S09).
 
         Never if its next row is half made, or has drafts in flight; nor if a choice has not entered: blocks on the
-        host have no keys, so the choice would not find what it shares.
+        host have no keys, so the choice would not find the shared ones.
         """
         mode = self.limits.preemption
         if mode == "recompute" or (mode == "auto" and len(request.sequences) < 2):
@@ -326,7 +326,7 @@ class State:
             self.encoder.release(request.name)
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        """Have the executor drop a sequence with the next plan; what it was still to be told of it is void."""
+        """Have the executor drop a sequence with the next plan; updates not yet sent of it are dropped."""
         slot, updates = sequence.slot, self.updates
         updates.freed_slots.append(slot)
         self.slot_owner[slot] = None

@@ -1,6 +1,6 @@
 """One step in the making: the plan's columns and budgets, and every change to them.
 
-Owns: the rows of the plan and what else the executor is told; what the step may still use; the blocks it reserves for
+Owns: the rows of the plan and the updates sent with it; what the step may still use; the blocks it reserves for
 running requests; preemption, which also takes back what this plan gave its victim.
 Does not: choose which running requests get rows (run) or which waiting ones start (start), or keep anything between
 steps (state).
@@ -88,7 +88,7 @@ class Step:
     # --- requests that are left out ---------------------------------------------------------------------
 
     def refusal(self, request: RequestState, is_decoding: bool) -> WaitReason | None:
-        """Return why this kind of step has no row of a request, if it is so."""
+        """Return why this kind of step may have no row of a request; None if it may."""
         return None if self.turn is None else self.turn.refusal(request, is_decoding)
 
     def count_waiting(self, reason: WaitReason, count: int) -> None:
@@ -136,7 +136,7 @@ class Step:
     ) -> tuple[int, tuple[WaitReason, int, int] | None]:
         """Return how many of `todo` tokens, beginning at position `start`, the budgets allow in this step.
 
-        If it is none of them: also the reason, and how much is needed of what is available.
+        If it is none: also the reason, and the amounts needed and available.
         """
         count = self.chunk(todo)
         if count < todo and not self.may_split(todo):
@@ -154,11 +154,11 @@ class Step:
         return min(start, self.state.read_window) + count if count else 0
 
     def may_read(self, cost: int) -> bool:
-        """Return True if a row may read so much; one above the whole limit fits an unused budget, and fills it."""
+        """Return True if a row may read `cost`; one above the whole limit fits an unused budget, and fills it."""
         return cost <= self.reads_left or self.reads_left == self.state.limits.max_kv_read
 
     def take_reads(self, cost: int) -> None:
-        """Use so much of the read budget, or all that is left."""
+        """Use `cost` of the read budget, or all that is left."""
         self.reads_left -= min(cost, self.reads_left)
 
     def add_row(self, sequence: Sequence, count: int) -> bool:
@@ -269,7 +269,7 @@ class Step:
             self.reserve(sequence.request, self.state.cache.blocks_left(sequence))
 
     def reserve(self, request: RequestState, blocks: list[int]) -> None:
-        """Reserve so many blocks of each group for a running request: requests that start leave them free."""
+        """Reserve `blocks` per group for a running request: requests that start leave them free."""
         mine = self.reserved.setdefault(request.name, [0] * len(blocks))
         for group, count in enumerate(blocks):
             self.outstanding[group] += count

@@ -1,4 +1,4 @@
-"""A scheduler's calls as records, and what it can be given instead of computing it: for recording and replay.
+"""A scheduler's calls as records, and inputs that replace its own computations: for recording and replay.
 
 Owns: the types of calls, the protocols CallTap and InputSource, and the makers of block keys and drafts that use them.
 Does not: record, or compare. A scheduler without a tap and without a source has none of this on its path.
@@ -84,28 +84,28 @@ Call = AdmitCall | PlanCall | CommitCall | CancelCall | EndChoiceCall | ControlC
 
 
 class CallTap(Protocol):
-    """Gets every call of a verb after it, but none that raised."""
+    """Receives every call of a verb after it returned, but none that raised."""
 
     def called(self, call: Call) -> None:
-        """Take in a call."""
+        """Handle a call."""
         ...
 
 
 class InputSource(Protocol):
     """Supplies what a scheduler cannot compute for requests known by length: block keys and drafts."""
 
-    has_drafts: bool  # whether drafts come from here, too
+    has_drafts: bool  # it supplies drafts, too
 
     def keys(self, order: int, choice: int, first: int) -> Iterable[bytes]:
         """Return the block keys of a sequence from index `first` on; none where it has none yet."""
         ...
 
     def can_draft(self, request: Request) -> bool:
-        """Return whether drafts are proposed for a request."""
+        """Return True if drafts are proposed for a request."""
         ...
 
     def drafts(self, request_id: str, slot: int, most: int) -> array[int]:
-        """Return the drafts of the sequence in a slot for the plan in the making, at most so many."""
+        """Return the drafts of the sequence in a slot for the plan in the making, at most `most`."""
         ...
 
 
@@ -154,9 +154,9 @@ class GivenDrafts(Drafter):
         self._source = source
 
     def knows(self, request: Request) -> bool:
-        """As the source."""
+        """Return what the source says of the request."""
         return self._source.can_draft(request)
 
     def propose(self, sequence: Sequence, count: int) -> array[int]:
-        """The source's drafts."""
+        """Return the source's drafts."""
         return self._source.drafts(sequence.request.name, sequence.slot, count)

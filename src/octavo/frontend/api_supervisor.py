@@ -149,7 +149,7 @@ class ApiSupervisor:
         finally:
             os.close(writing)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit status says why
+        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit status has the reason
             process.stdin.write(spec.make_line(self._num_started))
             process.stdin.flush()
         return _Child(process, reading, time.monotonic())

@@ -90,7 +90,7 @@ class EngineState(Enum):
 class EngineSupervisor:
     """Supervisor of an engine, which restarts it and resumes its requests. Made by start(), for one event loop.
 
-    `failed` is set when there will be no other engine, `failure` says why. `capacity` is the first engine's, which
+    `failed` is set when there will be no other engine, `failure` is the reason. `capacity` is the first engine's, which
     every later one has at least.
     """
 

@@ -240,7 +240,7 @@ class Journal:
         if self.trouble is None:
             self.num_suspensions += 1
             _log.warning(
-                "journal: suspended, %s: %s; requests go on, but new ones would not survive a restart of this process",
+                "journal: suspended, %s: %s; new requests would not survive a restart of this process",
                 self.folder,
                 reason,
             )

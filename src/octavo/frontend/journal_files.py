@@ -172,7 +172,7 @@ def read_records(data: bytes) -> Contents:
 
 
 def _next_body(view: memoryview, start: int) -> tuple[memoryview | str, int]:
-    """Return the body at `start` and where it ends, or what is wrong and where the record would end."""
+    """Return the body at `start` and where it ends, or the fault and where the record would end."""
     if start + _PREFIX.size > len(view):
         return "its head is incomplete", len(view)
     length, checksum = _PREFIX.unpack_from(view, start)
@@ -351,7 +351,7 @@ def read_segment(path: Path) -> tuple[Contents, str | None]:
             return Contents((), 0, 0), f"{path.name} is not a segment of a journal and is left alone"
         return read_records(path.read_bytes()), None
     except OSError as error:
-        warning = f"{path.name} cannot be read ({error.strerror or error}); what it holds is lost"
+        warning = f"{path.name} cannot be read ({error.strerror or error}); its requests are lost"
         return Contents((), 0, 0, "unreadable"), warning
 
 

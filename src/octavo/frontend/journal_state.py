@@ -1,7 +1,7 @@
 """JournalState: the runs of a journal, each with its requests as OpenRequests.
 
 Owns: which requests are journaled, their events as records, applying records, reading a journal's folder at the start.
-Does not: write files, or decide what is kept.
+Does not: write files, or decide which runs are kept.
 While the journal is written, the ledger changes the OpenRequests and this module only reads them; a restart rebuilds
 them from the records, with the same methods that the ledger uses.
 Invariants: a choice's ids have no gap; a request whose records have a gap keeps the ids before it and stays open, so
@@ -207,7 +207,7 @@ class JournalState:
             request.has_gap = True
 
     def begin_process(self) -> None:
-        """Mark the begin of a server process: later tokens are its own."""
+        """Mark the beginning of a server process: later tokens are its own."""
         for run in self.runs.values():
             run.num_before = run.num_tokens
 
@@ -359,8 +359,8 @@ def recover(folder: Path, model: str, clock: BootClock) -> Recovery:
             _apply_segment(path, read, result, (model, clock), is_last=number == segments[-1][0])
     if result.state.num_faults:
         result.warnings.append(
-            f"{result.state.num_faults} records do not fit what came before them and are left out; requests that they "
-            "belong to keep what they had, and are computed again from there"
+            f"{result.state.num_faults} records do not fit those before them and are left out; requests that they "
+            "belong to keep their earlier ids, and are computed again from there"
         )
     return result
 
@@ -377,7 +377,7 @@ def _apply_segment(path: Path, read: Contents, result: Recovery, here: tuple[str
     elif head is not None:
         result.warnings.append(
             f"{path.name} is of version {head.version} and model {head.model!r}, this server of version {VERSION} and "
-            f"model {model!r}; what it holds is left out"
+            f"model {model!r}; its requests are left out"
         )
     if read.damage is not None:
         lost = read.num_bytes - read.num_read

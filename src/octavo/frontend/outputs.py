@@ -44,7 +44,7 @@ class TextDelta:
     """New text and ids of one choice. Only its last delta has `finish_reason`, `stop_reason` and `error`.
 
     Text is delayed while a character or a possible stop string is incomplete. `logprobs` is None or
-    aligned with token_ids. `error` says what went wrong, for reasons other than STOP and LENGTH. `usage` is set on
+    aligned with token_ids. `error` describes the failure, for reasons other than STOP and LENGTH. `usage` is set on
     the last delta of the whole request. `cumulative_logprob`, in a choice's last delta, is the sum over all its ids
     if each one's log-probability is known. `prompt_logprobs` are some of the prompt's (first position, entries),
     before any of the answer; `pooled`, in the last delta if requested, is the state after the prompt (float32).
@@ -120,8 +120,8 @@ def token_bytes(num_logprobs: int | None) -> int:
 class CompletionOutput:
     """One choice of an answer. `finish_reason` is "stop", "length", "cancelled", "timeout" or "error".
 
-    `stop_reason` is the stop string or stop id that ended it (None for end of sequence); `message` says what
-    went wrong. `logprobs` is aligned with token_ids, or None if not requested.
+    `stop_reason` is the stop string or stop id that ended it (None for end of sequence); `message` describes
+    the failure. `logprobs` is aligned with token_ids, or None if not requested.
     `cumulative_logprob` is the sum of the tokens' log-probabilities, None if they are not known.
     """
 
@@ -151,7 +151,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Return True if every choice has ended, for any reason; `finish_reason` says which."""
+        """Return True if every choice has ended, for any reason (`finish_reason`)."""
         return bool(self.outputs) and all(output.finish_reason is not None for output in self.outputs)
 
     @property

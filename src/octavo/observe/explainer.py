@@ -111,7 +111,7 @@ class Explainer:
         elif self._history.step_times.fit() is None:
             why = "too few steps were made yet"
         elif self._history.answer_lengths:
-            why = "the forecast was made before this request arrived; ask again"
+            why = "the forecast was made before this request arrived; try again"
         else:
             why = "it has to wait for answers to end, and how long they get is not known yet"
         return dict.fromkeys(names) | {"why_not": why}, f"no prediction: {why}"
@@ -266,9 +266,9 @@ def _room_text(room: Room, num_groups: int) -> str:
     kept = [
         f"{count} {what}"
         for count, what in (
-            (room.promised, "promised to what runs"),
+            (room.promised, "promised to running requests"),
             (room.headroom, "kept as headroom"),
-            (room.growth, "kept so that what runs can grow"),
+            (room.growth, "kept so that running requests can grow"),
         )
         if count
     ]

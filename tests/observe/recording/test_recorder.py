@@ -116,11 +116,11 @@ def test_a_writer_that_falls_behind_ends_the_recording_and_not_the_step(
     assert held.wait(30)
     for item in run.lives[0][1:]:
         writer.called(item.call)
-    assert "20 calls behind" in str(writer.status()["ended"])
+    assert "20 calls to write" in str(writer.status()["ended"])
     hold.set()
     writer.close()
     report = replay(open_recording(tmp_path))
-    assert report.is_equal and report.num_calls == 20 and "calls behind" in report.ends[0]
+    assert report.is_equal and report.num_calls == 20 and "calls to write" in report.ends[0]
 
 
 def test_a_disk_that_is_full_ends_it_with_a_line(

@@ -223,7 +223,7 @@ class KVCache:
         return pool.allocate()
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Make positions [num_scheduled, end) writable, in blocks of its own. The caller saw that it fits."""
+        """Make positions [num_scheduled, end) writable, in unshared blocks. The caller checked that it fits."""
         start, size, slot = sequence.num_scheduled, self.block_size, sequence.slot
         wanted, edits = -(-end // size), self.effects.edits
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
@@ -387,7 +387,7 @@ class KVCache:
         return made
 
     def confirm(self, effects: Effects) -> None:
-        """Note that a plan ran: what it published and saved is cached."""
+        """Note that a plan ran: the blocks that it published and saved are cached."""
         for entry in effects.published:
             if not entry.is_duplicate:
                 self.pools[entry.group].confirm(entry.block, effects.step)

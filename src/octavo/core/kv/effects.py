@@ -28,7 +28,7 @@ class Publication:
 
 @dataclass(slots=True)
 class Effects:
-    """The effects of one plan, in the plan's own formats, and what is undone if it fails.
+    """The effects of one plan, in the plan's own formats, and the changes to undo if it fails.
 
     `published` blocks can be found before the plan ran, `saved` ones likewise on the host; it swaps out
     `swapped_requests`.

@@ -63,7 +63,7 @@ class BlockPool:
         return block
 
     def allocate_plain(self, count: int) -> list[int]:
-        """Take `count` plain blocks in the order of `allocate`. There must be as many."""
+        """Take `count` plain blocks in the order of `allocate`. There must be `count`."""
         plain, references = self.plain, self.references
         blocks = plain[-count:]
         del plain[-count:]
@@ -100,7 +100,7 @@ class BlockPool:
         references, key_of = self.references, self.key_of
         held = list(map(references.__getitem__, table))
         if held.count(1) == len(held) and -1 not in table and not any(map(key_of.__getitem__, table)):
-            # Long sequences have hundreds of blocks of their own: release them in one go.
+            # Long sequences have hundreds of blocks of their own: release them together.
             for block in table:
                 references[block] = 0
             self.num_freed += len(table)

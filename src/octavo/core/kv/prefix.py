@@ -1,7 +1,7 @@
 """Prefix caching: the keys of full KV blocks, and the search for the longest cached prefix of a sequence.
 
-Owns: the key function, where a sequence's keys come from, Match and the search over all groups and both tiers.
-Does not: store blocks, or hold what it finds (see cache.adopt).
+Owns: the key function, the source of a sequence's keys, Match and the search over all groups and both tiers.
+Does not: store blocks, or reference those that it finds (see cache.adopt).
 A key is a digest in a chain over token ids, salted by everything else that changes KV. Equal keys mean equal parent,
 ids, adapter, media and salt, up to a 128-bit collision of BLAKE2b (RFC 7693), which the pool's comparison of ids
 catches where ids are known. A full group needs every block before the match's end, a sliding group only those that its
@@ -88,7 +88,7 @@ class KeyMaker:
         self.caching = caching
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Give a sequence the keys of its first `num_blocks` blocks (of committed ids), or as many as are known."""
+        """Give a sequence the keys of its first `num_blocks` blocks (of committed ids), or of those known."""
         keys, ids, state = sequence.keys, sequence.token_ids, sequence.request
         request, size = state.request, self.block_size
         if request.block_keys is not None and (self.caching or ids is None):
@@ -106,7 +106,7 @@ class KeyMaker:
 class Match:
     """A cached prefix of `num_tokens` tokens. Nothing is held until it is adopted.
 
-    Per group: `blocks` has an entry per block index (NO_BLOCK where none is needed, or it comes from the host);
+    Per group: `blocks` has an entry per block index (NO_BLOCK where none is needed, or it is loaded from the host);
     `num_held` of them are shared as they are; `num_unreferenced` of these leave the free blocks when adopted.
     `loads` are (group, index, host block) to be loaded back. `sources` is empty unless every known token is cached:
     then it has each group's last block, which is copied, and only the last token is computed.

@@ -4,7 +4,7 @@ To add a policy, subclass Policy, give a name and a key, and register it.
 Owns: the protocol between scheduler and policy, the policies by name, the checks of their answers, the count of errors.
 Does not: find plug-ins (octavo.plugins), or check budgets, blocks or progress: the scheduler does.
 Invariants: whatever a policy answers or raises, the scheduler gets plain tuples of floats (no NaN), plain strings, and
-no exception; a bad answer counts as no opinion. Some running request is never preempted again.
+no exception; a bad answer is left out and counted. Some running request is never preempted again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from octavo.errors import ConfigError
 
 
 class Policy:
-    """An order of requests and a choice of victims. Lower keys are first; ties go to the earlier arrival.
+    """An order of requests and a choice of victims. Lower keys are first; of equal ones the earlier arrival.
 
     `headroom` is the default share of the pool kept free at admission. With `skip_ahead` up to 64 candidates are
     examined after one that lacks room. With `preempt_on_arrival` a waiting request that lacks room may preempt
     running ones of later victim rank. With `lookahead` > 1 that many candidates are admitted in the order of
     `prefer`. With `tracks_service` the scheduler calls `served`. These are read once, after `configure`.
     `rule` is the order in a few words, for people.
-    A policy reads the public fields of RequestState and must not write to them. An exception counts as no opinion.
+    A policy reads the public fields of RequestState and must not write to them. An exception counts as no answer.
     """
 
     name = ""
@@ -44,7 +44,7 @@ class Policy:
         return ()
 
     def victim_key(self, request: RequestState) -> tuple[float, ...]:
-        """Return the order of preemption. The greatest is preempted first; ties go to the later arrival."""
+        """Return the order of preemption. The greatest is preempted first; of equal ones the later arrival."""
         return ()
 
     def lane(self, request: RequestState) -> str:
@@ -56,7 +56,7 @@ class Policy:
         return 0.0
 
     def why(self, request: RequestState) -> str:
-        """Return what gives a request its place, in words and numbers, for people. Name no other request or tenant."""
+        """Return what gives a request its place, as a text with numbers. It must not name others or their tenants."""
         return ""
 
     def prefer(self, request: RequestState, cached_tokens: int) -> tuple[float, ...]:
@@ -178,7 +178,7 @@ class PolicyGuard:
             if isinstance(lane, str):
                 return str.__str__(lane)  # plain, whatever its class does
             self._count(f"lane gave {_shown(lane)}")
-        except Exception as error:  # a user's code; the scheduler goes on without its opinion
+        except Exception as error:  # a user's code; its answer is left out
             self._count(f"lane: {type(error).__name__}: {_shown(error)}")
         return ""
 

@@ -73,9 +73,8 @@ class Priority(Policy):
     def why(self, request: RequestState) -> str:
         """Return its level, and what that is worth in waiting."""
         level = request.request.priority
-        return (
-            f"priority {level}, as if it had come {abs(level) * self.age_s:g} s {'earlier' if level < 0 else 'later'}"
-        )
+        moved = "earlier" if level < 0 else "later"
+        return f"priority {level}, as if it had arrived {abs(level) * self.age_s:g} s {moved}"
 
     def victim_key(self, request: RequestState) -> tuple[float, ...]:
         """Return the same key."""
@@ -155,7 +154,7 @@ class PrefixAffinity(Policy):
     """
 
     name = "prefix_affinity"
-    rule = "order of arrival; of the first 64, a longer cached prefix goes first"
+    rule = "order of arrival; of the first 64, a longer cached prefix is first"
     lookahead = 64
     weight = 16
 
@@ -164,6 +163,6 @@ class PrefixAffinity(Policy):
         return (self.weight * request.order - cached_tokens,)
 
     def why(self, request: RequestState) -> str:
-        """Return its number in the order of arrival, and what is cached of it if that was looked up."""
+        """Return its number in the order of arrival, and its cached tokens if they were looked up."""
         cached = "a prefix not looked up yet" if request.seen is None else f"{request.seen.num_tokens} tokens cached"
         return f"arrival {request.order + 1}, {cached}, {self.weight} of which are worth a place"

@@ -1,6 +1,6 @@
 """Fair shares of tenants: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
 
-Owns: one counter per tenant, what it is charged, and when it is raised.
+Owns: one counter per tenant, its charges, and when it is raised.
 Invariants: counters only grow; those of tenants with waiting requests differ by at most one charge of a request or
 of a full batch, so the service of two that both wait differs by at most twice that; a tenant is forgotten when it
 has no request and its counter would be raised anyway, so that memory follows the open requests.

@@ -43,7 +43,7 @@ ORDINARY = -1  # replaces every id that ends nothing
 
 
 class RecordingError(OctavoError):
-    """A recording cannot be read: it is missing, of another version, or damaged. The message says what to do."""
+    """A recording cannot be read: it is missing, of another version, or damaged. The message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ class Recording:
 
 
 def open_recording(path: Path | str) -> Recording:
-    """Open a folder of segments, or one segment. Raises RecordingError with what is wrong and what to do."""
+    """Open a folder of segments, or one segment. Raises RecordingError with the fault and the remedy."""
     path = Path(path)
     if path.is_dir():
         paths = sorted(path.glob(f"*{SUFFIX}"))

@@ -92,7 +92,7 @@ class Recorder:
             self._thread = threading.Thread(target=self._run, name="octavo-record", daemon=True)
             self._thread.start()
         if len(self._queue) >= MAX_QUEUED:
-            self._end_reason = f"the writer was {MAX_QUEUED} calls behind; is the disk too slow?"
+            self._end_reason = f"the writer had {MAX_QUEUED} calls to write; is the disk too slow?"
             self._is_over = True
         else:
             self._queue.append(RecordedCall(call, self._clock()))

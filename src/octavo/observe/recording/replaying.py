@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class DivergenceError(Exception):
-    """The replay's decisions differ from the recording's; `lines` say where, expected against got."""
+    """The replay's decisions differ from the recording's; `lines` name the place, expected against got."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__(*lines)
@@ -39,7 +39,7 @@ class DivergenceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first plan that differed: `lines` say where, expected against got."""
+    """The first plan that differed: `lines` name the place, expected against got."""
 
     segment_index: int
     step: int
@@ -107,7 +107,7 @@ class RecordedInputs:
         """Check that the call used all its keys. Raises DivergenceError."""
         if self._due:
             run = self._due[0]
-            raise DivergenceError(f"keys from block {run.first} on of request number {run.order} were not asked for")
+            raise DivergenceError(f"keys from block {run.first} on of request number {run.order} were not requested")
 
     def keys(self, order: int, choice: int, first: int) -> Iterable[bytes]:
         """Return the keys that the live sequence had from block `first` on; () if it had none."""
@@ -276,7 +276,7 @@ _COLUMNS = {
 
 
 def differences(expected: StepPlan, got: StepPlan, owners: Mapping[int, str]) -> tuple[str, ...]:
-    """Return lines that say what differs, the rows first; `owners` are the requests in the slots before these plans."""
+    """Return lines that name the differences, the rows first; `owners` are the requests in the slots before."""
     names = {**owners, **{new.slot: new.request_id for new in (*expected.new_sequences, *got.new_sequences)}}
     lines = _differing("step", {"": expected.step}, {"": got.step})
     lines += _differing("{} enters", _entering(expected), _entering(got), "not")
