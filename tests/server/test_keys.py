@@ -64,7 +64,7 @@ def test_a_file_of_named_keys_is_read(tmp_path: Path) -> None:
         ('[[keys]]\nname = "a"', "give either key or key_sha256"),
         ('[[keys]]\nname = "a"\nkey = "sk-topsecret"\nkey_sha256 = "' + "0" * 64 + '"', "give either"),
         ('[[keys]]\nname = "a b"\nkey = "sk-topsecret"', "name"),
-        ('[[keys]]\nname = "a"\nkey = "sk"', "key: String should have at least 8"),
+        ('[[keys]]\nname = "a"\nkey = "sk"', "key has 2 characters; give one of at least 8"),
         ('[[keys]]\nname = "a"\nkey = "sk-topsecret"\ncolour = 1', "colour"),
         ('[[keys]]\nname = "a"\nkey = "sk-topsecret"\nrequests_per_minute = 0', "requests_per_minute"),
         ('[[keys]]\nname = "a"\nkey = "sk-topsecret"\npriority = 1\nmax_priority = 3', "more urgent"),
@@ -86,7 +86,7 @@ def test_a_bad_file_is_refused_without_a_word_of_its_keys(tmp_path: Path, text: 
 def test_a_short_key_in_a_file_is_refused_where_others_reach_the_address(tmp_path: Path) -> None:
     made = serving(tmp_path / "keys.yaml", YAML)
     public = replace(made, host="192.0.2.1")
-    with pytest.raises(ConfigError, match=r"entry 1 \(alice\): key has 15 characters.*at least 16") as refused:
+    with pytest.raises(ConfigError, match=r"entry 1: key has 15 characters.*at least 16") as refused:
         KeyRing.of(public)
     assert "secret" not in str(refused.value)
     assert len(KeyRing.of(replace(public, insecure=True)).keys) == len(KeyRing.of(made).keys) == 2

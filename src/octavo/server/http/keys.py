@@ -13,14 +13,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import msgspec
+from msgspec import Meta
 
 from octavo.errors import ConfigError
 from octavo.server.http.listener import MIN_PUBLIC_KEY_CHARACTERS, is_public
@@ -31,43 +33,49 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 1024  # each request is compared with all of them
 MIN_KEY_CHARACTERS = 8
+MAX_KEY_CHARACTERS = 512
 _EMPTY = hashlib.sha256(b"").digest()
-_HEX = r"^[0-9a-fA-F]{64}$"
-_NAME = r"^[A-Za-z0-9._@-]{1,64}$"
-_PerMinute = Annotated[int, Field(ge=1, le=10**12)]
-_Count = Annotated[int, Field(ge=1, le=2**53)]
-_Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+_HEX = re.compile("[0-9a-fA-F]{64}")
+_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._@-]{1,64}\Z")]
+_PerMinute = Annotated[int, Meta(ge=1, le=10**12)]
+_Count = Annotated[int, Meta(ge=1, le=2**53)]
+_Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _log = logging.getLogger(__name__)
 
 
-class KeyEntry(BaseModel):
-    """One entry. Either `key` or `key_sha256` is given."""
+class KeyInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key's name, tenant, rights and limits. `name` may be shown in logs, metrics and answers; None is no limit.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+    `priority` is for requests that give none, `max_priority` the most urgent (smallest) that they may give;
+    `dashboard`: may watch the requests of all tenants; `metrics`: may read the metrics of all tenants.
+    `max_files`, `max_storage_bytes` and `max_pending_batches` bound what its tenant stores, when this key adds to it.
+    `digest` is the key's SHA-256, `salt` its tenant's in the prefix cache, which the key ring sets.
+    """
 
-    name: str = Field(pattern=_NAME)
-    key: str | None = Field(None, min_length=MIN_KEY_CHARACTERS, max_length=512, repr=False)
-    key_sha256: str | None = Field(None, pattern=_HEX, repr=False)
-    tenant: str | None = Field(None, pattern=_NAME)
+    name: _Name
+    tenant: _Name
     requests_per_minute: _PerMinute | None = None
     tokens_per_minute: _PerMinute | None = None
-    max_concurrent: int | None = Field(None, ge=1, le=10**6)
+    max_concurrent: Annotated[int, Meta(ge=1, le=10**6)] | None = None
     priority: _Priority = 0
     max_priority: _Priority | None = None
-    weight: float = Field(1.0, gt=0, lt=1e6, strict=False)
+    weight: Annotated[float, Meta(gt=0, lt=1e6)] = 1.0
     dashboard: bool = False
     metrics: bool = False
     max_files: _Count | None = None
     max_storage_bytes: _Count | None = None
     max_pending_batches: _Count | None = None
+    digest: bytes = b""
+    salt: bytes = b""
 
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 of the key."""
-        return bytes.fromhex(self.key_sha256) if self.key_sha256 else hashlib.sha256((self.key or "").encode()).digest()
+    def __repr__(self) -> str:
+        return f"KeyInfo({self.name!r}, {self.tenant!r})"
 
 
-def read_key_file(path: Path, min_characters: int = MIN_KEY_CHARACTERS) -> list[KeyEntry]:
+ANONYMOUS = KeyInfo("", "")  # of a request without a key
+
+
+def read_key_file(path: Path, min_characters: int = MIN_KEY_CHARACTERS) -> list[KeyInfo]:
     """Read and check every entry. Raises ConfigError naming the file, the entry and the field, never a key."""
     content = _read(path)
     entries = content.get("keys") if isinstance(content, dict) and len(content) == 1 else None
@@ -75,36 +83,54 @@ def read_key_file(path: Path, min_characters: int = MIN_KEY_CHARACTERS) -> list[
         raise ConfigError(f"key file {path} must hold one list, 'keys', of 1 to {MAX_KEYS} entries")
     if len(entries) > MAX_KEYS:
         raise ConfigError(f"key file {path} holds {len(entries)} keys; give at most {MAX_KEYS}")
-    found = [_entry(path, number, entry) for number, entry in enumerate(entries, 1)]
-    for number, entry in enumerate(found, 1):
-        if entry.key is not None and len(entry.key) < min_characters:
-            raise ConfigError(
-                f"key file {path}: entry {number} ({entry.name}): key has {len(entry.key)} characters, and can be "
-                f"guessed where others reach --host; give one of at least {min_characters}"
-            )
-    _warn_of_readers(path, found)
-    return found
+    keys = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            keys.append(_key_info(entry, min_characters))
+        except (ValueError, msgspec.ValidationError) as error:
+            raise ConfigError(f"key file {path}: entry {number}: {error}") from None
+    if any("key" in entry for entry in entries) and path.stat().st_mode & 0o077:
+        _log.warning("key file %s holds keys in plain and others than its owner may read it; chmod 600 it", path)
+    return keys
 
 
-def _entry(path: Path, number: int, value: object) -> KeyEntry:
-    where = f"key file {path}: entry {number}"
-    try:
-        entry = KeyEntry.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        named = ".".join(map(str, first["loc"])) or "it"
-        raise ConfigError(f"{where}: {named}: {first['msg']}") from None
-    if (entry.key is None) == (entry.key_sha256 is None):
-        raise ConfigError(f"{where} ({entry.name}): give either key or key_sha256")
-    if entry.key is not None and entry.key != entry.key.strip():
-        raise ConfigError(f"{where} ({entry.name}): key begins or ends with white space; take it away")
-    if entry.digest == _EMPTY:
-        raise ConfigError(f"{where} ({entry.name}): key_sha256 is that of an empty key; give that of a key")
-    if entry.max_priority is not None and entry.priority < entry.max_priority:
-        raise ConfigError(
-            f"{where} ({entry.name}): priority {entry.priority} is more urgent than max_priority {entry.max_priority}"
-        )
-    return entry
+def _key_info(entry: object, min_characters: int) -> KeyInfo:
+    """Check an entry, which has either `key` or `key_sha256`. Raises ValueError."""
+    if not isinstance(entry, dict):
+        raise ValueError("it is not a table of a key's fields")
+    fields = dict(entry)
+    if fields.get("tenant") is None:
+        fields["tenant"] = fields.get("name")
+    key, hexadecimal = fields.pop("key", None), fields.pop("key_sha256", None)
+    if unknown := {"digest", "salt"} & fields.keys():
+        raise ValueError(f"there is no field {min(unknown)}")
+    if (key is None) == (hexadecimal is None):
+        raise ValueError("give either key or key_sha256")
+    if key is None:
+        if not isinstance(hexadecimal, str) or not _HEX.fullmatch(hexadecimal):
+            raise ValueError("key_sha256 is not a SHA-256 in 64 hexadecimal digits")
+        digest = bytes.fromhex(hexadecimal)
+    else:
+        _check_key(key, min_characters)
+        digest = hashlib.sha256(key.encode()).digest()
+    if digest == _EMPTY:
+        raise ValueError("key_sha256 is that of an empty key; give that of a key")
+    info = msgspec.convert({**fields, "digest": digest}, KeyInfo)
+    if info.max_priority is not None and info.priority < info.max_priority:
+        raise ValueError(f"priority {info.priority} is more urgent than max_priority {info.max_priority}")
+    return info
+
+
+def _check_key(key: object, min_characters: int) -> None:
+    if not isinstance(key, str):
+        raise ValueError("key is not a text; put it into quotation marks")
+    if key != key.strip():
+        raise ValueError("key begins or ends with white space; take it away")
+    if not min_characters <= len(key) <= MAX_KEY_CHARACTERS:
+        is_short = MIN_KEY_CHARACTERS <= len(key) < min_characters
+        reason = ", and can be guessed where others reach --host" if is_short else ""
+        remedy = f"give one of at least {min_characters} and at most {MAX_KEY_CHARACTERS}"
+        raise ValueError(f"key has {len(key)} characters{reason}; {remedy}")
 
 
 def _read(path: Path) -> object:
@@ -124,8 +150,8 @@ def _read_toml(path: Path, text: str) -> object:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        place = str(error).rpartition("(")[2].rstrip(")")  # the text before it may quote the file
-        raise ConfigError(f"key file {path} is not well formed TOML ({place})") from None
+        line = str(error).rpartition("(")[2].rstrip(")")  # the text before it may quote the file
+        raise ConfigError(f"key file {path} is not well formed TOML ({line})") from None
 
 
 def _read_yaml(path: Path, text: str) -> object:
@@ -135,42 +161,8 @@ def _read_yaml(path: Path, text: str) -> object:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-        raise ConfigError(f"key file {path} is not well formed YAML{place}") from None
-
-
-def _warn_of_readers(path: Path, entries: Iterable[KeyEntry]) -> None:
-    if any(entry.key is not None for entry in entries) and path.stat().st_mode & 0o077:
-        _log.warning("key file %s holds keys in plain and others than its owner may read it; chmod 600 it", path)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyInfo:
-    """A key's name, tenant, rights and limits. `name` may be shown in logs, metrics and answers; None is no limit.
-
-    `priority` is for requests that give none, `max_priority` the most urgent (smallest) that they may give;
-    `dashboard`: may watch the requests of all tenants; `metrics`: may read the metrics of all tenants.
-    `max_files`, `max_storage_bytes` and `max_pending_batches` bound what its tenant stores, when this key adds to it.
-    """
-
-    name: str
-    tenant: str
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent: int | None = None
-    priority: int = 0
-    max_priority: int | None = None
-    weight: float = 1.0
-    dashboard: bool = False
-    metrics: bool = False
-    max_files: int | None = None
-    max_storage_bytes: int | None = None
-    max_pending_batches: int | None = None
-    digest: bytes = field(default=b"", repr=False)
-    salt: bytes = field(default=b"", repr=False)  # of its tenant's prefix cache; set by the key ring
-
-
-ANONYMOUS = KeyInfo("", "")  # of a request without a key
+        line = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+        raise ConfigError(f"key file {path} is not well formed YAML{line}") from None
 
 
 class KeyRing:
@@ -217,7 +209,10 @@ class KeyRing:
         return frozenset(info.tenant for info in self.keys)
 
     def _salted(self, keys: Iterable[KeyInfo]) -> tuple[KeyInfo, ...]:
-        return tuple(replace(info, salt=hmac.digest(self._secret, info.tenant.encode(), "sha256")) for info in keys)
+        return tuple(
+            msgspec.structs.replace(info, salt=hmac.digest(self._secret, info.tenant.encode(), "sha256"))
+            for info in keys
+        )
 
     def reload(self) -> str:
         """Reload the key file and return a summary of the changes. Raises ConfigError; then nothing is changed.
@@ -252,26 +247,7 @@ def _configured(serving: ServingConfig) -> Iterable[KeyInfo]:
         yield KeyInfo(f"key-{number}", digest.hex(), digest=digest)
     if serving.api_key_file is not None:
         min_characters = MIN_PUBLIC_KEY_CHARACTERS if is_public(serving) else MIN_KEY_CHARACTERS
-        yield from map(_info, read_key_file(Path(serving.api_key_file), min_characters))
-
-
-def _info(entry: KeyEntry) -> KeyInfo:
-    return KeyInfo(
-        entry.name,
-        entry.tenant or entry.name,
-        entry.requests_per_minute,
-        entry.tokens_per_minute,
-        entry.max_concurrent,
-        entry.priority,
-        entry.max_priority,
-        entry.weight,
-        entry.dashboard,
-        entry.metrics,
-        entry.max_files,
-        entry.max_storage_bytes,
-        entry.max_pending_batches,
-        entry.digest,
-    )
+        yield from read_key_file(Path(serving.api_key_file), min_characters)
 
 
 def _checked(keys: Iterable[KeyInfo]) -> tuple[KeyInfo, ...]:

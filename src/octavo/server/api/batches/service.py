@@ -14,10 +14,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from starlette.types import ASGIApp
 
 from octavo.config import BatchConfig
@@ -298,8 +299,8 @@ class BatchService:
         known = {info.name: info for info in self._keys.keys if info.tenant == batch.tenant}
         info = known.get(batch.holder) or next(iter(known.values()), None)
         if info is None and not self._keys.keys:
-            info = replace(ANONYMOUS, tenant=batch.tenant)
-        return None if info is None else replace(info, priority=max(info.priority, BATCH_PRIORITY))
+            info = msgspec.structs.replace(ANONYMOUS, tenant=batch.tenant)
+        return None if info is None else msgspec.structs.replace(info, priority=max(info.priority, BATCH_PRIORITY))
 
     async def _finish(self, store: BatchStore, batch: BatchRecord, status: str) -> None:
         """Make a batch's outputs files of its tenant, and write its last status."""
