@@ -147,7 +147,7 @@ public class Ask {
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Api]:
-    limits = {"head_timeout_s": 1.0, "body_timeout_s": 1.0, "body_grace_s": 0.5, "stranger_body_timeout_s": 1.0}
+    limits = {"head_timeout_s": 1.0, "body_timeout_s": 1.0, "body_grace_s": 0.5, "unauthenticated_body_timeout_s": 1.0}
     with watched_api(limits, api_key=[KEY]) as made:
         yield made
 

@@ -21,7 +21,7 @@ import uvicorn
 
 from octavo.config import Config
 from octavo.server.http.connection import CUT as CUT_KEY
-from octavo.server.http.connection import BoundedConnection, bounded
+from octavo.server.http.connection import BoundedConnection, connection_class
 from octavo.server.http.limits import HttpLimits
 from octavo.server.http.listener import new_event_loop
 from tests.server.test_run import Running, running
@@ -366,7 +366,7 @@ def test_when_all_places_are_at_work_the_next_connection_is_told_to_come_later()
 def test_connections_leave_files_to_the_rest_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_files, most in ((1024, 768), (256, 128), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, num=num_files: (num, num))
-        assert bounded(HttpLimits(), print).places.limits.max_connections == most
+        assert connection_class(HttpLimits(), print).table.limits.max_connections == most
 
 
 async def test_every_request_can_be_cut_also_one_without_headers() -> None:
@@ -378,7 +378,7 @@ async def test_every_request_can_be_cut_also_one_without_headers() -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    config = uvicorn.Config(app, http=bounded(QUICK, str), ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(app, http=connection_class(QUICK, str), ws="none", lifespan="off", log_config=None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listener]))

@@ -142,7 +142,7 @@ async def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: st
         b'{"\\udc00": 1}',
         b'{"a": "\xff"}',
         b'\xef\xbb\xbf{"a": 1}',
-        b"[" * 100_000,
+        b"[" * 60_000,
         b'{"a": ' + b"[" * 65 + b"]" * 65 + b"}",
         b'{"a": ' + b"9" * 5000 + b"}",
         b'{"a": 1} x',

@@ -2,7 +2,7 @@
 
 Owns: assembling endpoints, middleware and error handlers; the gate before each endpoint.
 Does not: start a server or an engine, or name an endpoint (endpoints finds their modules).
-Order from outside: root path (if set), shell (id, limits, last catch), trusted hosts, CORS (if set: a preflight needs
+Order from outside: root path (if set), request (id, limits, last catch), trusted hosts, CORS (if set: a preflight needs
 no key), auth (default deny), router, gate (rates, room for new work), endpoint.
 """
 
@@ -29,7 +29,7 @@ from octavo.server.http.endpoints import ENDPOINT, Endpoint, Limit, find_endpoin
 from octavo.server.http.errors import ApiError, from_exception
 from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.limits import HttpLimits, Shares
-from octavo.server.http.middleware import METER, RootPathMiddleware, ShellMiddleware, TrustedHostMiddleware
+from octavo.server.http.middleware import METER, RequestMiddleware, RootPathMiddleware, TrustedHostMiddleware
 
 if TYPE_CHECKING:
     from octavo.config import Config
@@ -83,7 +83,7 @@ def create_app(
         )
     app.add_middleware(TrustedHostMiddleware, endpoints=endpoints, config=config, keys=context.keys, note=note)
     app.add_middleware(
-        ShellMiddleware,
+        RequestMiddleware,
         limits=context.limits,
         lifecycle=context.lifecycle,
         metrics=context.metrics,

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.dashboard.page import HEADERS, login_page
 from octavo.sandbox.pool import current_tenant
-from octavo.server.http.connection import JUDGED
+from octavo.server.http.connection import ON_AUTH
 from octavo.server.http.endpoints import Access, Endpoints
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
@@ -250,8 +250,8 @@ class AuthMiddleware:
             return
         # The first: called from inside (batches.inner_call); a client cannot set it.
         error = None if isinstance(scope.get(KEY), KeyInfo) else self._check(scope)
-        if JUDGED in scope:  # set by a connection
-            scope[JUDGED](scope[KEY] is not ANONYMOUS)
+        if ON_AUTH in scope:  # set by a connection
+            scope[ON_AUTH](scope[KEY] is not ANONYMOUS)
         if error is None:
             current_tenant.set(scope[KEY].tenant)
             await self._app(scope, receive, send)

@@ -2,9 +2,9 @@
 
 Owns: the checks that the parser (llhttp, by httptools) does not make: the time for heads and bodies, the bytes around a
 body, the accepted framing and Host, `Upgrade` (ignored), and which connection is cut when there are too many.
-Does not: bound a body that is read (json_body does), find keys (auth does) or end slow answers (reply does).
-Invariants: a connection without a request is cut within a bounded time, or sooner when its place is needed;
-a request that was read whole and has a valid key keeps its place; no byte of a body is parsed as a head.
+Does not: bound a body that is read (body does), find keys (auth does) or end slow answers (reply does).
+Invariants: a connection without a request is cut within a bounded time, or sooner when there are too many;
+a request that was read whole and has a valid key is not cut; no byte of a body is parsed as a head.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, HTTPScope
 
 CUT = "octavo.cut"  # in a request's scope: ends an answer that its client does not read
-JUDGED = "octavo.judged"  # in a request's scope: called with True if the request has a valid key, else with False
+ON_AUTH = "octavo.on_auth"  # in a request's scope: called with True if the request has a valid key, else with False
 LINGER_S = 5.0  # for the client of a closed connection to read the rest
 _OVERHEAD = 8  # bytes around a body for each byte of it: one-byte chunks have five
 _UNREAD_BYTES = 1 << 20  # beyond the largest body, before a connection that continues to send is cut
 _HEADERS = 4  # times the number that is accepted, before a connection is refused; trailers count too
 _OTHER_FILES = 256  # sockets of the engine, pipes, model files
-_STRANGERS_SHARE = 8  # 1/8 of the places is left to clients without a key while key holders idle
+_UNAUTHENTICATED_SHARE = 8  # 1/8 of the connections is left to clients without a key while others idle
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
 _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 9112, section 3.2: host [":" port], or empty
 _AUTHORITY = re.compile(rb"^[A-Za-z]+://([^/?#]*).*", re.DOTALL)  # of a URL in absolute form
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.ERROR)  # uvicorn warns of every malformed request, which would let anyone fill the log
-Ordered = dict["BoundedConnection", None]  # a set that keeps its order, oldest first
+ConnectionSet = dict["BoundedConnection", None]  # a set that keeps its order, oldest first
 
 
-class Places:
+class ConnectionTable:
     """The connections of one server, grouped by the order in which they are cut when there are too many.
 
-    With keys, a connection is a stranger's until a request on it had a valid key; strangers are cut first, then
-    key holders' idle connections, then those with an unfinished body. Without keys, all connections without a whole
-    request are one group, oldest first: a new connection must not be cut before those that withhold their bodies.
-    A connection whose request was read whole is in none of these, unless it is a stranger's.
+    With keys, a connection is unauthenticated until a request on it had a valid key. Those are cut first, then idle
+    connections, then those with an unfinished body. Without keys, all connections without a whole request are one
+    group, oldest first: a new connection must not be cut before those that withhold their bodies.
+    A connection whose request was read whole is in no group, unless it is unauthenticated.
     """
 
     def __init__(self, limits: HttpLimits, note: Callable[[str], None], has_keys: Callable[[], bool]) -> None:
@@ -61,17 +61,17 @@ class Places:
         self.note = note
         self.has_keys = has_keys
         self.num_open = 0
-        self.strangers: Ordered = {}
-        self.idle: Ordered = {}
-        self.receiving: Ordered = {}
-        self.bodies: Ordered = {}  # strangers with an unfinished body
+        self.unauthenticated: ConnectionSet = {}
+        self.idle: ConnectionSet = {}
+        self.receiving: ConnectionSet = {}
+        self.bodies: ConnectionSet = {}  # unauthenticated connections with an unfinished body
 
     def make_room(self) -> bool:
         """Cut a connection if there are too many; return False if all have a whole request."""
         if self.num_open <= self.limits.max_connections:
             return True
-        spare = len(self.strangers) > self.limits.max_connections // _STRANGERS_SHARE
-        for group in (self.strangers if spare else {}, self.idle, self.receiving, self.strangers):
+        spare = len(self.unauthenticated) > self.limits.max_connections // _UNAUTHENTICATED_SHARE
+        for group in (self.unauthenticated if spare else {}, self.idle, self.receiving, self.unauthenticated):
             oldest = next(iter(group), None)
             if oldest is not None:
                 oldest.evict("idle_connection")
@@ -79,14 +79,14 @@ class Places:
         return False
 
     def add_body(self, connection: BoundedConnection) -> None:
-        """Count a stranger's unfinished body; over the bound, cut the oldest one."""
+        """Count an unauthenticated connection's unfinished body; over the bound, cut the oldest one."""
         self.bodies[connection] = None
-        if len(self.bodies) > self.limits.max_stranger_bodies:
+        if len(self.bodies) > self.limits.max_unauthenticated_bodies:
             next(iter(self.bodies)).evict("too_many_bodies")
 
-    def put(self, connection: BoundedConnection, group: Ordered | None) -> None:
+    def move(self, connection: BoundedConnection, group: ConnectionSet | None) -> None:
         """Move a connection to a group, or out of all groups; it keeps its position in a group it is in already."""
-        for other in (self.strangers, self.idle, self.receiving):
+        for other in (self.unauthenticated, self.idle, self.receiving):
             if other is not group:
                 other.pop(connection, None)
         if group is not None:
@@ -95,26 +95,26 @@ class Places:
     def remove(self, connection: BoundedConnection) -> None:
         """Remove a connection that closes."""
         self.num_open -= 1
-        self.put(connection, None)
+        self.move(connection, None)
         self.bodies.pop(connection, None)
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """An HTTP/1.1 connection that closes when it exceeds a bound. `bounded` makes the class for one server."""
+    """An HTTP/1.1 connection that closes when it exceeds a bound. `connection_class` makes the class for one server."""
 
-    places: Places
+    table: ConnectionTable
     upload_paths: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _log
-        self.limits = self.places.limits
+        self.limits = self.table.limits
         self._is_open = False
-        self._is_holder = False  # a request on this connection had a valid key
+        self._has_key = False  # a request on this connection had a valid key
         self._is_receiving = False  # between the end of a head and the end of its body
         self._is_upgrade = False  # the current head asks for one
         self._cycles: deque[RequestResponseCycle] = deque()  # requests without a whole answer, oldest first
-        self._held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # a request that is not started yet
+        self._pending: tuple[RequestResponseCycle, ASGI3Application] | None = None  # a request that is not started yet
         self._refusal = ""  # why the current head is refused
         self._timer: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
@@ -123,22 +123,22 @@ class BoundedConnection(HttpToolsProtocol):
         self._body_bytes = 0  # of this message
         self._other_bytes = 0  # of this message: all that is not its body
         self._num_headers = 0  # of this message, trailers included
-        self._fed_bytes = 0  # of bodies, in the data being parsed
+        self._parsed_body_bytes = 0  # of bodies, in the data being parsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for a head; refuse the connection if there is no place."""
+        """Start the timer for a head; refuse the connection if there are too many."""
         super().connection_made(transport)
         self._is_open = True
-        self.places.num_open += 1
-        if self.places.make_room():
-            self._expect_head()
+        self.table.num_open += 1
+        if self.table.make_room():
+            self._start_head_timer()
         else:
             self._refuse(ApiError(503, "too many connections", code="too_many_connections",
                                   retry_after_s=RETRY_ENGINE_S))  # fmt: skip
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the place, and break reference cycles: the garbage collector's pauses delay other requests."""
-        self._forget()
+        """Leave the table, and break reference cycles: the garbage collector's pauses delay other requests."""
+        self._release()
         for timer in (self._writing, self._lingering):
             if timer is not None:
                 timer.cancel()
@@ -152,12 +152,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._refusal = ""
         self._body_bytes = self._other_bytes = self._num_headers = 0
         if self._timer is None:
-            self._expect_head()
+            self._start_head_timer()
         super().on_message_begin()
         scope = cast(dict[str, object], self.scope)
         scope[CUT] = self.cut_answer
         self._num_messages += 1
-        scope[JUDGED] = partial(self._judge, self._num_messages)  # by number: a reference to the scope makes a cycle
+        scope[ON_AUTH] = partial(self._on_auth, self._num_messages)  # by number: a reference to the scope makes a cycle
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a header: each costs time, however short. Trailers are counted, and dropped."""
@@ -172,14 +172,14 @@ class BoundedConnection(HttpToolsProtocol):
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._is_upgrade = True  # `_feed` handles it
             return
-        self._refusal = self._fault_of_head()
+        self._refusal = self._head_fault()
         if self._refusal or len(self._cycles) > self.limits.max_pipelined:
             raise ValueError("refused")  # stops the parser
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         self._is_receiving = True
-        self._settle()
-        self._expect_body(is_stranger=self.places.has_keys())  # until `_judge` is called
+        self._regroup()
+        self._start_body_timer(is_unauthenticated=self.table.has_keys())  # until `_on_auth` is called
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Hold a request until all received data was parsed and, without keys, its body has arrived.
@@ -187,21 +187,21 @@ class BoundedConnection(HttpToolsProtocol):
         A request whose body never arrives, or that others follow without end, then costs only its parsing. With keys,
         the key decides how long a body may take, so the request is started.
         """
-        self._held = (cycle, app)
+        self._pending = (cycle, app)
 
-    def _start_held(self) -> None:
-        if self._held is None:
+    def _start_pending(self) -> None:
+        if self._pending is None:
             return
-        cycle, app = self._held
+        cycle, app = self._pending
         is_whole = not cycle.more_body or len(cycle.body) > HIGH_WATER_LIMIT
-        if is_whole or cycle.waiting_for_100_continue or self._max_upload or self.places.has_keys():
-            self._held = None
+        if is_whole or cycle.waiting_for_100_continue or self._max_upload or self.table.has_keys():
+            self._pending = None
             super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes of a body."""
         self._body_bytes += len(body)
-        self._fed_bytes += len(body)
+        self._parsed_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -210,33 +210,33 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._stop_timer()
         self._is_receiving = False
-        self.places.bodies.pop(self, None)
-        self._settle()
+        self.table.bodies.pop(self, None)
+        self._regroup()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Start the next request. An unfinished body of an answered request counts as a stranger's."""
+        """Start the next request. An unfinished body of an answered request counts as one without a key."""
         if self._cycles:
             self._cycles.popleft()
         super().on_response_complete()
-        self._start_held()  # the next of a pipeline
-        if self.places.has_keys() and not self._is_holder and self._is_receiving and not self._cycles:
-            self.places.add_body(self)
-        self._settle()
+        self._start_pending()  # the next of a pipeline
+        if self.table.has_keys() and not self._has_key and self._is_receiving and not self._cycles:
+            self.table.add_body(self)
+        self._regroup()
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, and bound the bytes of the message."""
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
-        self._fed_bytes = 0
+        self._parsed_body_bytes = 0
         try:
             self._feed(data)
         except httptools.HttpParserError:
             self._refuse_http()
             return
-        self._start_held()
-        self._other_bytes += len(data) - self._fed_bytes
+        self._start_pending()
+        self._other_bytes += len(data) - self._parsed_body_bytes
         if self._other_bytes > self.limits.max_head_bytes + _OVERHEAD * self._body_bytes:
             self._cut("head_too_large")
         elif self._body_bytes > max(self.limits.max_body_bytes, self._max_upload) + _UNREAD_BYTES:
@@ -270,7 +270,7 @@ class BoundedConnection(HttpToolsProtocol):
                 lines.append(name + b": " + value)
         return b"\r\n".join((*lines, b"", b""))
 
-    def _fault_of_head(self) -> str:
+    def _head_fault(self) -> str:
         """Return what proxies might read differently in the head; "" if nothing."""
         version = self.parser.get_http_version()
         hosts = [value for name, value in self.headers if name == b"host"]
@@ -318,58 +318,58 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if cycle.chunked_encoding else last)
         self._close()
 
-    def evict(self, why: str) -> None:
-        """Free this connection's place at once."""
-        self.places.note(why)
-        self._forget()
+    def evict(self, reason: str) -> None:
+        """Close the connection at once, to make room."""
+        self.table.note(reason)
+        self._release()
         self._abort()
 
     def _abort(self) -> None:
         self.transport.abort()
 
-    def _judge(self, message: int, has_key: bool) -> None:
-        """Note if a request has a valid key: then its body gets more time, and the connection a key holder's place."""
-        is_coming = self._is_receiving and message == self._num_messages
-        if not self.places.has_keys() or not self._is_open:
+    def _on_auth(self, message: int, has_key: bool) -> None:
+        """Note if a request has a valid key: then its body gets more time, and the connection is kept longer."""
+        is_current = self._is_receiving and message == self._num_messages
+        if not self.table.has_keys() or not self._is_open:
             return
         if has_key:
-            self._is_holder = True
-            self._settle()
-            if is_coming:
-                self._expect_body(is_stranger=False)
-        elif is_coming:
-            self.places.add_body(self)
+            self._has_key = True
+            self._regroup()
+            if is_current:
+                self._start_body_timer(is_unauthenticated=False)
+        elif is_current:
+            self.table.add_body(self)
 
-    def _settle(self) -> None:
+    def _regroup(self) -> None:
         """Move the connection to the group of its state."""
-        places = self.places
-        group: Ordered | None
+        table = self.table
+        group: ConnectionSet | None
         if not self._is_open:
             return
-        if places.has_keys() and not self._is_holder:
-            group = places.strangers
+        if table.has_keys() and not self._has_key:
+            group = table.unauthenticated
         elif self._is_receiving:
-            group = places.receiving if places.has_keys() else places.idle
+            group = table.receiving if table.has_keys() else table.idle
         else:
-            group = None if self._cycles else places.idle
-        places.put(self, group)
+            group = None if self._cycles else table.idle
+        table.move(self, group)
 
-    def _expect_head(self) -> None:
-        self.places.idle.pop(self, None)  # the longest idle one comes first
-        self._settle()
+    def _start_head_timer(self) -> None:
+        self.table.idle.pop(self, None)  # the longest idle one comes first
+        self._regroup()
         self._stop_timer()
         self._timer = self.loop.call_later(_spread(self.limits.head_timeout_s), self._cut, "head_timeout")
 
-    def _expect_body(self, is_stranger: bool) -> None:
+    def _start_body_timer(self, is_unauthenticated: bool) -> None:
         self._stop_timer()
         limits = self.limits
-        seconds = limits.stranger_body_timeout_s if is_stranger else limits.body_timeout_s
-        seconds += 0.0 if is_stranger or self._held is not None else limits.body_grace_s
-        self._timer = self.loop.call_later(_spread(seconds), self._give_up_body, is_stranger)
+        seconds = limits.unauthenticated_body_timeout_s if is_unauthenticated else limits.body_timeout_s
+        seconds += 0.0 if is_unauthenticated or self._pending is not None else limits.body_grace_s
+        self._timer = self.loop.call_later(_spread(seconds), self._on_body_timeout, is_unauthenticated)
 
-    def _give_up_body(self, is_stranger: bool) -> None:
+    def _on_body_timeout(self, is_unauthenticated: bool) -> None:
         if len(self._cycles) > 1:  # it is not read until the requests before it are answered
-            self._expect_body(is_stranger)
+            self._start_body_timer(is_unauthenticated)
         elif self._cycles:
             self._refuse(ApiError(408, "the body did not arrive in time", code="body_timeout"))
         else:
@@ -386,7 +386,7 @@ class BoundedConnection(HttpToolsProtocol):
         if num_due != self._is_receiving or (num_due and self._cycles[0].response_started):
             self._cut(refusal.code)
             return
-        self.places.note(refusal.code)
+        self.table.note(refusal.code)
         body = msgspec.json.encode(refusal.body())
         headers = {**refusal.headers(), "content-type": "application/json", "content-length": str(len(body))}
         lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
@@ -394,32 +394,32 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.write(head + lines + b"connection: close\r\n\r\n" + body)
         self._close()
 
-    def _cut(self, why: str) -> None:
+    def _cut(self, reason: str) -> None:
         if not self.transport.is_closing():
-            self.places.note(why)
+            self.table.note(reason)
         self._close()
 
     def _close(self) -> None:
-        self._forget()
+        self._release()
         if not self.transport.is_closing():
             self.transport.close()
             self._lingering = self.loop.call_later(LINGER_S, self._abort)  # close() waits until the client reads
 
-    def _forget(self) -> None:
-        """Free the place, and mark every request on this connection as disconnected.
+    def _release(self) -> None:
+        """Leave the table, and mark every request on this connection as disconnected.
 
         uvicorn only marks the newest one; an older one would write to the closed transport, which raises.
         """
         self._stop_timer()
         if self._is_open:
             self._is_open = False
-            self.places.remove(self)
+            self.table.remove(self)
         for cycle in self._cycles:
             cycle.disconnected = True
             cycle.message_event.set()
         self._cycles.clear()
         self.pipeline.clear()
-        self._held = None
+        self._pending = None
 
 
 def _spread(seconds: float) -> float:
@@ -431,7 +431,7 @@ def _spread(seconds: float) -> float:
     return seconds * random.uniform(1.0, 1.2)
 
 
-def bounded(
+def connection_class(
     limits: HttpLimits,
     note: Callable[[str], None],
     has_keys: Callable[[], bool] = bool,
@@ -443,7 +443,9 @@ def bounded(
     """
     limits = replace(limits, max_connections=max_connections(limits))
     return type(
-        "Connection", (BoundedConnection,), {"places": Places(limits, note, has_keys), "upload_paths": upload_paths}
+        "Connection",
+        (BoundedConnection,),
+        {"table": ConnectionTable(limits, note, has_keys), "upload_paths": upload_paths},
     )
 
 

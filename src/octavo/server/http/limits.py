@@ -32,8 +32,8 @@ class JsonLimits:
 class HttpLimits:
     """Bounds of one request, one connection and all of them.
 
-    A body without a valid key, if keys are set, must arrive within `stranger_body_timeout_s`, and at most
-    `max_stranger_bodies` of them may be unfinished.
+    A body without a valid key, if keys are set, must arrive within `unauthenticated_body_timeout_s`, and at most
+    `max_unauthenticated_bodies` of them may be unfinished.
     More than `max_header_bytes` are answered 431; a head over `max_head_bytes` is cut. The application answers a slow
     body after `body_timeout_s`; a connection whose body is not read is cut `body_grace_s` later.
     `max_upload_bytes` bounds a file (--max-upload-bytes with --batch-dir, else 0); after `upload_grace_s` it must have
@@ -57,8 +57,8 @@ class HttpLimits:
     body_grace_s: float = 5.0
     upload_grace_s: float = 5.0
     min_upload_bytes_per_s: int = 8192
-    stranger_body_timeout_s: float = 2.0
-    max_stranger_bodies: int = 16
+    unauthenticated_body_timeout_s: float = 2.0
+    max_unauthenticated_bodies: int = 16
     stall_timeout_s: float = 30.0
     max_unread_bytes: int = 128 * 1024
     keep_alive_s: float = 10.0

@@ -1,8 +1,8 @@
-"""Middleware around every request, from outside: the root path, the shell, the trusted hosts.
+"""Middleware around every request, from outside: the root path, the request, the trusted hosts.
 
 Root path (--root-path, for a server behind a proxy): removed from the path and the raw path alike, byte for byte,
 before anything reads either; a path that spells it in another way is unchanged, and not found.
-Shell: arrival time, the request id, header limits, the count of open requests, the header of ignored fields, and the
+Requests: arrival time, the request id, header limits, the count of open requests, the header of ignored fields, and the
 catch-all: an unexpected error becomes a 500 without details. It does not log bodies or headers.
 Trusted hosts: without keys, only this machine's and the listed Hosts and sites are answered, decided on the raw
 request for every path; only the bare status of the probes is open. With keys only the Host is checked, and only if
@@ -37,6 +37,23 @@ if TYPE_CHECKING:
     from octavo.config import Config
 
 
+# In a request's scope:
+ARRIVAL = "octavo.arrival"
+REQUEST_ID = "octavo.request_id"
+GIVEN_ID = "octavo.given_id"
+METER = "octavo.meter"  # of the request's key, set by the gate
+UNTRUSTED = "octavo.untrusted"  # set for a probe that gets the bare status only
+CLIENT_CLOSED_REQUEST = 499  # never sent; the logs and metrics of proxies use it
+MAX_LOGGED_FIELDS = 256
+MAX_SHOWN = 64  # characters of a client's header that a message repeats
+_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{0,5})?")
+_MAX_HOST = 262  # characters of the longest name, its dot and a port
+_MAX_CACHED = 256
+_SAFE = ("GET", "HEAD")
+_log = logging.getLogger(__name__)
+
+
 class RootPathMiddleware:
     """The outermost middleware, which removes the root path."""
 
@@ -55,18 +72,8 @@ class RootPathMiddleware:
         await self._app(scope, receive, send)
 
 
-ARRIVAL = "octavo.arrival"
-REQUEST_ID = "octavo.request_id"
-GIVEN_ID = "octavo.given_id"
-METER = "octavo.meter"  # of the request's key, set by the gate
-CLIENT_CLOSED_REQUEST = 499  # never sent; the logs and metrics of proxies use it
-MAX_LOGGED_FIELDS = 256
-_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_log = logging.getLogger(__name__)
-
-
-class ShellMiddleware:
-    """The middleware around the whole app."""
+class RequestMiddleware:
+    """The middleware around the whole app: the request's id, its headers, its metrics, and the last catch of errors."""
 
     def __init__(
         self,
@@ -183,31 +190,53 @@ def _read_headers(scope: Scope, limits: HttpLimits) -> ApiError | None:
     return None
 
 
-UNTRUSTED = "octavo.untrusted"  # in the scope of a probe that gets the bare status only
-MAX_SHOWN = 64  # characters of a client's header that a message repeats
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{0,5})?")
-_MAX_HOST = 262  # characters of the longest name, its dot and a port
-_MAX_CACHED = 256
-_SAFE = ("GET", "HEAD")
+class TrustedHostMiddleware:
+    """A middleware before CORS and keys. This machine's address is taken from the connection."""
 
-
-class TrustedHosts:
-    """The names and origins of one server. This machine's address is taken from the connection."""
-
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self, app: ASGIApp, endpoints: Endpoints, config: Config, keys: KeyRing, note: Callable[[str], None]
+    ) -> None:
+        self._app = app
+        self._endpoints = endpoints
+        self._keys = keys
+        self._note = note  # counts a refusal
         serving, web = config.serving, config.web
         names = ("localhost", serving.host, socket.gethostname(), *web.allowed_hosts)
         self._names = frozenset(map(_normal, names)) - {""}
-        self._is_any_host = "*" in web.allowed_hosts
+        self._allowed_hosts = web.allowed_hosts
         self._origins = frozenset(web.allowed_origins)
-        self.has_listed = bool(web.allowed_hosts)
         self._is_own = lru_cache(_MAX_CACHED)(self._is_own_host)  # clients send the same few
 
-    def host_refusal(self, scope: Scope) -> ApiError | None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 403."""
+        if scope["type"] != "http" or isinstance(scope.get(KEY), KeyInfo):  # a call from inside has no Host
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None and self._is_probe(scope):
+            scope[UNTRUSTED] = True
+            refusal = None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            self._note(refusal.code)
+            await refusal.response()(scope, receive, send)
+
+    def _is_probe(self, scope: Scope) -> bool:
+        return scope["path"] != "/login" and self._endpoints.open_access(scope) is not None
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Return the refusal of a request by its Host, or without keys by its site; else None."""
+        headers = Headers(scope=scope)
+        if not self._keys.keys:
+            return self._host_refusal(headers, scope) or self._site_refusal(headers, scope)
+        return self._host_refusal(headers, scope) if self._allowed_hosts else None
+
+    def _host_refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
         """Return the refusal of a Host that is missing, repeated, or neither this machine nor listed; else None."""
-        hosts = Headers(scope=scope).getlist("host")
-        if self._is_any_host:
+        if "*" in self._allowed_hosts:
             return None
+        hosts = headers.getlist("host")
         local = str(scope["server"][0]) if scope.get("server") else ""
         if len(hosts) == 1 and len(hosts[0]) <= _MAX_HOST and self._is_own(hosts[0], local):
             return None
@@ -217,9 +246,8 @@ class TrustedHosts:
         )
         return ApiError(403, message, code="host_not_allowed")
 
-    def site_refusal(self, scope: Scope) -> ApiError | None:
+    def _site_refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
         """Return the refusal of a browser's request from another site's page or link; else None."""
-        headers = Headers(scope=scope)
         origins, sites = headers.getlist("origin"), headers.getlist("sec-fetch-site")
         if not (origins or sites) or "*" in self._origins:
             return None
@@ -249,41 +277,6 @@ class TrustedHosts:
         if address is None:
             return name in self._names
         return address.is_loopback or name in self._names or address == _address(local.partition("%")[0])
-
-
-class TrustedHostMiddleware:
-    """A middleware inside the shell and CORS, before preflights and keys."""
-
-    def __init__(
-        self, app: ASGIApp, endpoints: Endpoints, config: Config, keys: KeyRing, note: Callable[[str], None]
-    ) -> None:
-        self._app = app
-        self._endpoints = endpoints
-        self._trusted = TrustedHosts(config)
-        self._keys = keys
-        self._note = note  # counts a refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 403."""
-        if scope["type"] != "http" or isinstance(scope.get(KEY), KeyInfo):  # a call from inside has no Host
-            await self._app(scope, receive, send)
-            return
-        refusal = None
-        if not self._keys.keys:
-            refusal = self._trusted.host_refusal(scope) or self._trusted.site_refusal(scope)
-        elif self._trusted.has_listed:
-            refusal = self._trusted.host_refusal(scope)
-        if refusal is not None and self._is_probe(scope):
-            scope[UNTRUSTED] = True
-            refusal = None
-        if refusal is None:
-            await self._app(scope, receive, send)
-        else:
-            self._note(refusal.code)
-            await refusal.response()(scope, receive, send)
-
-    def _is_probe(self, scope: Scope) -> bool:
-        return scope["path"] != "/login" and self._endpoints.open_access(scope) is not None
 
 
 def _is_same_origin(origin: str, headers: Headers, scope: Scope) -> bool:

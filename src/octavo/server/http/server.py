@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 
 from octavo.config import WebConfig
 from octavo.server.app import create_app
-from octavo.server.http.connection import BoundedConnection, bounded
+from octavo.server.http.connection import BoundedConnection, connection_class
 from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.listener import BACKLOG, check_web, open_socket, tls_options, url_of
 
@@ -68,12 +68,12 @@ class HttpServer:
         context = app.state.context
         web = web or WebConfig()
         uploads = {prefix + path for path in app.state.endpoints.upload_paths for prefix in ("", web.root_path)}
-        connection_class = bounded(
+        connection = connection_class(
             context.limits, context.metrics.failed, lambda: bool(context.keys.keys), frozenset(uploads)
         )
         config = uvicorn.Config(
             app,
-            http=connection_class,
+            http=connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -83,7 +83,7 @@ class HttpServer:
             timeout_graceful_shutdown=CONNECTION_GRACE_S,
             **tls_options(web),
         )
-        self._server = _Server(config, connection_class)
+        self._server = _Server(config, connection)
         self._listener = listener
         self._lifecycle = lifecycle
         self._drain_timeout_s = drain_timeout_s
@@ -133,7 +133,7 @@ class _Server(uvicorn.Server):
         config, make, state = self.config, self._connection_class, self.server_state
         options: dict[str, Any] = {"backlog": BACKLOG}
         if config.ssl is not None:
-            options |= {"ssl": config.ssl, "ssl_handshake_timeout": make.places.limits.handshake_timeout_s}
+            options |= {"ssl": config.ssl, "ssl_handshake_timeout": make.table.limits.handshake_timeout_s}
 
         def connection() -> BoundedConnection:
             return make(config=config, server_state=state, app_state={})
