@@ -44,7 +44,7 @@ def test_the_three_formats_hold_the_same_rules(tmp_path: Path) -> None:
         ("rules: [{say: 3}]", r"at `\$\.rules\[0\]\.say`"),
         ("rules: [{contains: a}]", r"rules\[0\] says nothing; give say, echo, call or think"),
         ("rules: [{say: a, echo: true}]", r"rules\[0\] has both say and echo"),
-        ("rules: [{say: a, regex: '('}]", r"rules\[0\]\.regex is no regular expression"),
+        ("rules: [{say: a, regex: '('}]", r"rules\[0\]\.regex is not a regular expression"),
         ("rules: [{say: a, delay_ms: 99999}]", r"delay_ms"),
         ("rules: [{say: a, fail_after: -1}]", r"fail_after"),
         ("rules: {say: a}", r"\$\.rules"),

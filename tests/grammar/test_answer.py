@@ -10,8 +10,7 @@ from tests.grammar.validity import Validity
 
 from octavo.errors import InvalidRequestError
 from octavo.grammar.compile import compile_grammar
-from octavo.text.answer_format import AnswerFormat
-from octavo.text.answer_parts import CallArguments, CallBegin, Reasoning, Text
+from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
 CITY: dict[str, Any] = {

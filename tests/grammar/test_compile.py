@@ -49,7 +49,7 @@ def test_true_is_a_schema() -> None:
         ("json_schema", '{"$ref": "#/x"}', "/x"),
         ("json_schema", '{"uniqueItems": true, "type": "array"}', "uniqueItems"),
         ("json_schema", "false", "allows no value"),
-        ("json_object", "{}", "takes no source"),
+        ("json_object", "{}", "has no source"),
         ("regex", "[", "unclosed"),
         ("regex", "(?=a)b", "look-around"),
         ("choice", "[]", "at least one"),

@@ -390,7 +390,7 @@ def test_a_header_of_anything_gives_the_weights_or_makes_them_again(
         cache = WeightCache(tmp_path / "cache", min_bytes=0)
         weights = load(folder, quantization, cache=cache)
         assert equal(weights, fresh)
-        assert len(cache.notes) <= 1 and all("made again" in note for note in cache.notes)
+        assert len(cache.notes) <= 1 and all("packed again" in note for note in cache.notes)
         num_made += len(cache.notes)
     assert num_made > 50, "headers that do not fit are told"
 

@@ -77,7 +77,7 @@ def test_other_facts_or_files_have_a_place_of_their_own(source: Path) -> None:
         for paths in ([source], [other], [source, other])
         for facts in ((), ("int8",), ("int4",))
     ]
-    assert len({key.place for key in keys}) == len({key.identity for key in keys}) == 9
+    assert len({key.file_name for key in keys}) == len({key.identity for key in keys}) == 9
 
 
 @pytest.mark.parametrize("content, seconds", [(b"weights of more bytes", 0), (b"weights", 5)])
@@ -88,7 +88,7 @@ def test_a_stale_file_is_replaced(cache: WeightCache, source: Path, content: byt
     source.write_bytes(content)
     os.utime(source, (time.time() + seconds,) * 2)
     key = CacheKey.of([source])
-    assert key.place == old.place and key.identity != old.identity
+    assert key.file_name == old.file_name and key.identity != old.identity
     assert cache.open(key) is None
     assert "changed" in cache.notes[0]
     check(write(cache, key, seed=1), seed=1)
@@ -335,7 +335,7 @@ def test_two_processes_map_the_same_pages(cache: WeightCache, source: Path) -> N
     key, size = CacheKey.of([source]), 4 << 20
     stored = cache.write(key, ABOUT, {"x": size}, lambda: (np.ones(size, np.uint8) for _ in "x"))
     assert stored is not None and int(stored.sections["x"].sum()) == size
-    arguments = [sys.executable, "-c", _SHARER, str(cache.folder), key.place, key.identity]
+    arguments = [sys.executable, "-c", _SHARER, str(cache.folder), key.file_name, key.identity]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and int(other.stdout.readline()) == size
         entries = Path("/proc/self/smaps").read_text().split(str(cache.path(key)))[1]
@@ -372,7 +372,7 @@ def test_another_file_of_equal_size_and_time_is_noticed(cache: WeightCache, sour
     source.write_bytes(data)
     os.utime(source, ns=times)
     key = CacheKey.of([source])
-    assert key.place == old.place and cache.open(key) is None
+    assert key.file_name == old.file_name and cache.open(key) is None
     check(write(cache, key, seed=1), seed=1)
 
 
@@ -397,7 +397,7 @@ def test_another_file_is_noticed_by_what_it_holds_alone(
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 70_000])
 def test_small_files_have_keys_too(source: Path, size: int) -> None:
     source.write_bytes(bytes(size))
-    assert CacheKey.of([source]).place == CacheKey.of([source]).place
+    assert CacheKey.of([source]).file_name == CacheKey.of([source]).file_name
 
 
 def test_a_pipe_in_the_files_place_is_not_waited_for(cache: WeightCache, source: Path) -> None:

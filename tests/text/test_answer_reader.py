@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.config import CALL_PARSERS, REASONING_PARSERS
-from octavo.text.answer_format import AnswerFormat
-from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
+from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
-from octavo.text.calls.registry import CALL_MARKERS, CALL_READERS
-from octavo.text.dialect import CALL_ALIASES, REASONING_ALIASES, REASONING_TAGS
+from octavo.text.dialect import CALL_ALIASES, CALL_MARKERS, CALL_READERS, REASONING_ALIASES, REASONING_TAGS
 
 THINK = ("<think>", "</think>")
 NAMES = ("f", "get_weather")

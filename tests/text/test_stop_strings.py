@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.text.tiny_tokenizers import tiny_tokenizer
 
-from octavo.text.detokenizer import Detokenizer
-from octavo.text.stop_strings import StopStrings
+from octavo.text.detokenizer import Detokenizer, StopStrings
 
 
 def run(stops, pieces, include=False):

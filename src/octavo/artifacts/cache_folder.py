@@ -54,12 +54,12 @@ def touch(path: Path) -> None:
 
 def _files(folder: Path) -> list[tuple[float, int, Path]]:
     """Return the time of last use, size and path of each cache file."""
-    found = []
+    files = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
             if _NAME.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        found.append((status.st_mtime, status.st_size, Path(entry.path)))
-    return found
+                        files.append((status.st_mtime, status.st_size, Path(entry.path)))
+    return files

@@ -135,7 +135,7 @@ class _HeaderReader:
         num_tensors, num_keys = self._u64("tensor count"), self._u64("metadata count")
         if max(num_tensors, num_keys) > _MAX_ENTRIES:
             raise self._error(
-                f"claims {num_tensors} tensors and {num_keys} metadata keys; at most {_MAX_ENTRIES} are taken"
+                f"claims {num_tensors} tensors and {num_keys} metadata keys; at most {_MAX_ENTRIES} are allowed"
             )
         return num_tensors, num_keys
 
@@ -148,9 +148,9 @@ class _HeaderReader:
             raise self._error(
                 f"is truncated: the {what} at byte {self.position} needs {length} bytes, the file ends at {self.size}"
             )
-        taken = self.data[self.position : end]
+        data = self.data[self.position : end]
         self.position = end
-        return taken
+        return data
 
     def _u64(self, what: str) -> int:
         return int.from_bytes(self._take(8, what), "little")

@@ -35,7 +35,7 @@ def cached_repositories() -> list[CachedRepository]:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
-    found = []
+    cached = []
     for repository in sorted(repositories, key=lambda repository: repository.repo_id):
         files = {
             file.file_path.relative_to(revision.snapshot_path).as_posix(): file.size_on_disk
@@ -46,8 +46,8 @@ def cached_repositories() -> list[CachedRepository]:
         has_safetensors = any(name.endswith(".safetensors") for name in files)
         if repository.repo_type == "model" and (ggufs or has_safetensors):
             path, size = Path(repository.repo_path), repository.size_on_disk
-            found.append(CachedRepository(repository.repo_id, path, size, has_safetensors, ggufs))
-    return found
+            cached.append(CachedRepository(repository.repo_id, path, size, has_safetensors, ggufs))
+    return cached
 
 
 def is_cached(repository: str) -> bool:
@@ -121,8 +121,8 @@ def _snapshot(repository: str, revision: str | None, gguf_pattern: str | None, *
 
     patterns = list(_MODEL_PATTERNS) if gguf_pattern is None else [gguf_pattern]
     try:
-        found = snapshot_download(repository, revision=revision, allow_patterns=patterns, local_files_only=is_local)
-        return Path(found)
+        folder = snapshot_download(repository, revision=revision, allow_patterns=patterns, local_files_only=is_local)
+        return Path(folder)
     except (errors.HfHubHTTPError, errors.HFValidationError, _client_error(), OSError) as error:
         if is_local and not isinstance(error, errors.HFValidationError):
             raise UnknownModelError(

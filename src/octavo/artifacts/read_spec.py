@@ -1,7 +1,7 @@
 """Read a model's specification from config.json, from GGUF metadata, or from a script.
 
 Owns: the keys of both kinds of files, old (rope_theta, torch_dtype) and new (rope_parameters, dtype).
-Does not: know a family by name: what is different in one stands in its entry (families.py).
+Does not: know a family by name: its differences are in its entry (families.py).
 Invariant: nothing is guessed; an unknown setting that would change the arithmetic is refused.
 """
 

@@ -41,8 +41,8 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def text(self) -> str:
         """The call as the model writes it."""
-        said = json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
-        return f"<tool_call>\n{said}\n</tool_call>"
+        call = json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{call}\n</tool_call>"
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,20 +64,20 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_after: Count | None = None
     crash_after: Count | None = None
 
-    def matches(self, asked: ScriptedRequest) -> bool:
+    def matches(self, request: ScriptedRequest) -> bool:
         """Return True if the rule matches a prompt."""
-        text = asked.last if self.where == "last" else asked.prompt
+        text = request.last if self.where == "last" else request.prompt
         return (
-            (self.role is None or self.role == asked.role)
+            (self.role is None or self.role == request.role)
             and (self.contains is None or self.contains in text)
             and (self.equals is None or self.equals == text)
             and (self.regex is None or re.search(self.regex, text) is not None)
         )
 
-    def answer(self, asked: ScriptedRequest, choice: int = 0) -> str:
+    def answer(self, request: ScriptedRequest, choice: int = 0) -> str:
         """Return the answer to a prompt: reasoning, then text, then calls."""
         says = self.say if isinstance(self.say, list) else [self.say or ""]
-        text = asked.last if self.echo else says[choice % len(says)]
+        text = request.last if self.echo else says[choice % len(says)]
         calls = self.call if isinstance(self.call, list) else [self.call] if self.call is not None else []
         thoughts = f"<think>\n{self.think}\n</think>\n\n" if self.think is not None else ""
         return thoughts + "\n".join([*([text] if text else []), *(call.text for call in calls)])
@@ -100,9 +100,9 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprob: Logprob = -0.125
     max_model_len: Annotated[int, Meta(ge=16, le=1 << 20)] = 32_768
 
-    def rule_for(self, asked: ScriptedRequest) -> Rule:
+    def rule_for(self, request: ScriptedRequest) -> Rule:
         """Return the first rule that matches the prompt."""
-        return next((rule for rule in self.rules if rule.matches(asked)), _ECHO)
+        return next((rule for rule in self.rules if rule.matches(request)), _ECHO)
 
 
 _ECHO = Rule(echo=True)
@@ -162,16 +162,18 @@ def _read_yaml(yaml: Any, text: str) -> object:
 
 def _check(path: Path, number: int, rule: Rule) -> None:
     """Check what the types do not."""
-    place = f"rules[{number}]"
+    path_in_file = f"rules[{number}]"
     if rule.regex is not None:
         try:
             re.compile(rule.regex)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ModelFileError(path, f"{place}.regex is no regular expression ({error})") from error
+            raise ModelFileError(path, f"{path_in_file}.regex is not a regular expression ({error})") from error
     if rule.echo and rule.say is not None:
-        raise ModelFileError(path, f"{place} has both say and echo; give one")
+        raise ModelFileError(path, f"{path_in_file} has both say and echo; give one")
     if not (rule.echo or rule.say is not None or rule.call is not None or rule.think is not None):
-        raise ModelFileError(path, f'{place} says nothing; give say, echo, call or think (say: "" for an empty answer)')
+        raise ModelFileError(
+            path, f'{path_in_file} says nothing; give say, echo, call or think (say: "" for an empty answer)'
+        )
 
 
 def script_spec(path: Path) -> ModelSpec:

@@ -70,16 +70,16 @@ def login_page(message: str, next_page: str) -> tuple[str, str]:
 
 def modules(entry: str) -> list[str]:
     """Return the module files that `entry` needs, each after those that it imports, `entry` last."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
 
     def visit(name: str) -> None:
-        if name not in found:
+        if name not in names:
             for imported in _IMPORT.findall(text_of(name)):
                 visit(imported)
-            found[name] = None
+            names[name] = None
 
     visit(entry)
-    return list(found)
+    return list(names)
 
 
 def bundle(entry: str) -> str:

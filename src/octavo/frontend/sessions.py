@@ -32,8 +32,7 @@ from octavo.executors.protocol import Capacity
 from octavo.frontend.open_request import num_choices
 from octavo.frontend.open_requests import OutputReader
 from octavo.frontend.outputs import Scores, TextDelta, Usage, best_choices, slice_tokens
-from octavo.text.detokenizer import Detokenizer
-from octavo.text.stop_strings import StopStrings
+from octavo.text.detokenizer import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel

@@ -119,7 +119,7 @@ def _json_schema(source: str, whitespace: str | None) -> str:
 
 def _json_object(source: str, whitespace: str | None) -> str:
     if source:
-        raise _refused("json_object", "it takes no source; give a json_schema to say which object")
+        raise _refused("json_object", "it has no source; give a json_schema to say which object")
     return _json_schema('{"type": "object"}', whitespace)
 
 
@@ -200,8 +200,8 @@ def is_lark(source: str) -> bool:
 def escape_line_breaks(gbnf: str) -> str:
     r"""Return the grammar with line breaks within quoted texts written as \n."""
 
-    def escaped(found: re.Match[str]) -> str:
-        piece = found[0]
+    def escaped(match: re.Match[str]) -> str:
+        piece = match[0]
         return piece.replace("\r", r"\r").replace("\n", r"\n") if piece.startswith('"') else piece
 
     return _GBNF_PIECE.sub(escaped, gbnf)

@@ -236,14 +236,14 @@ def _set_names(prepared: dict[str, Any], schema: dict[str, Any], where: str, fac
 
 def _check_counts(schema: dict[str, Any], where: str) -> None:
     """Refuse a `minProperties` that repeated names could miss: an unlisted name may occur twice, but counts once."""
-    least = schema.get("minProperties", 0)
+    min_properties = schema.get("minProperties", 0)
     required = schema.get("required", [])
-    if not isinstance(least, int) or not isinstance(required, list):
+    if not isinstance(min_properties, int) or not isinstance(required, list):
         return
     num_required = len(set(map(json_key, required)))
-    if least > num_required + 1:
-        reason = f"{least} properties are required and {num_required} of them are required by name"
-        raise refused(f"{where}/minProperties", f"{reason}; name at least {least - 1} in required")
+    if min_properties > num_required + 1:
+        reason = f"{min_properties} properties are required and {num_required} of them are required by name"
+        raise refused(f"{where}/minProperties", f"{reason}; name at least {min_properties - 1} in required")
 
 
 def _set_numbers(prepared: dict[str, Any], where: str) -> None:

@@ -134,7 +134,7 @@ class SchemaFacts:
         return not isinstance(schema, dict) or id(schema) in self._finite
 
     def _find_finite(self) -> None:
-        """Find the least set of schemas of which each needs only schemas of the set."""
+        """Find the smallest set of schemas of which each needs only schemas of the set."""
         schemas = _dicts(self._root)
         self._has_finite = True
         num_before = -1
@@ -165,11 +165,11 @@ class SchemaFacts:
                 table[name] for name in _names(schema.get("required")) if isinstance(table, dict) and name in table
             ]
             return all(map(self._is_known_finite, named))
-        least = schema.get("minItems", 0)
-        if kind == "array" and isinstance(least, int) and least > 0:
+        min_items = schema.get("minItems", 0)
+        if kind == "array" and isinstance(min_items, int) and min_items > 0:
             first = schema.get("prefixItems", schema.get("items") if isinstance(schema.get("items"), list) else [])
-            needed = [*_listed(first)][:least]
-            if len(needed) < least:
+            needed = [*_listed(first)][:min_items]
+            if len(needed) < min_items:
                 needed.append(schema.get("items", schema.get("additionalItems", True)))
             return all(map(self._is_known_finite, needed))
         return True
@@ -180,15 +180,15 @@ class SchemaFacts:
 
 def _dicts(node: object) -> list[dict[str, Any]]:
     """Return all objects of a document, outer ones first; objects that are no schemas do no harm."""
-    found, level = [], [node]
+    objects, level = [], [node]
     while level:
-        found += [each for each in level if isinstance(each, dict)]
+        objects += [each for each in level if isinstance(each, dict)]
         level = [
             child
             for each in level
             for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
         ]
-    return found
+    return objects
 
 
 def _types(schema: dict[str, Any]) -> frozenset[str]:

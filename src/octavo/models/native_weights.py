@@ -143,7 +143,7 @@ def _matrix(
     stored: StoredWeights, name: str, entries: object, size: tuple[int, int]
 ) -> list[tuple[WeightShape, Bytes]]:
     """Return one linear layer of `size` (rows, inputs) in a file. Raises UnfitError."""
-    found: list[tuple[WeightShape, Bytes]] = []
+    parts: list[tuple[WeightShape, Bytes]] = []
     rows = 0
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         match entry:
@@ -156,10 +156,10 @@ def _matrix(
         rows += outputs
         if rows > size[0]:  # before nbytes, which would overflow
             break
-        found.append((shape, _aligned(stored, _section(name, index), shape.nbytes)))
+        parts.append((shape, _aligned(stored, _section(name, index), shape.nbytes)))
     if rows != size[0]:
         raise UnfitError(f"its header has {rows} rows for {name}, the model {size[0]}")
-    return found
+    return parts
 
 
 def _is_kind(kind: int, inputs: int, group: int) -> bool:

@@ -128,7 +128,7 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> t
 def pack_runs(weights: Weights, runs: Iterable[WeightRun], num_threads: int) -> Generator[Bytes, None, None]:
     """Pack the runs in order, yielding each one's buffer. Close the generator: it has threads. Raises NoCodesError."""
     with _one_torch_thread(), ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
-        begun: deque[tuple[Bytes, list[Future[None]]]] = deque()
+        started: deque[tuple[Bytes, list[Future[None]]]] = deque()
         open_jobs: deque[Future[None]] = deque()
         for run in runs:
             buffer = empty_buffer(run.shape.nbytes)
@@ -138,11 +138,11 @@ def pack_runs(weights: Weights, runs: Iterable[WeightRun], num_threads: int) -> 
                     open_jobs.popleft().result()
                 jobs.append(pool.submit(job))
                 open_jobs.append(jobs[-1])
-            begun.append((buffer, jobs))
-            if len(begun) > _AHEAD:
-                yield _finished(*begun.popleft())
-        while begun:
-            yield _finished(*begun.popleft())
+            started.append((buffer, jobs))
+            if len(started) > _AHEAD:
+                yield _finished(*started.popleft())
+        while started:
+            yield _finished(*started.popleft())
 
 
 @contextlib.contextmanager

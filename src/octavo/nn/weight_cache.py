@@ -48,12 +48,12 @@ _EDGE = 512  # bytes checked at each end of a section
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """The key of a cache file. `place` is its name; a file is valid only with this `identity`: one file per place.
+    """The key of a cache file. `file_name` is its name; a file is valid only with this `identity`.
 
     `sources` are the files that the weights were made from.
     """
 
-    place: str
+    file_name: str
     identity: str
     sources: tuple[str, ...] = ()
 
@@ -61,11 +61,11 @@ class CacheKey:
     def of(cls, paths: Iterable[Path], *facts: object) -> CacheKey:
         """Make the key of source files and of `facts` (of stable repr) about their conversion. Raises OSError."""
         resolved = [path.resolve() for path in paths]
-        place = hashlib.sha256(repr(([str(path) for path in resolved], facts)).encode()).hexdigest()[:32]
+        file_name = hashlib.sha256(repr(([str(path) for path in resolved], facts)).encode()).hexdigest()[:32]
         num_blocks = max(_LEAST_BLOCKS, _BLOCKS // max(1, len(resolved)))
         states = [(*_state(path), _sample(path, num_blocks)) for path in resolved]
-        identity = hashlib.sha256(repr((place, states)).encode()).hexdigest()
-        return cls(place, identity, tuple(map(str, resolved)))
+        identity = hashlib.sha256(repr((file_name, states)).encode()).hexdigest()
+        return cls(file_name, identity, tuple(map(str, resolved)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class WeightCache:
 
     def path(self, key: CacheKey) -> Path:
         """Return the path of this key's file, which may not exist."""
-        return self.folder / (key.place + SUFFIX)
+        return self.folder / (key.file_name + SUFFIX)
 
     def open(self, key: CacheKey) -> StoredWeights | None:
         """Map the file of this key; return None if there is no valid one."""
@@ -121,7 +121,7 @@ class WeightCache:
 
     def reject(self, key: CacheKey, error: UnfitError) -> None:
         """Note why the file of this key is not valid."""
-        self.notes.append(f"cached weights are made again: {self.path(key)}: {error}")
+        self.notes.append(f"cached weights are packed again: {self.path(key)}: {error}")
 
     def write(
         self, key: CacheKey, about: Any, sizes: Mapping[str, int], make: Callable[[], Generator[Bytes, None, None]]
@@ -136,7 +136,7 @@ class WeightCache:
         path = self.path(key)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor, name = tempfile.mkstemp(UNFINISHED, key.place + ".", self.folder)
+            descriptor, name = tempfile.mkstemp(UNFINISHED, key.file_name + ".", self.folder)
         except OSError as error:
             self.notes.append(f"weights are not cached: {self.folder}: {error.strerror or error}")
             return None
@@ -174,7 +174,7 @@ def remove_made_from(folder: Path, sources: Path) -> int:
                 path.unlink()
                 num_bytes += size
         except (OSError, UnfitError):
-            continue  # deleted meanwhile, or of another version, which the folder's bound removes
+            continue  # already deleted, or of another version, which the folder's bound removes
     return num_bytes
 
 
@@ -255,10 +255,10 @@ def _map(path: Path, identity: str) -> StoredWeights:
     if header["size"] != len(data):  # the mapping's size: reading past a file's end would kill the process
         raise UnfitError(f"has {len(data)} bytes, {header['size']} were written")
     whole = np.frombuffer(data, dtype=np.uint8)
-    places = {name: _place(entry, start, len(data)) for name, entry in header["sections"].items()}
+    slices = {name: _slice(entry, start, len(data)) for name, entry in header["sections"].items()}
     if hasattr(mmap, "MADV_WILLNEED"):
         data.madvise(mmap.MADV_WILLNEED)  # read ahead instead of page by page in the first step
-    sections = {name: whole[place] for name, place in places.items()}
+    sections = {name: whole[part] for name, part in slices.items()}
     for name, section in sections.items():
         if _edges(name, section) != header["sections"][name][2]:
             raise UnfitError(f"section {name} is damaged")
@@ -280,11 +280,11 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     except (ValueError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise UnfitError("its header says something else")
+        raise UnfitError("its header has another form")
     return header, _PREAMBLE.size + length
 
 
-def _place(entry: object, start: int, end: int) -> slice:
+def _slice(entry: object, start: int, end: int) -> slice:
     """Return a section's slice, which must be between the header and the file's end. Raises UnfitError."""
     if isinstance(entry, list) and len(entry) == 3 and all(type(number) is int for number in entry):
         offset, nbytes, _ = entry

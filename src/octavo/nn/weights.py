@@ -77,9 +77,9 @@ class Weights:
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ModelFileError for another shape, before memory is allocated for the configuration's shape."""
-        found = self.shape(name)
-        if found != shape:
-            reason = f"has shape {list(found)}, the configuration needs {list(shape)}"
+        actual = self.shape(name)
+        if actual != shape:
+            reason = f"has shape {list(actual)}, the configuration needs {list(shape)}"
             raise ModelFileError(self._source.path(name), reason, name)
 
     def read_into(self, name: str, out: Tensor) -> None:

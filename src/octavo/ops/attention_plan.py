@@ -189,9 +189,9 @@ class AttentionPlan:
         num_decodes = batch.num_decodes
         if num_decodes == batch.num_rows:
             return np.arange(num_decodes), np.ones(num_decodes, dtype=np.int64)
-        most = max(1, MAX_ROWS // self._group)
+        max_tokens = max(1, MAX_ROWS // self._group)
         counts = batch.counts
-        tiles_N = -(-counts // most)
+        tiles_N = -(-counts // max_tokens)
         row_I = np.repeat(np.arange(batch.num_rows), tiles_N)
         index_I = np.arange(len(row_I)) - (np.cumsum(tiles_N) - tiles_N)[row_I]
         row_first_I = (np.cumsum(counts) - counts)[row_I]
@@ -248,9 +248,9 @@ class AttentionPlan:
         if shared:
             at, together = num_tokens, []
             for rows, first, end in shared:
-                most = max(1, MAX_ROWS // self._group)
-                for start in range(0, len(rows), most):
-                    count = min(most, len(rows) - start)
+                max_tokens = max(1, MAX_ROWS // self._group)
+                for start in range(0, len(rows), max_tokens):
+                    count = min(max_tokens, len(rows) - start)
                     together += [
                         (at + start, count, part, part + 1, head, head + 1)
                         for part in range(first, end)
@@ -271,7 +271,7 @@ class AttentionPlan:
             return []
         full_N = batch.contexts[: batch.num_decodes] // PART
         rows = np.arange(short, batch.num_decodes)
-        found: list[tuple[Ints, int, int]] = []
+        shared: list[tuple[Ints, int, int]] = []
         waiting = [(rows, 0)]
         while waiting:
             rows, part = waiting.pop()
@@ -286,9 +286,9 @@ class AttentionPlan:
                     agreed_M = (table_NM[group] == table_NM[group[0]]).all(axis=0)
                     num_agreed = int(np.argmin(agreed_M)) if not agreed_M.all() else len(agreed_M)
                     end = min(num_agreed * self._block_size // PART, int(full_N[group].min()))
-                    found.append((group, part, max(end, part + 1)))
+                    shared.append((group, part, max(end, part + 1)))
                     waiting.append((group, max(end, part + 1)))
-        return found
+        return shared
 
 
 def _rectangles(units: list[tuple[int, int, int]], heads: int) -> tuple[Ints, Ints]:

@@ -1,6 +1,6 @@
-"""AnswerFormat: how to separate content, reasoning and tool calls in a model's output.
+"""An answer as plain data: the format of a model's output, and the parts that it is split into.
 
-Owns: the format as plain data. Does not: read any text (AnswerReader), or choose a format from a template.
+Owns: AnswerFormat and the four kinds of part. Does not: read any text (AnswerReader does), or choose a format.
 """
 
 from __future__ import annotations
@@ -25,3 +25,33 @@ class AnswerFormat(Struct, frozen=True, array_like=True):
     names: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     is_single: bool = False
+
+
+class Text(Struct, frozen=True):
+    """Content for the user."""
+
+    text: str
+
+
+class Reasoning(Struct, frozen=True):
+    """The model's reasoning before its answer."""
+
+    text: str
+
+
+class CallBegin(Struct, frozen=True):
+    """A tool call; `index` counts the answer's calls from 0."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+class CallArguments(Struct, frozen=True):
+    """More of a call's arguments; a call's texts, concatenated, are the JSON of its arguments."""
+
+    index: int
+    text: str
+
+
+Part = Text | Reasoning | CallBegin | CallArguments

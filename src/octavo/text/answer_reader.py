@@ -8,30 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.text.answer_format import AnswerFormat
-from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
+from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.calls.reader import CallReader, held_at_end
-from octavo.text.calls.registry import CALL_READERS
+from octavo.text.dialect import CALL_READERS
 
 # Before the opening tag; after one in the prompt; inside the reasoning; in the blank space after it; in the content.
-_BEFORE, _OPENED, _INSIDE, _BEHIND, _AFTER = range(5)
+_BEFORE, _OPENED, _INSIDE, _BLANK, _CONTENT = range(5)
 
 
 class ReasoningReader:
     """Splitter of reasoning and content. An answer has reasoning if it begins with the tag, or inside it."""
 
-    __slots__ = ("_begun", "_close", "_held", "_open", "_state", "num_characters")
+    __slots__ = ("_close", "_has_reasoning", "_held", "_open", "_state", "num_characters")
 
     def __init__(self, tags: tuple[str, str], starts_inside: bool) -> None:
         self._open, self._close = tags
         self._state = _OPENED if starts_inside else _BEFORE
         self._held = ""
-        self._begun = False  # some reasoning has been returned
+        self._has_reasoning = False  # some reasoning has been returned
         self.num_characters = 0  # of the reasoning returned
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that this text makes certain."""
-        if self._state == _AFTER:
+        if self._state == _CONTENT:
             return [Text(text)] if text else []
         self._held += text
         parts: list[Part] = []
@@ -41,10 +40,10 @@ class ReasoningReader:
             self._opened()
         if self._state == _INSIDE:
             parts += self._inside()
-        if self._state == _BEHIND:
+        if self._state == _BLANK:
             self._held = self._held.lstrip()
-            self._state = _AFTER if self._held else _BEHIND
-        if self._state == _AFTER and self._held:
+            self._state = _CONTENT if self._held else _BLANK
+        if self._state == _CONTENT and self._held:
             parts.append(Text(self._held))
             self._held = ""
         return parts
@@ -52,7 +51,7 @@ class ReasoningReader:
     def finish(self) -> list[Part]:
         """Return what was held back: the answer has ended."""
         held, self._held = self._held, ""
-        if not held or self._state == _BEHIND:
+        if not held or self._state == _BLANK:
             return []
         if self._state == _BEFORE:
             return [Text(held)]
@@ -60,12 +59,12 @@ class ReasoningReader:
         return [Reasoning(held)]
 
     def _before(self) -> None:
-        begun = self._held.lstrip()
-        if begun.startswith(self._open):
-            self._held = begun[len(self._open) :]
+        rest = self._held.lstrip()
+        if rest.startswith(self._open):
+            self._held = rest[len(self._open) :]
             self._state = _INSIDE
-        elif not self._open.startswith(begun):
-            self._state = _AFTER
+        elif not self._open.startswith(rest):
+            self._state = _CONTENT
 
     def _opened(self) -> None:
         """Drop an opening tag that the prompt holds already: models repeat it."""
@@ -75,16 +74,16 @@ class ReasoningReader:
             self._state = _INSIDE
 
     def _inside(self) -> list[Reasoning | Text]:
-        if not self._begun:
+        if not self._has_reasoning:
             self._held = self._held.lstrip()
         end = self._held.find(self._close)
         if end >= 0:
             thought, self._held = self._held[:end].rstrip(), self._held[end + len(self._close) :]
-            self._state = _BEHIND
+            self._state = _BLANK
         else:
             safe = self._held[: len(self._held) - held_at_end(self._held, self._close)].rstrip()
             thought, self._held = safe, self._held[len(safe) :]
-        self._begun |= bool(thought)
+        self._has_reasoning |= bool(thought)
         self.num_characters += len(thought)
         return [Reasoning(thought)] if thought else []
 
@@ -96,11 +95,15 @@ class AnswerReader:
     """
 
     def __init__(self, answer_format: AnswerFormat | None, seed: str) -> None:
-        known = answer_format or AnswerFormat()
-        self._reasoning = ReasoningReader(known.reasoning, known.starts_inside) if known.reasoning else None
-        make: Callable[[AnswerFormat, str], CallReader] | None = CALL_READERS[known.calls] if known.calls else None
-        self._calls = make(known, seed) if make else None
-        self._is_single = known.is_single
+        answer_format = answer_format or AnswerFormat()
+        self._reasoning = (
+            ReasoningReader(answer_format.reasoning, answer_format.starts_inside) if answer_format.reasoning else None
+        )
+        make: Callable[[AnswerFormat, str], CallReader] | None = (
+            CALL_READERS[answer_format.calls] if answer_format.calls else None
+        )
+        self._calls = make(answer_format, seed) if make else None
+        self._is_single = answer_format.is_single
         self._has_call = False
         self.num_characters = 0  # of all text
 
@@ -111,7 +114,7 @@ class AnswerReader:
 
     @property
     def has_calls(self) -> bool:
-        """True once a call has begun."""
+        """True once a call has rest."""
         return self._calls is not None and self._calls.num_calls > 0
 
     def push(self, text: str) -> list[Part]:
@@ -128,24 +131,24 @@ class AnswerReader:
         parts = self._reasoning.finish() if self._reasoning is not None else []
         if self._calls is None:
             return parts
-        return self._with_calls(self._calls, parts) + self._counted(self._calls.finish())
+        return self._with_calls(self._calls, parts) + self._keep(self._calls.finish())
 
     def _with_calls(self, reader: CallReader, split: list[Part]) -> list[Part]:
         """Return the parts, with calls extracted from the content."""
         parts: list[Part] = []
         for part in split:
-            parts += self._counted(reader.push(part.text)) if isinstance(part, Text) else [part]
+            parts += self._keep(reader.push(part.text)) if isinstance(part, Text) else [part]
         return parts
 
-    def _counted(self, parts: list[Part]) -> list[Part]:
+    def _keep(self, parts: list[Part]) -> list[Part]:
         """Return the parts to keep: with `is_single`, only those up to the end of the first call."""
         if not self._is_single:
             return parts
-        counted: list[Part] = []
+        kept: list[Part] = []
         for part in parts:
             if isinstance(part, CallBegin | CallArguments):
                 self._has_call = True
-                counted += [part] if part.index == 0 else []
+                kept += [part] if part.index == 0 else []
             elif not self._has_call:
-                counted.append(part)
-        return counted
+                kept.append(part)
+        return kept

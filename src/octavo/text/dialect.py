@@ -1,17 +1,41 @@
 """Dialect: how a model writes tool calls and reasoning, derived from its chat template.
 
-Owns: the names of call formats and reasoning tags, and choosing among them. Does not: read answers (AnswerReader does),
-or render anything.
+Owns: the call formats and reasoning tags by name, the texts that mark calls, and choosing among them.
+Does not: read answers (AnswerReader does), or render anything.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from octavo.text.calls.registry import CALL_MARKERS
+from octavo.text.answer_format import AnswerFormat
+from octavo.text.calls.mistral import ARGS, CALL_ID, MARKER, MistralCalls
+from octavo.text.calls.plain import PlainCalls
+from octavo.text.calls.reader import CallReader, Output
+from octavo.text.calls.tagged import TaggedCalls
+from octavo.text.calls.xml import XmlCalls
+
+PYTHON_TAG = "<|python_tag|>"
+HERMES_TAGS = ("<tool_call>", "</tool_call>")
+MISTRAL_DIGITS = 9  # the length that its templates require of an id
+
+CALL_READERS: Mapping[str, Callable[[AnswerFormat, str], CallReader]] = {
+    "hermes": lambda _, seed: TaggedCalls(Output(seed), HERMES_TAGS),
+    "llama3": lambda answer_format, seed: PlainCalls(Output(seed), answer_format.names, PYTHON_TAG),
+    "mistral": lambda _, seed: MistralCalls(Output(seed, MISTRAL_DIGITS)),
+    "qwen3_coder": lambda answer_format, seed: XmlCalls(Output(seed), answer_format.texts),
+    "json": lambda answer_format, seed: PlainCalls(Output(seed), answer_format.names),
+}
+CALL_MARKERS: Mapping[str, tuple[str, ...]] = {
+    "hermes": HERMES_TAGS,
+    "llama3": (PYTHON_TAG,),
+    "mistral": (MARKER, ARGS, CALL_ID),
+    "qwen3_coder": HERMES_TAGS,
+    "json": (),
+}
 
 Tags = tuple[str, str]
 REASONING_TAGS: Mapping[str, Tags] = {

@@ -21,17 +21,17 @@ _LIKELY_CHARS = 5  # characters per token; a text with fewer per allowed token i
 _SEARCH_CHARS = 1024  # at the end of a part that are searched for a place to cut
 
 
-def num_tokens_if_over(tokenizer: Tokenizer, text: str, most: int) -> int | None:
-    """Return a lower bound of the text's number of tokens if it is more than `most`, else None."""
-    least = len(text) // tokenizer.longest_piece
-    if least > most:
-        return least
-    if len(text) <= max(PART_CHARS, most * _LIKELY_CHARS):
+def num_tokens_if_over(tokenizer: Tokenizer, text: str, max_tokens: int) -> int | None:
+    """Return a lower bound of the text's number of tokens if it is more than `max_tokens`, else None."""
+    lower_bound = len(text) // tokenizer.longest_piece
+    if lower_bound > max_tokens:
+        return lower_bound
+    if len(text) <= max(PART_CHARS, max_tokens * _LIKELY_CHARS):
         return None
     num = 0
     for part in _parts(text):
         num += tokenizer.count(part) - SPARE_PER_CUT
-        if num > most:
+        if num > max_tokens:
             return num
     return None
 

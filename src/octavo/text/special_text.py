@@ -82,13 +82,13 @@ class SpecialTextGuard:
         """
         if self._pattern is None:
             return []
-        found, at = [], self._pattern.search(text)
+        positions, at = [], self._pattern.search(text)
         while at is not None:
-            found.append(at.start() + 1)
+            positions.append(at.start() + 1)
             at = self._pattern.search(text, at.start() + 1)
         if self._normalizer is not None and self._pattern.search(self._normalizer.normalize_str(text)):
-            found.append(0)
-        return sorted({*found, *(self._edges(text) if has_edges else ())})
+            positions.append(0)
+        return sorted({*positions, *(self._edges(text) if has_edges else ())})
 
     def _edges(self, text: str) -> Iterable[int]:
         inner = text.strip()
@@ -123,7 +123,7 @@ class SpecialTextGuard:
 
     def _named(self, part: str) -> str:
         """Return a part of the template's text with its guarded tokens replaced by private names."""
-        return self._any_added.sub(lambda found: self._names.get(found[0], found[0]), part)
+        return self._any_added.sub(lambda match: self._names.get(match[0], match[0]), part)
 
     @cached_property
     def _any_added(self) -> re.Pattern[str]:

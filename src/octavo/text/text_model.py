@@ -81,23 +81,23 @@ class TextModel:
     ) -> TextModel:
         """Read everything. `chat_template_file` replaces the model's template. Raises ModelFileError."""
         spec = read_model_spec(files)
-        found: tuple[str, Path] | None
+        source: tuple[str, Path] | None
         if files.kind == "scripted":
             path = files.weights[0]
-            tokenizer, found = scripted_tokenizer(path), (TEMPLATE, path)
+            tokenizer, source = scripted_tokenizer(path), (TEMPLATE, path)
         elif files.kind == "gguf":
             first = GGUFFile.open(files.weights[0])
-            tokenizer, found = Tokenizer.from_gguf(first), _gguf_template(first)
+            tokenizer, source = Tokenizer.from_gguf(first), _gguf_template(first)
         else:
             tokenizer = Tokenizer.from_folder(files.root)
-            found = _folder_template(files.root)
+            source = _folder_template(files.root)
         if chat_template_file is not None:
-            found = _read_text(Path(chat_template_file)), Path(chat_template_file)
+            source = _read_text(Path(chat_template_file)), Path(chat_template_file)
         template = None
-        if found is not None:
-            source, path = found
-            is_trusted = trust_template or source is TEMPLATE
-            template = ChatTemplate(source, tokenizer.special_tokens, path=path, is_trusted=is_trusted)
+        if source is not None:
+            text, path = source
+            is_trusted = trust_template or text is TEMPLATE
+            template = ChatTemplate(text, tokenizer.special_tokens, path=path, is_trusted=is_trusted)
         return cls(files.name, spec, tokenizer, template, special_tokens_in_text)
 
     def prompt_from_messages(
@@ -115,14 +115,18 @@ class TextModel:
         `template_kwargs` (from a client, with any names) and `variables` are both variables of the template.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        asked = self.conversation(messages, **options, tools=tools, variables={**(template_kwargs or {}), **variables})
-        prompt = self._rendered(asked)
-        return prompt if asked.mark is None else prompt.replace(asked.mark, "")
+        conversation = self.conversation(
+            messages, **options, tools=tools, variables={**(template_kwargs or {}), **variables}
+        )
+        prompt = self._rendered(conversation)
+        return prompt if conversation.mark is None else prompt.replace(conversation.mark, "")
 
-    def _rendered(self, asked: Conversation) -> str:
+    def _rendered(self, conversation: Conversation) -> str:
         assert self.chat_template is not None
-        made = self.chat_template.render(asked.messages, asked.add_generation_prompt, asked.tools, **asked.variables)
-        return asked.cut_at_continuation(made) if asked.is_continued else made
+        prompt = self.chat_template.render(
+            conversation.messages, conversation.add_generation_prompt, conversation.tools, **conversation.variables
+        )
+        return conversation.cut_at_continuation(prompt) if conversation.is_continued else prompt
 
     def conversation(
         self,
@@ -169,8 +173,10 @@ class TextModel:
         The template writes the beginning-of-sequence token where the model wants one, so none is added here.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        asked = self.conversation(messages, **options, tools=tools, variables={**(template_kwargs or {}), **variables})
-        return self.encode_prompt(self._rendered(asked), asked.mark)
+        conversation = self.conversation(
+            messages, **options, tools=tools, variables={**(template_kwargs or {}), **variables}
+        )
+        return self.encode_prompt(self._rendered(conversation), conversation.mark)
 
     def encode_prompt(
         self, prompt: str, mark: str | None, add_special_tokens: bool = False, num_kept: int | None = None

@@ -26,7 +26,7 @@ To call a function, answer with its name and arguments as a JSON object between 
 </tool_call>
 The result comes between <tool_response> tags. Call a function only if it helps; otherwise just answer."""
 _RESULT = "<tool_response>\n{}\n</tool_response>"
-_BEHIND_RESULTS = "\nNow answer my question in plain words."  # without it the smallest models repeat the result
+_AFTER_RESULTS = "\nNow answer my question in plain words."  # without it the smallest models repeat the result
 
 
 def with_tools(
@@ -46,7 +46,7 @@ def with_tools(
             shown.append({"role": "user", "results": [message["content"]]})
     for message in shown:
         if "results" in message:
-            message["content"] = "\n".join(map(_RESULT.format, message.pop("results"))) + _BEHIND_RESULTS
+            message["content"] = "\n".join(map(_RESULT.format, message.pop("results"))) + _AFTER_RESULTS
     if tools:
         section = _INTRODUCTION.format(tools="\n".join(map(_line, tools)))
         if shown[0]["role"] == "system" or (not takes_system and shown[0]["role"] == "user"):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 
-from octavo.text.answer_parts import Part
-from octavo.text.calls.json_value import JsonValue
-from octavo.text.calls.reader import Output, held_at_end
+from octavo.text.answer_format import Part
+from octavo.text.calls.reader import JsonValue, Output, held_at_end
 from octavo.text.calls.tagged import TaggedCalls
 
 MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -31,7 +30,7 @@ class MistralCalls:
 
     @property
     def num_calls(self) -> int:
-        """Calls begun so far."""
+        """Calls rest so far."""
         return self._output.num_calls
 
     def push(self, text: str) -> list[Part]:
@@ -76,16 +75,16 @@ class MistralCalls:
         return True
 
     def _opened(self) -> bool:
-        begun = self._held.lstrip()
-        if not begun:
+        rest = self._held.lstrip()
+        if not rest:
             return False
-        head = _HEAD.match(begun)
-        if begun[0] in "[{":
+        head = _HEAD.match(rest)
+        if rest[0] in "[{":
             self._held, self._state = MARKER + self._held, _LIST
         elif head is not None:
             self._output.begin(head[1])
-            self._held, self._state, self._value = begun[head.end() :], _ARGUMENTS, JsonValue()
-        elif _HEAD_SO_FAR.fullmatch(begun):
+            self._held, self._state, self._value = rest[head.end() :], _ARGUMENTS, JsonValue()
+        elif _HEAD_SO_FAR.fullmatch(rest):
             return False
         else:
             self._output.text(MARKER)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from octavo.text.answer_parts import Part
-from octavo.text.calls.call_object import CallObject
-from octavo.text.calls.reader import Output, held_at_end
+from octavo.text.answer_format import Part
+from octavo.text.calls.reader import CallObject, Output, held_at_end
 
-_START, _OBJECT, _BEHIND, _TEXT = range(4)
+_START, _OBJECT, _AFTER_CALL, _TEXT = range(4)
 
 
 class PlainCalls:
@@ -24,7 +23,7 @@ class PlainCalls:
         self._marker = marker
         self._state = _START
         self._held = ""
-        self._given_back = ""
+        self._consumed = ""
         self._object = CallObject(self._accepts)
 
     @property
@@ -42,10 +41,10 @@ class PlainCalls:
     def finish(self) -> list[Part]:
         """Return what was held back."""
         if self._state == _OBJECT:
-            self._output.text(self._given_back + self._object.raw + self._held)
+            self._output.text(self._consumed + self._object.raw + self._held)
         elif self._state in (_START, _TEXT):
-            self._output.text(self._given_back + self._held)
-        self._held = self._given_back = ""
+            self._output.text(self._consumed + self._held)
+        self._held = self._consumed = ""
         return self._output.finish()
 
     def _accepts(self, name: str) -> bool:
@@ -58,11 +57,11 @@ class PlainCalls:
         if self._state == _OBJECT:
             return self._in_object()
         rest = self._held.lstrip()
-        self._given_back += self._held[: len(self._held) - len(rest)]
+        self._consumed += self._held[: len(self._held) - len(rest)]
         self._held = rest
         if not rest:
             return False
-        return self._start() if self._state == _START else self._behind()
+        return self._start() if self._state == _START else self._after_call()
 
     def _in_text(self) -> bool:
         """Read content: once there is some, only the marker begins a call."""
@@ -78,34 +77,34 @@ class PlainCalls:
         return False
 
     def _start(self) -> bool:
-        has_begun = bool(self._given_back.strip())
+        has_begun = bool(self._consumed.strip())
         if self._marker and not has_begun:
             if self._held.startswith(self._marker):
                 return self._move(len(self._marker))
             if self._marker.startswith(self._held):
                 return False
-        if self._held[0] == "[" and not self._given_back.rstrip().endswith("["):
+        if self._held[0] == "[" and not self._consumed.rstrip().endswith("["):
             return self._move(1)
         self._object, self._state = CallObject(self._accepts), _OBJECT
         return True
 
     def _move(self, length: int) -> bool:
-        self._given_back += self._held[:length]
+        self._consumed += self._held[:length]
         self._held = self._held[length:]
         return True
 
     def _in_object(self) -> bool:
         self._held = self._output.object(self._object, self._held)
         if self._object.has_failed:
-            self._output.text(self._given_back + self._object.raw)
-            self._given_back, self._state = "", _TEXT
+            self._output.text(self._consumed + self._object.raw)
+            self._consumed, self._state = "", _TEXT
         elif self._object.has_begun:
-            self._given_back = ""
+            self._consumed = ""
             if self._object.is_done:
-                self._state = _BEHIND
+                self._state = _AFTER_CALL
         return bool(self._held)
 
-    def _behind(self) -> bool:
+    def _after_call(self) -> bool:
         """Read what follows a call: another call, or content."""
         if self._held[0] in ",;]":
             return self._move(1)
@@ -116,6 +115,6 @@ class PlainCalls:
         if self._held[0] == "{":
             self._object, self._state = CallObject(self._accepts), _OBJECT
         else:
-            self._output.text(self._given_back.lstrip("] \t\r\n"))
-            self._given_back, self._state = "", _TEXT
+            self._output.text(self._consumed.lstrip("] \t\r\n"))
+            self._consumed, self._state = "", _TEXT
         return True

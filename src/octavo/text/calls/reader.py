@@ -1,15 +1,27 @@
-"""CallReader: the protocol of the parsers of call formats, and what they share.
+"""CallReader, the protocol of the parsers of call formats, and what they share: JsonValue, CallObject, Output.
 
-Owns: the protocol, the numbers and ids of calls, blank space around them. Does not: know a format.
+Owns: the end of a JSON value, a call written as a JSON object, the numbers and ids of calls, blank space around them.
+Does not: know a format.
+Invariants: until a CallObject has begun it returns no arguments, and `raw` holds all its text, so that the caller can
+emit it as content if it is no call; from then on parsing cannot fail. Control characters in strings, which models write
+and JSON forbids, are escaped; all else is unchanged.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Protocol
 
-from octavo.text.answer_parts import CallArguments, CallBegin, Part, Text
-from octavo.text.calls.call_object import CallObject
+from octavo.text.answer_format import CallArguments, CallBegin, Part, Text
+
+NAMES = ("name",)
+ARGUMENTS = ("arguments", "parameters")
+_OPEN, _KEY, _COLON, _VALUE, _NEXT, _DONE, _FAILED = range(7)
+_BLANKS = " \t\r\n"
+_MAX_KEY = 256
+_VALUE_ENDS = " \t\r\n,"
 
 
 class CallReader(Protocol):
@@ -37,10 +49,224 @@ def held_at_end(text: str, marker: str) -> int:
     return 0
 
 
+class JsonValue:
+    """Incremental scanner of one value. `text` is the value so far."""
+
+    __slots__ = ("_depth", "_is_escaped", "_is_in_string", "_num_taken", "_parts", "is_done")
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+        self._num_taken = 0
+        self.is_done = False
+
+    @property
+    def text(self) -> str:
+        """The value so far."""
+        return "".join(self._parts)
+
+    @property
+    def is_object(self) -> bool:
+        """True if the value has begun and is an object."""
+        return bool(self._parts) and self._parts[0].startswith("{")
+
+    def take(self) -> str:
+        """Return the text added since the last call."""
+        new = "".join(self._parts[self._num_taken :])
+        self._num_taken = len(self._parts)
+        return new
+
+    def push(self, text: str, at: int = 0) -> int:
+        """Take text from `at` on; return the index at which the value, or else the text, ends."""
+        start = at
+        while at < len(text) and not self.is_done:
+            character = text[at]
+            if not self._parts and start == at and character in " \t\r\n":
+                start = at = at + 1
+                continue
+            if self._is_in_string:
+                if character < " ":
+                    self._parts += (text[start:at], json.dumps(character)[1:-1])
+                    start = at + 1
+                self._step_in_string(character)
+            elif not self._step(character):
+                break
+            at += 1
+        if at > start:
+            self._parts.append(text[start:at])
+        return at
+
+    def _step_in_string(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == '"':
+            self._is_in_string = False
+            self.is_done = self._depth == 0
+
+    def _step(self, character: str) -> bool:
+        """Take a character outside of strings; return False if the value ended before it."""
+        if character == '"':
+            self._is_in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]" and self._depth:
+            self._depth -= 1
+            self.is_done = self._depth == 0
+        elif self._depth == 0 and (character in _VALUE_ENDS or character in "}]"):
+            self.is_done = True
+            return False
+        return True
+
+
+class CallObject:
+    """Incremental parser of one object. `accepts` says whether a name can be called."""
+
+    __slots__ = (
+        "_accepts",
+        "_arguments_before_name",
+        "_is_streaming",
+        "_key",
+        "_state",
+        "_value",
+        "arguments",
+        "has_begun",
+        "name",
+        "raw",
+    )
+
+    def __init__(self, accepts: Callable[[str], bool]) -> None:
+        self._accepts = accepts
+        self._state = _OPEN
+        self._key: str | None = None
+        self._value = JsonValue()
+        self._arguments_before_name: str | None = None  # arguments that preceded the name
+        self._is_streaming = False
+        self.name: str | None = None
+        self.has_begun = False
+        self.arguments = ""  # read since the last take()
+        self.raw = ""
+
+    @property
+    def is_done(self) -> bool:
+        """True once the object has ended."""
+        return self._state == _DONE
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the text is no call."""
+        return self._state == _FAILED
+
+    def take(self) -> str:
+        """Return the arguments read since the last call."""
+        arguments, self.arguments = self.arguments, ""
+        return arguments
+
+    def push(self, text: str) -> str:
+        """Parse text; return the rest after the object, or from the first character that shows that it is no call."""
+        at = 0
+        while at < len(text) and self._state not in (_DONE, _FAILED):
+            if self._state == _VALUE:
+                at = self._value.push(text, at)
+                self._read_value()
+            elif self._step(text[at]):
+                at += 1
+        if not self.has_begun:
+            self.raw += text[:at]
+        return text[at:]
+
+    def _step(self, character: str) -> bool:
+        """Take one character outside of values; return False if it is not part of the object."""
+        is_in_key = self._state == _KEY and self._key is not None
+        if is_in_key and len(self._key or "") < _MAX_KEY:
+            self._add_to_key(character)
+        elif is_in_key:
+            return self._fail()
+        elif character in _BLANKS:
+            return True
+        elif self._state == _KEY and character == '"':
+            self._key = character
+        elif self._state == _OPEN and character == "{":
+            self._state = _KEY
+        elif self._state == _COLON and character == ":":
+            self._state, self._value = _VALUE, JsonValue()
+        elif self._state == _NEXT and character == ",":
+            self._state, self._key = _KEY, None
+        elif character == "}" and self._state in (_KEY, _NEXT) and self.name is not None:
+            self._state = _DONE
+            if not self.has_begun:
+                self._begin("{}")
+        else:
+            return self._fail()
+        return True
+
+    def _fail(self) -> bool:
+        """Stop before the next character: done if the call has begun, else failed. Return False."""
+        self._state = _DONE if self.has_begun else _FAILED
+        return False
+
+    def _add_to_key(self, character: str) -> None:
+        """Take one character of a key."""
+        assert self._key is not None
+        self._key += character
+        if character == '"' and not self._key.endswith('\\"'):
+            self._state, self._key = _COLON, self._key[1:-1]
+
+    def _read_value(self) -> None:
+        value, is_arguments = self._value, self._key in ARGUMENTS
+        if is_arguments and not self.has_begun and self.name is not None and value.is_object:
+            self._begin("")
+            self._is_streaming = True
+        if self._is_streaming:
+            self.arguments += value.take()
+        if not value.is_done:
+            return
+        self._is_streaming = False
+        self._state = _NEXT
+        if self._key in NAMES and self.name is None:
+            self._set_name(value.text)
+        elif is_arguments and not self.has_begun:
+            self._set_arguments(value.text)
+
+    def _set_name(self, text: str) -> None:
+        name = _parse(text)
+        if not isinstance(name, str) or not self._accepts(name):
+            self._state = _FAILED
+            return
+        self.name = name
+        if self._arguments_before_name is not None:
+            self._begin(self._arguments_before_name)
+
+    def _set_arguments(self, text: str) -> None:
+        """Take arguments that could not be streamed: those before the name, or written as a string."""
+        value = _parse(text)
+        if isinstance(value, str):
+            text = value
+        if value is None or not text.strip():
+            text = "{}"
+        if self.name is None:
+            self._arguments_before_name = text
+        else:
+            self._begin(text)
+
+    def _begin(self, arguments: str) -> None:
+        self.has_begun, self.raw = True, ""
+        self.arguments += arguments
+
+
+def _parse(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 class Output:
     """The parts of one answer, in order. Blank space next to a call is not part of the content."""
 
-    __slots__ = ("_blank", "_digits", "_is_behind_call", "_parts", "_seed", "num_calls")
+    __slots__ = ("_blank", "_digits", "_follows_call", "_parts", "_seed", "num_calls")
 
     def __init__(self, seed: str, digits: int = 0) -> None:
         """Derive call ids from `seed`: `digits` hexadecimal digits, or with 0 OpenAI's form, "call_..."."""
@@ -48,7 +274,7 @@ class Output:
         self._digits = digits
         self._parts: list[Part] = []
         self._blank: list[str] = []
-        self._is_behind_call = False
+        self._follows_call = False
         self.num_calls = 0
 
     def take(self) -> list[Part]:
@@ -61,8 +287,8 @@ class Output:
         if self._blank and text.isspace():
             self._blank.append(text)
             return
-        text = text.lstrip() if self._is_behind_call else "".join(self._blank) + text
-        self._is_behind_call &= not text
+        text = text.lstrip() if self._follows_call else "".join(self._blank) + text
+        self._follows_call &= not text
         shown = text.rstrip()
         self._blank = [text[len(shown) :]] if len(shown) < len(text) else []
         if shown:
@@ -70,7 +296,7 @@ class Output:
 
     def begin(self, name: str) -> None:
         """Begin a call."""
-        self._blank, self._is_behind_call = [], True
+        self._blank, self._follows_call = [], True
         self._parts.append(CallBegin(self.num_calls, self._call_id(self.num_calls), name))
         self.num_calls += 1
 
@@ -79,14 +305,14 @@ class Output:
         if text:
             self._parts.append(CallArguments(self.num_calls - 1, text))
 
-    def object(self, read: CallObject, text: str) -> str:
+    def object(self, call: CallObject, text: str) -> str:
         """Push text to an object, add the call and arguments that it yields, and return the text after it."""
-        had_begun = read.has_begun
-        rest = read.push(text)
-        if read.has_begun and not had_begun:
-            assert read.name is not None
-            self.begin(read.name)
-        self.arguments(read.take())
+        was_begun = call.has_begun
+        rest = call.push(text)
+        if call.has_begun and not was_begun:
+            assert call.name is not None
+            self.begin(call.name)
+        self.arguments(call.take())
         return rest
 
     def finish(self) -> list[Part]:

@@ -1,5 +1,5 @@
 """TaggedCalls: calls as JSON between tags, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and
-Qwen write them; several objects or a list of them between two tags are taken too.
+Qwen write them; several objects or a list of them between two tags are accepted too.
 
 Owns: the tags. Does not: read an object (CallObject does).
 Invariant: text between tags that is no call is returned as content, tags included; what follows is parsed as usual.
@@ -7,11 +7,10 @@ Invariant: text between tags that is no call is returned as content, tags includ
 
 from __future__ import annotations
 
-from octavo.text.answer_parts import Part
-from octavo.text.calls.call_object import CallObject
-from octavo.text.calls.reader import Output, held_at_end
+from octavo.text.answer_format import Part
+from octavo.text.calls.reader import CallObject, Output, held_at_end
 
-_OUTSIDE, _OPENED, _OBJECT, _BEHIND = range(4)
+_OUTSIDE, _OPENED, _OBJECT, _AFTER_CALL = range(4)
 
 
 class TaggedCalls:
@@ -22,7 +21,7 @@ class TaggedCalls:
         self._open, self._close = tags
         self._state = _OUTSIDE
         self._held = ""
-        self._given_back = ""  # text taken from the opening tag on, while no call has begun
+        self._consumed = ""  # text taken from the opening tag on, while no call has begun
         self._object = CallObject(bool)
 
     @property
@@ -44,7 +43,7 @@ class TaggedCalls:
     def finish(self) -> list[Part]:
         """Return what was held back. An unfinished tag is dropped; an opening tag only if the answer has calls."""
         if self._state == _OBJECT or (self._state == _OPENED and not self.num_calls):
-            self._output.text(self._given_back + self._object.raw + self._held)
+            self._output.text(self._consumed + self._object.raw + self._held)
         elif self._state == _OUTSIDE and not self.num_calls:
             self._output.text(self._held)
         self._held = ""
@@ -58,11 +57,11 @@ class TaggedCalls:
             return self._in_object()
         rest = self._held.lstrip()
         if self._state == _OPENED:
-            self._given_back += self._held[: len(self._held) - len(rest)]
+            self._consumed += self._held[: len(self._held) - len(rest)]
         self._held = rest
         if not rest:
             return False
-        return self._opened() if self._state == _OPENED else self._behind()
+        return self._opened() if self._state == _OPENED else self._after_call()
 
     def _outside(self) -> bool:
         at = self._held.find(self._open)
@@ -73,12 +72,12 @@ class TaggedCalls:
             return False
         self._output.text(self._held[:at])
         self._held = self._held[at + len(self._open) :]
-        self._given_back, self._state = self._open, _OPENED
+        self._consumed, self._state = self._open, _OPENED
         return True
 
     def _opened(self) -> bool:
-        if self._held.startswith("[") and not self._given_back.rstrip().endswith("["):
-            self._given_back += "["
+        if self._held.startswith("[") and not self._consumed.rstrip().endswith("["):
+            self._consumed += "["
             self._held = self._held[1:]
         else:
             self._object, self._state = CallObject(bool), _OBJECT
@@ -87,15 +86,15 @@ class TaggedCalls:
     def _in_object(self) -> bool:
         self._held = self._output.object(self._object, self._held)
         if self._object.has_failed:
-            self._output.text(self._given_back + self._object.raw)
+            self._output.text(self._consumed + self._object.raw)
             self._state = _OUTSIDE
         elif self._object.has_begun:
-            self._given_back = ""
+            self._consumed = ""
             if self._object.is_done:
-                self._state = _BEHIND
+                self._state = _AFTER_CALL
         return bool(self._held)
 
-    def _behind(self) -> bool:
+    def _after_call(self) -> bool:
         """Read what follows a call: another call, the closing tag, or content."""
         if self._held[0] in ",];":
             self._held = self._held[1:]

@@ -11,14 +11,14 @@ import json
 import re
 from collections.abc import Collection
 
-from octavo.text.answer_parts import Part
+from octavo.text.answer_format import Part
 from octavo.text.calls.reader import Output, held_at_end
 
 _OPEN, _CLOSE, _FUNCTION, _END = "<tool_call>", "</tool_call>", "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]{1,128})>")
 _MAX_HEAD = 256
-_OUTSIDE, _OPENED, _FUNCTION_BODY, _VALUE, _BEHIND = range(5)
+_OUTSIDE, _OPENED, _FUNCTION_BODY, _VALUE, _AFTER_CALL = range(5)
 
 
 class XmlCalls:
@@ -66,13 +66,13 @@ class XmlCalls:
         self._held = self._held.lstrip()
         if not self._held:
             return False
-        return self._in_function() if self._state == _FUNCTION_BODY else self._behind()
+        return self._in_function() if self._state == _FUNCTION_BODY else self._after_call()
 
     def _outside(self) -> bool:
-        found = [at for at in (self._held.find(_OPEN), self._held.find(_FUNCTION)) if at >= 0]
-        if found:
-            self._output.text(self._held[: min(found)])
-            self._held, self._state = self._held[min(found) :], _OPENED
+        positions = [at for at in (self._held.find(_OPEN), self._held.find(_FUNCTION)) if at >= 0]
+        if positions:
+            self._output.text(self._held[: min(positions)])
+            self._held, self._state = self._held[min(positions) :], _OPENED
             return True
         safe = len(self._held) - max(held_at_end(self._held, _OPEN), held_at_end(self._held, _FUNCTION))
         self._output.text(self._held[:safe])
@@ -107,7 +107,7 @@ class XmlCalls:
         elif _END.startswith(self._held) or _PARAMETER.startswith(self._held):
             return False
         self._output.arguments("}" if self._num_arguments else "{}")
-        self._state = _BEHIND
+        self._state = _AFTER_CALL
         return bool(self._held)
 
     def _in_value(self) -> bool:
@@ -134,7 +134,7 @@ class XmlCalls:
                 pass  # then it is a string
         return json.dumps(value, ensure_ascii=False)
 
-    def _behind(self) -> bool:
+    def _after_call(self) -> bool:
         """Read what follows a call: its outer tag may be closed here."""
         if _CLOSE.startswith(self._held) and self._held != _CLOSE:
             return False

@@ -16,8 +16,7 @@ import msgspec
 from octavo.core.request import FinishReason
 from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat
 from octavo.server.http.errors import anthropic_error
-from octavo.text.answer_format import AnswerFormat
-from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
+from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:

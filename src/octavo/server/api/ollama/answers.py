@@ -17,7 +17,7 @@ from octavo.server.api.anthropic.answers import call_input, reader_of
 from octavo.server.api.completions.answers import chat_logprobs
 from octavo.server.encoding import REASONS, AnswerSpec, Choice, Json, Pieces, StreamFormat
 from octavo.server.http.errors import ollama_error
-from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
+from octavo.text.answer_format import CallArguments, CallBegin, Part, Reasoning, Text
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage

@@ -16,8 +16,7 @@ from msgspec.json import encode
 from octavo.core.request import FinishReason
 from octavo.server.api.completions.answers import IdPieces, chat_logprobs, timings_json
 from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat
-from octavo.text.answer_format import AnswerFormat
-from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
+from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
