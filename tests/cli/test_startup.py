@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.artifacts.resolve import ModelFiles
 from octavo.cli.api_process import ApiTask
-from octavo.cli.startup import call_report, process_report, startup_report
+from octavo.cli.api_server import call_report, process_report, startup_report
 from octavo.cli.terminal import limit_remarks
 from octavo.config.sources import load_config
 from octavo.core.limits import GroupKind, GroupSpec
