@@ -129,7 +129,7 @@ def test_ctrl_c_leaves_what_can_be_gone_on_with(tmp_path: Path, script: str) -> 
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
-    assert process.returncode == 130 and "the same command goes on where it was" in said and "Traceback" not in said
+    assert process.returncode == 130 and "the same command continues where it was" in said and "Traceback" not in said
     assert out.read_bytes().endswith(b"\n") and 2 <= len(read(out)) < 200
 
 
@@ -188,5 +188,5 @@ def test_a_file_that_is_no_output_is_refused_and_stays(
     file, thesis = write(tmp_path, ask("a")), tmp_path / "thesis.txt"
     thesis.write_text("a line that does not end")
     assert main(["batch", str(file), "--model", script, flag, str(thesis), *more]) == 2
-    assert f"{flag} {thesis} holds something else than answers" in capsys.readouterr().err
+    assert f"{flag} {thesis} is not a file of answers" in capsys.readouterr().err
     assert thesis.read_text() == "a line that does not end"

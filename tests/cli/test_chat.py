@@ -13,8 +13,8 @@ import pytest
 from tests.fake_server import FakeServer
 
 from octavo.cli import chat, main
-from octavo.cli.answerers import RemoteAnswerer
-from octavo.cli.conversation import NUMBERS, ChatSession, CommandError
+from octavo.cli.answers import RemoteAnswerer
+from octavo.cli.chat import NUMBERS, ChatSession, CommandError
 from octavo.errors import OctavoError
 
 
@@ -65,15 +65,15 @@ def test_commands_change_the_conversation(tmp_path: Path) -> None:
     talk.command(f"/save {path}")
     other = ChatSession()
     assert "2 messages" in other.command(f"/load {path}")
-    assert (other.asked(), other.params) == (talk.asked(), talk.params)
-    assert other.asked()[0] == {"role": "system", "content": "be brief"}
+    assert (other.prompt(), other.params) == (talk.prompt(), talk.params)
+    assert other.prompt()[0] == {"role": "system", "content": "be brief"}
     assert other.command("/params temperature=") == "max_tokens=7"
     other.command("/retry")
     assert other.wants_answer and [m["role"] for m in other.messages] == ["user"]
     other.command("/undo")
     assert not other.messages
     other.command("/reset")
-    assert other.asked() == [{"role": "system", "content": "be brief"}]
+    assert other.prompt() == [{"role": "system", "content": "be brief"}]
     assert all(f"/{name}" in other.command("/help") for name in ("reset", "system", "params", "save", "load", "exit"))
     other.command("/exit")
     assert other.is_over

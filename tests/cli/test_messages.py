@@ -19,8 +19,7 @@ from tests.source_tree import ROOT
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
-from octavo.cli.chat import _turn
-from octavo.cli.conversation import ChatSession
+from octavo.cli.chat import ChatSession, _turn
 from octavo.cli.flags import Parser, UsageError, add_settings, check_output
 from octavo.cli.server_registry import ServerRecord, open_server_folder
 from octavo.config import ServingConfig
@@ -156,16 +155,16 @@ def test_the_page_on_migration_knows_every_flag_as_the_command_line_does() -> No
 @pytest.mark.parametrize("line", ["/bye", "/exit", "/quit", "exit", "quit", " exit "])
 def test_a_conversation_is_left_in_every_usual_way(line: str) -> None:
     conversation = ChatSession()
-    _turn(None, None, conversation, line)  # type: ignore[arg-type]
+    _turn(conversation, line)
     assert conversation.is_over and not conversation.messages
 
 
 def test_an_unknown_command_of_a_conversation_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     conversation = ChatSession()
-    _turn(None, None, conversation, "/clear")  # type: ignore[arg-type]
+    _turn(conversation, "/clear")
     told = capsys.readouterr().err
     assert "unknown command '/clear'; give one of /help, /reset, /system" in told and "/bye" in told
-    _turn(None, None, conversation, "/sytem x")  # type: ignore[arg-type]
+    _turn(conversation, "/sytem x")
     assert "unknown command '/sytem'; did you mean '/system'?" in capsys.readouterr().err
 
 
@@ -192,7 +191,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
 
     for name in ("simulate.make_plan", "replay.open_recording", "trace.open_recording", "bench.build_local"):
         monkeypatch.setattr(f"octavo.cli.{name}", work)
-    for name in ("generate.build_local", "batch.build_local", "serve.open_socket"):
+    for name in ("batch.load_engine", "serve.open_socket"):
         monkeypatch.setattr(f"octavo.cli.{name}", work)
     message = said(capsys, *words)
     assert "there is no folder /none" in message or "give another folder" in message or "unknown flag" in message

@@ -13,9 +13,9 @@ import pytest
 
 from octavo import cli
 from octavo.artifacts.resolve import find_wheel_model
-from octavo.cli.answer_flags import sampling_params
+from octavo.cli.answers import LocalAnswerer, print_text, sampling_params
 from octavo.cli.flags import UsageError
-from octavo.cli.run import RunRequest, closing_line, prompt_ids, read_words, stream
+from octavo.cli.run import RunRequest, prompt_of, read_words
 from octavo.core.request import FinishError, FinishReason, SamplingParams
 from octavo.errors import EngineError, ErrorKind, InvalidRequestError
 from octavo.frontend.sessions import TextDelta, Usage
@@ -124,7 +124,7 @@ def test_a_prompt_that_looks_like_a_model_is_remarked(here, capsys, monkeypatch,
     def stop(config):
         raise InvalidRequestError("far enough")
 
-    monkeypatch.setattr("octavo.cli.run.build_local", stop)
+    monkeypatch.setattr("octavo.assembly.build_local", stop)
     assert cli.main(["run", word]) == 2
     err = capsys.readouterr().err
     assert err.startswith(note) and err.endswith("error: far enough\n") and err.count("\n") == 1 + bool(note)
@@ -158,13 +158,18 @@ def test_system_needs_a_template() -> None:
     with pytest.raises(UsageError, match="leave out --raw"):
         _words(["Hi"], Terminal(), raw=True, system="Be brief.")
     with pytest.raises(UsageError, match="no chat template"):
-        prompt_ids(_text(template=False), RunRequest("Hi", None, False, "Be brief."))
+        prompt_of(_text(template=False), RunRequest("Hi", None, False, "Be brief."))
 
 
 def test_prompts_go_through_the_template_unless_raw() -> None:
-    assert prompt_ids(_text(), RunRequest("Hi", None, False, "S")) == [("system", "S"), ("user", "Hi")]
-    assert prompt_ids(_text(), RunRequest("Hi", None, True, None)) == [2]
-    assert prompt_ids(_text(template=False), RunRequest("Hi", None, False, None)) == [2]
+    def ids(text, *request):
+        session = FakeSession(_delta(".", FinishReason.STOP))
+        asyncio.run(_print(session, prompt_of(text, RunRequest(*request)), text))
+        return session.prompt_ids
+
+    assert ids(_text(), "Hi", None, False, "S") == [("system", "S"), ("user", "Hi")]
+    assert ids(_text(), "Hi", None, True, None) == [2]
+    assert ids(_text(template=False), "Hi", None, False, None) == [2]
 
 
 def _args(**given):
@@ -181,26 +186,42 @@ def test_flags_beat_the_models_config_beats_the_default() -> None:
         sampling_params(_args(temperature=-1.0), model)
 
 
-def test_deltas_are_streamed() -> None:
-    out = io.StringIO()
+def _answerer(session, text=None):
+    async def submit(ids, params):
+        session.prompt_ids = ids
+        return session
+
+    engine = SimpleNamespace(text=text or _text(), sessions=SimpleNamespace(submit=submit))
+    return LocalAnswerer(engine, SamplingParams(max_tokens=3))
+
+
+async def _print(session, prompt="Hi", text=None):
+    answerer = _answerer(session, text)
+    await print_text(answerer.stream(prompt), [])
+    return answerer
+
+
+def test_deltas_are_streamed(capsys) -> None:
     session = FakeSession(_delta("Hel"), _delta("lo"), _delta(".", FinishReason.STOP))
-    assert asyncio.run(stream(session, out)) == (FinishReason.STOP, USAGE)
-    assert out.getvalue() == "Hello."
-    assert not session.cancelled
+    answerer = asyncio.run(_print(session))
+    assert answerer.usage == USAGE
+    assert answerer.note == "3 tokens, 2.0 tokens/s, first after 500 ms"
+    assert capsys.readouterr().out == "Hello."
 
 
 def test_a_failed_request_says_why() -> None:
     session = FakeSession(_delta("Hel"), _delta("", FinishReason.ERROR, "the pool is gone"))
     with pytest.raises(EngineError, match="the pool is gone"):
-        asyncio.run(stream(session, io.StringIO()))
+        asyncio.run(_print(session))
 
 
 def test_ctrl_c_cancels_the_request() -> None:
     session = FakeSession(_delta("Hel"), hangs=True)
 
     async def interrupted():
-        task = asyncio.create_task(stream(session, io.StringIO()))
+        task = asyncio.create_task(_print(session))
         await asyncio.sleep(0.01)
+        assert not session.cancelled
         task.cancel()
         await task
 
@@ -209,20 +230,21 @@ def test_ctrl_c_cancels_the_request() -> None:
     assert session.cancelled
 
 
-def test_a_reader_that_leaves_cancels_the_request() -> None:
+def test_a_reader_that_leaves_cancels_the_request(monkeypatch) -> None:
     class Closed(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
 
     session = FakeSession(_delta("Hel"))
+    monkeypatch.setattr(sys, "stdout", Closed())
     with pytest.raises(BrokenPipeError):
-        asyncio.run(stream(session, Closed()))
+        asyncio.run(_print(session))
     assert session.cancelled
 
 
-def test_closing_line() -> None:
-    line = closing_line(FinishReason.LENGTH, USAGE, 2.0, 3)
-    assert line == ("3 tokens (cut by --max-tokens 3), 2.0 tokens/s, first after 500 ms; prompt 5 tokens; start 2.0 s")
+def test_an_answer_that_was_cut_is_noted() -> None:
+    answerer = asyncio.run(_print(FakeSession(_delta("a", FinishReason.LENGTH))))
+    assert answerer.note == "3 tokens (cut by max_tokens), 2.0 tokens/s, first after 500 ms"
 
 
 def test_the_default_model_samples_as_its_card_recommends() -> None:

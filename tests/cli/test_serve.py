@@ -110,3 +110,12 @@ def test_an_engine_that_cannot_open_is_one_line(model, capfd) -> None:
     err = capfd.readouterr().err
     assert err.startswith("error: --kv-cache-tokens 5 holds no KV block of 16 tokens")
     assert err.count("\n") == 1
+
+
+def test_the_supervisor_and_the_api_process_start_without_what_is_heavy() -> None:
+    code = (
+        "import sys, octavo.cli.serve, octavo.cli.api_process\n"
+        "sys.exit(' '.join({'torch', 'numpy', 'fastapi', 'starlette', 'uvicorn', 'jinja2'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """`octavo run [MODEL] "prompt"`: one answer, streamed to the terminal; a model alone starts a conversation.
 
-Owns: what the words mean, the template, streaming, the closing line of numbers, a clean end on Ctrl-C.
-Does not: build the engine (assembly does) or keep a conversation (chat does).
+Owns: what the words mean, the prompt, the closing line of numbers.
+Does not: load a model or stream an answer (answers does), or keep a conversation (chat does).
 """
 
 from __future__ import annotations
@@ -15,24 +15,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from octavo.artifacts.resolve import DEFAULT_MODEL, SHORT_NAMES, check_here, names_model, read_reference
-from octavo.assembly import LocalEngine, build_local
-from octavo.cli.answer_flags import MAX_TOKENS, add_answer_arguments, sampling_params
+from octavo.cli.answers import MAX_TOKENS, LocalAnswerer, Messages, add_answer_arguments, print_text
 from octavo.cli.chat import converse
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
-from octavo.cli.terminal import loading, say, warn_limits
+from octavo.cli.terminal import say
 from octavo.config import ENGINE_SECTIONS
 from octavo.config.spelling import did_you_mean
-from octavo.core.request import FinishReason
-from octavo.errors import EngineError
 
 if TYPE_CHECKING:
-    from octavo.frontend.sessions import Session, Usage
     from octavo.text.text_model import TextModel
 
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What the command line asks for. `model` None means the configured one, `prompt` None a conversation."""
+    """What the command line requests. `model` None means the configured one, `prompt` None a conversation."""
 
     prompt: str | None
     model: str | None
@@ -56,31 +52,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer; return 0 when the answer ended by itself or at --max-tokens. Ctrl-C raises, which main makes 130."""
     is_named = "model" in settings_given(args)
-    asked = read_words(args.words, args, sys.stdin, is_named=is_named)
-    config = config_from(args, model=asked.model)
-    if asked.prompt is None:
+    request = read_words(args.words, args, sys.stdin, is_named=is_named)
+    config = config_from(args, model=request.model)
+    if request.prompt is None:
         return converse(args, config)
     if len(args.words) == 1 and not is_named and not args.quiet:
-        say(*_lookalike(asked.prompt))
+        say(*_lookalike(request.prompt))
     args.max_tokens = MAX_TOKENS if args.max_tokens is None else args.max_tokens
-    sampling_params(args, {})  # report a wrong flag before the model loads
-    begun = time.perf_counter()
-    with loading(config.model.model, args.quiet):
-        engine = build_local(config)
-    warn_limits(config, engine.capacity)
-    return asyncio.run(_answer(engine, asked, args, time.perf_counter() - begun))
+    started_at = time.perf_counter()
+    answerer = LocalAnswerer.load(config, args)
+    return asyncio.run(_answer(answerer, request, args.quiet, time.perf_counter() - started_at))
 
 
-async def _answer(engine: LocalEngine, asked: RunRequest, args: argparse.Namespace, start_s: float) -> int:
+async def _answer(answerer: LocalAnswerer, request: RunRequest, is_quiet: bool, start_s: float) -> int:
     try:
-        params = sampling_params(args, engine.text.spec.generation)
-        session = await engine.sessions.submit(prompt_ids(engine.text, asked), params)
-        reason, usage = await stream(session, sys.stdout)
+        await print_text(answerer.stream(prompt_of(answerer.engine.text, request)), [])
         print()
-        if not args.quiet:
-            print(closing_line(reason, usage, start_s, params.max_tokens), file=sys.stderr)
+        if not is_quiet and answerer.usage is not None:
+            tokens = answerer.usage.prompt_tokens
+            print(f"{answerer.note}; prompt {tokens} tokens; start {start_s:.1f} s", file=sys.stderr)
     finally:
-        await engine.client.close()
+        await answerer.close()
     return 0
 
 
@@ -123,40 +115,12 @@ def _lookalike(prompt: str) -> Iterator[str]:
         yield f"note: {prompt!r} is taken as the prompt; octavo chat {prompt} downloads that model and talks with it"
 
 
-def prompt_ids(text: TextModel, asked: RunRequest) -> Sequence[int]:
-    """Return the prompt's ids through the chat template, or without it when raw or when the model has none."""
-    if asked.raw or text.chat_template is None:
-        if asked.system is not None:
+def prompt_of(text: TextModel, request: RunRequest) -> str | Messages:
+    """Return messages for the chat template, or the text itself when raw or when the model has no template."""
+    prompt = request.prompt or ""
+    if request.raw or text.chat_template is None:
+        if request.system is not None:
             raise UsageError("this model has no chat template, so --system cannot be given; leave it out")
-        return text.tokenizer.encode(asked.prompt or "")
-    messages = [{"role": "user", "content": asked.prompt}]
-    if asked.system is not None:
-        messages.insert(0, {"role": "system", "content": asked.system})
-    return text.prompt_ids_from_messages(messages)
-
-
-async def stream(session: Session, out: TextIO) -> tuple[FinishReason, Usage]:
-    """Write deltas as they arrive; cancel the request if this task is cancelled. Raises EngineError if it fails."""
-    try:
-        async for delta in session:
-            out.write(delta.text)
-            out.flush()
-            if delta.finish_reason is not None and delta.usage is not None:
-                if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                    return delta.finish_reason, delta.usage
-                raise EngineError(delta.message or "the engine failed on this prompt")
-    except (asyncio.CancelledError, BrokenPipeError):
-        await session.cancel()
-        raise
-    raise EngineError("the answer ended without a reason")
-
-
-def closing_line(reason: FinishReason, usage: Usage, start_s: float, max_tokens: int | None) -> str:
-    """Return tokens, speed and times of one answer; `start_s` is the engine's start-up time."""
-    decode_s = usage.e2e_s - usage.ttft_s
-    speed = f"{(usage.completion_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else "- tokens/s"
-    cut = f" (cut by --max-tokens {max_tokens})" if reason is FinishReason.LENGTH else ""
-    return (
-        f"{usage.completion_tokens} tokens{cut}, {speed}, first after {usage.ttft_s * 1e3:.0f} ms; "
-        f"prompt {usage.prompt_tokens} tokens; start {start_s:.1f} s"
-    )
+        return prompt
+    system = [] if request.system is None else [{"role": "system", "content": request.system}]
+    return [*system, {"role": "user", "content": prompt}]

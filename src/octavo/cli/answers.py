@@ -1,0 +1,231 @@
+"""What `octavo run`, `chat`, `generate` and `batch` share: sampling flags, and the sources of answers.
+
+Owns: loading a model here; streaming an answer's text from it or from a server, and the line of numbers after it.
+Does not: know the conversation beyond its messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.cli.flags import whole
+from octavo.cli.terminal import loading, reason_of, warn_limits
+from octavo.config import Config
+from octavo.core.request import FinishReason, SamplingParams, sampling_defaults
+from octavo.errors import EngineError, OctavoError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from octavo.assembly import LocalEngine
+    from octavo.frontend.sessions import Usage
+
+MAX_TOKENS = 512
+CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 600.0
+_FLAGS = ("temperature", "top_p", "top_k", "max_tokens")
+Messages = Sequence[Mapping[str, Any]]
+
+
+def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None = MAX_TOKENS) -> None:
+    """Add the sampling flags; `max_tokens` is the default, None for as many tokens as fit."""
+    default = max_tokens if max_tokens is not None else "as many as fit"
+    flags = ("--max-tokens", "--n-predict", "-n")
+    group.add_argument(*flags, type=whole, default=max_tokens, metavar="N", help=f"tokens at most [{default}]")
+    group.add_argument("--temperature", "--temp", type=float, metavar="X", help="0 = greedy [the model's, else 1]")
+    group.add_argument("--top-p", type=float, metavar="X", help="nucleus [the model's, else 1]")
+    group.add_argument("--top-k", type=int, metavar="N", help="most likely tokens [the model's, else all]")
+    group.add_argument("--system", metavar="TEXT", help="system message")
+    group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
+
+
+def params_given(args: argparse.Namespace) -> dict[str, float | int]:
+    """Return the sampling parameters given by flags."""
+    return {name: value for name in _FLAGS if (value := getattr(args, name)) is not None}
+
+
+def sampling_params(args: argparse.Namespace, generation: Mapping[str, float]) -> SamplingParams:
+    """Return the parameters given by flags, else by the model's generation config, else the defaults.
+
+    Raises InvalidRequestError.
+    """
+    given = params_given(args)
+    return SamplingParams(**{**sampling_defaults(generation), **given, "max_tokens": args.max_tokens})
+
+
+def load_engine(config: Config, is_quiet: bool) -> LocalEngine:
+    """Open an engine in this process; print progress and warnings. Raises OctavoError."""
+    from octavo.assembly import build_local  # heavy, and not needed with a server
+
+    with loading(config.model.model, is_quiet):
+        engine = build_local(config)
+    warn_limits(config, engine.capacity)
+    return engine
+
+
+class AnswerError(OctavoError):
+    """A server refused, or could not be reached."""
+
+
+class Answerer(Protocol):
+    """A source of answers to conversations. `note` is the line of numbers about the last answer."""
+
+    name: str
+    note: str
+
+    def stream(self, messages: Messages, params: Mapping[str, float | int]) -> AsyncGenerator[str, None]:
+        """Yield the answer's text as it arrives. Closing or cancelling it ends the request. Raises OctavoError."""
+        ...
+
+    async def close(self) -> None:
+        """Release the engine or the connection."""
+        ...
+
+
+async def print_text(texts: AsyncGenerator[str, None], parts: list[str]) -> None:
+    """Print an answer as it arrives, and append its parts; close the stream, also if printing fails."""
+    async with contextlib.aclosing(texts):
+        async for text in texts:
+            parts.append(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+@dataclass(slots=True)
+class LocalAnswerer:
+    """An engine in this process. `defaults` are the parameters that a conversation does not set."""
+
+    engine: LocalEngine
+    defaults: SamplingParams
+    name: str = ""
+    note: str = ""
+    usage: Usage | None = None
+
+    @classmethod
+    def load(cls, config: Config, args: argparse.Namespace) -> LocalAnswerer:
+        """Load a model; the sampling flags are checked first. Raises OctavoError."""
+        sampling_params(args, {})
+        engine = load_engine(config, args.quiet)
+        return cls(engine, sampling_params(args, engine.text.spec.generation), engine.text.name)
+
+    async def stream(
+        self, prompt: str | Messages, params: Mapping[str, float | int] | None = None
+    ) -> AsyncGenerator[str, None]:
+        """Submit messages, or a text as it is; cancel the request when the reader stops."""
+        text = self.engine.text
+        ids = text.tokenizer.encode(prompt) if isinstance(prompt, str) else text.prompt_ids_from_messages(prompt)
+        merged = replace(self.defaults, **(params or {}))  # type: ignore[arg-type]  # checked by SamplingParams
+        session = await self.engine.sessions.submit(ids, merged)
+        try:
+            async for delta in session:
+                if delta.text:
+                    yield delta.text
+                if delta.finish_reason is not None and delta.usage is not None:
+                    if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                        raise EngineError(delta.message or "the engine failed on this prompt")
+                    is_cut = delta.finish_reason is FinishReason.LENGTH
+                    self.usage = usage = delta.usage
+                    self.note = _note(usage.completion_tokens, usage.e2e_s - usage.ttft_s, usage.ttft_s, is_cut)
+        finally:
+            await session.cancel()
+
+    async def close(self) -> None:
+        """Close the engine."""
+        await self.engine.client.close()
+
+
+@dataclass(slots=True)
+class RemoteAnswerer:
+    """A server with OpenAI's interface, at `url` with or without its /v1."""
+
+    url: str
+    api_key: str | None = None
+    name: str = ""
+    note: str = ""
+    defaults: dict[str, float | int] = field(default_factory=dict)
+    _client: httpx.AsyncClient | None = None
+
+    def _open(self) -> httpx.AsyncClient:
+        import httpx
+
+        if self._client is None:
+            url = self.url.rstrip("/")
+            key = self.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+            base = url if url.endswith("/v1") else f"{url}/v1"
+            self._client = httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout)
+        return self._client
+
+    async def connect(self) -> None:
+        """Take the first model that the server lists, unless a name is given. Raises AnswerError."""
+        import httpx
+
+        try:
+            answer = await self._open().get("/models")
+            if answer.status_code != 200:
+                raise AnswerError(_refusal(answer.status_code, answer.content))
+            self.name = self.name or str(answer.json()["data"][0]["id"])
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise AnswerError(f"no server answers at {self.url} ({reason_of(error)})") from None
+        except (ValueError, LookupError, TypeError):
+            raise AnswerError(f"{self.url} has no list of models; give the URL of a server") from None
+
+    async def stream(self, messages: Messages, params: Mapping[str, float | int]) -> AsyncGenerator[str, None]:
+        """Yield the text of the server's events."""
+        import httpx
+
+        body = {"model": self.name, "messages": list(messages), "stream": True, **self.defaults, **params}
+        started_at, first_s, count = time.perf_counter(), 0.0, 0
+        try:
+            async with self._open().stream("POST", "/chat/completions", json=body) as answer:
+                if answer.status_code != 200:
+                    raise AnswerError(_refusal(answer.status_code, await answer.aread()))
+                async for line in answer.aiter_lines():
+                    text = _event_text(line)
+                    if text:
+                        first_s = first_s or time.perf_counter() - started_at
+                        count += 1
+                        yield text
+        except httpx.HTTPError as error:
+            raise AnswerError(f"the server's answer broke off ({reason_of(error)})") from None
+        self.note = _note(count, time.perf_counter() - started_at - first_s, first_s, unit="pieces")
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+
+def _event_text(line: str) -> str:
+    """Return the text of one line of an event stream. Raises AnswerError for an error in it."""
+    if not line.startswith("data:") or line.endswith("[DONE]"):
+        return ""
+    event = json.loads(line[5:])
+    if "error" in event:
+        raise AnswerError(str(event["error"].get("message", "the server failed")))
+    choices = event.get("choices") or [{}]
+    delta = choices[0].get("delta") or {}
+    return delta.get("content") or delta.get("reasoning_content") or ""
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"the server answered with status {status}"
+
+
+def _note(count: int, decode_s: float, first_s: float, is_cut: bool = False, unit: str = "tokens") -> str:
+    speed = f"{(count - 1) / decode_s:.1f}" if decode_s > 0 and count > 1 else "-"
+    cut = " (cut by max_tokens)" if is_cut else ""
+    return f"{count} {unit}{cut}, {speed} {unit}/s, first after {first_s * 1e3:.0f} ms"
