@@ -333,19 +333,7 @@ def summary(counts: Counts, seconds: float, paths: BatchPaths) -> Iterator[str]:
     if counts.num_failed:
         yield f"failed:  {paths.errors} (--retry-failed repeats them)"
     if not counts.num_done:
-from octavo.server.api.batches.run import (
-    BATCH_PATHS,
-    BatchPaths,
-    BatchRun,
-    Counts,
-    InnerCall,
-    InnerResponse,
-    RunOptions,
-    inner_call,
-    is_output,
-)
-from octavo.server.app import create_app
-from octavo.server.http.keys import ANONYMOUS
+        yield f"no requests; each line needs custom_id, url ({', '.join(BATCH_PATHS)}) and body"
 
 
 def _num_lines(path: Path) -> int:
