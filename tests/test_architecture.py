@@ -75,7 +75,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 4_870,
     ("engine", "frontend"): 4_610,
     ("observe",): 3_510,
-    ("simulator",): 4_360,
+    ("simulator",): 4_010,
     ("server",): 11_090,
     ("cli",): 5_040,
     ("bench",): 2_905,

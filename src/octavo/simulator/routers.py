@@ -115,7 +115,7 @@ class LeastRequests:
 
 
 class SessionRouter:
-    """Keeps a session at the replica where it began, the least loaded then, until that dies.
+    """Keeps a session at the replica where it began, the least loaded then, until that fails.
 
     Of several equally loaded ones, it begins at the one that was given the fewest requests.
     Requests without a session are kept together by tenant; those without both go to the least loaded.
@@ -211,7 +211,7 @@ def _deepest_first(keys: Sequence[int] | Sequence[bytes], homes: OrderedDict[int
             low = middle + 1
         else:
             high = middle
-    return [keys[place] for place in range(low - 1, -1, -1) if keys[place] in homes]
+    return [keys[index] for index in range(low - 1, -1, -1) if keys[index] in homes]
 
 
 def _remember(homes: OrderedDict[_Key, int], key: _Key, number: int) -> None:

@@ -48,9 +48,9 @@ class FileRow:
         return number
 
     def number(
-        self, name: str, default: float | None = None, *, least: float = -math.inf, most: float = math.inf
+        self, name: str, default: float | None = None, *, min_value: float = -math.inf, max_value: float = math.inf
     ) -> float:
-        """Return a finite number from `least` to `most`; `default` if the field is missing or empty."""
+        """Return a finite number from `min_value` to `max_value`; `default` if the field is missing or empty."""
         value = self.values.get(name)
         if default is not None and (value is None or value == ""):
             return default
@@ -58,8 +58,10 @@ class FileRow:
             number = math.nan if value is None or isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
             number = math.nan
-        if not math.isfinite(number) or not least <= number <= most:
-            raise self.fault(name, "give a number" + ("" if least == -math.inf else f" from {least:g} to {most:g}"))
+        if not math.isfinite(number) or not min_value <= number <= max_value:
+            raise self.fault(
+                name, "give a number" + ("" if min_value == -math.inf else f" from {min_value:g} to {max_value:g}")
+            )
         return number
 
     def text(self, name: str) -> str:

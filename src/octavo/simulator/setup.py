@@ -62,9 +62,9 @@ class Setup:
     give_up: Callable[[RequestTracker, float], bool] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; give at least {least}")
+        for name, minimum in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0)):
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; give at least {minimum}")
         if self.depth > 2:
             raise ConfigError(f"depth is {self.depth}; an engine has 1 or 2 plans in flight")
         for failure in self.failures:

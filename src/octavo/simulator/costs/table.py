@@ -109,20 +109,20 @@ def read_table(path: str) -> TableFiles:
 
 def _find(path: str, file: str) -> Path | None:
     for candidate in (Path(path) / file, Path(f"{path}{file}"), Path(f"{path}__{file}")):
-        for found in (candidate, candidate.with_name(f"{candidate.name}.gz")):
-            if found.is_file():
-                return found
+        for file_path in (candidate, candidate.with_name(f"{candidate.name}.gz")):
+            if file_path.is_file():
+                return file_path
     return None
 
 
 def _rows(path: str, file: str, columns: Sequence[str]) -> list[FileRow]:
-    found = _find(path, file)
-    if found is None:
+    file_path = _find(path, file)
+    if file_path is None:
         raise ConfigError(f"cost table {path!r}: no {file} or {file}.gz there, in the folder or after the prefix")
     rows: list[FileRow] = []
-    for row in csv_rows(found, columns):
+    for row in csv_rows(file_path, columns):
         if len(rows) == MAX_ROWS:
-            raise ConfigError(f"{found}: more than {MAX_ROWS} rows; a table of operators is smaller")
+            raise ConfigError(f"{file_path}: more than {MAX_ROWS} rows; a table of operators is smaller")
         rows.append(row)
     return rows
 
@@ -137,25 +137,25 @@ def _by_layer(path: str, file: str, size: str) -> dict[str, dict[tuple[int, ...]
 
 
 def _seconds(row: FileRow) -> float:
-    return row.number("time_us", least=0.0, most=1e12) * 1e-6
+    return row.number("time_us", min_value=0.0, max_value=1e12) * 1e-6
 
 
 def _read_profile(path: str) -> Profile:
-    found = _find(path, "profile.json")
-    if found is None:
+    file_path = _find(path, "profile.json")
+    if file_path is None:
         return Profile()
     try:
-        with gzip.open(found) if found.suffix == ".gz" else found.open("rb") as file:
+        with gzip.open(file_path) if file_path.suffix == ".gz" else file_path.open("rb") as file:
             values = json.loads(file.read(MAX_PROFILE_BYTES))
     except (OSError, EOFError, ValueError) as error:
-        raise ConfigError(f"{found}: {error}") from error
+        raise ConfigError(f"{file_path}: {error}") from error
     known = {entry.name for entry in fields(Profile)}
     if not isinstance(values, dict) or not known >= set(values):
-        raise ConfigError(f"{found}: give an object of {', '.join(sorted(known))}")
+        raise ConfigError(f"{file_path}: give an object of {', '.join(sorted(known))}")
     padded = values.pop("padded_tokens", [])
     numbers = [*values.values(), *(padded if isinstance(padded, list) else [None])]
     if not all(isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0 for number in numbers):
-        raise ConfigError(f"{found}: every value is a number of 0 or more, padded_tokens a list of them")
+        raise ConfigError(f"{file_path}: every value is a number of 0 or more, padded_tokens a list of them")
     return Profile(**values, padded_tokens=tuple(sorted(int(size) for size in padded)))
 
 
@@ -231,12 +231,12 @@ class Skew:
         self._default = total / weight if weight else 0.0
 
     def share(self, chunk: int, rows: int, kv: tuple[float, int, int], history: float) -> float:
-        """Return the share for a step with that chunk and history; `kv`: the decode rows' mean, least, greatest."""
-        mean, least, greatest = kv
-        if not self._shares or rows < 2 or least == greatest:
+        """Return the share for a step with that chunk and history; `kv`: the decode rows' mean, shortest, longest."""
+        mean, shortest, longest = kv
+        if not self._shares or rows < 2 or shortest == longest:
             return 0.0
-        rate = (mean - least) / (greatest - least)
-        key = tuple(map(_bucket, self._bounds, (chunk, rows, rate, greatest, history)))
+        rate = (mean - shortest) / (longest - shortest)
+        key = tuple(map(_bucket, self._bounds, (chunk, rows, rate, longest, history)))
         return self._shares.get(key, self._default)
 
 
@@ -278,7 +278,7 @@ class CostTable:
         self._chunks = Interpolator({point: time for point, time in points.items() if point[0] and not point[1]})
         mixed = {point: time for point, time in points.items() if point[0] and point[1]}
         self._mixed = Interpolator(mixed) if mixed else None
-        self._least_chunk_s = self._chunks.at(1, 0, 0, 0)
+        self._min_chunk_s = self._chunks.at(1, 0, 0, 0)
         self._skew = Skew(files.skew)
         self._linear: dict[int, float] = {}
         self.decode_s: DecodeSeconds | None = None if files.skew else self._decode_s
@@ -325,16 +325,16 @@ class CostTable:
         """Return seconds of one layer's attention."""
         chunks = sorted(shape.prefills, reverse=True)
         times = [self._chunks.at(count, 0, history, 0) for count, history in chunks]
-        others_s = sum(max(0.0, time_s - self._least_chunk_s) for time_s in times[1:])
+        others_s = sum(max(0.0, time_s - self._min_chunk_s) for time_s in times[1:])
         if not shape.decode_kv:
             return times[0] + others_s
         kv, rows = shape.decode_kv, len(shape.decode_kv)
         count, history = chunks[0] if chunks else (0, 0)
-        mean, greatest = sum(kv) / rows, max(kv)
-        share = self._skew.share(count, rows, (mean, min(kv), greatest), history)
+        mean, longest = sum(kv) / rows, max(kv)
+        share = self._skew.share(count, rows, (mean, min(kv), longest), history)
         time_s = self._even_s(rows, mean, count, history)
         if share:
-            time_s += share * max(0.0, self._even_s(rows, greatest, count, history) - time_s)
+            time_s += share * max(0.0, self._even_s(rows, longest, count, history) - time_s)
         return time_s + others_s
 
     def _even_s(self, rows: int, length: float, count: int, history: int) -> float:

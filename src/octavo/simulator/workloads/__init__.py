@@ -156,7 +156,7 @@ def _with_tenants(spec: Spec, context: BuildContext, source: Source) -> Source:
     """Return the source with a tenant, a priority and objectives for its requests."""
     tenant, priority = spec.text_of("tenant"), spec.count("priority", 0)
     ttft, tpot = spec.optional_number("ttft"), spec.optional_number("tpot")
-    count, exponent = spec.count("tenants", 0), spec.number("zipf", 0.0, least=0.0)
+    count, exponent = spec.count("tenants", 0), spec.number("zipf", 0.0, min_value=0.0)
     if count > MAX_TENANTS:
         raise ConfigError(f"workload {spec.text!r}: tenants is {count}; give at most {MAX_TENANTS}")
     if not (tenant or priority or ttft or tpot or count):

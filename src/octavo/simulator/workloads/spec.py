@@ -49,18 +49,16 @@ class Spec:
         self._known[name] = None
         return self.options.get(name, default)
 
-    def number(
-        self, name: str, default: float | None = None, *, above: float = 0.0, least: float | None = None
-    ) -> float:
-        """Return a finite number greater than `above`, or of at least `least`. Required if `default` is None."""
+    def number(self, name: str, default: float | None = None, *, min_value: float | None = None) -> float:
+        """Return a finite number above 0, or of at least `min_value`. Required if `default` is None."""
         text = self.text_of(name)
         if name not in self.options:
             if default is None:
                 raise ConfigError(f"workload {self.text!r} needs {name}=NUMBER, as in {self.kind}:{name}=1")
             return default
-        bound = f"above {above:g}" if least is None else f"of at least {least:g}"
         value = read_number(text)
-        if value is None or not math.isfinite(value) or (value <= above if least is None else value < least):
+        if value is None or not math.isfinite(value) or (value <= 0 if min_value is None else value < min_value):
+            bound = "above 0" if min_value is None else f"of at least {min_value:g}"
             raise ConfigError(f"workload {self.text!r}: {name} is {text!r}; give a number {bound}")
         return value
 
@@ -69,14 +67,16 @@ class Spec:
         self.text_of(name)
         return self.number(name) if name in self.options else None
 
-    def count(self, name: str, default: int, *, least: int = 0) -> int:
-        """Return a whole number of at least `least`."""
+    def count(self, name: str, default: int, *, min_value: int = 0) -> int:
+        """Return a whole number of at least `min_value`."""
         text = self.text_of(name)
         if name not in self.options:
             return default
         value = read_number(text)
-        if value is None or value != value // 1 or not least <= value < 2**53:
-            raise ConfigError(f"workload {self.text!r}: {name} is {text!r}; give a whole number of at least {least}")
+        if value is None or value != value // 1 or not min_value <= value < 2**53:
+            raise ConfigError(
+                f"workload {self.text!r}: {name} is {text!r}; give a whole number of at least {min_value}"
+            )
         return int(value)
 
     def choice(self, name: str, words: tuple[str, ...]) -> str:

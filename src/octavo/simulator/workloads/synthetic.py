@@ -64,7 +64,7 @@ def _weibull(spec: Spec) -> Times:
 
 def _on_off(spec: Spec) -> Times:
     """Return a process that is Poisson at `rate` for `on` seconds, silent for `off` seconds, and repeats."""
-    rate, on_s, off_s = spec.number("rate"), spec.number("on", 10.0), spec.number("off", 10.0, least=0.0)
+    rate, on_s, off_s = spec.number("rate"), spec.number("on", 10.0), spec.number("off", 10.0, min_value=0.0)
 
     def times(rng: random.Random) -> Iterator[float]:
         busy = 0.0  # seconds of `on` time so far
@@ -77,7 +77,7 @@ def _on_off(spec: Spec) -> Times:
 
 def _mmpp(spec: Spec) -> Times:
     """Return a Poisson process whose rate changes between `low` and `high` at exponential times (Markov-modulated)."""
-    rates = (spec.number("high"), spec.number("low", least=0.0))
+    rates = (spec.number("high"), spec.number("low", min_value=0.0))
     stays = (spec.number("high_s", 10.0), spec.number("low_s", 30.0))
 
     def times(rng: random.Random) -> Iterator[float]:
@@ -99,7 +99,7 @@ def _mmpp(spec: Spec) -> Times:
 def _wave(spec: Spec) -> Times:
     """Return a Poisson process whose rate varies by `swing` of it each `period` s (thinning: Lewis, Shedler 1979)."""
     rate, period = spec.number("rate"), spec.number("period", 86400.0)
-    swing = spec.number("swing", 0.5, least=0.0)
+    swing = spec.number("swing", 0.5, min_value=0.0)
     if swing > 1:
         raise ConfigError(f"workload {spec.text!r}: swing is {swing:g}; give 0 to 1")
 
@@ -238,10 +238,10 @@ def _geometric(mean: float, option: str) -> Draw:
     return lambda rng: 1.0 + math.floor(math.log1p(-rng.random()) / base)
 
 
-def _pareto(least: float, alpha: float, option: str) -> Draw:
-    if not least or alpha <= 0:
-        raise ConfigError(f"{option} is pareto({least:g},{alpha:g}); give a least value and an alpha above 0")
-    return lambda rng: min(least * (1.0 - rng.random()) ** (-1 / alpha), 1e9)
+def _pareto(low: float, alpha: float, option: str) -> Draw:
+    if not low or alpha <= 0:
+        raise ConfigError(f"{option} is pareto({low:g},{alpha:g}); give a least value and an alpha above 0")
+    return lambda rng: min(low * (1.0 - rng.random()) ** (-1 / alpha), 1e9)
 
 
 _NAMED: dict[str, tuple[Callable[..., Draw], tuple[str, ...]]] = {
@@ -304,7 +304,7 @@ def open_loop(spec: Spec, context: BuildContext) -> Source:
 
 def closed_loop(spec: Spec, context: BuildContext) -> Source:
     """Return requests of a number of users, each sending the next one a pause after its last answer."""
-    users, think = spec.count("users", 8, least=1), _distribution(spec, "think", "fixed(0)")
+    users, think = spec.count("users", 8, min_value=1), _distribution(spec, "think", "fixed(0)")
     lengths, prefixes, until = _Lengths(spec, context), _Prefixes(spec), _Until(spec)
     if until.count is None:
         raise ConfigError(f"workload {spec.text!r} has no end that a closed loop knows; give requests=N")
@@ -386,9 +386,9 @@ class _Prefixes:
 
     def __init__(self, spec: Spec) -> None:
         self.length = spec.count("prefix", 0)
-        self.count = spec.count("groups", 1, least=1)
+        self.count = spec.count("groups", 1, min_value=1)
         self._as_tenants = spec.choice("group_tenants", ("no", "yes")) == "yes"
-        self._zipf = Zipf(self.count, spec.number("group_zipf", 0.0, least=0.0))
+        self._zipf = Zipf(self.count, spec.number("group_zipf", 0.0, min_value=0.0))
 
     def group(self, rng: random.Random) -> int:
         """Draw a group."""
@@ -445,7 +445,7 @@ class _Until:
     def __init__(self, spec: Spec) -> None:
         self.duration = spec.optional_number("duration")
         default = 0 if self.duration is not None else DEFAULT_REQUESTS
-        self.count = spec.count("requests", default, least=1) or None
+        self.count = spec.count("requests", default, min_value=1) or None
 
     def cut(self, times: Iterator[float]) -> Iterator[float]:
         """Yield the times before the end."""

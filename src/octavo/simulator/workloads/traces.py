@@ -176,7 +176,7 @@ def agentic(spec: Spec, context: BuildContext) -> Source:
     They start `every` seconds apart, or at a `rate`, by default all at once. The loop is closed: a request arrives the
     recorded pause after the end of the one that it waited for, however long that takes here.
     """
-    every, rate = spec.number("every", 0.0, least=0.0), spec.optional_number("rate")
+    every, rate = spec.number("every", 0.0, min_value=0.0), spec.optional_number("rate")
 
     def source(notes: Notes) -> Iterator[Arrival]:
         clock, start = context.rng(spec, "times"), 0.0
