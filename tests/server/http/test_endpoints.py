@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from octavo.config import AdmissionConfig, Config, SchedulingConfig, ServingConfig
+from octavo.config import AdmissionConfig, BatchConfig, Config, SchedulingConfig, ServingConfig
 from octavo.server import api
-from octavo.server.http.endpoints import find_endpoints
+from octavo.server.http.endpoints import Limit, find_endpoints
+from octavo.server.http.limits import HttpLimits
 from tests.server.fakes import Harness
 from tests.source_tree import ROOT
 
@@ -92,3 +93,32 @@ async def test_it_is_described(harness: Harness) -> None:
 
 def test_without_the_file_there_is_no_endpoint() -> None:
     assert PATH not in find_endpoints().access
+
+
+def concrete(path: str) -> str:
+    return re.sub(r"{[^}]+}", "x", path)
+
+
+async def test_every_endpoint_checks_what_its_limit_says(harness: Harness) -> None:
+    for _ in range(3):
+        assert (await harness.complete(headers=ALICE)).status_code == 200
+    for each in find_endpoints():
+        url = concrete(each.path)
+        counted = [await harness.request(each.method, f"{url}{query}", headers=ALICE) for query in ("", "?stream=true")]
+        is_refused = [answer.status_code == 429 for answer in counted]
+        expected = {Limit.NONE: [False, False], Limit.RATE_WITH_QUERY: [False, True]}.get(each.limit, [True, True])
+        assert is_refused == expected, (each.method, each.path)
+    harness.context.lifecycle.refuse()
+    for each in find_endpoints():
+        if each.limit is Limit.QUEUE:
+            answer = await harness.request(each.method, concrete(each.path), headers=BOB)
+            assert answer.status_code == 503, each.path
+
+
+async def test_every_body_is_bounded(tmp_path: Path) -> None:
+    small = Harness(limits=HttpLimits(max_body_bytes=1000), config=Config(batch=BatchConfig(batch_dir=str(tmp_path))))
+    bounded = [each for each in find_endpoints() if each.body is not None and not each.takes_file]
+    assert len(bounded) >= 15
+    for each in bounded:
+        answer = await small.request(each.method, concrete(each.path), content=b'{"a": "' + b"x" * 1000 + b'"}')
+        assert answer.status_code == 413, each.path

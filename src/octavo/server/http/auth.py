@@ -31,6 +31,10 @@ from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
 from octavo.server.http.limits import keeps_most
 
+# In a request's scope:
+KEY = "octavo.key"  # the KeyInfo of the request
+SESSION = "octavo.session"  # the id of the session that gave access, if one did
+PAGES = {"/": "", "/dashboard": "dashboard", "/docs": "docs"}  # where a browser is shown the login form
 MAX_SESSIONS = 1024  # of all keys: beyond it the key with most of them loses the one unused for longest
 MAX_SESSIONS_PER_KEY = 64
 MAX_IDLE_S = 12 * 3600.0
@@ -41,6 +45,7 @@ MAX_WRONG_KEY_ADDRESSES = 4096
 COOKIE = "octavo-session"
 _MAX_COOKIES = 8  # with our name that are checked: servers on other ports of this host have cookies too
 _SAFE = ("GET", "HEAD")
+_NO_KEY = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
 
 
 @dataclass(slots=True)
@@ -175,12 +180,6 @@ def _network(address: str) -> str:
     except ValueError:
         return address[:64]
     return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)
-
-
-KEY = "octavo.key"  # the KeyInfo of the request
-SESSION = "octavo.session"  # the id of the session that gave access, if one did
-_NO_KEY = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
-PAGES = {"/": "", "/dashboard": "dashboard", "/docs": "docs"}  # where a browser is shown the login form
 
 
 def given_key(scope: Scope) -> bytes | None:

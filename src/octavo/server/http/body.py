@@ -163,15 +163,15 @@ def _count_different_keys(value: dict[str, object], limits: JsonLimits) -> int:
     num_keys = 0
     level: list[Any] = [value]
     for _ in range(limits.max_depth):
-        num_keys += sum(len(node) for node in level if isinstance(node, dict))
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
+        inner: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                num_keys += len(node)
+                node = node.values()
+            inner += [child for child in node if isinstance(child, (dict, list))]
+        if not inner:
             return num_keys
+        level = inner
     raise _too_deep(limits)
 
 

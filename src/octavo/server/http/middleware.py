@@ -212,7 +212,10 @@ class TrustedHostMiddleware:
         if scope["type"] != "http" or isinstance(scope.get(KEY), KeyInfo):  # a call from inside has no Host
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
+        headers, has_keys = Headers(scope=scope), bool(self._keys.keys)
+        refusal = None if has_keys and not self._allowed_hosts else self._host_refusal(headers, scope)
+        if refusal is None and not has_keys:
+            refusal = self._site_refusal(headers, scope)
         if refusal is not None and self._is_probe(scope):
             scope[UNTRUSTED] = True
             refusal = None
@@ -224,13 +227,6 @@ class TrustedHostMiddleware:
 
     def _is_probe(self, scope: Scope) -> bool:
         return scope["path"] != "/login" and self._endpoints.open_access(scope) is not None
-
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        """Return the refusal of a request by its Host, or without keys by its site; else None."""
-        headers = Headers(scope=scope)
-        if not self._keys.keys:
-            return self._host_refusal(headers, scope) or self._site_refusal(headers, scope)
-        return self._host_refusal(headers, scope) if self._allowed_hosts else None
 
     def _host_refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
         """Return the refusal of a Host that is missing, repeated, or neither this machine nor listed; else None."""
