@@ -170,7 +170,8 @@ class Step:
         start = sequence.num_scheduled
         end = start + count
         if start >= sequence.in_place_end or end > sequence.capacity:
-            state.cache.slide(sequence)
+            if state.cache.has_windows:
+                state.cache.slide(sequence)
             state.cache.extend(sequence, end)
         self.tokens_left -= count
         if self.has_read_limit:

@@ -317,7 +317,7 @@ class EngineLoop:
         if isinstance(outcome, StepResult):
             self._suspects.stepped(plan, self._owners, events.request_ids)
         self._note_decisions(events.decisions)
-        self.instruments.stepped(plan, outcome, events)
+        self.instruments.report("stepped", plan, outcome, events)
 
     def _deliver_decisions(self, decisions: tuple[Event, ...]) -> None:
         """Send decisions that were made outside a commit, as for a commit."""
@@ -336,7 +336,7 @@ class EngineLoop:
                 if self._active_bank.is_empty:
                     self._active_bank = None
             self._suspects.ended(decisions)
-            self.instruments.decided(decisions)
+            self.instruments.report("decided", decisions)
 
     def _recover(self, plan: StepPlan, failure: StepFailure) -> None:
         """Prepare the next plan after a failed step: retry, a smaller step, or half of it; or fail the culprits."""
@@ -365,7 +365,7 @@ class EngineLoop:
             self._bank.open(request.request_id, built)
             self._active_bank = self._bank
         self._outbox.open(request.request_id)
-        self.instruments.admitted(request)
+        self.instruments.report("admitted", request)
         reply(Accepted(request.request_id, admission.max_tokens, admission.capped))
         if ends_as is not None:
             self._cancel((request.request_id,), ends_as)

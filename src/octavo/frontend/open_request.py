@@ -114,9 +114,9 @@ class OpenRequest:
         elif event.kind == EventKind.PREEMPTED:
             self._out_since = event.time
         elif event.kind == EventKind.RESUMED:
-            self._return_to_batch(event.time)
+            self._note_return(event.time)
 
-    def _return_to_batch(self, time: float) -> None:
+    def _note_return(self, time: float) -> None:
         if self._out_since is not None and len(self.preempted) < MAX_PREEMPTIONS_TOLD:
             arrival = self.request.arrival
             self.preempted += ((self._out_since - arrival, time - arrival),)
@@ -143,10 +143,10 @@ class OpenRequest:
     def finish(self, end: Event) -> None:
         """End the request, and with it every choice that has not ended."""
         self.end = end
-        self._return_to_batch(end.time)
+        if self._out_since is not None:
+            self._note_return(end.time)
         for choice in range(self._num_choices):
-            page = self.page(choice)
-            assert page is not None
+            page = self.pages.setdefault(choice, Page())
             page.end = page.end or end
 
     def add_scores(self, first: int, entries: tuple[TokenLogprobs, ...]) -> bool:
@@ -208,11 +208,15 @@ class OpenRequest:
         end, pages = self.end, self.pages
         if end is None and self._num_ended == self._num_choices:
             return []  # the last choice ends with its request, so that one output is left to be final
-        outputs = [self._take_page(choice, max_ids) for choice in sorted(pages) if pages[choice].has_news]
+        outputs, is_all_read = list[TokenOutput](), True
+        for choice in sorted(pages):
+            if pages[choice].has_news:
+                outputs.append(self._take_page(choice, max_ids))
+                is_all_read = is_all_read and not pages[choice].has_news
         if outputs and self._scores:
             outputs[0] = replace(outputs[0], prompt_logprobs=(self._scores_from, tuple(self._scores)))
             self._scores = []
-        if end is not None and outputs and not any(page.has_news for page in pages.values()):
+        if end is not None and outputs and is_all_read:
             cached_tokens = end.cached_tokens if self.queue_s is None else self.cached_tokens
             outputs[-1] = replace(
                 outputs[-1],

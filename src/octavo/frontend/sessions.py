@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Protocol, Self, TypedDict, Unpack
 
 from octavo.core.kv.prefix import prompt_keys
@@ -395,21 +394,14 @@ class Sessions:
                 "--max-num-seqs",
                 name,
             )
-        for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids"):
-            self._check_ids(name, getattr(params, name))
-        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
-        self._check_ids("bad_words_ids", list(chain.from_iterable(params.bad_words_ids)))
-        return self._check_ids("prompt", prompt_ids)
-
-    def _check_ids(self, param: str, ids: Sequence[int]) -> array[int]:
         largest = self.text.spec.vocab_size - 1
         try:
-            packed = array("i", ids)
+            packed = array("i", prompt_ids)
         except (TypeError, OverflowError):
             packed = None
-        if packed is None or (packed and not 0 <= min(packed) <= max(packed) <= largest):
-            wrong = next(i for i in ids if not isinstance(i, int) or not 0 <= i <= largest)
+        if packed is None or not 0 <= min(packed) <= max(packed) <= largest:
+            wrong = next(i for i in prompt_ids if not isinstance(i, int) or not 0 <= i <= largest)
             raise InvalidRequestError(
-                f"{param} holds {wrong!r}; this model's token ids are whole numbers from 0 to {largest}", param
+                f"prompt holds {wrong!r}; this model's token ids are whole numbers from 0 to {largest}", "prompt"
             )
         return packed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Literal, ParamSpec, Protocol, TypeVar
 
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
@@ -70,20 +70,8 @@ class FanOutSink:
         """Report to a sink from now on."""
         self._sinks.append(sink)
 
-    def admitted(self, request: Request) -> None:
-        """Report an admitted request."""
-        self._report("admitted", request)
-
-    def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Report decisions, if there are any."""
-        if decisions:
-            self._report("decided", decisions)
-
-    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Report a committed plan."""
-        self._report("stepped", plan, outcome, events)
-
-    def _report(self, verb: str, *facts: object) -> None:
+    def report(self, verb: Literal["admitted", "decided", "stepped"], *facts: object) -> None:
+        """Call this method of each sink."""
         for sink in tuple(self._sinks):
             try:
                 getattr(sink, verb)(*facts)

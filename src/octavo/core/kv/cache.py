@@ -183,7 +183,8 @@ class KVCache:
             # The source is held while the copy is allocated, so that a block is never copied onto itself.
             self.pools[group].share(source)
             self._write_copy(sequence, group, len(sequence.tables[group]), source)
-        self._find_live(sequence)
+        if self.has_windows:
+            self._find_live(sequence)
         sequence.num_published = match.num_tokens // self.block_size
         sequence.num_scheduled = sequence.num_computed = match.num_tokens
         self.resize(sequence)
