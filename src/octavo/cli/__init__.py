@@ -65,7 +65,7 @@ _USAGE = """usage: octavo COMMAND [options]
 
 {commands}
 
-octavo COMMAND --help shows what most people need, --help-all every option; octavo help WORD searches them.
+octavo COMMAND --help shows the common options, --help-all all of them; octavo help WORD searches them.
 octavo --version prints the version.
 Start here:  octavo run "Why is the sky blue?"      octavo serve
 """
