@@ -22,7 +22,7 @@ from octavo.server.http.auth import Logins
 from octavo.server.http.endpoints import Limit, find_endpoints
 from octavo.server.http.keys import KeyInfo, KeyRing
 from octavo.server.http.lifecycle import RequestIndex
-from octavo.server.http.limits import HttpLimits, Shares, keeps_most
+from octavo.server.http.limits import HttpLimits, Shares, largest_user
 from tests.server.fakes import Harness
 from tests.server.test_batches import ask, lines
 
@@ -160,7 +160,7 @@ def test_one_tenant_has_all_and_of_two_none_has_more_than_three_quarters() -> No
     assert Shares(ring_of("a", "b")).free("a", {}, 100) == 75
     assert Shares(ring_of("a", "b")).free("b", {"a": 75}, 100) == 25
     assert Shares(ring_of("a", "b")).free("a", {"a": 75, "b": 25}, 100) == 0
-    assert keeps_most({"a": 3, "b": 5}) == "b" and keeps_most({"a": 3, "b": 5}, ["a"]) == "a"
+    assert largest_user({"a": 3, "b": 5}) == "b" and largest_user({"a": 3, "b": 5}, ["a"]) == "a"
 
 
 # --- files, uploads and batches

@@ -144,10 +144,10 @@ class RequestGate:
 
     def _check_connections(self, tenant: str) -> None:
         """Refuse a request whose tenant has its share of the connections open (ApiError)."""
-        most = max_connections(self._context.limits)
-        if self._open.total() < most // 2 or len(self._context.keys.tenants) < 2:
+        bound = max_connections(self._context.limits)
+        if self._open.total() < bound // 2 or len(self._context.keys.tenants) < 2:
             return
-        if self._shares.free(tenant, self._open, most) < 1:
+        if self._shares.free(tenant, self._open, bound) < 1:
             message = f"{self._open[tenant]} of your requests are open, and the other connections are for others"
             raise ApiError(429, f"{message}; wait for one to end", code="too_many_connections", retry_after_s=1)
 

@@ -82,14 +82,14 @@ class Context:
         """The model's first name: in metrics, and in answers to requests that name none."""
         return self.models[0]
 
-    def check_model(self, asked: str | None) -> str:
-        """Return the model's name for the answer: `asked`, or the first. Refuse a name that is not served (404)."""
-        if asked is None:
+    def check_model(self, name: str | None) -> str:
+        """Return the model's name for the answer: `name`, or the first. Refuse a name that is not served (404)."""
+        if name is None:
             return self.model
-        if asked not in self.models:
-            message = f"no model {asked[:128]!r} is served here; this server has: {', '.join(self.models)}"
+        if name not in self.models:
+            message = f"no model {name[:128]!r} is served here; this server has: {', '.join(self.models)}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        return asked
+        return name
 
 
 def build_context(

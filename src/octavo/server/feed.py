@@ -25,7 +25,7 @@ from octavo.server.http.connection import CUT
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import KeyInfo, KeyRing
 from octavo.server.http.lifecycle import ClientGoneError, Lifecycle, ServerPhase, ServerStoppingError
-from octavo.server.http.limits import HttpLimits, keeps_most
+from octavo.server.http.limits import HttpLimits, largest_user
 
 MAX_WATCHERS = 16
 MAX_UNREAD_BYTES = 8 << 20  # for one watcher: some seconds of a busy engine, or twice all frames that it keeps
@@ -88,7 +88,7 @@ class Feed:
 
     def watch(self, holder: KeyInfo) -> Watcher:
         """Add a watcher. Raises ApiError for a key without the right, or if there are too many watchers."""
-        if not self._keys.may_watch(holder):
+        if not self._keys.can_watch(holder):
             message = f"the key {holder.name!r} may not watch the engine: give it dashboard = true in --api-key-file"
             raise ApiError(403, message, code="dashboard_not_allowed")
         if len(self._watchers) >= MAX_WATCHERS and not self._end_oldest(holder.tenant):
@@ -103,7 +103,7 @@ class Feed:
     def _end_oldest(self, tenant: str) -> bool:
         """End the oldest watcher of the tenant with most, if `tenant` has at least two fewer; return True if so."""
         used = Counter(watcher.holder.tenant for watcher in self._watchers)
-        most = keeps_most(used)
+        most = largest_user(used)
         if used[most] <= used[tenant] + 1:
             return False
         oldest = next(watcher for watcher in self._watchers if watcher.holder.tenant == most)
@@ -156,8 +156,8 @@ class Feed:
         """End watchers whose key lost its right, and all if a draining server has no other open request."""
         is_last = self.lifecycle.phase is not ServerPhase.READY and self.lifecycle.num_open <= len(self._watchers)
         for watcher in self._watchers:
-            holder = self._keys.holder_of(watcher.holder.digest) if watcher.holder.digest else watcher.holder
-            if is_last or holder is None or not self._keys.may_watch(holder):
+            holder = self._keys.find_by_digest(watcher.holder.digest) if watcher.holder.digest else watcher.holder
+            if is_last or holder is None or not self._keys.can_watch(holder):
                 watcher.end()
 
     def _tell_all(self, event: bytes) -> None:

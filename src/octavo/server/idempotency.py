@@ -27,7 +27,7 @@ from octavo.frontend.journal_files import Began
 from octavo.server.api.encoders import ENCODERS
 from octavo.server.encoding import AnswerSpec
 from octavo.server.http.errors import ApiError, bad_field, draining_error, from_exception, internal_error
-from octavo.server.http.limits import Shares, keeps_most
+from octavo.server.http.limits import Shares, largest_user
 from octavo.server.resumable_stream import Position, ResumableStream, TokenLog
 
 if TYPE_CHECKING:
@@ -375,9 +375,9 @@ class IdempotentRequests:
             tenants = [tenant for tenant, number in self._num_runs.items() if number > self._num_running[tenant]]
             if not tenants:
                 return
-            self._drop_oldest(keeps_most(self._num_runs, tenants))
+            self._drop_oldest(largest_user(self._num_runs, tenants))
         while self._kept_bytes.total() > config.max_kept_bytes:
-            self._drop_oldest(keeps_most(self._kept_bytes))
+            self._drop_oldest(largest_user(self._kept_bytes))
 
     def _drop_oldest(self, tenant: str) -> None:
         self._drop(next(run for run in self._runs.values() if run.is_ended and run.key.tenant == tenant))

@@ -43,7 +43,7 @@ async def health(request: Request) -> Response:
     """
     context = context_of(request)
     holder: KeyInfo = request.scope[KEY]
-    is_allowed = not context.keys.keys or (holder is not ANONYMOUS and context.keys.may_measure(holder))
+    is_allowed = not context.keys.keys or (holder is not ANONYMOUS and context.keys.can_read_metrics(holder))
     has_details = is_allowed and UNTRUSTED not in request.scope
     try:
         await _check_ready(context)
@@ -94,7 +94,7 @@ async def metrics(request: Request) -> Response:
     """
     context = context_of(request)
     holder: KeyInfo = request.scope[KEY]
-    if not context.keys.may_measure(holder):
+    if not context.keys.can_read_metrics(holder):
         message = f"the key {holder.name!r} may not read metrics: give it metrics = true in --api-key-file"
         raise ApiError(403, message, code="metrics_not_allowed")
     statistics: Mapping[str, object] | None = None

@@ -29,13 +29,13 @@ from octavo.server.http.connection import ON_AUTH
 from octavo.server.http.endpoints import Access, Endpoints
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
-from octavo.server.http.limits import keeps_most
+from octavo.server.http.limits import largest_user
 
 # In a request's scope:
 KEY = "octavo.key"  # the KeyInfo of the request
 SESSION = "octavo.session"  # the id of the session that gave access, if one did
 PAGES = {"/": "", "/dashboard": "dashboard", "/docs": "docs"}  # where a browser is shown the login form
-MAX_SESSIONS = 1024  # of all keys: beyond it the key with most of them loses the one unused for longest
+MAX_SESSIONS = 1024  # of all keys: beyond it the key with the largest number loses its longest unused one
 MAX_SESSIONS_PER_KEY = 64
 MAX_IDLE_S = 12 * 3600.0
 MAX_SESSION_S = 7 * 24 * 3600.0
@@ -93,15 +93,15 @@ class Logins:
 
     def log_in(self, key: bytes) -> str | None:
         """Start a session and return its id; None for an invalid key."""
-        holder = self._keys.find(key)
-        if holder is None:
+        info = self._keys.find(key)
+        if info is None:
             return None
-        if self._count()[holder.digest] >= MAX_SESSIONS_PER_KEY:
-            self._end_oldest(holder.digest)
+        if self._count()[info.digest] >= MAX_SESSIONS_PER_KEY:
+            self._end_oldest(info.digest)
         session_id, now = secrets.token_urlsafe(32), self._now()
-        self._sessions[_name(session_id)] = _Session(holder.digest, now, now)
+        self._sessions[_name(session_id)] = _Session(info.digest, now, now)
         if len(self._sessions) > MAX_SESSIONS:
-            self._end_oldest(keeps_most(self._count()))
+            self._end_oldest(largest_user(self._count()))
         return session_id
 
     def _count(self) -> Counter[bytes]:
@@ -120,24 +120,24 @@ class Logins:
         session = self._sessions.get(name)
         if session is None:
             return None
-        holder = self._keys.holder_of(session.key_digest)
-        if holder is None or now - session.used > MAX_IDLE_S or now - session.began > MAX_SESSION_S:
+        info = self._keys.find_by_digest(session.key_digest)
+        if info is None or now - session.used > MAX_IDLE_S or now - session.began > MAX_SESSION_S:
             del self._sessions[name]
             return None
         session.used = now
         self._sessions.move_to_end(name)
-        return holder
+        return info
 
-    def holder(self, scope: Scope) -> tuple[KeyInfo, str] | None:
+    def identify(self, scope: Scope) -> tuple[KeyInfo, str] | None:
         """Return the key and the session id of a request's cookie; None without a valid one."""
         headers = Headers(scope=scope)
         cookies = session_cookies(headers)
         if not cookies or not is_own_page(headers, scope["method"]):
             return None
         for session_id in cookies:
-            found = self.find(session_id)
-            if found is not None:
-                return found, session_id
+            info = self.find(session_id)
+            if info is not None:
+                return info, session_id
         return None
 
 
@@ -176,10 +176,10 @@ def _name(session_id: str) -> bytes:
 def _network(address: str) -> str:
     """Return the network by which a client is counted: its IPv4 address, or the /64 of its IPv6 address."""
     try:
-        found = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return address[:64]
-    return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)
+    return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else str(parsed)
 
 
 def given_key(scope: Scope) -> bytes | None:
@@ -271,11 +271,10 @@ class AuthMiddleware:
         is_given = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
         if is_given:
             key = given_key(scope)
-            holder = None if key is None else self._keys.find(key)
+            info = None if key is None else self._keys.find(key)
         else:
-            found = self._logins.holder(scope)
-            holder, scope[SESSION] = (None, None) if found is None else found
-        if holder is None:
+            info, scope[SESSION] = self._logins.identify(scope) or (None, None)
+        if info is None:
             return wrong_key_error(_NO_KEY, self._logins.wrong_keys.note(source_of(scope)) if is_given else 0.0)
-        scope[KEY] = holder
+        scope[KEY] = info
         return None

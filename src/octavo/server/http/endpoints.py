@@ -130,8 +130,8 @@ class Endpoints:
 
 
 def find_endpoints() -> Endpoints:
-    """Return the endpoints of every module in PACKAGE; those that generate come first, since they are called most."""
-    found: list[Endpoint] = []
+    """Return the endpoints of every module in PACKAGE, those with the most frequent requests first."""
+    endpoints: list[Endpoint] = []
     for module in pkgutil.walk_packages(import_module(PACKAGE).__path__, f"{PACKAGE}."):
-        found += getattr(import_module(module.name), "ENDPOINTS", ())
-    return Endpoints(sorted(found, key=lambda each: each.limit is not Limit.QUEUE))
+        endpoints += getattr(import_module(module.name), "ENDPOINTS", ())
+    return Endpoints(sorted(endpoints, key=lambda each: each.limit is not Limit.QUEUE))

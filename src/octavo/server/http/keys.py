@@ -184,23 +184,23 @@ class KeyRing:
         """Return the KeyInfo of a key, or None; an empty key has none."""
         if not key:
             return None
-        given = hashlib.sha256(key).digest()
-        found = None
+        digest = hashlib.sha256(key).digest()
+        match = None
         for info in self.keys:
-            if hmac.compare_digest(info.digest, given):
-                found = info
-        return found
+            if hmac.compare_digest(info.digest, digest):
+                match = info
+        return match
 
-    def holder_of(self, digest: bytes) -> KeyInfo | None:
+    def find_by_digest(self, digest: bytes) -> KeyInfo | None:
         """Return the KeyInfo of the key with this SHA-256, or None; not in constant time: the digest is no secret."""
         return next((info for info in self.keys if info.digest == digest), None)
 
-    def may_watch(self, info: KeyInfo) -> bool:
+    def can_watch(self, info: KeyInfo) -> bool:
         """Return True if a key may watch the requests of all tenants: a right, if there are several keys."""
         return len(self.keys) < 2 or info.dashboard
 
-    def may_measure(self, info: KeyInfo) -> bool:
-        """Return True if a key may read /metrics and the details of /health: a right like `may_watch`."""
+    def can_read_metrics(self, info: KeyInfo) -> bool:
+        """Return True if a key may read /metrics and the details of /health: a right like `can_watch`."""
         return len(self.keys) < 2 or info.metrics
 
     @property

@@ -20,7 +20,7 @@ from typing import TypeVar
 from starlette.types import Receive
 
 from octavo.server.http.errors import RETRY_ENGINE_S, ApiError, draining_error
-from octavo.server.http.limits import keeps_most
+from octavo.server.http.limits import largest_user
 
 T = TypeVar("T")
 MARK = "~"  # in no client's own id, so that no client can give the engine's id of another's request
@@ -184,7 +184,7 @@ class RequestIndex:
         self._ended.append(end)
         self._num_ended[end[0]] += 1
         if len(self._ended) > self._max_ended:
-            tenant = keeps_most(self._num_ended)
+            tenant = largest_user(self._num_ended)
             self._ended.remove(next(each for each in self._ended if each[0] == tenant))
             self._num_ended[tenant] -= 1
             if not self._num_ended[tenant]:

@@ -67,7 +67,7 @@ class HttpLimits:
 K = TypeVar("K")
 
 
-def keeps_most(used: Mapping[K, int], among: Collection[K] | None = None) -> K:
+def largest_user(used: Mapping[K, int], among: Collection[K] | None = None) -> K:
     """Return the tenant (or key) that uses most, of all or of those in `among`."""
     return max(used if among is None else among, key=lambda each: used.get(each, 0))
 

@@ -6,7 +6,7 @@ Requests: arrival time, the request id, header limits, the count of open request
 catch-all: an unexpected error becomes a 500 without details. It does not log bodies or headers.
 Trusted hosts: without keys, only this machine's and the listed Hosts and sites are answered, decided on the raw
 request for every path; only the bare status of the probes is open. With keys only the Host is checked, and only if
---allowed-hosts is given: other sites' pages have no key, and cookies are checked (auth).
+--allowed-hosts is given_ids: other sites' pages have no key, and cookies are checked (auth).
 """
 
 from __future__ import annotations
@@ -153,11 +153,11 @@ class RequestMiddleware:
 def _logged(error: Exception, scope: Scope) -> ApiError:
     """Log an unexpected error and return its answer: a full disk in one line, others with a traceback."""
     meter = scope.get(METER)
-    whose = f" of key {meter.info.name!r}" if meter is not None else ""
+    owner = f" of key {meter.info.name!r}" if meter is not None else ""
     if is_disk_full(error):
-        _log.error("request %s%s failed: %s", scope[REQUEST_ID], whose, error)
+        _log.error("request %s%s failed: %s", scope[REQUEST_ID], owner, error)
         return disk_full_error(error)
-    _log.error("request %s%s failed", scope[REQUEST_ID], whose, exc_info=error)
+    _log.error("request %s%s failed", scope[REQUEST_ID], owner, exc_info=error)
     return internal_error()
 
 
@@ -170,20 +170,20 @@ def _handler(scope: Scope) -> str:
 def _read_headers(scope: Scope, limits: HttpLimits) -> ApiError | None:
     """Set the request's id, the client's X-Request-Id or a new one; return the refusal of its headers, or None."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    given: list[bytes] = []
+    given_ids: list[bytes] = []
     num_bytes = 0
     for name, value in headers:
         num_bytes += len(name) + len(value)
         if name == b"x-request-id":
-            given.append(value)
+            given_ids.append(value)
     scope[REQUEST_ID] = uuid.uuid4().hex
     scope[GIVEN_ID] = None
-    if given and (len(given) > 1 or not _ID.fullmatch(given[0])):
+    if given_ids and (len(given_ids) > 1 or not _ID.fullmatch(given_ids[0])):
         return bad_field(
             "X-Request-Id", "X-Request-Id: give one id of 1 to 128 letters, digits, dots, colons, dashes or underscores"
         )
-    if given:
-        scope[REQUEST_ID] = scope[GIVEN_ID] = given[0].decode()
+    if given_ids:
+        scope[REQUEST_ID] = scope[GIVEN_ID] = given_ids[0].decode()
     if len(headers) > limits.max_headers or num_bytes > limits.max_header_bytes:
         message = f"more than {limits.max_headers} headers or {limits.max_header_bytes} bytes of them"
         return ApiError(431, message, code="headers_too_large")
@@ -258,17 +258,17 @@ class TrustedHostMiddleware:
         if sites in ([], ["same-origin"]) or (sites == ["none"] and scope["method"] in _SAFE):
             return None
         message = (
-            f"Sec-Fetch-Site is {' and '.join(sites)[:MAX_SHOWN]!r}: a page of another site asks, or a link there; "
+            f"Sec-Fetch-Site is {' and '.join(sites)[:MAX_SHOWN]!r}: the request is from another site's page or link; "
             "type this server's address into the browser; a page that fetches needs its origin in --allowed-origins"
         )
         return ApiError(403, message, code="cross_site")
 
     def _is_own_host(self, host: str, local: str) -> bool:
         """Return True for a Host that means this machine. `local`: the address that the client connected to."""
-        found = _HOST.fullmatch(host)
-        if found is None:
+        match = _HOST.fullmatch(host)
+        if match is None:
             return False
-        name = _normal(found[1].strip("[]"))
+        name = _normal(match[1].strip("[]"))
         address = _address(name)
         if address is None:
             return name in self._names

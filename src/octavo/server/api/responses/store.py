@@ -23,7 +23,7 @@ import msgspec
 from octavo.errors import OctavoError
 from octavo.server.api.responses.answers import ResponseEncoder
 from octavo.server.http.errors import ApiError, bad_field, cancelled_error, from_exception
-from octavo.server.http.limits import keeps_most
+from octavo.server.http.limits import largest_user
 
 if TYPE_CHECKING:
     from starlette.types import Message
@@ -225,9 +225,9 @@ class ResponseStore:
     def _make_room(self) -> None:
         config = self._config
         while self._num > config.max_stored_responses:
-            self._drop_oldest(keeps_most({tenant: len(shelf.stored) for tenant, shelf in self._shelves.items()}))
+            self._drop_oldest(largest_user({tenant: len(shelf.stored) for tenant, shelf in self._shelves.items()}))
         while self._shelves and self.num_bytes > config.max_stored_bytes:
-            self._drop_oldest(keeps_most({tenant: shelf.num_bytes for tenant, shelf in self._shelves.items()}))
+            self._drop_oldest(largest_user({tenant: shelf.num_bytes for tenant, shelf in self._shelves.items()}))
 
     def _drop_oldest(self, tenant: str) -> None:
         self.delete(tenant, next(iter(self._shelves[tenant].stored)))
