@@ -183,12 +183,12 @@ class Runner {
 
     // Norm and rotate the heads of one token.
     void turn(const Layer& layer, int64_t position, float* heads) {
-        const float* turns = layer.turns + position * 2 * m_.head_dim;
+        const float* rope_row = layer.rope_table + position * 2 * m_.head_dim;
         for (int64_t h = 0; h < m_.num_heads + m_.num_kv_heads; ++h) {
             float* head = heads + h * m_.head_dim;
             const float* weight = h < m_.num_heads ? layer.query_norm : layer.key_norm;
             if (weight != nullptr) rows_.rms_norm(head, weight, m_.head_dim, static_cast<float>(m_.norm_eps), head);
-            rows_.rotate(head, turns, m_.head_dim);
+            rows_.rotate(head, rope_row, m_.head_dim);
         }
     }
 

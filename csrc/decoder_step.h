@@ -21,7 +21,7 @@ struct Layer {
     const float *attention_norm, *mlp_norm;         // [E]
     const float *after_attention, *after_mlp;       // [E] or null: norms of what a half of the layer adds
     const float *query_norm, *key_norm;             // [D] or null
-    const float* turns;                             // [position, 2, D]: cosines, signed sines
+    const float* rope_table;                        // [position, 2, D]: cosines, signed sines
     int64_t group;                                  // cache group, an index into Step::groups
     AttentionLayer attention;
 };

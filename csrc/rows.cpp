@@ -116,8 +116,8 @@ EXPORT void octavo_rows_gate(int64_t activation, const float* gate_up, float* ou
         octavo::row_kernels().gate(activation, gate_up + 2 * r * size, size, out + r * size);
 }
 
-EXPORT void octavo_rows_rotate(float* heads, const float* turns, int64_t rows, int64_t heads_per_row, int64_t size) {
+EXPORT void octavo_rows_rotate(float* heads, const float* rope_rows, int64_t rows, int64_t heads_per_row, int64_t size) {
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t h = 0; h < heads_per_row; ++h)
-            octavo::row_kernels().rotate(heads + (r * heads_per_row + h) * size, turns + 2 * r * size, size);
+            octavo::row_kernels().rotate(heads + (r * heads_per_row + h) * size, rope_rows + 2 * r * size, size);
 }

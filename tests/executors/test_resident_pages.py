@@ -11,7 +11,7 @@ import torch
 
 from octavo import machine
 from octavo.executors import cache
-from octavo.ops.attention_pool import KVPool, PoolShape
+from octavo.ops.attention import KVPool, PoolShape
 from tests.executors.conformance import SPEC
 from tests.executors.test_torch_executor import make
 

@@ -14,7 +14,7 @@ from octavo.core.limits import GroupKind
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan
 from octavo.core.request import SamplingParams
 from octavo.executors.cache import effective_windows, group_layers
-from octavo.ops.attention_pool import PoolShape
+from octavo.ops.attention import PoolShape
 from tests.exactness import Run, limits_of, run
 from tests.executors.driver import BLOCK, GREEDY, SPEC, Dense, Driver, assert_logprobs, make_prompt
 from tests.executors.effects_conformance import assert_same, sampled

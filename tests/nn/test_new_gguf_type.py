@@ -9,8 +9,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from octavo.artifacts import gguf_choice
-from octavo.artifacts.gguf_choice import choose_file
+from octavo.artifacts import hub
+from octavo.artifacts.hub import choose_file
 from octavo.errors import ModelFileError, UnknownModelError
 from octavo.nn.gguf_blocks import GGUF_TYPES, BlockCodes, BlockParts, GGUFType
 from octavo.nn.packed_weight import Bytes, WeightKind
@@ -76,5 +76,5 @@ def test_one_entry_reads_it(
 
 
 def test_and_one_place_in_the_order_has_it_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_choice, "ORDER", (*gguf_choice.ORDER, "Q5_0"))
+    monkeypatch.setattr(hub, "ORDER", (*hub.ORDER, "Q5_0"))
     assert choose_file("a/b", ["m-Q2_K.gguf", "m-Q5_0.gguf"], None) == "m-Q5_0.gguf"

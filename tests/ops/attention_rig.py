@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from octavo.ops.attention import AttentionBatch
+from octavo.ops.attention import AttentionBatch, KVPool, PoolShape
 from octavo.ops.attention_kernel import KernelAttention
-from octavo.ops.attention_pool import KVPool, PoolShape
 from octavo.ops.attention_reference import ReferenceAttention
 
 # context and count of each row: decodes first

@@ -18,8 +18,8 @@ import torch
 from tests.ops.attention_rig import Rig, whole
 
 from octavo.ops import attention_kernel, cpu
+from octavo.ops.attention import KVPool, PoolShape
 from octavo.ops.attention_kernel import KernelAttention
-from octavo.ops.attention_pool import KVPool, PoolShape
 
 ROOT = Path(__file__).parents[2]
 KINDS = [torch.float32, torch.bfloat16, torch.float16]

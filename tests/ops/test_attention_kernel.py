@@ -8,9 +8,9 @@ import torch
 from tests.ops.attention_rig import ROWS, WHOLE, Rig
 
 from octavo.ops import cpu
+from octavo.ops.attention import KVPool, PoolShape
 from octavo.ops.attention_kernel import KernelAttention, _kernels, has_kernel
 from octavo.ops.attention_plan import PART
-from octavo.ops.attention_pool import KVPool, PoolShape
 
 pytestmark = pytest.mark.skipif(_kernels() is None, reason=f"no C++ kernels: {cpu.status().reason}")
 

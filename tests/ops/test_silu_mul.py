@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops.silu_mul import silu_mul
+from octavo.ops.gated_mul import silu_mul
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

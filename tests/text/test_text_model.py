@@ -97,7 +97,7 @@ def test_the_default_model(default_files, default_model):
 
 LAZY = """
 import sys
-import octavo.artifacts.gguf_file, octavo.artifacts.hub, octavo.artifacts.read_spec, octavo.artifacts.pull
+import octavo.artifacts.gguf_file, octavo.artifacts.hub, octavo.artifacts.read_spec, octavo.artifacts.resolve
 import octavo.text.detokenizer, octavo.text.detokenizer
 from octavo.artifacts.resolve import find_wheel_model
 from octavo.text.text_model import TextModel

@@ -7,6 +7,7 @@ Invariant: nothing is guessed; an unknown setting that would change the arithmet
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,6 @@ import numpy as np
 
 from octavo.artifacts.families import Family, Windows, family_of_config, family_of_gguf, unsupported
 from octavo.artifacts.gguf_file import GGUFFile
-from octavo.artifacts.json_file import read_json
 from octavo.artifacts.model_spec import ModelSpec, RopeScaling
 from octavo.artifacts.resolve import DEFAULT_MODEL, ModelFiles
 from octavo.artifacts.script import script_spec
@@ -25,6 +25,7 @@ from octavo.errors import ModelFileError
 
 # Recommended by the default model's card; its files have no defaults.
 _DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+_MAX_JSON_BYTES = 64 << 20
 _MAX_WINDOW_LAYERS = 1 << 16  # of a model with windows: bounds the table of windows
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -52,6 +53,22 @@ def read_model_spec(files: ModelFiles) -> ModelSpec:
     if files.name == DEFAULT_MODEL and not spec.generation:
         return replace(spec, generation=_DEFAULT_SAMPLING)
     return spec
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of at most 64 MiB. Raises ModelFileError."""
+    try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise ModelFileError(path, f"has {size} bytes; at most {_MAX_JSON_BYTES} are read")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelFileError(path, f"cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(path, f"is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(path, f"holds a {type(value).__name__}; an object is needed")
+    return value
 
 
 def read_hf_spec(root: Path) -> ModelSpec:

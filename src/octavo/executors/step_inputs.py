@@ -74,7 +74,7 @@ class StepInputs:
     """The inputs of one step. `*_rows` are row indices of the plan; `*_last` their last token in the pass.
 
     `attention` and `partial_blocks` have one entry per cache group; partial blocks are those whose first position this
-    step writes and whose last it does not (see attention_pool), if requested. `first_token_N` is the index of each
+    step writes and whose last it does not (see ops.attention), if requested. `first_token_N` is the index of each
     plan row's first token in the pass. `sample_rows` repeats a row for each of its sampling positions: one, and one
     more for each of its `drafts`. `beams` are indices into `sample_rows` of the rows that need candidates only.
     """

@@ -22,9 +22,8 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.nn.layers import Embedding, Linear, RMSNorm, RopeTable, ScaledEmbedding
 from octavo.nn.weights import Weights, open_weights
 from octavo.ops.attention import AttentionBackend
-from octavo.ops.gelu_mul import gelu_mul
+from octavo.ops.gated_mul import gelu_mul, silu_mul
 from octavo.ops.rope import apply_rope
-from octavo.ops.silu_mul import silu_mul
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu": gelu_mul}
 

@@ -1,7 +1,7 @@
 """The GGUF types that can be read, and what becomes of their blocks.
 
 Owns: a type's entry: dequantising it, and the codes that keep its bits. A new type is an entry here and its position in
-the order of artifacts/gguf_choice.py.
+the order of artifacts/hub.py.
 Does not: pack codes (packed_weight.py does) or read files.
 Invariants: rows are converted by themselves, so that they may be converted in pieces. Scales and minima are float16;
 a weight whose scales float16 cannot hold has no codes (None).

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops.attention import AttentionBatch, HostColumn
-from octavo.ops.attention_pool import KVPool
+from octavo.ops.attention import AttentionBatch, HostColumn, KVPool
 
 PAD_TOKENS = 32  # contexts are padded to multiples of this, for equal vector lanes
 MERGE_TOKENS = 512  # padding that is cheaper than another call: a call costs about 30 us, a token 0.08 us

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops import cpu
-from octavo.ops.attention import AttentionBatch
+from octavo.ops.attention import AttentionBatch, KVPool
 from octavo.ops.attention_plan import AttentionLayer, AttentionPlan
-from octavo.ops.attention_pool import KVPool
 
 __all__ = ["AttentionLayer", "KernelAttention", "has_kernel", "is_faster"]
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import AttentionBatch
-from octavo.ops.attention_pool import KVPool
+from octavo.ops.attention import AttentionBatch, KVPool
 
 
 class ReferenceAttention:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.artifacts.gguf_file import GGUFFile
-from octavo.artifacts.json_file import read_json
 from octavo.artifacts.model_spec import ModelSpec
-from octavo.artifacts.read_spec import read_model_spec
+from octavo.artifacts.read_spec import read_json, read_model_spec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.text.chat_template import ChatTemplate, check_variables

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from octavo.artifacts.gguf_file import GGUFFile
-from octavo.artifacts.json_file import read_json
+from octavo.artifacts.read_spec import read_json
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import InvalidRequestError, ModelFileError
 from octavo.text.detokenizer import Detokenizer, TokenBytes
