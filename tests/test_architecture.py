@@ -74,6 +74,11 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 4_870,
     ("engine", "frontend"): 4_610,
+    ("models", "nn", "ops", "sampling"): 3_140,
+    ("executors",): 1_455,
+    ("artifacts",): 1_270,
+    ("text",): 2_117,
+    ("grammar", "sandbox"): 1_824,
     ("observe",): 3_510,
     ("simulator",): 4_010,
     ("server",): 11_090,

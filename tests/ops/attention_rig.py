@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from octavo.ops.attention import AttentionBatch, KVPool, PoolShape
+from octavo.ops.attention import AttentionBatch, KVPool, PoolShape, ReferenceAttention
 from octavo.ops.attention_kernel import KernelAttention
-from octavo.ops.attention_reference import ReferenceAttention
 
 # context and count of each row: decodes first
 ROWS = ((1, 1), (2, 1), (15, 1), (16, 1), (17, 1), (100, 1), (127, 1), (128, 1), (129, 1), (700, 1))

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from octavo.ops import cpu
-from octavo.ops.attention import AttentionBatch, KVPool, PoolShape
+from octavo.ops.attention import AttentionBatch, KVPool, PoolShape, ReferenceAttention
 from octavo.ops.attention_batched import BatchedAttention, decode_buckets, padded_levels
 from octavo.ops.attention_kernel import KernelAttention
-from octavo.ops.attention_reference import ReferenceAttention
 
 HEADS, KV_HEADS, HEAD, BLOCK, LAYERS = 6, 2, 32, 4, 2
 BACKENDS = [BatchedAttention, ReferenceAttention]

@@ -41,10 +41,9 @@ from octavo.executors.slots import Slots
 from octavo.executors.step_inputs import StepInputs, build_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.grammar.matcher import Masks
-from octavo.ops.attention import AttentionBackend, KVPool, PoolShape
+from octavo.ops.attention import AttentionBackend, KVPool, PoolShape, ReferenceAttention
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
-from octavo.ops.attention_reference import ReferenceAttention
 from octavo.sampling.columns import SamplingRows, upload
 from octavo.sampling.processors import TokenMasks
 from octavo.sampling.sampler import Sampler

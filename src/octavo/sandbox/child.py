@@ -68,7 +68,7 @@ JOBS: Mapping[str, Job] = {
 
 def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> None:
     """Serve orders from stdin until it ends."""
-    parser = argparse.ArgumentParser(prog="python -m octavo.sandbox", description="a sandbox process")
+    parser = argparse.ArgumentParser(prog="python -m octavo.sandbox.child", description="a sandbox process")
     parser.add_argument("--memory-bytes", type=int, required=True, help="most bytes of address space")
     args = parser.parse_args(arguments)
     orders = sys.stdin.buffer
@@ -165,3 +165,7 @@ def _send(answers: BinaryIO, message: wire.ToParent) -> None:
         data = wire.frame(wire.Refusal.of(message.number, error))
     answers.write(data)
     answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from octavo.errors import EngineError, OctavoError, QueueFullError, TooComplexError, ToolUnavailableError
 from octavo.sandbox import wire
 
-COMMAND = (sys.executable, "-m", "octavo.sandbox")
+COMMAND = (sys.executable, "-m", "octavo.sandbox.child")
 # The environment that a child inherits: no keys, and no addresses of other services.
 _VARIABLES = frozenset(("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "TMPDIR", "SYSTEMROOT"))
 _RETRY_START_S = 5.0  # between a failed start of a child and the next attempt
