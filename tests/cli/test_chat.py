@@ -88,8 +88,8 @@ def test_commands_change_the_conversation(tmp_path: Path) -> None:
         ("/params temperature=-1", "temperature is -1"),
         ("/save", "give a file"),
         ("/load /nowhere.json", "cannot be read"),
-        ("/undo", "nothing to take back"),
-        ("/retry", "nothing to answer again"),
+        ("/undo", "no message to undo"),
+        ("/retry", "no message to answer again"),
     ],
 )
 def test_mistakes_are_told_and_change_nothing(line: str, said: str) -> None:

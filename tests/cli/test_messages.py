@@ -189,7 +189,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
     def work(*args: object, **options: object) -> None:
         raise AssertionError("the work began")
 
-    for name in ("simulate.make_plan", "replay.open_recording", "trace.open_recording", "bench.build_local"):
+    for name in ("simulate.make_plan", "replay.open_recording", "trace.open_recording", "bench.load_engine"):
         monkeypatch.setattr(f"octavo.cli.{name}", work)
     for name in ("batch.load_engine", "serve.open_socket"):
         monkeypatch.setattr(f"octavo.cli.{name}", work)

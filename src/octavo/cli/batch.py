@@ -23,9 +23,10 @@ from typing import IO, Any
 
 from octavo.assembly import LocalEngine
 from octavo.cli.answers import add_answer_arguments, load_engine, params_given, sampling_params
-from octavo.cli.flags import UsageError, add_settings, check_output, config_from, whole
+from octavo.cli.flags import UsageError, add_settings, check_output, config_from
 from octavo.cli.terminal import say
 from octavo.config import ENGINE_SECTIONS, Config
+from octavo.config.setting import Number
 from octavo.server.api.batches.run import (
     BATCH_PATHS,
     BatchPaths,
@@ -41,7 +42,7 @@ from octavo.server.app import create_app
 from octavo.server.http.keys import ANONYMOUS
 
 MAX_TRIES = 5
-MAX_OPEN = 4096
+OPEN_REQUESTS = Number(int, 1, 4096)
 MAX_LINE_BYTES = 8 << 20
 
 
@@ -56,11 +57,6 @@ async def _application(engine: LocalEngine, config: Config) -> AsyncIterator[Inn
             await app.state.context.sandbox.close()
     finally:
         await engine.client.close()
-
-
-def _check_open(args: argparse.Namespace) -> None:
-    if args.open is not None and not 1 <= args.open <= MAX_OPEN:
-        raise UsageError(f"--open is {args.open}; give a whole number from 1 to {MAX_OPEN}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("answers")
     group.add_argument("--output", "-o", metavar="OUT", help="where answers go, a JSON object a line [stdout]")
-    group.add_argument("--open", type=whole, metavar="N", help="requests open at once [twice --max-num-seqs]")
+    group.add_argument("--open", type=OPEN_REQUESTS, metavar="N", help="requests open at once [twice --max-num-seqs]")
     group.add_argument("--raw", action="store_true", help="continue each text as it is, without the chat template")
     group.add_argument("--jsonl", action="store_true", help="lines are JSON, whatever the file is called")
     add_answer_arguments(group)
@@ -92,7 +88,6 @@ def run_generate(args: argparse.Namespace) -> int:
     """Answer every line; return 0 when all were answered, 1 when some failed."""
     if args.raw and args.system is not None:
         raise UsageError("--system needs the chat template; leave out --raw")
-    _check_open(args)
     check_output("--output", args.output)
     sampling_params(args, {})  # report a wrong flag before the model loads
     config = config_from(args)
@@ -242,7 +237,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output", "-o", metavar="OUT", help="answers, a line each [FILE with .output before its end]")
     group.add_argument("--errors", metavar="FILE", help="requests that failed [OUT with .errors before its end]")
     group.add_argument(
-        "--open", type=whole, metavar="N", help="requests open at once [a quarter more than --max-num-seqs]"
+        "--open", type=OPEN_REQUESTS, metavar="N", help="requests open at once [a quarter more than --max-num-seqs]"
     )
     group.add_argument("--retry-failed", action="store_true", help="repeat requests that failed in an earlier run")
     group.add_argument("--overwrite", action="store_true", help="start again, without the answers of an earlier run")
@@ -252,7 +247,6 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_batch(args: argparse.Namespace) -> int:
     """Answer the requests that have no answer yet; return 0 when all were answered, 1 when some failed."""
-    _check_open(args)
     paths = paths_of(args.file, args.output, args.errors)
     config = config_from(args)
     with _locked(paths.output):

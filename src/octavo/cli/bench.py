@@ -21,13 +21,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from octavo.assembly import build_local, executor_spec, find_files
+from octavo.assembly import executor_spec, find_files
 from octavo.bench import latency, offline, scheduler, simulator, startup, vllm_scheduler
 from octavo.bench.report import Report, show_rows
 from octavo.bench.workload import draw_workload, read_workload
-from octavo.cli.flags import Number, UsageError, add_settings, check_output, config_from, settings_given, whole
-from octavo.cli.terminal import loading, warn_limits
+from octavo.cli.answers import load_engine
+from octavo.cli.flags import UsageError, add_settings, check_output, config_from, settings_given, whole
 from octavo.config import ENGINE_SECTIONS
+from octavo.config.setting import Number
 from octavo.core.policy import POLICIES
 from octavo.errors import ConfigError
 from octavo.machine import look, usable_cores
@@ -98,9 +99,7 @@ def _open(args: argparse.Namespace, **extra: object) -> offline.BenchEngine:
     """Open the engine of the settings given; `extra` are further ones."""
     config = config_from(args, model=args.model, **extra)
     start = time.perf_counter()
-    with loading(config.model.model, args.json):
-        engine = build_local(config)
-    warn_limits(config, engine.capacity)
+    engine = load_engine(config, args.json)
     return offline.BenchEngine(config, engine, time.perf_counter() - start)
 
 

@@ -29,9 +29,10 @@ from octavo.bench.processes import ServerProcess, ending_with_this
 from octavo.bench.report import Report
 from octavo.bench.workload import BenchWorkload, draw_workload, read_texts, read_workload
 from octavo.cli.bench import add_int, add_json, add_model, add_workload, print_report, progress
-from octavo.cli.flags import Number, UsageError, add_settings, config_from, respell, settings_given
+from octavo.cli.flags import UsageError, add_settings, config_from, respell, settings_given
 from octavo.cli.servers import add_server_arguments, client_key, named_url
 from octavo.cli.terminal import loading, say
+from octavo.config.setting import Number
 from octavo.machine import usable_cores
 
 # --- online -----------------------------------------------------------------------------------------

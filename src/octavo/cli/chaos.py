@@ -29,7 +29,7 @@ from rich.console import Console
 
 from octavo.bench.completion_client import CompletionClient, CompletionResult, Target, first_model
 from octavo.bench.report import percentile, show_facts
-from octavo.cli.flags import Number, UsageError
+from octavo.cli.flags import UsageError
 from octavo.cli.servers import (
     AdminError,
     add_server_arguments,
@@ -39,6 +39,7 @@ from octavo.cli.servers import (
     full_url,
     named_server,
 )
+from octavo.config.setting import Number
 from octavo.errors import EngineError
 from octavo.server.http.listener import is_loopback
 

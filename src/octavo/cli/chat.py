@@ -41,15 +41,15 @@ NUMBERS = {
 }
 HELP = """\
 /help             these lines
-/reset            forget the conversation; the system message stays
+/reset            start a new conversation with the same system message
 /system [TEXT]    set the system message, or without text remove it
-/params [A=X ...] show or set sampling parameters, such as /params temperature=0.2 max_tokens=100; A= takes one back
-/undo             take back the last message and its answer
+/params [A=X ...] show or set sampling parameters, such as /params temperature=0.2 max_tokens=100; A= resets one
+/undo             remove the last message and its answer
 /retry            answer the last message again
-/save FILE        keep the conversation as JSON
-/load FILE        go on with a kept one
+/save FILE        save the conversation as JSON
+/load FILE        continue a saved conversation
 /bye              leave; so do /exit, /quit, exit, quit and Ctrl-D
-Ctrl-C stops an answer. A line that ends with a backslash goes on in the next; \"\"\" begins and ends several lines."""
+Ctrl-C stops an answer. A line that ends with a backslash continues in the next; \"\"\" encloses several lines."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(group, default="none: a model is loaded")
     group.add_argument("--api-key", metavar="KEY", help="the server's key [OCTAVO_API_KEY]")
     group = parser.add_argument_group("conversation")
-    group.add_argument("--load", metavar="FILE", help="go on with a conversation that /save kept")
+    group.add_argument("--load", metavar="FILE", help="continue a conversation that /save wrote")
     add_answer_arguments(group, max_tokens=None)
     add_settings(parser, ENGINE_SECTIONS)
 
@@ -284,18 +284,18 @@ class ChatSession:
                 raise CommandError(f"{name} is {value!r}; give a number") from None
         SamplingParams(**changed)  # type: ignore[arg-type]  # checked by itself
         self.params = changed
-        return ", ".join(f"{name}={value}" for name, value in changed.items()) or "all as by default"
+        return ", ".join(f"{name}={value}" for name, value in changed.items()) or "all at their defaults"
 
     def _undo(self, _: str) -> str:
         if not self.messages:
-            raise CommandError("there is nothing to take back")
+            raise CommandError("there is no message to undo")
         while self.messages and self.messages.pop()["role"] != "user":
             pass
-        return "taken back"
+        return "removed"
 
     def _retry(self, _: str) -> str:
         if not any(message["role"] == "user" for message in self.messages):
-            raise CommandError("there is nothing to answer again")
+            raise CommandError("there is no message to answer again")
         while self.messages[-1]["role"] != "user":
             self.messages.pop()
         self.wants_answer = True
@@ -307,38 +307,38 @@ class ChatSession:
 
     def _save(self, name: str) -> str:
         path = _path(name, "/save")
-        kept = {"system": self.system, "params": self.params, "messages": self.messages}
+        saved = {"system": self.system, "params": self.params, "messages": self.messages}
         try:
-            path.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
+            path.write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n", "utf-8")
         except OSError as error:
             raise CommandError(f"{path} cannot be written ({error.strerror or error})") from None
-        return f"kept in {path}"
+        return f"saved to {path}"
 
     def _load(self, name: str) -> str:
         path = _path(name, "/load")
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
                 raise CommandError(f"{path} has more than {MAX_FILE_BYTES} bytes")
-            kept = json.loads(path.read_text("utf-8"))
+            saved = json.loads(path.read_text("utf-8"))
         except OSError as error:
             raise CommandError(f"{path} cannot be read ({error.strerror or error})") from None
         except (ValueError, RecursionError) as error:
-            raise CommandError(f"{path} is no JSON ({error})") from None
-        self._take(kept, path)
+            raise CommandError(f"{path} is not JSON ({error})") from None
+        self._restore(saved, path)
         return f"{len(self.messages)} messages from {path}"
 
-    def _take(self, kept: object, path: Path) -> None:
-        if isinstance(kept, list):
-            kept = {"messages": kept}
-        messages = kept.get("messages") if isinstance(kept, dict) else None
+    def _restore(self, saved: object, path: Path) -> None:
+        if isinstance(saved, list):
+            saved = {"messages": saved}
+        messages = saved.get("messages") if isinstance(saved, dict) else None
         roles = ("user", "assistant", "system", "tool")
         is_fine = isinstance(messages, list) and all(
             isinstance(m, dict) and m.get("role") in roles and isinstance(m.get("content"), str) for m in messages
         )
-        if not is_fine or not isinstance(kept, dict) or messages is None:
-            raise CommandError(f"{path} holds no conversation; it needs messages, each with role and content")
-        system = kept.get("system")
-        params = kept.get("params") or {}
+        if not is_fine or not isinstance(saved, dict) or messages is None:
+            raise CommandError(f"{path} is not a conversation; it needs messages, each with role and content")
+        system = saved.get("system")
+        params = saved.get("params") or {}
         if not isinstance(params, dict):
             raise CommandError(f"{path}: params must be an object")
         wrong = [name for name in params if name not in NUMBERS]

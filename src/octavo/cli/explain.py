@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from octavo.cli.flags import Number, UsageError
+from octavo.cli.flags import UsageError
 from octavo.cli.servers import (
     add_server_arguments,
     bearer_headers,
@@ -25,6 +25,7 @@ from octavo.cli.servers import (
     refusal_text,
 )
 from octavo.cli.terminal import align_columns, reason_of
+from octavo.config.setting import Number
 from octavo.errors import OctavoError
 
 TIMEOUT_S = 30.0

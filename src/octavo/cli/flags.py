@@ -13,13 +13,13 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from octavo.config import SETTINGS, Config, Setting
 from octavo.config.other_engines import RENAMED_FLAGS, UNSUPPORTED_FLAGS
-from octavo.config.setting import read_whole_number
+from octavo.config.setting import Number
 from octavo.config.sources import Resolved, load
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
@@ -141,44 +141,6 @@ class Parser(argparse.ArgumentParser):
 def _name_of(action: argparse.Action) -> str:
     """Return the name of an argument in messages."""
     return str(max(action.option_strings, key=len, default=action.metavar or action.dest))
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """The type of an argument that is a number in a range, ends included. Whole numbers may be written as 2K.
-
-    With `is_above` the low end is not allowed. Its text says which numbers are.
-    """
-
-    kind: type[int] | type[float]
-    low: float | None = None
-    high: float | None = None
-    is_above: bool = False
-
-    def __call__(self, text: str) -> int | float:
-        """Parse a number. Raises ValueError."""
-        number = read_whole_number(text) if self.kind is int else float(text)
-        if number is None or (self.low is not None and not number >= self.low):
-            raise ValueError(text)
-        if (self.high is not None and not number <= self.high) or (self.is_above and number == self.low):
-            raise ValueError(text)
-        return number
-
-    def accepts(self, text: str) -> bool:
-        """Return True if the text is such a number."""
-        try:
-            self(text)
-        except ValueError:
-            return False
-        return True
-
-    def __str__(self) -> str:
-        noun = "a whole number" if self.kind is int else "a number"
-        if self.low is None:
-            return noun
-        if self.is_above:
-            return f"{noun} above {self.low}" + (f", at most {self.high}" if self.high is not None else "")
-        return f"{noun} of at least {self.low}" if self.high is None else f"{noun} from {self.low} to {self.high}"
 
 
 whole = Number(int)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from octavo.assembly import plan_memory
-from octavo.cli.flags import Number, add_settings, config_from
+from octavo.cli.flags import add_settings, config_from
+from octavo.config.setting import Number
 from octavo.executors.protocol import MemoryPlan
 
 

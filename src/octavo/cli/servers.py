@@ -19,9 +19,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from octavo.cli.flags import Number, UsageError
+from octavo.cli.flags import UsageError
 from octavo.cli.server_registry import ServerRecord, find_servers, send_signal
 from octavo.cli.terminal import align_columns, duration_text, reason_of, say
+from octavo.config.setting import Number
 from octavo.config.spelling import unknown
 from octavo.errors import OctavoError
 from octavo.machine import listener_of

@@ -18,10 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from octavo.cli.flags import Number
 from octavo.cli.server_registry import ServerRecord, find_servers
 from octavo.cli.servers import AdminError, add_server_arguments, call_admin, named_server
 from octavo.cli.top_screen import Keyboard, View, screen
+from octavo.config.setting import Number
 
 INTERVAL_S = Number(float, 0.1, 60)
 TIMEOUT_S = 5.0

@@ -10,8 +10,9 @@ import argparse
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from octavo.cli.flags import Number, UsageError, check_output
+from octavo.cli.flags import UsageError, check_output
 from octavo.cli.terminal import say
+from octavo.config.setting import Number
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, Unpack
 
@@ -22,6 +22,44 @@ _SYNONYMS |= {"fp32": "float32", "f32": "float32", "float": "float32", "gpu": "c
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _REMEDIES: Mapping[type, str] = {bool: "give true or false", tuple: "give one or more texts"}
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(?:([kKmMgGtT])(?:i?B|i)?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A kind of number in a range, ends included, for settings and for `type=` of argparse; 2K is a whole number.
+
+    With `is_above` the low end is not allowed. Its text says which numbers are.
+    """
+
+    kind: type
+    low: float | None = None
+    high: float | None = None
+    is_above: bool = False
+
+    def __call__(self, value: object) -> int | float:
+        """Parse a number. Raises ValueError."""
+        number = read_whole_number(value) if self.kind is int else _read_float(value)
+        if number is None or (self.low is not None and number < self.low) or (self.is_above and number == self.low):
+            raise ValueError(value)
+        if self.high is not None and number > self.high:
+            raise ValueError(value)
+        return number
+
+    def accepts(self, value: object) -> bool:
+        """Return True if the value is such a number."""
+        try:
+            self(value)
+        except ValueError:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        noun = "a whole number" if self.kind is int else "a number"
+        if self.low is None:
+            return noun
+        if self.is_above:
+            return f"{noun} above {self.low}" + (f", at most {self.high}" if self.high is not None else "")
+        return f"{noun} of at least {self.low}" if self.high is None else f"{noun} from {self.low} to {self.high}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +112,12 @@ class Setting:
                 raise ConfigError(f"{spelled} has no value; {self.remedy()}")
         if self.is_secret and _is_blank(value):
             raise ConfigError(f"{spelled} is empty; give a key, or leave it out")
-        result = _READERS[self.kind](value)
+        result = self._parse(value)
         if self.choices:
             result = _SYNONYMS.get(str(result).lower(), str(result).lower())
             if result not in self.choices:
                 raise ConfigError(unknown(spelled, str(value), self.choices, self.remedy()))
-        if result is None or not self._is_within(result):
+        if result is None:
             shown = "***" if self.is_secret else repr(value)
             raise ConfigError(f"{spelled} is {shown}; {self.remedy()}")
         return result
@@ -90,12 +128,8 @@ class Setting:
             return f"give one of {', '.join(self.choices)}"
         if self.kind not in (int, float):
             return _REMEDIES.get(self.kind, "give a text")
-        low, high = self.within
-        noun = "a whole number" if self.kind is int else "a number"
-        example = " (32K is 32768, 32k is 32000)" if self.kind is int and (high or 2**30) > 2**20 else ""
-        if low is not None and high is not None:
-            return f"give {noun} from {low} to {high}{example}"
-        return f"give {noun}{f' of at least {low}' if low is not None else ''}{example}"
+        is_large = self.kind is int and (self.within[1] or 2**30) > 2**20
+        return f"give {Number(self.kind, *self.within)}" + (" (32K is 32768, 32k is 32000)" if is_large else "")
 
     def readable_default(self) -> str:
         """Return the default as a person would write it; "" if there is none, or if the help names it."""
@@ -113,9 +147,16 @@ class Setting:
             f"{value:,}" if isinstance(value, int) and value >= 10_000 else f"{value:g}" if value == 0 else str(value)
         )
 
-    def _is_within(self, value: Any) -> bool:
-        low, high = self.within
-        return self.kind not in (int, float) or ((low is None or value >= low) and (high is None or value <= high))
+    def _parse(self, value: object) -> Any:
+        """Return the value as the field's type, None if it is none."""
+        if self.kind is bool:
+            return _read_bool(value)
+        if self.kind is tuple:
+            return _read_tuple(value)
+        if self.kind is str:
+            return _read_text(value)
+        number = Number(self.kind, *self.within)
+        return number(value) if number.accepts(value) else None
 
 
 class _Rules(TypedDict, total=False):
@@ -203,15 +244,6 @@ def _read_tuple(value: object) -> tuple[str, ...] | None:
     if isinstance(value, (list, tuple)) and all(isinstance(part, str) and part for part in value):
         return tuple(value)
     return None
-
-
-_READERS: Mapping[type, Callable[[object], Any]] = {
-    bool: _read_bool,
-    int: read_whole_number,
-    float: _read_float,
-    tuple: _read_tuple,
-    str: _read_text,
-}
 
 
 def _is_blank(value: object) -> bool:

@@ -13,25 +13,24 @@ _MIN_PREFIX = 4
 _LISTED = 12  # names that a message lists if none is near
 
 
-def near_names(word: str, names: Iterable[str], most: int = 2) -> list[str]:
+def near_names(word: str, names: Iterable[str], limit: int = 2) -> list[str]:
     """Return the names that `word` probably means, best first: few typing errors, other word order, or an abbreviation.
 
-    Case, leading dashes, and `_` for `-` do not count. An abbreviation of more than `most` names matches none of them.
+    Case, leading dashes, and `_` for `-` do not count. An abbreviation of more than `limit` names matches none of them.
     """
     folded = _fold(word)
-    exact, typed, begun = [], [], []
+    same_words, typos, abbreviations = [], [], []
     for name in dict.fromkeys(names):
         known = _fold(name)
         if sorted(known.split("-")) == sorted(folded.split("-")):
-            exact.append(name)
+            same_words.append(name)
         elif (distance := _distance(folded, known)) <= min(_MAX_EDITS, len(folded) // _EDIT_SHARE):
-            typed.append((distance, name))
+            typos.append((distance, name))
         elif min(len(folded), len(known)) >= _MIN_PREFIX and (known.startswith(folded) or folded.startswith(known)):
-            begun.append(name)
-    typed.sort(key=lambda pair: pair[0])
-    least = typed[0][0] if typed else 0
-    near = exact or [name for distance, name in typed if distance == least]
-    return (near or (begun if len(begun) <= most else []))[:most]
+            abbreviations.append(name)
+    fewest = min((distance for distance, _ in typos), default=0)
+    near = same_words or [name for distance, name in typos if distance == fewest]
+    return (near or (abbreviations if len(abbreviations) <= limit else []))[:limit]
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
