@@ -23,7 +23,7 @@ from octavo.engine.outbox import Outbox
 from octavo.errors import ConfigError
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
-from octavo.frontend.open_request import MAX_PREEMPTIONS_TOLD
+from octavo.frontend.open_request import MAX_PREEMPTIONS
 from octavo.frontend.open_requests import OpenRequests
 from octavo.observe.otel import RequestTrace, Timed, Tracer, check_endpoint
 from tests.engine.fakes import make_request
@@ -119,7 +119,7 @@ def test_times_out_of_the_batch_go_with_the_end_and_are_bounded() -> None:
     requests.add(make_request("a"))
     arrival = make_request("a").arrival
     events = [Event(EventKind.ADMITTED, "a", arrival + 1, 1)]
-    for turn in range(MAX_PREEMPTIONS_TOLD + 5):
+    for turn in range(MAX_PREEMPTIONS + 5):
         events.append(Event(EventKind.PREEMPTED, "a", arrival + 2 + turn, 2, by="b"))
         events.append(Event(EventKind.RESUMED, "a", arrival + 2.5 + turn, 3))
     events.append(Event(EventKind.FINISHED, "a", arrival + 99, 4, finish_reason=FinishReason.LENGTH))
@@ -129,7 +129,7 @@ def test_times_out_of_the_batch_go_with_the_end_and_are_bounded() -> None:
     state = requests.get("a")
     assert state is not None
     (end,) = state.take()
-    assert end.is_final and end.queue_s == 1.0 and len(end.preempted) == MAX_PREEMPTIONS_TOLD
+    assert end.is_final and end.queue_s == 1.0 and len(end.preempted) == MAX_PREEMPTIONS
     assert end.preempted[0] == (2.0, 2.5)
 
 

@@ -1,6 +1,7 @@
 """The heartbeat: a page of shared memory that the step loop writes, and that can be read when the loop is dead.
 
-Owns: the page's layout, writing and reading it, how long a step may take. Does not: judge or kill (see watchdog).
+Owns: the page's layout, writing and reading it, how long a step may take.
+Does not: decide whether a loop stalls (Watchdog does), or kill.
 Invariants: a reader gets a beat or a batch exactly as it was written, or the one before it, even if the writer was
 killed while writing: each is written alternately to two slots, with a checksum, and the newest valid one counts.
 A batch is written before the step that runs it begins.

@@ -52,13 +52,13 @@ class Clock:
 
 @dataclass(slots=True)
 class PlanInFlight:
-    """A plan, its ticket or the failure of its submission, the seconds of scheduling, and when that began."""
+    """A plan, its ticket or the failure of its submission, the seconds of scheduling, and when it started."""
 
     plan: StepPlan
     ticket: Ticket
     failure: StepFailure | None
     schedule_s: float
-    begun: float
+    started_at: float
 
 
 class EngineLoop:
@@ -232,9 +232,9 @@ class EngineLoop:
             return None  # nothing may run after a plan that did not
         depth = self._depth if only is None else 1
         while len(self._in_flight) < depth:
-            begun = self.clock.now()
-            plan = self._scheduler.plan(begun, only)
-            schedule_s = self.clock.now() - begun
+            started_at = self.clock.now()
+            plan = self._scheduler.plan(started_at, only)
+            schedule_s = self.clock.now() - started_at
             self._deliver_decisions(plan.events)
             if plan.is_empty:
                 return plan
@@ -250,7 +250,7 @@ class EngineLoop:
                 raise
             except Exception as error:  # the executor shell: a step that fails is retried, then bisected
                 failure = _step_failure(plan, error)
-            self._in_flight.append(PlanInFlight(plan, ticket, failure, schedule_s, begun))
+            self._in_flight.append(PlanInFlight(plan, ticket, failure, schedule_s, started_at))
             if failure is not None:
                 break
         return None
@@ -274,7 +274,7 @@ class EngineLoop:
             self._recover(plan, outcome)
             return
         delivered, parts = self.clock.now(), outcome.timings
-        schedule_s, step_s = step.schedule_s + committed - collected, delivered - step.begun
+        schedule_s, step_s = step.schedule_s + committed - collected, delivered - step.started_at
         computed = parts.prepare_s, parts.forward_s, parts.sample_s
         self.step_times.add((schedule_s, *computed, delivered - committed, step_s))
 

@@ -79,14 +79,14 @@ class _Trial:
             for number, params in enumerate(kinds):
                 self._scheduler.admit(Request(f"warm-up-{number}", ids, params), 0.0)
         while not (plan := self._scheduler.plan(0.0)).is_empty:
-            begun = self._now()
+            started_at = self._now()
             ticket = self._executor.submit(plan)
             if kinds[0].grammar and any(flags & ROW_SAMPLE for flags in plan.flags):
                 self._executor.supply(ticket, self._anything)
             result = self._executor.collect(ticket)
             self._scheduler.commit(plan, result, 0.0)
             if plan.num_query_tokens:
-                self.seconds[plan.num_query_tokens] = self._now() - begun
+                self.seconds[plan.num_query_tokens] = self._now() - started_at
 
     def abandon(self) -> None:
         """Free the executor's slots after a step that failed."""

@@ -250,7 +250,7 @@ class EngineSpawner:
                 await outcome.close()
 
     async def _start(self) -> EngineProcess:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         engine = await EngineProcess.start(
             self._config,
             epoch=next(self._epochs),
@@ -259,7 +259,7 @@ class EngineSpawner:
             open_limit_s=self._open_limit_s,
         )
         if self._capacity is None:
-            self._open_limit_s = min(OPEN_LIMIT_S, max(LATER_OPEN_S, OPEN_MARGIN * (time.monotonic() - begun)))
+            self._open_limit_s = min(OPEN_LIMIT_S, max(LATER_OPEN_S, OPEN_MARGIN * (time.monotonic() - started_at)))
             self._capacity = engine.capacity
             cache = replace(
                 self._config.cache,

@@ -30,6 +30,9 @@ from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.open_requests import LedgerObserver, OpenRequests
 from octavo.frontend.socket_client import SocketClient
 
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+MAX_GAPS = 256  # recoveries whose seconds are in the report
 LOOK_S = 0.1  # how often to look
 LATE_S = 0.5  # two looks further apart than this mean that this process, or the machine, was stopped
 CONFIRM_S = 0.3  # how long the same overdue beat must be seen
@@ -71,11 +74,6 @@ class Watchdog:
             f"{beat.phase.name.lower()} {beat.step}: nothing has moved for {now - self._moved_at:.1f} s, the limit was "
             f"{now - deadline:.1f} s ago"
         )
-
-
-_LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
-MAX_GAPS = 256  # recoveries whose seconds are in the report
 
 
 class EngineState(Enum):

@@ -18,7 +18,7 @@ from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.outbox import finished
 
-MAX_PREEMPTIONS_TOLD = 32  # of one request that are kept, with their times
+MAX_PREEMPTIONS = 32  # of one request that are kept, with their times
 
 
 def num_choices(params: SamplingParams) -> int:
@@ -117,7 +117,7 @@ class OpenRequest:
             self._note_return(event.time)
 
     def _note_return(self, time: float) -> None:
-        if self._out_since is not None and len(self.preempted) < MAX_PREEMPTIONS_TOLD:
+        if self._out_since is not None and len(self.preempted) < MAX_PREEMPTIONS:
             arrival = self.request.arrival
             self.preempted += ((self._out_since - arrival, time - arrival),)
         self._out_since = None

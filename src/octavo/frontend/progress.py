@@ -18,7 +18,7 @@ from octavo.frontend.outputs import EmbeddingOutput, RequestOutput
 @contextmanager
 def batch_bar(total: int) -> Iterator[Callable[[RequestOutput | EmbeddingOutput], None]]:
     """Show finished answers, remaining time, and tokens per second; yield a function for answers, in any thread."""
-    begun, num_in, num_out = time.monotonic(), 0, 0
+    started_at, num_in, num_out = time.monotonic(), 0, 0
     columns = "generating", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
 
     def advance(output: RequestOutput | EmbeddingOutput) -> None:
@@ -26,7 +26,7 @@ def batch_bar(total: int) -> Iterator[Callable[[RequestOutput | EmbeddingOutput]
         num_in += len(output.prompt_token_ids)
         if isinstance(output, RequestOutput):
             num_out += sum(len(choice.token_ids) for choice in output.outputs)
-        seconds = max(time.monotonic() - begun, 1e-6)
+        seconds = max(time.monotonic() - started_at, 1e-6)
         progress.update(task, advance=1, rate=f"{num_in / seconds:.0f} in, {num_out / seconds:.0f} out tokens/s")
 
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

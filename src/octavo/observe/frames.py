@@ -27,6 +27,15 @@ from octavo.observe.explainer import reason_name
 from octavo.observe.history import History, OpenSlots, RequestHistory, StepRecord, WaitCounts
 from octavo.observe.series import StepTimes
 
+MAX_STEPS = 1024  # kept in a ring
+MAX_WEIGHT = 65_536  # arrivals, decisions and new sequences kept in a ring
+MAX_POLL = 200  # steps in an answer
+MAX_POLL_ROWS = 16_384  # rows in an answer, before the last step of it
+MAX_POLL_S = 0.001  # of the engine's thread for an answer, by its clock; a frame that has begun is finished
+MIN_STEPS_S = 0.0005  # of it for the steps of an answer, even after a long look
+LOOK_S = 0.125  # between two looks in a live engine, at the queue and the pool in turn
+WRITTEN_LOOK_S = 0.25  # between two looks at both, by the clock of the written steps
+MAX_WRITTEN = 20_000  # steps; about 10 MB in a page
 VERSION = 1
 Frame = dict[str, Any]
 MAX_TOP = 50  # waiting requests shown
@@ -268,17 +277,6 @@ def _fields(event: Event) -> dict[str, object]:
     }
 
 
-MAX_STEPS = 1024  # kept in a ring
-MAX_WEIGHT = 65_536  # arrivals, decisions and new sequences kept in a ring
-MAX_POLL = 200  # steps in an answer
-MAX_POLL_ROWS = 16_384  # rows in an answer, before the last step of it
-MAX_POLL_S = 0.001  # of the engine's thread for an answer, by its clock; a frame that is begun is finished
-MIN_STEPS_S = 0.0005  # of it for the steps of an answer, even after a long look
-LOOK_S = 0.125  # between two looks in a live engine, at the queue and the pool in turn
-WRITTEN_LOOK_S = 0.25  # between two looks at both, by the clock of the written steps
-MAX_WRITTEN = 20_000  # steps; about 10 MB in a page
-
-
 class FrameRing:
     """The last records of a live engine; `poll` returns their frames. All methods belong to the engine's thread.
 
@@ -312,8 +310,8 @@ class FrameRing:
 
     def poll(self, cursor: str) -> dict[str, object]:
         """Return the frames after a cursor (docs/statistics.md); an unknown cursor is treated as ""."""
-        begun = self._now()
-        self._look(begun)
+        started_at = self._now()
+        self._look(started_at)
         stream_id, _, digits = cursor.rpartition(":")
         last, lost = self._first + len(self._ring), 0
         limits, frames = self._scheduler.limits, list[Frame]()
@@ -321,7 +319,7 @@ class FrameRing:
             number, slots = last, self._tail.copy()
             for record in self._records():
                 slots.apply(record)
-            frames.append(head_frame(self._source, limits, slots, begun))
+            frames.append(head_frame(self._source, limits, slots, started_at))
         else:
             is_known = (
                 bool(cursor) and stream_id == self._source.stream_id and digits.isdecimal() and int(digits) <= last
@@ -331,8 +329,8 @@ class FrameRing:
             number += lost
             if lost or not is_known:
                 first = next(self._records(), None)
-                frames.append(head_frame(self._source, limits, self._tail, first.begin if first else begun))
-        number = self._collect(frames, number, begun + MAX_POLL_S)
+                frames.append(head_frame(self._source, limits, self._tail, first.begin if first else started_at))
+        number = self._collect(frames, number, started_at + MAX_POLL_S)
         return {
             "cursor": f"{self._source.stream_id}:{number}",
             "frames": frames,

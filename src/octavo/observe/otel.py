@@ -18,6 +18,9 @@ from urllib.parse import urlsplit
 
 from octavo.errors import ConfigError
 
+_NEEDS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+CLOSE_S = 3  # to send the queued traces at the end
+_NS = 1_000_000_000
 Value = str | bool | int | float | Sequence[str]
 
 
@@ -89,11 +92,6 @@ class RequestTrace:
                 "gen_ai.latency.time_to_first_token": first,
                 "gen_ai.latency.e2e": now - self.start,
             }
-
-
-_NEEDS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-CLOSE_S = 3  # to send the queued traces at the end
-_NS = 1_000_000_000
 
 
 def check_endpoint(endpoint: str | None) -> None:
