@@ -208,7 +208,7 @@ async def test_a_client_cancels_its_own(harness: Harness) -> None:
 async def test_metrics_name_keys_and_never_show_them(harness: Harness) -> None:
     await harness.complete(headers=ALICE)
     await harness.complete(headers=BOB, prompt="secret words")
-    ticket = harness.context.admission.enter(AdmissionRequest(num_prompts=256 + 512))
+    ticket = harness.context.admission.admit(AdmissionRequest(num_prompts=256 + 512))
     text = (await harness.get("/metrics", headers=BOB)).text
     assert 'octavo_key_requests_total{key="alice",model_name="tiny"} 1.0' in text
     assert 'octavo_key_tokens_total{key="bob",model_name="tiny"} 22.0' in text

@@ -8,8 +8,9 @@ import pytest
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import ErrorKind, FinishError, FinishReason, Want
 from octavo.frontend.outputs import slice_tokens
-from octavo.server.api.completions.answers import LOWEST_LOGPROB, EchoedPrompt, LogprobColumns, top_logprobs
+from octavo.server.api.completions.answers import EchoedPrompt, LogprobColumns, top_logprobs
 from octavo.server.api.sampling import MAX_PROMPT_SCORES, check_scores
+from octavo.server.encoding import LOWEST_LOGPROB
 from tests.server.fakes import Harness, events
 
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

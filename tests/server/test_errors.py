@@ -307,7 +307,7 @@ async def test_an_end_by_error_is_an_error_whole_and_in_mid_stream(
 async def test_a_full_queue_is_429_before_the_body_is_read() -> None:
     config = Config(admission=AdmissionConfig(max_waiting=4), scheduling=SchedulingConfig(max_sequences=2))
     harness = Harness(config=config)
-    ticket = harness.context.admission.enter(AdmissionRequest(num_prompts=6))
+    ticket = harness.context.admission.admit(AdmissionRequest(num_prompts=6))
     response = await harness.post(b"not even JSON")
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     error = response.json()["error"]

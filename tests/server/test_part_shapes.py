@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta, Usage
 from octavo.server.api.anthropic.answers import SIGNATURE
-from octavo.server.api.encoders import ENCODERS
-from octavo.server.encoding import AnswerSpec, Choice
+from octavo.server.encoding import ENCODERS, AnswerSpec, Choice
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text
 from tests.server.test_anthropic import stream_events

@@ -7,8 +7,8 @@ import pytest
 
 from octavo.errors import EngineDeadError
 from octavo.observe.forecast import WaitModel
-from octavo.server import engine_queue
-from octavo.server.engine_queue import MAX_AGE_S, DecayedMean, QueuedWork, QueueForecast
+from octavo.server import admission
+from octavo.server.admission import MAX_AGE_S, DecayedMean, QueuedWork, QueueForecast
 
 
 class Clock:
@@ -83,9 +83,9 @@ def test_an_engine_that_has_not_seen_the_last_requests_is_not_believed() -> None
 
 
 async def test_the_engine_is_asked_when_its_answer_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queue, "MIN_AGE_S", 1.0)
+    monkeypatch.setattr(admission, "MIN_AGE_S", 1.0)
     questions: list[str] = []
-    queue: engine_queue.Queue = None
+    queue: admission.Queue = None
     model = asdict(WaitModel(0.02, 0.0, 50))
 
     async def ask(argument: str) -> object:

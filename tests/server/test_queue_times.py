@@ -1,4 +1,4 @@
-"""Queue timeouts over the real scheduler: who does not start in time is told so, and later not let in at all."""
+"""Queue timeouts over the real scheduler: who does not start in time is wait_text so, and later not let in at all."""
 
 import asyncio
 import time

@@ -11,8 +11,7 @@ from openai.types.responses import Response
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta, Usage
-from octavo.server.api.encoders import ENCODERS
-from octavo.server.encoding import AnswerSpec, Choice
+from octavo.server.encoding import ENCODERS, AnswerSpec, Choice
 from octavo.server.http.errors import ApiError
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text

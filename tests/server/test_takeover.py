@@ -18,7 +18,7 @@ from octavo.frontend.journal import open_journal
 from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from octavo.server.context import Context
-from octavo.server.idempotency_restore import take_over
+from octavo.server.reply import restore_runs
 from tests.server.fakes import Wire, make_text
 from tests.server.test_idempotency import CHAT, COMPLETIONS, assembled, blocks, chat_body, key, plain
 
@@ -52,7 +52,7 @@ async def life(folder: Path, **settings: Any) -> AsyncIterator[Life]:
     sessions = Sessions(keeper, text, capacity=keeper.capacity)
     app = create_app(sessions, text, config, keeper.statistics)
     try:
-        yield Life(app, keeper, take_over(app.state.context, journal, keeper.restore))
+        yield Life(app, keeper, restore_runs(app.state.context, journal, keeper.restore))
     finally:
         await app.state.context.runs.close()
         await keeper.close()

@@ -18,8 +18,7 @@ from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta
 from octavo.server.api.completions.bodies import read_chat
 from octavo.server.api.completions.requests import ChatRequest
-from octavo.server.api.encoders import ENCODERS
-from octavo.server.encoding import AnswerSpec, Choice
+from octavo.server.encoding import ENCODERS, AnswerSpec, Choice
 from octavo.server.http.errors import ApiError
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel

@@ -33,7 +33,7 @@ from octavo.server.app import create_app
 from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.listener import is_loopback, url_of
 from octavo.server.http.server import HttpServer
-from octavo.server.idempotency_restore import take_over
+from octavo.server.reply import restore_runs
 from octavo.text.text_model import TextModel
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ async def serve(api: ApiProcess, engine: Engine, journal: Journal | None, loaded
     lifecycle = Lifecycle(engine_trouble=trouble, on_answered=lambda: report(ANSWERED))
     app = create_app(sessions, sessions.text, config, engine.statistics, lifecycle=lifecycle)
     context = app.state.context
-    restored = (0, 0) if journal is None else take_over(context, journal, engine.restore)
+    restored = (0, 0) if journal is None else restore_runs(context, journal, engine.restore)
     server = HttpServer(app, api.listener, lifecycle, config.serving.drain_timeout_s, config.web)
     url = url_of(api.listener, config.web)
     async with (

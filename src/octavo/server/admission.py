@@ -1,25 +1,264 @@
 """Admission: accept a request now, or refuse it and say when it can be sent again.
 
-Owns: the order of the checks, the load levels, shares of the queue, the meters of keys, the messages of refusals.
-Does not: count or forecast (engine_queue and rates do), read bodies, or know HTTP.
-A request is checked three times: `glance` before its body is read, by counts alone; `enter` once the body is checked
-and before anything is tokenized; `settle` when the prompts' tokens are counted.
-Invariants: a refusal reserves nothing and costs only counting; every ticket is released.
+Owns: the counts of waiting and running sequences by key and priority, the engine's last forecast and the changes since;
+the order of the checks, the load levels, shares of the queue, the meters of keys, the messages of refusals.
+Does not: order anything (the scheduler does), forecast (observe.forecast does), read bodies or know HTTP.
+A request is checked three times: `check_arrival` before its body is read, by counts alone; `admit` once the body is
+checked and before anything is tokenized; `check_tokens` when the prompts' tokens are counted.
+Invariants: a refusal reserves nothing and costs only counting; every ticket is released. Sequences wait if they have no
+token and the engine has no slot or KV room for them now, so a bound of N means N in addition to those that run. Until
+the engine has answered, waits are unknown.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
+from typing import Any
 
 from octavo.config import AdmissionConfig
-from octavo.errors import BusyError, LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
-from octavo.server.engine_queue import DecayedMean, EngineQueue, QueuedWork
+from octavo.errors import BusyError, LoadShedError, OctavoError, QueueFullError, RateLimitError, WaitTooLongError
+from octavo.observe.forecast import WaitModel
 from octavo.server.http.keys import ANONYMOUS, KeyInfo
 from octavo.server.http.limits import Meter
+
+MIN_AGE_S = 5.0  # before a new answer is requested: making one takes the step loop 9 to 40 ms, under 1 % of this
+UNKNOWN_AGE_S = 0.1  # the same while there is no model: an answer without one costs nothing
+MAX_AGE_S = 15.0  # of an answer; then only the model is used
+ANSWER_S = 5.0
+_UNKNOWN_SLOTS = 256
+
+
+class DecayedMean:
+    """A weighted mean in which a value's weight halves for each `half_life` of weight added after it."""
+
+    __slots__ = ("_half_life", "_sum", "_weight", "value")
+
+    def __init__(self, half_life: float) -> None:
+        self._half_life = half_life
+        self._sum = 0.0
+        self._weight = 0.0
+        self.value: float | None = None  # None before the first `add`
+
+    def add(self, total: float, weight: float) -> None:
+        """Add `weight` items with the sum `total`."""
+        kept = 0.5 ** (weight / self._half_life)
+        self._sum = self._sum * kept + total
+        self._weight = self._weight * kept + weight
+        self.value = self._sum / self._weight
+
+
+@dataclass(slots=True)
+class QueuedWork:
+    """Queued sequences, their prompt tokens, and their expected output tokens."""
+
+    num_sequences: float = 0
+    prompt_tokens: float = 0
+    output_tokens: float = 0
+
+    def add(self, other: QueuedWork, times: float = 1) -> None:
+        """Add another's counts `times` times."""
+        self.num_sequences += times * other.num_sequences
+        self.prompt_tokens += times * other.prompt_tokens
+        self.output_tokens += times * other.output_tokens
+
+    def scaled(self, share: float) -> QueuedWork:
+        """Return the counts multiplied by `share`."""
+        return QueuedWork(self.num_sequences * share, self.prompt_tokens * share, self.output_tokens * share)
+
+
+Queue = tuple[QueuedWork, int] | None  # queued work and running sequences; None: a request could start at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The engine's answer, and the server's queue at that moment."""
+
+    wait_s: float
+    queue: tuple[QueuedWork, int]
+    at: float
+
+
+class QueueForecast:
+    """The engine's last forecast. `ask` calls the engine's verb `forecast` ("model": the model only); None: no call."""
+
+    def __init__(
+        self, ask: Callable[[str], Awaitable[object]] | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.model: WaitModel | None = None
+        self._ask = ask
+        self._now = now
+        self._answer: _Answer | None = None
+        self._asked_at = -inf
+        self._asking: asyncio.Task[None] | None = None
+
+    def update(self, answer: Mapping[str, Any], queue: Queue) -> None:
+        """Store an answer of the engine, with the server's current queue.
+
+        The wait is used only if both see a full engine: just admitted requests are counted here first.
+        """
+        self._set_model(answer)
+        wait_s = answer["new_request_s"]
+        self._answer = _Answer(wait_s, queue, self._now()) if wait_s and queue is not None else None
+
+    def refresh(self, queue: Callable[[], Queue]) -> None:
+        """Request a forecast from the engine in the background, unless its last answer is recent."""
+        if self._ask is None or (self._asking is not None and not self._asking.done()):
+            return
+        now = self._now()
+        if now - self._asked_at >= (UNKNOWN_AGE_S if self.model is None else MIN_AGE_S):
+            self._asked_at = now
+            is_current = self._answer is not None and now - self._answer.at < MIN_AGE_S
+            is_model_only = is_current or queue() is None
+            self._asking = asyncio.create_task(self._ask_engine(self._ask, queue, is_model_only))
+
+    async def _ask_engine(
+        self, ask: Callable[[str], Awaitable[object]], queue: Callable[[], Queue], is_model_only: bool
+    ) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = await ask("model" if is_model_only else "")
+        except (OctavoError, TimeoutError):
+            self._answer = None
+            return
+        if isinstance(answer, Mapping) and is_model_only:
+            self._set_model(answer)
+        elif isinstance(answer, Mapping):
+            self.update(answer, queue())
+
+    def _set_model(self, answer: Mapping[str, Any]) -> None:
+        if "model" in answer:
+            self.model = None if answer["model"] is None else WaitModel(**answer["model"])
+
+    def wait_s(self, ahead: QueuedWork, num_running: int) -> float | None:
+        """Return the seconds until a request queued after `ahead` starts at a full engine; None if unknown."""
+        answer = self._answer
+        if answer is not None and self._now() - answer.at <= MAX_AGE_S:
+            return max(0.0, answer.wait_s + self._model_s(ahead, num_running) - self._model_s(*answer.queue))
+        return None if self.model is None else self._model_s(ahead, num_running)
+
+    def _model_s(self, ahead: QueuedWork, num_running: int) -> float:
+        if self.model is None:
+            return 0.0
+        return self.model.expected_wait_s(ahead.prompt_tokens, ahead.output_tokens, num_running)
+
+    def prefill_s(self, num_tokens: int) -> float | None:
+        """Return the seconds that `num_tokens` prompt tokens add to steps; None if unknown."""
+        return None if self.model is None else self.model.steps_s(0, num_tokens)
+
+    def answer_s(self, num_running: int) -> float | None:
+        """Return the seconds that an answer takes while `num_running` sequences run; None if unknown."""
+        if self.model is None:
+            return None
+        steps = self.model.answer_tokens
+        return self.model.steps_s(steps, steps * max(1, num_running))
+
+    def output_tokens(self, max_tokens: int | None) -> float:
+        """Return the expected tokens that a sequence generates; 0 if unknown."""
+        mean = 0.0 if self.model is None else self.model.answer_tokens
+        return mean if max_tokens is None else min(mean, max_tokens)
+
+
+class EngineQueue:
+    """Counts of sequences and tokens; `num_slots` sequences and `num_kv_tokens` tokens fit the engine (0 = unknown)."""
+
+    def __init__(self, num_slots: int = 0, num_kv_tokens: int = 0, forecast: QueueForecast | None = None) -> None:
+        self.forecast = QueueForecast() if forecast is None else forecast
+        self.num_slots = num_slots or _UNKNOWN_SLOTS
+        self.num_kv_tokens = num_kv_tokens
+        self.num_requests = 0  # HTTP requests with a ticket
+        self.num_pending = 0  # sequences without a token
+        self.num_running = 0  # sequences with a token
+        self.num_tokens_held = 0  # by those
+        self.new_share = 1.0  # of prompt tokens that need KV room of their own, from the last prompts
+        self._new_tokens = DecayedMean(16_384)  # the share of prompt tokens not in the prefix cache
+        self.pending = QueuedWork()  # of all prompts without a token
+        self.by_key: Counter[str] = Counter()  # sequences without a token
+        self.tokens_by_key: Counter[str] = Counter()
+        self._by_priority: dict[int, QueuedWork] = {}
+
+    def prompt_done(self, num_tokens: int, num_cached: int) -> None:
+        """Count an ended prompt of `num_tokens` tokens, `num_cached` of them from the prefix cache."""
+        if num_tokens > 0:
+            self._new_tokens.add(num_tokens - num_cached, num_tokens)
+            self.new_share = self._new_tokens.value or 0.0
+        self.forecast.refresh(self.state)
+
+    def state(self) -> Queue:
+        """Return the queued work and the running sequences; None if a new request could start at once."""
+        return None if self.num_free > self.num_pending else (self.ahead_of(None), self.num_busy)
+
+    def wait_s(self, priority: int | None = None) -> float | None:
+        """Return the seconds that a new request of this priority, or (None) after all others, would wait.
+
+        0 if it could start at once; None if unknown.
+        """
+        if self.num_free > self.num_pending:
+            return 0.0
+        self.forecast.refresh(self.state)
+        return self.forecast.wait_s(self.ahead_of(priority), self.num_busy)
+
+    @property
+    def num_free(self) -> int:
+        """Sequences that could start at once."""
+        free = max(0, self.num_slots - self.num_running)
+        if self.num_kv_tokens and self.num_pending:
+            room = max(0, self.num_kv_tokens - self.num_tokens_held)
+            each = max(1.0, self.pending.prompt_tokens * self.new_share / self.num_pending)
+            free = min(free, int(room / each))
+        return free
+
+    @property
+    def num_busy(self) -> int:
+        """Sequences that the engine works on, including those that compute their prompt."""
+        return self.num_running + min(self.num_free, self.num_pending)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot or for KV room."""
+        return max(0, self.num_pending - self.num_free)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of all sequences without a token."""
+        return round(self.pending.prompt_tokens)
+
+    def ahead_of(self, priority: int | None) -> QueuedWork:
+        """Return the queued work that precedes a new request of this priority (None: all, in order of arrival)."""
+        if priority is None:
+            chosen = self.pending
+        else:
+            chosen = QueuedWork()
+            for level, work in self._by_priority.items():
+                if level <= priority:
+                    chosen.add(work)
+        share = max(0.0, 1 - self.num_free / chosen.num_sequences) if chosen.num_sequences else 0.0
+        return chosen.scaled(share)
+
+    def add(self, key: str, priority: int, work: QueuedWork, num_prompts: int) -> None:
+        """Add `num_prompts` prompts to the queue, each of this work; a negative number removes them."""
+        if not num_prompts:
+            return
+        num_sequences = round(num_prompts * work.num_sequences)
+        self.num_pending += num_sequences
+        self.pending.add(work, num_prompts)
+        level = self._by_priority.setdefault(priority, QueuedWork())
+        level.add(work, num_prompts)
+        if level.num_sequences < 0.5:
+            del self._by_priority[priority]
+        self.by_key[key] += num_sequences
+        self.tokens_by_key[key] += round(num_prompts * work.prompt_tokens)
+        if self.by_key[key] <= 0:
+            del self.by_key[key], self.tokens_by_key[key]
+        if not self.num_pending:
+            self.pending = QueuedWork()  # drop rounding errors of the sums
+
 
 MAX_RETRY_S = 60.0
 DEFAULT_PRIORITY = 0  # smaller is more urgent
@@ -57,19 +296,6 @@ class AdmissionRequest:
 
 class AdmissionTicket:
     """An admitted request's share of the queue, and its place among its key's open requests."""
-
-    __slots__ = (
-        "_held",
-        "_is_open",
-        "_now",
-        "_place",
-        "_queue",
-        "meter",
-        "num_started",
-        "num_waiting",
-        "request",
-        "work",
-    )
 
     def __init__(
         self, queue: EngineQueue, request: AdmissionRequest, meter: Meter | None, now: Callable[[], float]
@@ -156,17 +382,17 @@ class AdmissionControl:
         self._tokens_per_character = DecayedMean(65_536)
         self.now = now
         self._is_by_priority = is_by_priority
-        self._meters: dict[str, Meter] = {}
+        self.meters: dict[str, Meter] = {}  # by the name of the key
 
     def meter(self, key: KeyInfo) -> Meter | None:
         """Return the key's meter, a new one if needed; None if there are no keys."""
         if not key.name:
             return None
-        meter = self._meters.get(key.name)
+        meter = self.meters.get(key.name)
         if meter is None:
-            if len(self._meters) >= MAX_METERS:
-                self._meters = {name: each for name, each in self._meters.items() if each.num_open}
-            meter = self._meters[key.name] = Meter(key, self.now())
+            if len(self.meters) >= MAX_METERS:
+                self.meters = {name: each for name, each in self.meters.items() if each.num_open}
+            meter = self.meters[key.name] = Meter(key, self.now())
         return meter
 
     def _current_meter(self, key: KeyInfo) -> Meter | None:
@@ -176,32 +402,21 @@ class AdmissionControl:
         return meter
 
     @property
-    def meters(self) -> Mapping[str, Meter]:
-        """The meters, by the name of the key."""
-        return self._meters
-
-    @property
     def load(self) -> Load:
         """How full the queue is."""
         return Load(bisect_right(_BOUNDS, self._share(self.queue.num_waiting, self.queue.num_waiting_tokens)))
 
-    def glance(self, key: KeyInfo, *, may_be_known: bool = False) -> None:
-        """Count a request before its body is read, or refuse it at a full queue or its key's limit (BusyError).
+    def check_arrival(self, key: KeyInfo, *, needs_place: bool = True) -> None:
+        """Count a request before its body is read, or refuse it at a full queue or its key's limits (BusyError).
 
-        `may_be_known`: it may ask for an answer that exists already, which needs no place in the queue.
+        `needs_place`: it takes a place in the queue; a retry may ask for an answer that exists already.
         """
         meter = self._current_meter(key)
-        if not may_be_known and self.queue.num_pending:
+        if needs_place and self.queue.num_pending:
             self._check_full(key, 1)
         if meter is not None:
-            if not may_be_known:
+            if needs_place:
                 self._check_concurrent(meter)
-            meter.begin(self.now())
-
-    def count(self, key: KeyInfo) -> None:
-        """Count a request that needs no place in the queue, or refuse it at its key's limit (BusyError)."""
-        meter = self._current_meter(key)
-        if meter is not None:
             meter.begin(self.now())
 
     def charge(self, key: KeyInfo, num_tokens: int) -> None:
@@ -210,7 +425,7 @@ class AdmissionControl:
         if meter is not None:
             meter.use_tokens(num_tokens, self.now())
 
-    def enter(self, request: AdmissionRequest) -> AdmissionTicket:
+    def admit(self, request: AdmissionRequest) -> AdmissionTicket:
         """Return a ticket for a checked body. Raises BusyError."""
         meter = self.meter(request.key)
         num_tokens = request.num_ids + self.tokens_of(request.num_characters)
@@ -236,7 +451,7 @@ class AdmissionControl:
         """Return a ticket for a request that was admitted by a former server."""
         return AdmissionTicket(self.queue, request, self.meter(request.key), self.now)
 
-    def settle(self, ticket: AdmissionTicket, num_tokens: int) -> None:
+    def check_tokens(self, ticket: AdmissionTicket, num_tokens: int) -> None:
         """Check the counted tokens of all prompts, and charge them. Raises BusyError."""
         request = ticket.request
         if request.num_characters > 0:
@@ -258,17 +473,17 @@ class AdmissionControl:
         """Refuse a request with more tokens than other requests leave of the queue. Raises BusyError."""
         others, most = self.queue.num_waiting_tokens, self.config.max_waiting_tokens
         if others and others + num_tokens > most:
-            wait_s = self._tokens_room_s(others + num_tokens - most)
-            told = "how long is not known yet" if wait_s is None else f"there will be room in about {wait_s:.1f} s"
+            wait_s = self._seconds_until_computed(others + num_tokens - most)
+            wait_text = "how long is not known yet" if wait_s is None else f"there will be room in about {wait_s:.1f} s"
             text = f"requests with {others} prompt tokens wait for their first token, {most} may, and this one has"
-            message = f"the queue is full: {text} {num_tokens}; {told}"
+            message = f"the queue is full: {text} {num_tokens}; {wait_text}"
             raise self._counted(key, QueueFullError(message, retry_after_s=wait_s))
 
     def snapshot(self) -> dict[str, object]:
         """Return the current figures, for metrics."""
         keys = {
             name: {"requests": m.num_requests, "tokens": m.num_tokens, "refused": m.num_refused, "open": m.num_open}
-            for name, m in self._meters.items()
+            for name, m in self.meters.items()
         }
         return {
             "waiting": self.queue.num_waiting,
@@ -285,24 +500,20 @@ class AdmissionControl:
         """Return the seconds that a new request would wait: 0 if it could start at once, None if unknown."""
         return self.queue.wait_s(priority if self._is_by_priority else None)
 
-    def forecast_came(self, answer: Mapping[str, object]) -> None:
-        """Store the engine's current forecast."""
-        self.queue.forecast.update(answer, self.queue.state())
-
     def _share(self, num_sequences: float, num_tokens: float) -> float:
         return max(num_sequences / self.config.max_waiting, num_tokens / self.config.max_waiting_tokens)
 
     def _check_full(self, key: KeyInfo, num_sequences: int) -> None:
         waiting, most = self.queue.num_waiting, self.config.max_waiting
         kept = ""
-        if len(self._meters) > 1 and key.name in self.queue.by_key:
+        if len(self.meters) > 1 and key.name in self.queue.by_key:
             # Otherwise the key that fills the queue takes each free place before another key asks for it.
             most -= most // _RESERVED
             kept = f" ({self.config.max_waiting - most} more places are for keys of which nothing waits)"
         if waiting and waiting + num_sequences > most:
             asked = "" if num_sequences == 1 else f", and this request has {num_sequences}"
-            message = f"the queue is full: {waiting} sequences wait, {most} may{kept}{asked}; {self._told()}"
-            wait_s = self._room_s(waiting + num_sequences - most)
+            message = f"the queue is full: {waiting} sequences wait, {most} may{kept}{asked}; {self._wait_text()}"
+            wait_s = self._seconds_until_started(waiting + num_sequences - most)
             raise self._counted(key, QueueFullError(message, retry_after_s=wait_s))
 
     def _check_load(self, request: AdmissionRequest) -> None:
@@ -314,8 +525,9 @@ class AdmissionControl:
         if load >= Load.CROWDED or request.width > 1:
             kind = "requests" if load >= Load.CROWDED else "requests of several choices"
             text = f"the queue is {load.name.lower()} and {kind} of priority {request.priority} are refused"
-            message = f"{text}: {self.queue.num_waiting} sequences wait, {self.config.max_waiting} may; {self._told()}"
-            wait_s = self._room_s(self.queue.num_waiting - self.config.max_waiting / 2)
+            counts = f"{self.queue.num_waiting} sequences wait, {self.config.max_waiting} may"
+            message = f"{text}: {counts}; {self._wait_text()}"
+            wait_s = self._seconds_until_started(self.queue.num_waiting - self.config.max_waiting / 2)
             raise self._counted(request.key, LoadShedError(message, retry_after_s=wait_s))
 
     def _check_share(self, key: KeyInfo, num_sequences: int, num_tokens: int) -> None:
@@ -324,15 +536,15 @@ class AdmissionControl:
         mine = queue.by_key.get(key.name, 0)
         if not mine or len(queue.by_key) == 1 or self.load < Load.BUSY:
             return
-        known = (self._meters.get(name) for name in queue.by_key)
+        known = (self.meters.get(name) for name in queue.by_key)
         weights = [1.0 if meter is None else meter.info.weight for meter in known]
         share = key.weight / sum(weights)
         if self._share(mine + num_sequences, queue.tokens_by_key[key.name] + num_tokens) > share:
             message = (
                 f"key {key.name!r} has its share of the queue: {mine} of its sequences wait, {share:.0%} of the "
-                f"{self.config.max_waiting} places are its own while {len(weights)} keys wait; {self._told()}"
+                f"{self.config.max_waiting} places are its own while {len(weights)} keys wait; {self._wait_text()}"
             )
-            raise self._counted(key, QueueFullError(message, retry_after_s=self._room_s(num_sequences)))
+            raise self._counted(key, QueueFullError(message, retry_after_s=self._seconds_until_started(num_sequences)))
 
     def _check_wait(self, request: AdmissionRequest) -> None:
         limits = [limit for limit in (request.max_wait_s, self.config.max_queue_time_s) if limit is not None]
@@ -363,7 +575,7 @@ class AdmissionControl:
             meter.num_refused += 1
         return error
 
-    def _room_s(self, num_sequences: float) -> float | None:
+    def _seconds_until_started(self, num_sequences: float) -> float | None:
         """Return the seconds until `num_sequences` have started; None if unknown.
 
         In `wait_s` seconds, all waiting sequences and one more start.
@@ -373,14 +585,14 @@ class AdmissionControl:
             return None
         return min(MAX_RETRY_S, wait_s * max(0.0, num_sequences) / (self.queue.num_waiting + 1))
 
-    def _tokens_room_s(self, num_tokens: int) -> float | None:
+    def _seconds_until_computed(self, num_tokens: int) -> float | None:
         """Return the seconds until prompts of `num_tokens` tokens have slots and are computed."""
         prefill_s = self.queue.forecast.prefill_s(num_tokens)
         if prefill_s is None or not self.queue.num_waiting:
             return None if prefill_s is None else min(MAX_RETRY_S, prefill_s)
         each = max(1.0, self.queue.num_waiting_tokens / max(1, self.queue.num_pending))
-        return max(min(MAX_RETRY_S, prefill_s), self._room_s(num_tokens / each) or 0.0)
+        return max(min(MAX_RETRY_S, prefill_s), self._seconds_until_started(num_tokens / each) or 0.0)
 
-    def _told(self) -> str:
+    def _wait_text(self) -> str:
         wait_s = self.wait_s()
         return "how long is not known yet" if wait_s is None else f"a new request would wait about {wait_s:.1f} s"

@@ -159,11 +159,9 @@ class RequestGate:
         if limit is Limit.QUEUE:
             context.lifecycle.check_ready()
         scope[METER] = context.admission.meter(key)
-        if limit is not Limit.QUEUE:
-            context.admission.count(key)
-            return
         # A retry's answer may be running or done: that is known only when its Idempotency-Key is looked up.
-        context.admission.glance(key, may_be_known=_RETRY_HEADER in dict(scope["headers"]))
+        is_retry = _RETRY_HEADER in dict(scope["headers"])
+        context.admission.check_arrival(key, needs_place=limit is Limit.QUEUE and not is_retry)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

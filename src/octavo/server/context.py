@@ -17,12 +17,11 @@ from octavo.core.request import sampling_defaults
 from octavo.observe.metrics.prometheus import RequestMetrics, cache_info
 from octavo.observe.otel import Tracer
 from octavo.sandbox.pool import Sandbox
-from octavo.server.admission import AdmissionControl
+from octavo.server.admission import AdmissionControl, EngineQueue, QueueForecast
 from octavo.server.api.batches.service import BatchService
 from octavo.server.api.responses.store import Background, ResponseStore
 from octavo.server.api.sampling import ParamsReader, shown_ids
 from octavo.server.api.structured_output import GrammarReader
-from octavo.server.engine_queue import EngineQueue, QueueForecast
 from octavo.server.feed import Feed
 from octavo.server.http.auth import Logins
 from octavo.server.http.errors import ApiError

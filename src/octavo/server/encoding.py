@@ -1,20 +1,26 @@
-"""The interface of an API's encoder: AnswerSpec, AnswerEncoder, StreamFormat.
+"""The interface of an API's encoder: AnswerSpec, AnswerEncoder, StreamFormat; and what several encoders share.
 
-Owns: these types, and the choices to encode. Does not: know any API (`api.encoders` has the table).
+Owns: these types, the choices to encode, the table of encoders to which each API adds its own, log-probabilities and
+timings as objects, a call's arguments. Does not: know any API.
 Invariant: the same spec and deltas give the same bytes, so that another server can encode the answer again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from octavo.core.request import FinishReason
+from octavo.text.answer_format import AnswerFormat
+from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
+    from octavo.core.plan import TokenLogprobs
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.http.errors import ApiError
 
@@ -102,3 +108,103 @@ class AnswerEncoder(Protocol):
     def last(self) -> bytes:
         """Return the events after the last delta: the usage, if requested."""
         ...
+
+
+ENCODERS: dict[str, Callable[[AnswerSpec, Pieces], AnswerEncoder]] = {}  # by the kind in an AnswerSpec
+E = TypeVar("E", bound=AnswerEncoder)
+
+
+def encodes(kind: str) -> Callable[[type[E]], type[E]]:
+    """Return a decorator that registers the encoder of a kind of answer."""
+
+    def add(encoder: type[E]) -> type[E]:
+        make: Callable[[AnswerSpec, Pieces], AnswerEncoder] = encoder
+        ENCODERS[kind] = make
+        return encoder
+
+    return add
+
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class IdPieces:
+    """Pieces that show a token by its id, for return_tokens_as_token_ids."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the id in vLLM's spelling."""
+        return b"token_id:%d" % token_id
+
+
+def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:
+    """Return `logprobs` of a chat choice or chunk; None if there are none."""
+    entries = entries_of(deltas)
+    if not entries:
+        return None
+    return {"content": [_chat_entry(entry, pieces) for entry in entries], "refusal": None}
+
+
+def entries_of(deltas: Iterable[TextDelta]) -> list[TokenLogprobs]:
+    """Return the log-probabilities of deltas, one entry per token."""
+    return [entry for delta in deltas for entry in delta.logprobs or () if entry is not None]
+
+
+def _chat_entry(entry: TokenLogprobs, pieces: Pieces) -> Json:
+    tops = [_one(t, p, pieces) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+    return {**_one(entry.token_id, entry.logprob, pieces), "top_logprobs": tops}
+
+
+def _one(token_id: int, logprob: float, pieces: Pieces) -> Json:
+    raw = pieces.token_bytes(token_id)
+    return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def finite(logprob: float) -> float:
+    """Return the log-probability, at least LOWEST_LOGPROB: JSON has no infinity."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def timings_json(usages: Iterable[Usage | None]) -> Json:
+    """Return the seconds of each phase (the slowest prompt's), which add up to the total, and the rates.
+
+    Time in preemption counts as neither prefill nor decode.
+    """
+    last: Usage | None = None
+    computed = decoded = 0
+    for usage in usages:
+        if usage is not None:
+            computed += usage.prompt_tokens - usage.cached_tokens
+            decoded += max(0, usage.completion_tokens - 1)
+            if last is None or usage.e2e_s > last.e2e_s:
+                last = usage
+    if last is None:
+        return {}
+    out_before = out_after = 0.0  # seconds that it was out of the batch, before its first token and after it
+    for out, back in last.preempted:
+        out_before += max(0.0, min(back, last.ttft_s) - max(out, 0.0))
+        out_after += max(0.0, min(back, last.e2e_s) - max(out, last.ttft_s))
+    prefill_s = max(0.0, last.ttft_s - last.queue_s - out_before)
+    decode_s = max(0.0, last.e2e_s - last.ttft_s - out_after)
+    return {
+        "queue_s": round(last.queue_s, 6),
+        "prefill_s": round(prefill_s, 6),
+        "decode_s": round(decode_s, 6),
+        "preempted_s": round(out_before + out_after, 6),
+        "total_s": round(last.e2e_s, 6),
+        "prompt_tokens_per_s": round(computed / prefill_s, 2) if prefill_s > 0 else None,
+        "tokens_per_s": round(decoded / decode_s, 2) if decode_s > 0 and decoded else None,
+    }
+
+
+def reader_of(spec: AnswerSpec) -> AnswerReader:
+    """Return a new reader of the only choice."""
+    return AnswerReader(msgspec.convert(spec.facts.get("format"), AnswerFormat | None), f"{spec.identity[0]}:0")
+
+
+def call_input(text: str) -> Json:
+    """Return a call's arguments; text that is no JSON object is kept under INVALID_JSON, as Anthropic advises."""
+    try:
+        value = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}

@@ -47,18 +47,18 @@ class Watcher:
         self.unread_bytes = 0
         self.is_slow = False
         self.is_over = False
-        self.news = asyncio.Event()
+        self.has_events = asyncio.Event()
 
     def put(self, event: bytes) -> None:
         """Queue an event for sending."""
         self.unread.append(event)
         self.unread_bytes += len(event)
         self.is_slow = self.is_slow or self.unread_bytes > MAX_UNREAD_BYTES
-        self.news.set()
+        self.has_events.set()
 
     def take(self) -> bytes:
         """Remove and return all unread events; b"" if there are none."""
-        self.news.clear()
+        self.has_events.clear()
         found = b"".join(self.unread)
         self.unread.clear()
         self.unread_bytes = 0
@@ -67,7 +67,7 @@ class Watcher:
     def end(self) -> None:
         """Mark the end of the events."""
         self.is_over = True
-        self.news.set()
+        self.has_events.set()
 
 
 class Feed:
@@ -203,7 +203,7 @@ class FeedResponse(Response):
                 continue
             try:
                 async with asyncio.timeout(limits.keep_alive_s):
-                    await watcher.news.wait()
+                    await watcher.has_events.wait()
             except TimeoutError:
                 watcher.put(b": keep-alive\n\n")
         return watcher.is_slow

@@ -1,7 +1,7 @@
 """Generation: from a GenerationRequest of any API to the deltas of its answer.
 
 Owns: the sequence (admission, prompts, grammar, submission), submitting all prompts or none, merging their deltas, the
-request's metrics, and the release of all resources after a failure.
+request's metrics and OpenTelemetry trace, and the release of all resources after a failure.
 Does not: know an API (each makes its GenerationRequest) or send anything.
 Invariant: after `close` no session of a generation is open in the engine.
 """
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -27,7 +28,7 @@ from octavo.errors import ErrorKind, OctavoError, error_of
 from octavo.frontend.outputs import token_bytes
 from octavo.frontend.sessions import RequestOptions
 from octavo.observe.metrics.prometheus import Finished, RequestMetrics
-from octavo.observe.otel import RequestTrace, Timed
+from octavo.observe.otel import RequestTrace, Timed, Value
 from octavo.server.admission import AdmissionRequest, AdmissionTicket
 from octavo.server.api.sampling import ServedFields
 from octavo.server.context import Context, context_of
@@ -37,12 +38,51 @@ from octavo.server.http.errors import ApiError, cancelled_error, from_exception
 from octavo.server.http.keys import KeyInfo
 from octavo.server.http.lifecycle import MARK
 from octavo.server.http.middleware import ARRIVAL, GIVEN_ID, REQUEST_ID
-from octavo.server.tracing import open_trace, send_at_end
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import Usage
     from octavo.frontend.sessions import Session, Sessions, TextDelta
     from octavo.server.idempotency import IdempotentRequest
+
+_PARENT = ("traceparent", "tracestate")
+_MAX_HEADER = 512  # of each; the standard requires up to this to be accepted
+
+
+def open_trace(request: Request, context: Context, answer_id: str, params: SamplingParams) -> RequestTrace:
+    """Open a request's trace."""
+    operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
+    given_parent = {name: request.headers.get(name, "") for name in _PARENT}
+    parent = {name: value for name, value in given_parent.items() if 0 < len(value) <= _MAX_HEADER}
+    given: dict[str, Value | None] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "octavo",
+        "gen_ai.request.model": context.model,
+        "gen_ai.response.model": context.model,
+        "gen_ai.response.id": answer_id,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.choice.count": params.n,
+        "http.request.method": request.method,
+        "url.path": request.url.path,
+    }
+    attributes = {name: value for name, value in given.items() if value is not None}
+    return RequestTrace(f"{operation} {context.model}", request.scope[ARRIVAL], parent, attributes)
+
+
+def send_at_end(trace: RequestTrace, context: Context, closing: ExitStack) -> None:
+    """Send the trace when the stack closes, with the code of the error if there is one."""
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            trace.error = from_exception(error).code if isinstance(error, Exception) else "cancelled"
+        trace.finish(time.monotonic())
+        context.tracer.send(trace)
+
+    closing.push(leave)
+
 
 Merged = asyncio.Queue["tuple[int, TextDelta] | asyncio.Task[None]"]
 GIVEN_UP = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
@@ -106,7 +146,7 @@ async def start(
             trace = open_trace(request, context, name, params)
             send_at_end(trace, context, undo)
         try:
-            ticket = context.admission.enter(
+            ticket = context.admission.admit(
                 AdmissionRequest(
                     key=key,
                     priority=options["priority"],
@@ -122,7 +162,7 @@ async def start(
             prompts: list[array[int]] = []
             for read in await asked.read_prompts():
                 prompts.append(array("i", read))  # a ninth of the memory of a list
-            context.admission.settle(ticket, sum(map(len, prompts)))
+            context.admission.check_tokens(ticket, sum(map(len, prompts)))
             if asked.is_constrained:
                 params = replace(params, grammar=await asked.read_grammar())
             ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]

@@ -2,7 +2,7 @@
 
 Owns: the table from (tenant, key) to a run, its bounds in number, bytes and age, running a request independently of the
 connections that read it, and cancelling a request without readers.
-Does not: submit (reply does), restore the runs of a former server (idempotency_restore does), write files, or choose
+Does not: submit (reply does), restore the runs of a former server (reply does), write files, or choose
 the tenant that loses a run (shares does).
 Invariants: a run that is active or succeeded is never started again while it is kept; a failure that may be retried is
 not kept; an end is journaled before a client sees it.
@@ -24,8 +24,7 @@ from starlette.requests import Request
 
 from octavo.errors import OctavoError
 from octavo.frontend.journal_files import Began
-from octavo.server.api.encoders import ENCODERS
-from octavo.server.encoding import AnswerSpec
+from octavo.server.encoding import ENCODERS, AnswerSpec
 from octavo.server.http.errors import ApiError, bad_field, draining_error, from_exception, internal_error
 from octavo.server.http.limits import Shares, largest_user
 from octavo.server.resumable_stream import Position, ResumableStream, TokenLog
@@ -96,21 +95,21 @@ class GenerationSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartedRun:
     """A submitted request: its source of deltas, its AnswerSpec, and the number of choices."""
 
     source: GenerationSource
-    form: AnswerSpec
+    spec: AnswerSpec
     num_choices: int
 
 
 class IdempotentRequest:
-    """One execution and its TokenLog, `tape`. `begun` is set once the engine has accepted it."""
+    """One execution and its TokenLog, `log`. `started` is set once the engine has accepted it."""
 
     def __init__(self, key: RetryKey) -> None:
         self.key = key
-        self.begun: asyncio.Future[Begun] = asyncio.get_running_loop().create_future()
-        self.tape: TokenLog | None = None
+        self.started: asyncio.Future[StartedRun] = asyncio.get_running_loop().create_future()
+        self.log: TokenLog | None = None
         self.num_readers = 0
         self.ended_at: float | None = None
         self.num_bytes = 0
@@ -118,12 +117,17 @@ class IdempotentRequest:
         self.task: asyncio.Task[None] | None = None
         self.number: int | None = None  # in the journal
         self.why: ApiError | None = None  # why it was cancelled, other than by the server's shutdown
-        self.revive: Callable[[], Begun] | None = None  # for a former server's result, until its first reader
+        self.restore_source: Callable[[], StartedRun] | None = (
+            None  # for a former server's result, until its first reader
+        )
 
     @property
     def is_ended(self) -> bool:
         """True once it has ended."""
         return self.ended_at is not None
+
+
+BeginRun = Callable[[IdempotentRequest], Awaitable[StartedRun]]
 
 
 class IdempotentRequests:
@@ -153,7 +157,7 @@ class IdempotentRequests:
     @property
     def num_bytes(self) -> int:
         """Approximate bytes of all runs in memory."""
-        running = (run.tape.num_bytes for run in self._runs.values() if run.tape is not None and not run.is_ended)
+        running = (run.log.num_bytes for run in self._runs.values() if run.log is not None and not run.is_ended)
         return self._kept_bytes.total() + sum(running)
 
     def report(self) -> dict[str, object]:
@@ -169,7 +173,7 @@ class IdempotentRequests:
             "journal": {"state": "off"} if self.journal is None else self.journal.report(),
         }
 
-    async def replay(self, key: RetryKey, begin: Callable[[IdempotentRequest], Awaitable[Begun]]) -> ResumableStream:
+    async def replay(self, key: RetryKey, begin: BeginRun) -> ResumableStream:
         """Return a reader of the run of this key; start the run if there is none. Raises ApiError."""
         run = self._runs.get(key.name)
         if run is None:
@@ -178,12 +182,12 @@ class IdempotentRequests:
             self._check_same(run, key)
             self._runs.move_to_end(key.name)
             self.num_attached += 1
-            await self._wait_begun(run)
+            await self._wait_started(run)
         if self.journal is not None:
             await self.journal.synced()
         return self._read(run, key)
 
-    async def _begin(self, key: RetryKey, begin: Callable[[IdempotentRequest], Awaitable[Begun]]) -> IdempotentRequest:
+    async def _begin(self, key: RetryKey, begin: BeginRun) -> IdempotentRequest:
         if key.last_event is not None:
             message = "nothing is kept under this Idempotency-Key; ask again without Last-Event-ID to start anew"
             raise ApiError(409, message, code="nothing_to_resume", param="Last-Event-ID")
@@ -193,24 +197,24 @@ class IdempotentRequests:
         self._put(run)
         self._make_room()
         try:
-            begun = await begin(run)
+            started = await begin(run)
         except BaseException as error:
             self._drop(run)
-            run.begun.set_exception(error if isinstance(error, ApiError) else draining_error())
-            run.begun.exception()  # mark it as retrieved: there may be no waiter
+            run.started.set_exception(error if isinstance(error, ApiError) else draining_error())
+            run.started.exception()  # mark it as retrieved: there may be no waiter
             raise
-        self.start(run, begun)
+        self.start(run, started)
         return run
 
     def has(self, key: RetryKey) -> bool:
         """Return True if the run of this key is kept."""
         return key.name in self._runs
 
-    def announce(self, run: IdempotentRequest, form: AnswerSpec, request_ids: Sequence[str]) -> None:
+    def announce(self, run: IdempotentRequest, spec: AnswerSpec, request_ids: Sequence[str]) -> None:
         """Write a run and its engine ids to the journal, before it is submitted."""
         key = run.key
         if self.journal is not None and key.is_lasting:
-            began = Began(0, key.tenant, key.key, key.body_hash, msgpack.encode(form), len(request_ids), self._now())
+            began = Began(0, key.tenant, key.key, key.body_hash, msgpack.encode(spec), len(request_ids), self._now())
             run.number = self.journal.begin(began, request_ids)
 
     def give_up(self, key: RetryKey, why: ApiError) -> None:
@@ -222,11 +226,11 @@ class IdempotentRequests:
             # Not at once: a task that has not started would end without informing its readers.
             asyncio.get_running_loop().call_soon(run.task.cancel)
 
-    def start(self, run: IdempotentRequest, begun: Begun) -> None:
+    def start(self, run: IdempotentRequest, started: StartedRun) -> None:
         """Start the task that runs it, independent of any connection."""
-        run.tape = TokenLog(begun.num_choices)
-        run.begun.set_result(begun)
-        run.task = asyncio.create_task(self._pump(run, begun, run.tape))
+        run.log = TokenLog(started.num_choices)
+        run.started.set_result(started)
+        run.task = asyncio.create_task(self._pump(run, started, run.log))
 
     def keep(self, run: IdempotentRequest) -> None:
         """Add a run of a former server."""
@@ -257,30 +261,30 @@ class IdempotentRequests:
             message = "this Idempotency-Key was used with another body; a new request needs a new key"
             raise ApiError(409, message, code="idempotency_key_reused", param="Idempotency-Key")
 
-    async def _wait_begun(self, run: IdempotentRequest) -> None:
-        if run.revive is not None:
-            revive, run.revive = run.revive, None
+    async def _wait_started(self, run: IdempotentRequest) -> None:
+        if run.restore_source is not None:
+            restore_source, run.restore_source = run.restore_source, None
             try:
-                begun = revive()
+                started = restore_source()
             except BaseException:
                 self._drop(run)
                 raise
-            self.start(run, begun)
-        await asyncio.shield(run.begun)
+            self.start(run, started)
+        await asyncio.shield(run.started)
 
     def _read(self, run: IdempotentRequest, key: RetryKey) -> ResumableStream:
-        assert run.tape is not None
-        form = run.begun.result().form
-        seen = None if key.last_event is None else Position.parse(key.last_event, len(run.tape.choices))
-        if seen is not None and not run.tape.reaches(seen):
+        assert run.log is not None
+        spec = run.started.result().spec
+        seen = None if key.last_event is None else Position.parse(key.last_event, len(run.log.choices))
+        if seen is not None and not run.log.has_position(seen):
             message = "Last-Event-ID is beyond the end of this stream"
             raise bad_field("Last-Event-ID", message, "invalid_event_id")
         run.num_readers += 1
         if run.orphaned is not None:
             run.orphaned.cancel()
             run.orphaned = None
-        encoder = ENCODERS[form.kind](form, self._pieces)
-        return ResumableStream(run.tape, encoder, form.identity[0], seen, lambda: self._leave(run))
+        encoder = ENCODERS[spec.kind](spec, self._pieces)
+        return ResumableStream(run.log, encoder, spec.identity[0], seen, lambda: self._leave(run))
 
     def _leave(self, run: IdempotentRequest) -> None:
         run.num_readers -= 1
@@ -299,32 +303,32 @@ class IdempotentRequests:
             self._drop(run)
             run.task.cancel()
 
-    async def _pump(self, run: IdempotentRequest, begun: Begun, tape: TokenLog) -> None:
+    async def _pump(self, run: IdempotentRequest, started: StartedRun, log: TokenLog) -> None:
         """Copy all deltas from the source to the TokenLog."""
         failure: ApiError | None = internal_error()
         try:
-            async for index, delta in begun.source.deltas():
+            async for index, delta in started.source.deltas():
                 if delta.finish_reason is not None and self.journal is not None:
                     await self.journal.synced()
-                tape.add(index, delta)
+                log.add(index, delta)
             failure = None
         except (ApiError, OctavoError) as error:
             failure = from_exception(error)
         except asyncio.CancelledError:
             failure = run.why or draining_error()
         except Exception:  # the shell of a run: its readers get an error, the log the details
-            _log.exception("request %s failed", begun.form.identity[0])
+            _log.exception("request %s failed", started.spec.identity[0])
         finally:
             with suppress(OctavoError):
-                await begun.source.close()
-            self._end(run, tape, failure)
+                await started.source.close()
+            self._end(run, log, failure)
 
-    def _end(self, run: IdempotentRequest, tape: TokenLog, failure: ApiError | None) -> None:
+    def _end(self, run: IdempotentRequest, log: TokenLog, failure: ApiError | None) -> None:
         is_kept = self._runs.get(run.key.name) is run
         if is_kept:
             self._count(run, -1)  # counted again below with its new state
         run.ended_at = self._now() if run.ended_at is None else run.ended_at
-        run.num_bytes = tape.num_bytes
+        run.num_bytes = log.num_bytes
         if is_kept:
             self._count(run, 1)
         if run.orphaned is not None:
@@ -334,7 +338,7 @@ class IdempotentRequests:
             if failure.code == "engine_unavailable":
                 run.number = None  # the journal keeps it, for a server with an engine
             self._drop(run)
-        tape.finish(failure)
+        log.finish(failure)
         self._make_room()
 
     def _put(self, run: IdempotentRequest) -> None:

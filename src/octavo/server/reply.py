@@ -1,8 +1,11 @@
 """Send an answer, whole or as a stream of events; requests with the same Idempotency-Key share one execution.
 
-Owns: a stream's keep-alives, error and end, and cutting a client that does not read.
-Does not: generate (generation does) or encode (each API's encoder does).
-Invariant: a stream that a client can still read ends as its format requires, never with a bare cut.
+Owns: a stream's keep-alives, error and end, cutting a client that does not read; restoring a former server's runs from
+the journal, so that open requests continue and finished answers serve retries.
+Does not: generate (generation does), encode (each API's encoder does), or keep runs (idempotency does).
+Invariants: a stream that a client can still read ends as its format requires, never with a bare cut; a finished answer
+is never computed again, and its text is not made before its first reader; a run that cannot be restored is removed
+from the journal, so that a retry starts it again.
 """
 
 from __future__ import annotations
@@ -10,33 +13,38 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Protocol
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from octavo.core.request import FinishReason
+from octavo.engine.client import Accepted, TokenOutput
 from octavo.errors import OctavoError
-from octavo.frontend.outputs import MAX_SLICE
-from octavo.server.api.encoders import ENCODERS
+from octavo.frontend.journal import Journal
+from octavo.frontend.journal_state import JournaledRequest, JournaledRun
+from octavo.frontend.open_request import OpenRequest
+from octavo.frontend.outputs import MAX_SLICE, TextDelta
+from octavo.frontend.sessions import OutputClient, Session
+from octavo.server.admission import AdmissionRequest
 from octavo.server.context import Context, context_of
-from octavo.server.encoding import AnswerEncoder, Choice
-from octavo.server.generation import GenerationRequest, start
+from octavo.server.encoding import ENCODERS, REASONS, AnswerEncoder, AnswerSpec, Choice
+from octavo.server.generation import Generation, GenerationRequest, failure_of, start
 from octavo.server.http.auth import KEY
 from octavo.server.http.body import OFF_LOOP_BYTES, off_loop
 from octavo.server.http.connection import CUT
 from octavo.server.http.errors import ApiError, bad_field, from_exception
 from octavo.server.http.keys import KeyInfo
-from octavo.server.http.lifecycle import ClientGoneError
+from octavo.server.http.lifecycle import MARK, ClientGoneError
 from octavo.server.http.middleware import CLIENT_CLOSED_REQUEST
-from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
+from octavo.server.idempotency import IdempotentRequest, RetryKey, StartedRun, key_of
 from octavo.server.resumable_stream import ResumableStream
-
-if TYPE_CHECKING:
-    from octavo.frontend.outputs import TextDelta
 
 RETRY_NOTE = "With a header `Idempotency-Key` the request runs once, however often it is sent."
 RESUME_NOTE = f"{RETRY_NOTE} With `Last-Event-ID` beside it, its stream continues after that event."
@@ -106,9 +114,9 @@ async def _resume(request: Request, context: Context, asked: GenerationRequest) 
 async def open_run(request: Request, context: Context, asked: GenerationRequest, retry: RetryKey) -> ResumableStream:
     """Return a reader of the key's run, started if there is none; the run needs no connection. Raises ApiError."""
 
-    async def begin(run: IdempotentRequest) -> Begun:
+    async def begin(run: IdempotentRequest) -> StartedRun:
         generation, spec = await start(request, asked, run)
-        return Begun(generation, spec, generation.num_choices)
+        return StartedRun(generation, spec, generation.num_choices)
 
     stream = await context.runs.replay(retry, begin)
     if asked.prepare is not None:
@@ -246,3 +254,154 @@ class EventStream(Response):
             await asyncio.sleep(self._limits.keep_alive_s)
             if self._num_writes == seen and self._format.keep_alive:
                 await send({"type": "http.response.body", "body": self._format.keep_alive, "more_body": True})
+
+
+RestoreEntries = Callable[[Iterable[OpenRequest]], None]
+
+
+def restore_runs(context: Context, journal: Journal, restore: RestoreEntries) -> tuple[int, int]:
+    """Continue open runs in the engine, and keep ended ones; return the number of runs of each kind.
+
+    Call it in the event loop, before anything is served. `restore` is EngineSupervisor.restore. Raises EngineDeadError.
+    """
+    runs = context.runs
+    runs.journal = journal
+    runs.start_sweeping()
+    open_runs: list[tuple[JournaledRun, AnswerSpec]] = []
+    num_kept = 0
+    latest = {(journaled.began.tenant, journaled.began.key): journaled for journaled in journal.recovered}
+    for journaled in journal.recovered:
+        spec = _read_spec(journaled)
+        # A key may be used again once its run was dropped.
+        is_latest = latest[journaled.began.tenant, journaled.began.key] is journaled
+        if spec is None or not is_latest or not _is_worth_keeping(journaled):
+            journal.forget(journaled.began.run)
+        elif journaled.is_ended:
+            runs.keep(_ended_run(context, journaled, spec))
+            num_kept += 1
+        else:
+            open_runs.append((journaled, spec))
+    restore([request.state for run, _ in open_runs for request in _requests(run)])
+    for journaled, spec in open_runs:
+        run = _new_run(journaled)
+        runs.keep(run)
+        runs.start(run, StartedRun(_generation(context, journaled), spec, _num_choices(journaled)))
+    return len(open_runs), num_kept
+
+
+def _read_spec(journaled: JournaledRun) -> AnswerSpec | None:
+    try:
+        return msgspec.msgpack.decode(journaled.began.facts, type=AnswerSpec)
+    except msgspec.MsgspecError:
+        _log.warning("journal: request %s was written by another version and is left out", journaled.began.run)
+        return None
+
+
+def _requests(journaled: JournaledRun) -> list[JournaledRequest]:
+    return [journaled.requests[index] for index in sorted(journaled.requests)]
+
+
+def _num_choices(journaled: JournaledRun) -> int:
+    return sum(each.request.params.n for each in journaled.requests.values())
+
+
+def _is_worth_keeping(journaled: JournaledRun) -> bool:
+    """Return True if no request of it failed in a way that may be retried."""
+    for request in journaled.requests.values():
+        end = request.end
+        if end is None or end.finish_reason is None or end.finish_reason in REASONS:
+            continue
+        if not failure_of(end.finish_reason, end.error).is_final:
+            return False
+    return True
+
+
+def _new_run(journaled: JournaledRun) -> IdempotentRequest:
+    began = journaled.began
+    run = IdempotentRequest(RetryKey(began.tenant, began.key, began.body_hash))
+    run.number = began.run
+    return run
+
+
+def _ended_run(context: Context, journaled: JournaledRun, spec: AnswerSpec) -> IdempotentRequest:
+    run = _new_run(journaled)
+    run.ended_at = max(each.ended_at or 0.0 for each in journaled.requests.values())
+    run.num_bytes = journaled.num_bytes
+    run.restore_source = lambda: StartedRun(_StoredAnswer(context, journaled), spec, _num_choices(journaled))
+    return run
+
+
+def _sessions(context: Context, journaled: JournaledRun, client: OutputClient) -> list[Session]:
+    return [_session(context, each, client) for each in _requests(journaled)]
+
+
+def _session(context: Context, journaled: JournaledRequest, client: OutputClient) -> Session:
+    request, tokenizer = journaled.request, context.text.tokenizer
+    accepted = Accepted(request.request_id, request.params.max_tokens or 0, False)
+    return Session(client, request, accepted, tokenizer, max_slice=1)  # an event id may name any token
+
+
+def _generation(context: Context, journaled: JournaledRun) -> Generation:
+    """Return the Generation of an open run, with a new ticket: it was admitted before."""
+    requests = [each.request for each in _requests(journaled)]
+    first = requests[0]
+    wanted = AdmissionRequest(priority=first.priority, num_prompts=len(requests), width=first.params.num_sequences)
+    ticket = context.admission.readmit(wanted)
+    closing = ExitStack()
+    closing.callback(ticket.leave)
+    names = [request.request_id for request in requests]
+    closing.callback(context.request_index.add(first.tenant, names[0].partition(MARK)[0], names))
+    return Generation(
+        name=first.request_id,
+        params=first.params,
+        prompt_lengths=[request.num_prompt_tokens for request in requests],
+        arrival=first.arrival,
+        sessions=_sessions(context, journaled, context.sessions.client),
+        metrics=context.metrics,
+        ticket=ticket,
+        closing=closing,
+    )
+
+
+class _StoredOutputs:
+    """The outputs of requests that have ended."""
+
+    def __init__(self, entries: Mapping[str, OpenRequest]) -> None:
+        self._entries = entries
+
+    async def outputs(
+        self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
+    ) -> AsyncIterator[TokenOutput]:
+        """Yield all outputs of a request."""
+        while outputs := self._entries[request_id].take(max_ids):
+            for output in outputs:
+                yield output
+
+    def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> int:
+        """Do nothing: the requests have ended."""
+        return 0
+
+
+class _StoredAnswer:
+    """The deltas of a run that has ended; metrics do not count them again."""
+
+    def __init__(self, context: Context, journaled: JournaledRun) -> None:
+        self._held = _requests(journaled)
+        entries = {each.request.request_id: each.state for each in self._held}
+        self._sessions = _sessions(context, journaled, _StoredOutputs(entries))
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield (index, delta), one request after the other. Raises ApiError for one that failed."""
+        for number, (journaled, session) in enumerate(zip(self._held, self._sessions, strict=True)):
+            async for delta in session:
+                if delta.usage is not None:
+                    usage = replace(delta.usage, e2e_s=(journaled.ended_at or 0.0) - journaled.request.arrival)
+                    delta = replace(delta, usage=usage)
+                if delta.finish_reason is not None and delta.finish_reason not in REASONS:
+                    raise failure_of(delta.finish_reason, delta.error)
+                yield number * journaled.request.params.n + delta.choice, delta
+
+    async def close(self) -> None:
+        """Do nothing: the requests have ended."""

@@ -1,6 +1,6 @@
 """ResumableStream: one connection's reader of a TokenLog, from the position where an earlier connection ended.
 
-Owns: the TokenLog (`tape`), positions in it (the event ids of a stream), cutting it into events.
+Owns: the TokenLog (`log`), positions in it (the event ids of a stream), cutting it into events.
 Does not: run a request (idempotency does), or know the form of an event (each API's encoder does).
 Invariants: a position counts tokens, not events, so it does not depend on how the text was cut, and is valid after a
 restart; each event moves one choice's position, and connections with successive positions get one whole answer.
@@ -22,16 +22,18 @@ from octavo.server.http.errors import ApiError, bad_field
 MAX_IDENTIFIED = 64  # choices; streams of more have no event ids: each id would list all choices
 _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
 _BEGUN, _TAIL, _ENDED = 0, 1, 2
-Place = tuple[int, int]  # tokens sent (-1: not begun), then _BEGUN, _TAIL (text after the last token sent), _ENDED
+ChoicePosition = tuple[
+    int, int
+]  # tokens sent (-1: not begun), then _BEGUN, _TAIL (text after the last token sent), _ENDED
 
-_NOTHING: Place = (-1, _BEGUN)
+_NOTHING: ChoicePosition = (-1, _BEGUN)
 
 
 @dataclass(slots=True)
 class Position:
     """The part of an answer that a client has: a place per choice, and whether it has the usage."""
 
-    places: list[Place]
+    places: list[ChoicePosition]
     has_usage: bool = False
 
     @classmethod
@@ -44,7 +46,7 @@ class Position:
         """Return the position of an event id. Raises ApiError."""
         places, mark, usage = text.partition(";")
         found = [_PLACE.fullmatch(place) for place in places.split(",", num_choices)]
-        read = [place for match in found if match and (place := _place(match[1], match[2])) is not None]
+        read = [place for match in found if match and (place := _read_choice(match[1], match[2])) is not None]
         if len(found) != num_choices or len(read) != num_choices or (mark and usage != "u"):
             message = f"Last-Event-ID is {text[:64]!r}; give the id of an event of this stream"
             raise bad_field("Last-Event-ID", message, "invalid_event_id")
@@ -57,7 +59,7 @@ class Position:
         return places + ";u" if self.has_usage else places
 
 
-def _place(tokens: str, mark: str) -> Place | None:
+def _read_choice(tokens: str, mark: str) -> ChoicePosition | None:
     if tokens == "-":
         return None if mark else _NOTHING
     return int(tokens), ("", "+", ".").index(mark)
@@ -98,7 +100,7 @@ class LoggedChoice:
             return None
         return len(self.logprobs[0].top_ids) if self.logprobs[0] is not None else 0
 
-    def next_piece(self, index: int, at: Place, stop: int) -> tuple[TextDelta, Place] | None:
+    def next_piece(self, index: int, at: ChoicePosition, stop: int) -> tuple[TextDelta, ChoicePosition] | None:
         """Return the piece after a place, and the place after the piece; no piece crosses `stop` tokens."""
         tokens, stage = at
         if tokens < 0:
@@ -150,7 +152,7 @@ class TokenLog:
             self.is_done, self.failure = True, failure
             self._wake()
 
-    async def news(self) -> None:
+    async def wait_for_more(self) -> None:
         """Wait for the next delta or the end."""
         if self.is_done:
             return
@@ -164,12 +166,12 @@ class TokenLog:
     async def collect(self) -> list[Choice]:
         """Wait for the end, and return every choice whole. Raises ApiError if it failed."""
         while not self.is_done:
-            await self.news()
+            await self.wait_for_more()
         if self.failure is not None:
             raise self.failure
         return [Choice([choice.whole(index)]) for index, choice in enumerate(self.choices)]
 
-    def reaches(self, position: Position) -> bool:
+    def has_position(self, position: Position) -> bool:
         """Return True if a client can have this position: an answer that still runs may reach any."""
         if not self.is_done or self.failure is not None:
             return True
@@ -185,14 +187,14 @@ class ResumableStream:
     """One connection's reader of a TokenLog from a position on: a source of deltas, and an encoder with event ids."""
 
     def __init__(
-        self, tape: TokenLog, encoder: AnswerEncoder, name: str, seen: Position | None, on_close: Callable[[], None]
+        self, log: TokenLog, encoder: AnswerEncoder, name: str, seen: Position | None, on_close: Callable[[], None]
     ) -> None:
         self.name = name
-        self._tape = tape
+        self._log = log
         self.encoder = encoder
-        self._at = [_NOTHING] * len(tape.choices)
-        self._has = seen or Position.start(len(tape.choices))  # the client, after reading all that was sent
-        self._is_identified = len(tape.choices) <= MAX_IDENTIFIED and encoder.stream_format.has_ids
+        self._at = [_NOTHING] * len(log.choices)
+        self._has = seen or Position.start(len(log.choices))  # the client, after reading all that was sent
+        self._is_identified = len(log.choices) <= MAX_IDENTIFIED and encoder.stream_format.has_ids
         self._on_close: Callable[[], None] | None = on_close
 
     @property
@@ -202,21 +204,21 @@ class ResumableStream:
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield the answer in pieces of one event each. Raises ApiError if it failed."""
-        tape = self._tape
+        log = self._log
         while True:
-            for index in range(len(tape.choices)):
+            for index in range(len(log.choices)):
                 for piece in self._pieces(index):
                     yield index, piece
-            if tape.is_done and not self._is_behind():
+            if log.is_done and not self._is_behind():
                 break
             if not self._is_behind():
-                await tape.news()
-        if tape.failure is not None:
-            raise tape.failure
+                await log.wait_for_more()
+        if log.failure is not None:
+            raise log.failure
 
     async def collect(self) -> list[Choice]:
         """Return the whole answer. Raises ApiError if it failed."""
-        return await self._tape.collect()
+        return await self._log.collect()
 
     async def close(self) -> None:
         """Call `on_close`. Idempotent."""
@@ -260,7 +262,7 @@ class ResumableStream:
 
     def _pieces(self, index: int) -> Iterator[TextDelta]:
         """Yield a choice's next unread piece, after its empty first piece; one per call, so that choices take turns."""
-        choice, by_token = self._tape.choices[index], self.stream_format.by_token
+        choice, by_token = self._log.choices[index], self.stream_format.by_token
         while True:
             stop = max(0, self._at[index][0]) + 1 if by_token else self._has.places[index][0]
             found = choice.next_piece(index, self._at[index], stop)
@@ -275,5 +277,5 @@ class ResumableStream:
 
     def _is_behind(self) -> bool:
         return any(
-            choice.next_piece(index, self._at[index], 0) is not None for index, choice in enumerate(self._tape.choices)
+            choice.next_piece(index, self._at[index], 0) is not None for index, choice in enumerate(self._log.choices)
         )

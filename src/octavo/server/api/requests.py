@@ -31,13 +31,13 @@ async def explain_own(context: Context, name: str, tenant: str) -> dict[str, obj
     ids = context.request_index.find(name, tenant) or context.request_index.find_ended(name, tenant)
     answers = await _ask(context, ids)
     queue = queue_of(context, answers)
-    told = [answer for answer in answers if answer.get("state") != UNKNOWN]
-    if not told:
+    shown = [answer for answer in answers if answer.get("state") != UNKNOWN]
+    if not shown:
         return None
     own = context.request_index.names(tenant)
     return {
         "id": name,
-        "explanations": [_for_client(answer, own) for answer in told],
+        "explanations": [_for_client(answer, own) for answer in shown],
         "num_left_out": len(ids[MAX_EXPLANATIONS:]),
         "queue": queue,
     }
@@ -54,9 +54,9 @@ async def explain_any(context: Context, name: str) -> dict[str, object]:
 async def explain_open(context: Context) -> dict[str, object]:
     """Explain all open requests to the operator."""
     answer = await context.sessions.client.control("explain")
-    told = dict(answer) if isinstance(answer, Mapping) else {}
-    queue = queue_of(context, [told])
-    return {**told, "queue": queue}
+    shown = dict(answer) if isinstance(answer, Mapping) else {}
+    queue = queue_of(context, [shown])
+    return {**shown, "queue": queue}
 
 
 def queue_of(context: Context, answers: list[dict[str, Any]]) -> dict[str, object]:
@@ -67,7 +67,7 @@ def queue_of(context: Context, answers: list[dict[str, Any]]) -> dict[str, objec
     """
     waits = [answer.pop(_NEW_S) for answer in answers if _NEW_S in answer]
     if waits:
-        context.admission.forecast_came({_NEW_S: waits[0]})
+        context.queue.forecast.update({_NEW_S: waits[0]}, context.queue.state())
     figures = context.admission.snapshot()
     return {
         "num_waiting": figures["waiting"],
@@ -85,29 +85,31 @@ async def _ask(context: Context, ids: list[str]) -> list[dict[str, Any]]:
 
 def _for_client(answer: dict[str, Any], own: Mapping[str, str]) -> dict[str, object]:
     """Return an engine's answer with the client's names for its own requests, and none for others'."""
-    told = {key: value for key, value in answer.items() if key not in _HIDDEN}
-    told["text"] = answer.get("public_text", "")
-    if "behind" in told:
-        told["behind"] = own.get(told["behind"])
-    if "ahead" in told:
-        told["num_ahead"] = max(0, answer.get("position", 0) - 1)
-        told["ahead"] = [
-            {"id": own[other["name"]], "why": other["why"]} for other in told["ahead"] if other["name"] in own
+    shown = {key: value for key, value in answer.items() if key not in _HIDDEN}
+    shown["text"] = answer.get("public_text", "")
+    if "behind" in shown:
+        shown["behind"] = own.get(shown["behind"])
+    if "ahead" in shown:
+        shown["num_ahead"] = max(0, answer.get("position", 0) - 1)
+        shown["ahead"] = [
+            {"id": own[other["name"]], "why": other["why"]} for other in shown["ahead"] if other["name"] in own
         ]
-    if "events" in told:
-        told["events"] = [{**event, "by": own.get(event["by"])} if "by" in event else event for event in told["events"]]
-    return told
+    if "events" in shown:  # with the client's own requests by name only
+        shown["events"] = [
+            {**event, "by": own.get(event["by"])} if "by" in event else event for event in shown["events"]
+        ]
+    return shown
 
 
 async def explain(request: Request) -> Response:
     """Explain the state of a request, or how it ended, for each of its prompts. Only its own tenant finds it."""
     context, name, key = _asked(request)
-    told = await explain_own(context, name, key.tenant)
-    if told is None:
+    shown = await explain_own(context, name, key.tenant)
+    if shown is None:
         kept = context.explain_kept
         text = f"no request {name[:128]!r} of yours is open or can still be explained: {kept} are, after their end"
         raise ApiError(404, text, code="request_not_found")
-    return _json(told)
+    return _json(shown)
 
 
 async def cancel(request: Request) -> Response:

@@ -7,17 +7,15 @@ The events follow Anthropic's public description of streaming and the types of i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from octavo.core.request import FinishReason
-from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat
+from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat, call_input, encodes, reader_of
 from octavo.server.http.errors import anthropic_error
-from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
-from octavo.text.answer_reader import AnswerReader
+from octavo.text.answer_format import CallArguments, CallBegin, Part, Reasoning, Text
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
@@ -38,6 +36,7 @@ def _error(error: ApiError) -> bytes:
 ANTHROPIC = StreamFormat("text/event-stream", b"", event("ping", {}), _error)
 
 
+@encodes("anthropic")
 class MessagesEncoder:
     """The encoder of /v1/messages. Facts of the spec: num_prompt_tokens, max_tokens, shows_thinking, format."""
 
@@ -153,11 +152,6 @@ _DELTAS = {
 }
 
 
-def reader_of(spec: AnswerSpec) -> AnswerReader:
-    """Return a new reader of the only choice."""
-    return AnswerReader(msgspec.convert(spec.facts.get("format"), AnswerFormat | None), f"{spec.identity[0]}:0")
-
-
 def usage_json(usage: Usage | None) -> Json:
     """Return the usage; as Anthropic counts, input_tokens are those that were not found in the cache."""
     prompt, cached, output = (0, 0, 0)
@@ -187,12 +181,3 @@ def _fill(block: Json, text: str) -> None:
         block[block["type"]] = text
     if block["type"] == "thinking":
         block["signature"] = SIGNATURE
-
-
-def call_input(text: str) -> Json:
-    """Return a call's arguments; text that is no JSON object is kept under INVALID_JSON, as Anthropic advises."""
-    try:
-        value = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": text}

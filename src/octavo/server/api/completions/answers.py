@@ -20,7 +20,20 @@ from msgspec import convert
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
-from octavo.server.encoding import REASONS, AnswerSpec, Choice, Json, Pieces, StreamFormat
+from octavo.server.encoding import (
+    REASONS,
+    AnswerSpec,
+    Choice,
+    IdPieces,
+    Json,
+    Pieces,
+    StreamFormat,
+    chat_logprobs,
+    encodes,
+    entries_of,
+    finite,
+    timings_json,
+)
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
@@ -29,8 +42,6 @@ if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.frontend.sessions import Scores
     from octavo.server.http.errors import ApiError
-
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def _error_event(error: ApiError) -> bytes:
@@ -92,6 +103,7 @@ class ChunkStream:
         return b',"token_ids":%b' % encode(self._ids.pop(index, []))
 
 
+@encodes("chat")
 class ChatEncoder:
     """The encoder of /v1/chat/completions.
 
@@ -244,6 +256,7 @@ def _fields(parts: Sequence[Part]) -> bytes:
     return encode(delta)[1:-1]
 
 
+@encodes("text")
 class CompletionEncoder:
     """The encoder of /v1/completions; the spec's `echoes` are the prompts' texts, put before each of the `n` choices.
 
@@ -375,74 +388,6 @@ def usage_json(usages: Iterable[Usage | None], reasoning_share: float | None = N
     if reasoning_share is not None:
         counts["completion_tokens_details"] = {"reasoning_tokens": round(reasoning_share * completion)}
     return counts
-
-
-def timings_json(usages: Iterable[Usage | None]) -> Json:
-    """Return the seconds of each phase (the slowest prompt's), which add up to the total, and the rates.
-
-    Time in preemption counts as neither prefill nor decode.
-    """
-    last: Usage | None = None
-    computed = decoded = 0
-    for usage in usages:
-        if usage is not None:
-            computed += usage.prompt_tokens - usage.cached_tokens
-            decoded += max(0, usage.completion_tokens - 1)
-            if last is None or usage.e2e_s > last.e2e_s:
-                last = usage
-    if last is None:
-        return {}
-    out_before = out_after = 0.0  # seconds that it was out of the batch, before its first token and after it
-    for out, back in last.preempted:
-        out_before += max(0.0, min(back, last.ttft_s) - max(out, 0.0))
-        out_after += max(0.0, min(back, last.e2e_s) - max(out, last.ttft_s))
-    prefill_s = max(0.0, last.ttft_s - last.queue_s - out_before)
-    decode_s = max(0.0, last.e2e_s - last.ttft_s - out_after)
-    return {
-        "queue_s": round(last.queue_s, 6),
-        "prefill_s": round(prefill_s, 6),
-        "decode_s": round(decode_s, 6),
-        "preempted_s": round(out_before + out_after, 6),
-        "total_s": round(last.e2e_s, 6),
-        "prompt_tokens_per_s": round(computed / prefill_s, 2) if prefill_s > 0 else None,
-        "tokens_per_s": round(decoded / decode_s, 2) if decode_s > 0 and decoded else None,
-    }
-
-
-class IdPieces:
-    """Pieces that show a token by its id, for return_tokens_as_token_ids."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the id in vLLM's spelling."""
-        return b"token_id:%d" % token_id
-
-
-def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:
-    """Return `logprobs` of a chat choice or chunk; None if there are none."""
-    entries = entries_of(deltas)
-    if not entries:
-        return None
-    return {"content": [_chat_entry(entry, pieces) for entry in entries], "refusal": None}
-
-
-def entries_of(deltas: Iterable[TextDelta]) -> list[TokenLogprobs]:
-    """Return the log-probabilities of deltas, one entry per token."""
-    return [entry for delta in deltas for entry in delta.logprobs or () if entry is not None]
-
-
-def _chat_entry(entry: TokenLogprobs, pieces: Pieces) -> Json:
-    tops = [_one(t, p, pieces) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]
-    return {**_one(entry.token_id, entry.logprob, pieces), "top_logprobs": tops}
-
-
-def _one(token_id: int, logprob: float, pieces: Pieces) -> Json:
-    raw = pieces.token_bytes(token_id)
-    return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
-
-
-def finite(logprob: float) -> float:
-    """Return the log-probability, at least LOWEST_LOGPROB: JSON has no infinity."""
-    return max(logprob, LOWEST_LOGPROB)
 
 
 @dataclass(slots=True)

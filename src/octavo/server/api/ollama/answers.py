@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.server.api.anthropic.answers import call_input, reader_of
-from octavo.server.api.completions.answers import chat_logprobs
-from octavo.server.encoding import REASONS, AnswerSpec, Choice, Json, Pieces, StreamFormat
+from octavo.server.encoding import (
+    REASONS,
+    AnswerSpec,
+    Choice,
+    Json,
+    Pieces,
+    StreamFormat,
+    call_input,
+    chat_logprobs,
+    encodes,
+    reader_of,
+)
 from octavo.server.http.errors import ollama_error
 from octavo.text.answer_format import CallArguments, CallBegin, Part, Reasoning, Text
 
@@ -36,6 +45,7 @@ def _error(error: ApiError) -> bytes:
 OLLAMA = StreamFormat("application/x-ndjson", b"", b"", _error, has_ids=False)
 
 
+@encodes("ollama")
 class OllamaEncoder:
     """The encoder of /api/chat and /api/generate. Facts of the spec: is_chat, format."""
 

@@ -14,8 +14,17 @@ from msgspec import Raw, convert
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
-from octavo.server.api.completions.answers import IdPieces, chat_logprobs, timings_json
-from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat
+from octavo.server.encoding import (
+    AnswerSpec,
+    Choice,
+    IdPieces,
+    Json,
+    Pieces,
+    StreamFormat,
+    chat_logprobs,
+    encodes,
+    timings_json,
+)
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
@@ -145,6 +154,7 @@ _TEXT_EVENT = (
 )
 
 
+@encodes("response")
 class ResponseEncoder:
     """The encoder of /v1/responses. `keep` is called with the whole answer before the last event is returned.
 

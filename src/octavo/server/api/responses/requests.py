@@ -40,7 +40,7 @@ from octavo.server.http.body import OFF_LOOP_BYTES, parse_off_loop, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError, bad_field, rename_field
 from octavo.server.http.keys import KeyInfo
-from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
+from octavo.server.idempotency import IdempotentRequest, RetryKey, StartedRun, key_of
 from octavo.server.reply import EventStream, body_hash, open_run, reply
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ async def _in_background(request: Request, asked: ResponseRequest) -> Response:
 async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
     """Return the events of a run after event number `behind`; -1: all."""
 
-    async def refuse(_: IdempotentRequest) -> Begun:
+    async def refuse(_: IdempotentRequest) -> StartedRun:
         raise bad_field("stream", "stream: the events of this response are not kept any more; leave it out")
 
     replay = await context.runs.replay(retry, refuse)
