@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.cli import main
-from octavo.server.api.batches.run import BadLine, BatchLine, read_asks, repair
+from octavo.server.api.batches.run import BadLine, BatchLine, read_lines, repair
 
 CHAT = "/v1/chat/completions"
 
@@ -162,7 +162,7 @@ def test_two_runs_do_not_share_an_output(tmp_path: Path, script: str, capsys: An
 def test_lines_are_read_one_by_one_and_bounded(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(ask("a").encode() + b"\n\n" + b"x" * (9 << 20) + b"\n" + ask("b").encode())
-    found = list(read_asks(path))
+    found = list(read_lines(path))
     assert [type(each) for each in found] == [BatchLine, BadLine, BatchLine]
     assert [each.line for each in found] == [1, 3, 4] and found[1].code == "line_too_large"  # type: ignore[union-attr]
 

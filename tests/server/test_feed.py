@@ -13,6 +13,7 @@ import pytest
 from octavo.config import Config, ServingConfig
 from octavo.errors import EngineDeadError
 from octavo.server import feed as feed_module
+from octavo.server import reply
 from octavo.server.feed import MAX_WATCHERS
 from octavo.server.http.connection import CUT
 from tests.server.fakes import FakeClient, Harness, Wire, keyed
@@ -45,7 +46,7 @@ class FramesClient(FakeClient):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "POLL_S", 0.005)
     monkeypatch.setattr(feed_module, "TROUBLE_S", 0.005)
-    monkeypatch.setattr(feed_module, "LOOK_S", 0.005)
+    monkeypatch.setattr(reply, "LOOK_S", 0.005)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from octavo.core.request import Request
 from octavo.server.api.completions.bodies import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
-from octavo.server.api.fields import HINTS, IGNORED, MEANINGFUL
+from octavo.server.api.fields import HINTS, IGNORED, UNSUPPORTED
 from tests.server.fakes import FakeClient, Harness, assert_ignored
 
 SERVING = """
@@ -28,7 +28,7 @@ CHAT_FIELDS = """
 CHAT_ONLY = set(CHAT_FIELDS.split())
 COMPLETION_ONLY = {"best_of", "prompt"}
 TAKEN = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
-REFUSED = {name: each.neutral for name, each in MEANINGFUL.items() if name not in TAKEN}
+REFUSED = {name: each.harmless for name, each in UNSUPPORTED.items() if name not in TAKEN}
 ENDPOINTS: dict[str, tuple[Any, Any, Any, set[str]]] = {
     "chat": (ChatBody, REFUSED_CHAT, chat_params, COMPLETION_ONLY),
     "complete": (CompletionBody, REFUSED_COMPLETION, completion_create_params, CHAT_ONLY),
@@ -157,15 +157,15 @@ async def test_each_field_is_honoured_refused_or_ignored(endpoint: str, field: s
     post = getattr(harness, endpoint)
     if not any(kinds):
         assert_ignored(await post(**{field: 3}), field)
-        for neutral in (*HINTS.get(field, ()), None):
-            assert "x-octavo-ignored" not in (await post(**{field: neutral})).headers
+        for harmless in (*HINTS.get(field, ()), None):
+            assert "x-octavo-ignored" not in (await post(**{field: harmless})).headers
         return
     if field in refused:
         response = await post(**{field: UNLIKE_ANY_NEUTRAL.get(field, "not neutral")})
         assert (response.status_code, response.json()["error"]["param"]) == (400, field)
         assert response.json()["error"]["code"] == "unsupported_field"
-        for neutral in (*refused[field], None):
-            assert (await post(**{field: neutral})).status_code == 200
+        for harmless in (*refused[field], None):
+            assert (await post(**{field: harmless})).status_code == 200
     elif field in IGNORED:
         assert (await post(seed=1)).status_code == 200
         assert (await post(seed=1, **{field: IGNORED_VALUES.get(field, "x")})).status_code == 200

@@ -10,7 +10,7 @@ from octavo.config import Config, ServingConfig
 from octavo.server.api.anthropic.bodies import MessagesBody
 from octavo.server.api.completions.bodies import ChatBody, CompletionBody
 from octavo.server.api.embeddings import EmbeddingBody
-from octavo.server.api.fields import HINTS, KNOWN_NAMES, MAX_PATH_CHARACTERS, MAX_PATHS, MEANINGFUL
+from octavo.server.api.fields import HINTS, KNOWN_NAMES, MAX_PATH_CHARACTERS, MAX_PATHS, UNSUPPORTED
 from octavo.server.api.ollama.bodies import OllamaChatBody
 from octavo.server.api.responses.bodies import ResponsesBody
 from octavo.server.http.body import OFF_LOOP_BYTES
@@ -125,7 +125,7 @@ async def test_each_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.records) == MAX_LOGGED_FIELDS
 
 
-@pytest.mark.parametrize("field", sorted(MEANINGFUL))
+@pytest.mark.parametrize("field", sorted(UNSUPPORTED))
 async def test_a_field_that_changes_the_meaning_is_refused_on_every_api(field: str) -> None:
     harness = Harness()
     bodies: dict[str, tuple[dict[str, Any], Any]] = {
@@ -144,8 +144,8 @@ async def test_a_field_that_changes_the_meaning_is_refused_on_every_api(field: s
 
 
 def test_a_field_is_in_one_table_only() -> None:
-    assert not set(MEANINGFUL) & (set(HINTS) | KNOWN_NAMES)
-    assert all(len(each.means) > 8 for each in MEANINGFUL.values())
+    assert not set(UNSUPPORTED) & (set(HINTS) | KNOWN_NAMES)
+    assert all(len(each.means) > 8 for each in UNSUPPORTED.values())
 
 
 async def test_strict_fields_refuse_by_name() -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from octavo.config import Config, ResponsesConfig
-from octavo.server.api.responses.store import Given, ResponseStore, Stored
+from octavo.server.api.responses.store import InputItems, ResponseStore, Stored
 from octavo.server.http.errors import ApiError
 
 KIB = b" " * 1024
@@ -26,9 +26,9 @@ def response_of(name: str, text: str = "out") -> Any:
     return {"id": name, "status": "completed", "output": output}
 
 
-def given(name: str, padding: bytes = b"") -> Given:
+def given(name: str, padding: bytes = b"") -> InputItems:
     item = msgspec.json.encode({"id": f"in_{name}"})
-    return Given(b"[" + item + padding + b"]", (f"in_{name}",))
+    return InputItems(b"[" + item + padding + b"]", (f"in_{name}",))
 
 
 def put(
@@ -63,7 +63,7 @@ async def test_nobody_finds_anothers() -> None:
     assert not has(store, "r1", "b")
     assert not store.delete("b", "r1")
     with pytest.raises(ApiError):
-        store.links("b", ["msg_r1"])
+        store.turns("b", ["msg_r1"])
     assert has(store, "r1", "a")
 
 
@@ -74,7 +74,7 @@ async def test_a_chain_is_told_from_its_beginning_also_when_its_links_were_delet
     put(store, "r3", previous=second)
     assert store.delete("a", "r2") and not has(store, "r2")
     assert ids(store.get("a", "r3")) == ["in_r1", "msg_r1", "in_r2", "msg_r2", "in_r3", "msg_r3"]
-    assert [link.ids for link in store.links("a", ["in_r2", "msg_r2", "in_r1"])] == [
+    assert [turn.ids for turn in store.turns("a", ["in_r2", "msg_r2", "in_r1"])] == [
         ("in_r2", "msg_r2"),
         ("in_r1", "msg_r1"),
     ]
@@ -90,12 +90,12 @@ async def test_what_nobody_goes_on_from_is_given_back() -> None:
     for name in ("r1", "r2"):
         store.delete("a", name)
     with pytest.raises(ApiError):
-        store.links("a", ["msg_r2"])
-    assert store.links("a", ["msg_r1"])  # r3 goes on from it
+        store.turns("a", ["msg_r2"])
+    assert store.turns("a", ["msg_r1"])  # r3 goes on from it
     store.delete("a", "r3")
     assert (len(store), store.num_bytes) == (0, 0) and size > 0
     with pytest.raises(ApiError):
-        store.links("a", ["msg_r1"])
+        store.turns("a", ["msg_r1"])
 
 
 async def test_the_least_recently_used_gives_way_beyond_the_number() -> None:
@@ -186,7 +186,7 @@ async def test_the_books_balance_after_many_operations() -> None:
         assert len(store) <= 12 and store.num_bytes <= 40 * 1024
     for tenant, name in names:
         store.delete(tenant, name)
-    assert (len(store), store.num_bytes, store._shelves) == (0, 0, {})
+    assert (len(store), store.num_bytes, store._by_tenant) == (0, 0, {})
 
 
 async def test_the_metrics_tell_how_much_is_stored() -> None:

@@ -471,11 +471,11 @@ class AdmissionControl:
 
     def _check_tokens(self, key: KeyInfo, num_tokens: int) -> None:
         """Refuse a request with more tokens than other requests leave of the queue. Raises BusyError."""
-        others, most = self.queue.num_waiting_tokens, self.config.max_waiting_tokens
-        if others and others + num_tokens > most:
-            wait_s = self._seconds_until_computed(others + num_tokens - most)
+        others, bound = self.queue.num_waiting_tokens, self.config.max_waiting_tokens
+        if others and others + num_tokens > bound:
+            wait_s = self._seconds_until_computed(others + num_tokens - bound)
             wait_text = "how long is not known yet" if wait_s is None else f"there will be room in about {wait_s:.1f} s"
-            text = f"requests with {others} prompt tokens wait for their first token, {most} may, and this one has"
+            text = f"requests with {others} prompt tokens wait for their first token, {bound} may, and this one has"
             message = f"the queue is full: {text} {num_tokens}; {wait_text}"
             raise self._counted(key, QueueFullError(message, retry_after_s=wait_s))
 
@@ -504,16 +504,18 @@ class AdmissionControl:
         return max(num_sequences / self.config.max_waiting, num_tokens / self.config.max_waiting_tokens)
 
     def _check_full(self, key: KeyInfo, num_sequences: int) -> None:
-        waiting, most = self.queue.num_waiting, self.config.max_waiting
+        waiting, bound = self.queue.num_waiting, self.config.max_waiting
         kept = ""
         if len(self.meters) > 1 and key.name in self.queue.by_key:
             # Otherwise the key that fills the queue takes each free place before another key asks for it.
-            most -= most // _RESERVED
-            kept = f" ({self.config.max_waiting - most} more places are for keys of which nothing waits)"
-        if waiting and waiting + num_sequences > most:
-            asked = "" if num_sequences == 1 else f", and this request has {num_sequences}"
-            message = f"the queue is full: {waiting} sequences wait, {most} may{kept}{asked}; {self._wait_text()}"
-            wait_s = self._seconds_until_started(waiting + num_sequences - most)
+            bound -= bound // _RESERVED
+            kept = f" ({self.config.max_waiting - bound} more places are for keys of which nothing waits)"
+        if waiting and waiting + num_sequences > bound:
+            request_text = "" if num_sequences == 1 else f", and this request has {num_sequences}"
+            message = (
+                f"the queue is full: {waiting} sequences wait, {bound} may{kept}{request_text}; {self._wait_text()}"
+            )
+            wait_s = self._seconds_until_started(waiting + num_sequences - bound)
             raise self._counted(key, QueueFullError(message, retry_after_s=wait_s))
 
     def _check_load(self, request: AdmissionRequest) -> None:
@@ -558,13 +560,13 @@ class AdmissionControl:
             raise self._counted(request.key, WaitTooLongError(message, retry_after_s=retry_s))
 
     def _check_concurrent(self, meter: Meter) -> None:
-        most = meter.info.max_concurrent
-        if most is not None and meter.num_open >= most:
+        bound = meter.info.max_concurrent
+        if bound is not None and meter.num_open >= bound:
             wait_s = min(
                 MAX_RETRY_S, (self.queue.forecast.answer_s(self.queue.num_busy) or 0.0) / max(1, meter.num_open)
             )
             message = (
-                f"key {meter.info.name!r} is at its limit: {meter.num_open} of its requests are open, {most} may be"
+                f"key {meter.info.name!r} is at its limit: {meter.num_open} of its requests are open, {bound} may be"
             )
             raise self._counted(meter.info, RateLimitError(message, retry_after_s=wait_s))
 

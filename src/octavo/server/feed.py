@@ -1,8 +1,8 @@
 """The feed: frames of the engine (docs/statistics.md) for watchers such as the dashboard.
 
 Owns: requesting frames from the engine while there are watchers, once for all watchers at the same cursor; the
-watchers, their number and their unread events; the response that sends the events.
-Does not: make frames (trace.frames), or decide which keys may watch (keys).
+watchers, their number and their unread events.
+Does not: send events (reply does), make frames (observe.frames does), or decide which keys may watch (keys does).
 Invariants: without a watcher the engine is not asked; a watcher that does not read is cut and delays no other; watchers
 do not keep a server from draining.
 """
@@ -16,15 +16,12 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from octavo.engine.client import EngineClient
 from octavo.errors import OctavoError
-from octavo.server.http.connection import CUT
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import KeyInfo, KeyRing
-from octavo.server.http.lifecycle import ClientGoneError, Lifecycle, ServerPhase, ServerStoppingError
+from octavo.server.http.lifecycle import Lifecycle, ServerPhase
 from octavo.server.http.limits import HttpLimits, largest_user
 
 MAX_WATCHERS = 16
@@ -32,8 +29,6 @@ MAX_UNREAD_BYTES = 8 << 20  # for one watcher: some seconds of a busy engine, or
 POLL_S = 0.2
 TROUBLE_S = 1.0  # between two calls to an engine that does not answer
 ANSWER_S = 5.0
-LOOK_S = 0.25  # between checks of a watcher that does not read
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "x-content-type-options": "nosniff"}
 _log = logging.getLogger(__name__)
 
 
@@ -163,63 +158,6 @@ class Feed:
     def _tell_all(self, event: bytes) -> None:
         for watcher in self._watchers:
             watcher.put(event)
-
-
-class FeedResponse(Response):
-    """A response that sends a watcher's events until either side ends it."""
-
-    def __init__(self, feed: Feed, watcher: Watcher) -> None:
-        super().__init__(headers=_HEADERS, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._feed = feed
-        self._watcher = watcher
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; remove the watcher at the end, also after an error."""
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                is_slow = await self._feed.lifecycle.supervise(self._write_all(send), receive)
-            except ServerStoppingError:
-                is_slow = False
-            cut = scope.get(CUT)
-            if is_slow and cut is not None:
-                cut(b"")
-            else:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (ClientGoneError, OSError):
-            pass  # the page was closed
-        finally:
-            self._feed.leave(self._watcher)
-
-    async def _write_all(self, send: Send) -> bool:
-        """Write until the events end; return True if the watcher does not read."""
-        watcher, limits = self._watcher, self._feed.limits
-        while not (watcher.is_over or watcher.is_slow):
-            data = watcher.take()
-            if data:
-                if not await self._write(send, data):
-                    return True
-                continue
-            try:
-                async with asyncio.timeout(limits.keep_alive_s):
-                    await watcher.has_events.wait()
-            except TimeoutError:
-                watcher.put(b": keep-alive\n\n")
-        return watcher.is_slow
-
-    async def _write(self, send: Send, data: bytes) -> bool:
-        """Send data; return False if it is not read in time. A send that times out has not written anything yet."""
-        message = {"type": "http.response.body", "body": data, "more_body": True}
-        stalled_s = 0.0
-        while not self._watcher.is_slow and stalled_s < self._feed.limits.stall_timeout_s:
-            try:
-                async with asyncio.timeout(LOOK_S):
-                    await send(message)
-                return True
-            except TimeoutError:
-                stalled_s += LOOK_S
-        return False
 
 
 def _trouble(message: str) -> bytes:

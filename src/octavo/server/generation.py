@@ -130,19 +130,19 @@ class GenerationRequest(ABC):
 
 
 async def start(
-    request: Request, asked: GenerationRequest, run: IdempotentRequest | None = None
+    request: Request, wanted: GenerationRequest, run: IdempotentRequest | None = None
 ) -> tuple[Generation, AnswerSpec]:
     """Admit the request, read its prompts and submit them. Raises ApiError; then all it took is released."""
-    context, scope, params = context_of(request), request.scope, asked.params
+    context, scope, params = context_of(request), request.scope, wanted.params
     key: KeyInfo = scope[KEY]
     given: str | None = scope[GIVEN_ID]
-    name = given or asked.name or f"{asked.id_prefix}-{scope[REQUEST_ID]}"
+    name = given or wanted.name or f"{wanted.id_prefix}-{scope[REQUEST_ID]}"
     # No two requests have the same id in the engine, whatever their clients call them.
     engine_id = name if given is None else f"{given}{MARK}{secrets.token_hex(6)}"
-    options = options_of(key, context, asked)
+    options = options_of(key, context, wanted)
     with ExitStack() as undo:
         trace = None
-        if context.tracer.is_on and asked.wants is None:
+        if context.tracer.is_on and wanted.wants is None:
             trace = open_trace(request, context, name, params)
             send_at_end(trace, context, undo)
         try:
@@ -150,30 +150,30 @@ async def start(
                 AdmissionRequest(
                     key=key,
                     priority=options["priority"],
-                    num_prompts=asked.num_prompts,
+                    num_prompts=wanted.num_prompts,
                     width=params.num_sequences,
-                    max_tokens=0 if asked.wants is not None else params.max_tokens,
-                    num_characters=asked.num_characters,
-                    num_ids=asked.num_ids,
-                    max_wait_s=shorter(asked.body.queue_timeout, asked.body.timeout),
+                    max_tokens=0 if wanted.wants is not None else params.max_tokens,
+                    num_characters=wanted.num_characters,
+                    num_ids=wanted.num_ids,
+                    max_wait_s=shorter(wanted.body.queue_timeout, wanted.body.timeout),
                 )
             )
             undo.callback(ticket.leave)
             prompts: list[array[int]] = []
-            for read in await asked.read_prompts():
+            for read in await wanted.read_prompts():
                 prompts.append(array("i", read))  # a ninth of the memory of a list
             context.admission.check_tokens(ticket, sum(map(len, prompts)))
-            if asked.is_constrained:
-                params = replace(params, grammar=await asked.read_grammar())
+            if wanted.is_constrained:
+                params = replace(params, grammar=await wanted.read_grammar())
             ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
-            spec = asked.answer_spec((name, int(time.time()), asked.body.model or context.models[0]))
+            spec = wanted.answer_spec((name, int(time.time()), wanted.body.model or context.models[0]))
             undo.callback(context.request_index.add(key.tenant, name, ids))
             if run is not None:
                 context.runs.announce(run, spec, ids)
             sessions = context.sessions if run is None else context.fine_sessions
             opened = await _open(sessions, params, options, list(zip(ids, prompts, strict=True)))
         except OctavoError as error:
-            raise from_exception(error, asked.field_names()) from None
+            raise from_exception(error, wanted.field_names()) from None
         closing = undo.pop_all()
     generation = Generation(
         name=engine_id,
@@ -189,9 +189,9 @@ async def start(
     return generation, spec
 
 
-def options_of(key: KeyInfo, context: Context, asked: GenerationRequest) -> RequestOptions:
+def options_of(key: KeyInfo, context: Context, wanted: GenerationRequest) -> RequestOptions:
     """Return the request's options. Raises ApiError if its key may not have this priority."""
-    body = asked.body
+    body = wanted.body
     priority = key.priority if body.priority is None else body.priority
     if body.priority is not None and key.max_priority is not None and priority < key.max_priority:
         message = f"priority is {priority}; the most urgent that key {key.name!r} may ask for is {key.max_priority}"
@@ -205,8 +205,8 @@ def options_of(key: KeyInfo, context: Context, asked: GenerationRequest) -> Requ
         "ttft_objective": body.ttft_objective,
         "tpot_objective": body.tpot_objective,
     }
-    if asked.wants is not None:
-        options["wants"] = asked.wants
+    if wanted.wants is not None:
+        options["wants"] = wanted.wants
     return options
 
 

@@ -74,7 +74,7 @@ class PromptReader:
             variables["documents"] = self._documents(body)
         variables |= body.chat_template_kwargs
 
-        def conversation() -> Conversation:
+        def make_conversation() -> Conversation:
             return self._text.conversation(
                 list(map(_shown, body.messages)),
                 add_generation_prompt=begins_answer,
@@ -86,11 +86,11 @@ class PromptReader:
         try:
             if size > HERE_CHARS and num_kept is None:
                 await off_loop(lambda: self._check_size("messages", size))
-            asked = conversation() if size <= HERE_JSON else await off_loop(conversation)
-            prompt = await self._render(asked, _work_of(size, asked))
-            if asked.is_continued:
-                prompt = asked.cut_at_continuation(prompt)
-            ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept, asked.mark)
+            conversation = make_conversation() if size <= HERE_JSON else await off_loop(make_conversation)
+            prompt = await self._render(conversation, _work_of(size, conversation))
+            if conversation.is_continued:
+                prompt = conversation.cut_at_continuation(prompt)
+            ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept, conversation.mark)
         except RequestError as error:
             error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as in other messages of this server
             raise from_exception(error) from None
@@ -106,31 +106,33 @@ class PromptReader:
             raise bad_field("documents", message, "unsupported_field")
         return body.documents
 
-    async def _render(self, asked: Conversation, work: int) -> str:
+    async def _render(self, conversation: Conversation, work: int) -> str:
         template = self._text.chat_template
         assert template is not None
 
         def render() -> str:
-            begun = time.thread_time()
-            prompt = template.render(asked.messages, asked.add_generation_prompt, asked.tools, **asked.variables)
-            self._is_slow |= time.thread_time() - begun > SLOW_RENDER_S
+            started = time.thread_time()
+            prompt = template.render(
+                conversation.messages, conversation.add_generation_prompt, conversation.tools, **conversation.variables
+            )
+            self._is_slow |= time.thread_time() - started > SLOW_RENDER_S
             return prompt
 
         if template.is_trusted and not self._is_slow and work <= THREAD_WORK:
             return render() if work <= HERE_WORK else await off_loop(render)
-        return await self._render_elsewhere(template, asked)
+        return await self._render_elsewhere(template, conversation)
 
-    async def _render_elsewhere(self, template: ChatTemplate, asked: Conversation) -> str:
-        order = RenderChat(
+    async def _render_elsewhere(self, template: ChatTemplate, conversation: Conversation) -> str:
+        command = RenderChat(
             template.source,
             template.tokens,
-            asked.messages,
-            asked.add_generation_prompt,
-            tools=None if asked.tools is None else [dict(tool) for tool in asked.tools],
-            variables=asked.variables,
+            conversation.messages,
+            conversation.add_generation_prompt,
+            tools=None if conversation.tools is None else [dict(tool) for tool in conversation.tools],
+            variables=conversation.variables,
         )
         try:
-            return str(await self._sandbox.run(RENDER, order, RENDER_LIMIT_S))
+            return str(await self._sandbox.run(RENDER, command, RENDER_LIMIT_S))
         except TooComplexError as error:
             raise TooComplexError(f"the chat template is too slow or too large for these messages: {error}") from None
 
@@ -193,19 +195,19 @@ class PromptReader:
         """Refuse a text that cannot fit, by its length or by the tokens of its first parts. Raises ApiError."""
         tokenizer = self._text.tokenizer
         if text is None:
-            least: int | None = num_characters // tokenizer.longest_piece
+            min_tokens: int | None = num_characters // tokenizer.longest_piece
         else:
-            least = num_tokens_if_over(tokenizer, text, self._max_len)
-        if least is not None and least > self._max_len:
-            size = f"the prompt has {num_characters} characters, so at least {least} tokens"
+            min_tokens = num_tokens_if_over(tokenizer, text, self._max_len)
+        if min_tokens is not None and min_tokens > self._max_len:
+            size = f"the prompt has {num_characters} characters, so at least {min_tokens} tokens"
             raise too_long(param, self._max_len, size)
 
 
-def _work_of(size: int, asked: Conversation) -> int:
+def _work_of(size: int, conversation: Conversation) -> int:
     """Return the approximate work to render a conversation, in characters."""
-    work = size + _PER_MESSAGE * len(asked.messages)
-    pending: list[Any] = [asked.variables, *(asked.tools or ())]
-    for message in asked.messages:
+    work = size + _PER_MESSAGE * len(conversation.messages)
+    pending: list[Any] = [conversation.variables, *(conversation.tools or ())]
+    for message in conversation.messages:
         if message.get("tool_calls"):
             pending.append(message["tool_calls"])
     while pending and work <= THREAD_WORK:

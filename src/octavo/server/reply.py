@@ -35,13 +35,15 @@ from octavo.frontend.sessions import OutputClient, Session
 from octavo.server.admission import AdmissionRequest
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import ENCODERS, REASONS, AnswerEncoder, AnswerSpec, Choice
+from octavo.server.feed import Feed, Watcher
 from octavo.server.generation import Generation, GenerationRequest, failure_of, start
 from octavo.server.http.auth import KEY
 from octavo.server.http.body import OFF_LOOP_BYTES, off_loop
 from octavo.server.http.connection import CUT
 from octavo.server.http.errors import ApiError, bad_field, from_exception
 from octavo.server.http.keys import KeyInfo
-from octavo.server.http.lifecycle import MARK, ClientGoneError
+from octavo.server.http.lifecycle import MARK, ClientGoneError, Lifecycle, ServerStoppingError
+from octavo.server.http.limits import HttpLimits
 from octavo.server.http.middleware import CLIENT_CLOSED_REQUEST
 from octavo.server.idempotency import IdempotentRequest, RetryKey, StartedRun, key_of
 from octavo.server.resumable_stream import ResumableStream
@@ -79,60 +81,60 @@ class DeltaSource(Protocol):
         ...
 
 
-async def reply(request: Request, asked: GenerationRequest) -> Response:
+async def reply(request: Request, wanted: GenerationRequest) -> Response:
     """Answer: generate, or read the run of the same Idempotency-Key. Raises ApiError."""
     context = context_of(request)
     source: DeltaSource
     encoder: AnswerEncoder
     if "idempotency-key" in request.headers or "last-event-id" in request.headers:
-        source = encoder = await _resume(request, context, asked)
+        source = encoder = await _resume(request, context, wanted)
     else:
-        source, spec = await start(request, asked)
+        source, spec = await start(request, wanted)
         encoder = ENCODERS[spec.kind](spec, context.text.tokenizer)
-        if asked.prepare is not None:
-            asked.prepare(encoder)
-    if asked.stream:
+        if wanted.prepare is not None:
+            wanted.prepare(encoder)
+    if wanted.stream:
         return EventStream(source, encoder, context)
     return await _whole(request, source, encoder)
 
 
-async def _resume(request: Request, context: Context, asked: GenerationRequest) -> ResumableStream:
+async def _resume(request: Request, context: Context, wanted: GenerationRequest) -> ResumableStream:
     """Return a reader of the Idempotency-Key's run, which continues without this connection. Raises ApiError."""
     key, event = key_of(request)
     assert key is not None  # an event alone is refused
-    if asked.params.prompt_logprobs is not None:
+    if wanted.params.prompt_logprobs is not None:
         message = "answers with log-probabilities of the prompt are not kept; leave Idempotency-Key or those out"
         raise bad_field("Idempotency-Key", message)
-    if event is not None and not asked.stream:
+    if event is not None and not wanted.stream:
         raise bad_field("Last-Event-ID", "Last-Event-ID goes with a stream; set stream to true")
-    if event is not None and not asked.can_continue:
+    if event is not None and not wanted.can_continue:
         raise bad_field("Last-Event-ID", "streams of this endpoint cannot be continued; leave Last-Event-ID out")
     holder: KeyInfo = request.scope[KEY]
-    return await open_run(request, context, asked, RetryKey(holder.tenant, key, await body_hash(asked), event))
+    return await open_run(request, context, wanted, RetryKey(holder.tenant, key, await body_hash(wanted), event))
 
 
-async def open_run(request: Request, context: Context, asked: GenerationRequest, retry: RetryKey) -> ResumableStream:
+async def open_run(request: Request, context: Context, wanted: GenerationRequest, retry: RetryKey) -> ResumableStream:
     """Return a reader of the key's run, started if there is none; the run needs no connection. Raises ApiError."""
 
     async def begin(run: IdempotentRequest) -> StartedRun:
-        generation, spec = await start(request, asked, run)
+        generation, spec = await start(request, wanted, run)
         return StartedRun(generation, spec, generation.num_choices)
 
     stream = await context.runs.replay(retry, begin)
-    if asked.prepare is not None:
-        asked.prepare(stream.encoder)
+    if wanted.prepare is not None:
+        wanted.prepare(stream.encoder)
     return stream
 
 
-async def body_hash(asked: GenerationRequest) -> bytes:
+async def body_hash(wanted: GenerationRequest) -> bytes:
     """Return a hash of the endpoint and the given fields, independent of the JSON's formatting."""
 
     def digest() -> bytes:
         return hashlib.sha256(
-            asked.id_prefix.encode() + b"\n" + asked.body.model_dump_json(exclude_unset=True).encode()
+            wanted.id_prefix.encode() + b"\n" + wanted.body.model_dump_json(exclude_unset=True).encode()
         ).digest()
 
-    is_long = asked.num_characters + asked.num_ids > OFF_LOOP_BYTES
+    is_long = wanted.num_characters + wanted.num_ids > OFF_LOOP_BYTES
     return await off_loop(digest) if is_long else digest()
 
 
@@ -168,65 +170,63 @@ class SlowReaderError(Exception):
     """The client has not read for too long."""
 
 
-def _too_slow() -> ApiError:
-    return ApiError(408, "the client did not read what was sent to it", code="slow_reader")
+class StreamedResponse(Response):
+    """A response written in parts; a client that does not read them is cut."""
 
-
-class EventStream(Response):
-    """The response that streams one answer."""
-
-    def __init__(self, source: DeltaSource, encoder: AnswerEncoder, context: Context) -> None:
-        self._format = encoder.stream_format
-        super().__init__(headers=_HEADERS, media_type=self._format.media_type)
+    def __init__(self, media_type: str, lifecycle: Lifecycle, limits: HttpLimits) -> None:
+        super().__init__(headers=_HEADERS, media_type=media_type)
         del self.headers["content-length"]
-        self._source = source
-        self._encoder = encoder
-        self._lifecycle = context.lifecycle
-        self._limits = context.limits
-        self._metrics = context.metrics
+        self._lifecycle = lifecycle
+        self._limits = limits
+        self._last_event = b""  # of every stream, including a failed one
         self._num_writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream, and close its source in every case."""
+        """Send all parts, and call `_close` in every case."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await self._lifecycle.supervise(self._write_all(send), receive)
             except (ClientGoneError, SlowReaderError, OSError):
                 raise
-            except Exception as error:  # the route's shell: the client gets an error event, the log the details
-                if not isinstance(error, (ApiError, OctavoError)):
-                    _log.exception("request %s failed in mid-stream", self._source.name)
-                failure = from_exception(error)
-                self._metrics.failed(failure.code)
-                await self._write(send, self._format.error(failure))
-            if self._format.done:
-                await self._write(send, self._format.done)
+            except Exception as error:  # the route's shell
+                if event := self._failure_event(error):
+                    await self._write(send, event)
+            if self._last_event:
+                await self._write(send, self._last_event)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGoneError, OSError):
-            self._metrics.failed("client_disconnected")
+            self._note("client_disconnected")
         except SlowReaderError:
-            self._metrics.failed("slow_reader")
+            self._note("slow_reader")
             cut = scope.get(CUT)
             if cut is not None:
-                cut(self._format.error(_too_slow()) + self._format.done)
+                cut(self._slow_event())
         finally:
-            await self._source.close()
+            await self._close()
 
     async def _write_all(self, send: Send) -> None:
-        ticker = asyncio.create_task(self._keep_alive(send))
-        try:
-            if head := self._encoder.head:
-                await self._write(send, head)
-            async with aclosing(self._source.deltas()) as deltas:
-                async for index, delta in deltas:
-                    if chunk := self._encoder.chunk(index, delta):
-                        await self._write(send, chunk)
-            if last := self._encoder.last():
-                await self._write(send, last)
-        finally:
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
+        """Write all parts with `_write`."""
+        raise NotImplementedError
+
+    def _failure_event(self, error: Exception) -> bytes:
+        """Return the part that ends a stream which failed."""
+        raise error
+
+    def _slow_event(self) -> bytes:
+        """Return what ends a stream whose client does not read."""
+        return b""
+
+    def _is_behind(self) -> bool:
+        """Return True if more is unread than this client may leave."""
+        raise NotImplementedError
+
+    def _note(self, code: str) -> None:
+        """Note a client that left or did not read."""
+
+    async def _close(self) -> None:
+        """Release what the stream was made of."""
+        raise NotImplementedError
 
     async def _write(self, send: Send, data: bytes) -> None:
         """Send; while the client does not read, check every LOOK_S how much waits for it. Raises SlowReaderError.
@@ -244,8 +244,57 @@ class EventStream(Response):
                 return
             except TimeoutError:
                 stalled_s += look_s
-            if stalled_s >= self._limits.stall_timeout_s or self._source.unread_bytes > self._limits.max_unread_bytes:
+            if stalled_s >= self._limits.stall_timeout_s or self._is_behind():
                 raise SlowReaderError
+
+
+class EventStream(StreamedResponse):
+    """The response that streams one answer."""
+
+    def __init__(self, source: DeltaSource, encoder: AnswerEncoder, context: Context) -> None:
+        self._format = encoder.stream_format
+        super().__init__(self._format.media_type, context.lifecycle, context.limits)
+        self._source = source
+        self._encoder = encoder
+        self._metrics = context.metrics
+        self._last_event = self._format.done
+
+    async def _write_all(self, send: Send) -> None:
+        ticker = asyncio.create_task(self._keep_alive(send))
+        try:
+            if head := self._encoder.head:
+                await self._write(send, head)
+            async with aclosing(self._source.deltas()) as deltas:
+                async for index, delta in deltas:
+                    if chunk := self._encoder.chunk(index, delta):
+                        await self._write(send, chunk)
+            if last := self._encoder.last():
+                await self._write(send, last)
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+
+    def _failure_event(self, error: Exception) -> bytes:
+        """Return the error event: the client gets the error, the log the details."""
+        if not isinstance(error, (ApiError, OctavoError)):
+            _log.exception("request %s failed in mid-stream", self._source.name)
+        failure = from_exception(error)
+        self._metrics.failed(failure.code)
+        return self._format.error(failure)
+
+    def _slow_event(self) -> bytes:
+        """Return the error event and the end."""
+        slow = ApiError(408, "the client did not read what was sent to it", code="slow_reader")
+        return self._format.error(slow) + self._format.done
+
+    def _is_behind(self) -> bool:
+        return self._source.unread_bytes > self._limits.max_unread_bytes
+
+    def _note(self, code: str) -> None:
+        self._metrics.failed(code)
+
+    async def _close(self) -> None:
+        await self._source.close()
 
     async def _keep_alive(self, send: Send) -> None:
         """Write a keep-alive after each `keep_alive_s` without a write."""
@@ -254,6 +303,42 @@ class EventStream(Response):
             await asyncio.sleep(self._limits.keep_alive_s)
             if self._num_writes == seen and self._format.keep_alive:
                 await send({"type": "http.response.body", "body": self._format.keep_alive, "more_body": True})
+
+
+class FeedResponse(StreamedResponse):
+    """A response that sends a watcher's events until either side ends it."""
+
+    def __init__(self, feed: Feed, watcher: Watcher) -> None:
+        super().__init__("text/event-stream", feed.lifecycle, feed.limits)
+        self.headers["x-content-type-options"] = "nosniff"
+        self._feed = feed
+        self._watcher = watcher
+
+    async def _write_all(self, send: Send) -> None:
+        watcher = self._watcher
+        while not (watcher.is_over or watcher.is_slow):
+            if data := watcher.take():
+                await self._write(send, data)
+                continue
+            try:
+                async with asyncio.timeout(self._limits.keep_alive_s):
+                    await watcher.has_events.wait()
+            except TimeoutError:
+                watcher.put(b": keep-alive\n\n")
+        if watcher.is_slow:
+            raise SlowReaderError
+
+    def _failure_event(self, error: Exception) -> bytes:
+        """Return nothing for a server that stops: watchers do not keep it from draining."""
+        if isinstance(error, ServerStoppingError):
+            return b""
+        raise error
+
+    def _is_behind(self) -> bool:
+        return self._watcher.is_slow
+
+    async def _close(self) -> None:
+        self._feed.leave(self._watcher)
 
 
 RestoreEntries = Callable[[Iterable[OpenRequest]], None]

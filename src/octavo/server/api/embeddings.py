@@ -25,7 +25,7 @@ from starlette.responses import Response
 from octavo.core.request import SamplingParams, Want
 from octavo.errors import EngineError, OctavoError, RequestError
 from octavo.server.api.completions.bodies import Prompts
-from octavo.server.api.fields import Refused, field_notes, sift, validate
+from octavo.server.api.fields import Refused, field_notes, reject_unsupported, validate
 from octavo.server.api.sampling import ServedFields
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerSpec, Choice, Identity
@@ -71,7 +71,7 @@ class EmbeddingBody(PooledFields):
 
 def read_embedding(fields: dict[str, object]) -> EmbeddingBody:
     """Check an embedding body. Raises ApiError naming the field."""
-    body = validate(EmbeddingBody, sift(fields, REFUSED_EMBEDDING, EmbeddingBody, ignored=IGNORED_HERE))
+    body = validate(EmbeddingBody, reject_unsupported(fields, REFUSED_EMBEDDING, EmbeddingBody, ignored=IGNORED_HERE))
     if len(body.input) > MAX_INPUTS:
         raise bad_field("input", f"input holds {len(body.input)} texts; give at most {MAX_INPUTS}")
     return body
@@ -131,7 +131,7 @@ class RerankBody(PooledFields):
 
 def read_score(fields: dict[str, object]) -> ScoreBody:
     """Check a score body. Raises ApiError naming the field."""
-    body = validate(ScoreBody, sift(fields, REFUSED_SCORE, ScoreBody, ignored=IGNORED_HERE))
+    body = validate(ScoreBody, reject_unsupported(fields, REFUSED_SCORE, ScoreBody, ignored=IGNORED_HERE))
     first, second = len(body.text_1), len(body.text_2)
     if first not in (1, second):
         message = f"text_1 has {first} texts and text_2 has {second}; give one, or as many as text_2 has"
@@ -144,7 +144,7 @@ def read_score(fields: dict[str, object]) -> ScoreBody:
 
 def read_rerank(fields: dict[str, object]) -> RerankBody:
     """Check a rerank body. Raises ApiError naming the field."""
-    body = validate(RerankBody, sift(fields, REFUSED_RERANK, RerankBody, ignored=IGNORED_HERE))
+    body = validate(RerankBody, reject_unsupported(fields, REFUSED_RERANK, RerankBody, ignored=IGNORED_HERE))
     if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is not None:
         message = "max_tokens_per_doc and truncate_prompt_tokens both shorten texts; give one of them"
         raise bad_field("max_tokens_per_doc", message)
@@ -203,10 +203,10 @@ def _read_input(tokenizer: Tokenizer, text: Input, param: str, inputs: Inputs, m
 
 def _encode_input(tokenizer: Tokenizer, text: str, param: str, inputs: Inputs, max_len: int) -> list[int]:
     if inputs.keep is not None:  # no token has more characters than the longest piece
-        most = inputs.keep * tokenizer.longest_piece
-        text = text[:most] if inputs.keeps_start else text[-most:]
-    elif len(text) > INLINE_CHARACTERS and (least := num_tokens_if_over(tokenizer, text, max_len)) is not None:
-        raise too_long(param, max_len, f"{param} has {len(text)} characters, so at least {least} tokens")
+        max_characters = inputs.keep * tokenizer.longest_piece
+        text = text[:max_characters] if inputs.keeps_start else text[-max_characters:]
+    elif len(text) > INLINE_CHARACTERS and (min_tokens := num_tokens_if_over(tokenizer, text, max_len)) is not None:
+        raise too_long(param, max_len, f"{param} has {len(text)} characters, so at least {min_tokens} tokens")
     try:
         return tokenizer.encode(text, inputs.add_special_tokens)
     except RequestError as error:
@@ -249,7 +249,7 @@ class EmbeddingRequest(GenerationRequest):
 async def embed(request: Request, kind: str, body: ServedFields, inputs: Inputs) -> Embedded:
     """Return vectors of texts; `kind` begins the answer's id, `body` has the served fields. Raises ApiError."""
     context = context_of(request)
-    asked = EmbeddingRequest(
+    wanted = EmbeddingRequest(
         context=context,
         body=body,
         params=_PARAMS,
@@ -261,7 +261,7 @@ async def embed(request: Request, kind: str, body: ServedFields, inputs: Inputs)
         inputs=inputs,
         wants=Want.POOL,
     )
-    generation, spec = await start(request, asked)
+    generation, spec = await start(request, wanted)
     try:
         choices = await context.lifecycle.supervise(generation.collect(), request.receive)
     except ClientGoneError:

@@ -22,50 +22,50 @@ from octavo.server.http.errors import ApiError, bad_field
 
 
 @dataclass(frozen=True, slots=True)
-class Meaningful:
-    """A field whose loss would change what an answer means. `neutral` values change nothing; neither does null."""
+class Unsupported:
+    """A field whose loss would change what an answer means. `harmless` values change nothing; neither does null."""
 
     means: str
-    neutral: tuple[object, ...] = ()
+    harmless: tuple[object, ...] = ()
 
 
 _ADAPTER = "another model's weights"
 _FORM = "a form that the answer must have; give response_format or structured_outputs"
 _MEDIA = "this server takes and gives text only"
 _STATE = "a conversation kept by the server; send the messages themselves"
-MEANINGFUL: Mapping[str, Meaningful] = {
-    "adapter": Meaningful(_ADAPTER),
-    "adapters": Meaningful(_ADAPTER, ([],)),
-    "lora": Meaningful(_ADAPTER, ([],)),
-    "lora_request": Meaningful(_ADAPTER),
-    "control_vectors": Meaningful("other weights", ([],)),
-    "audio": Meaningful(_MEDIA),
-    "image": Meaningful(_MEDIA),
-    "images": Meaningful(_MEDIA, ([],)),
-    "videos": Meaningful(_MEDIA, ([],)),
-    "modalities": Meaningful(_MEDIA, (["text"],)),
-    "functions": Meaningful("the old form of tools; give tools", ([],)),
-    "function_call": Meaningful("the old form of tool_choice and tool_calls; give those", ("none", "auto")),
-    "mcp_servers": Meaningful("tools that the server runs; give function tools", ([],)),
-    "format": Meaningful(_FORM, ("", "text", {"type": "text"})),
-    "grammar": Meaningful(_FORM, ("",)),
-    "json_schema": Meaningful(_FORM),
-    "ebnf": Meaningful(_FORM),
-    "regex": Meaningful(_FORM),
-    "structural_tag": Meaningful(_FORM),
-    "messages": Meaningful("a conversation; use /v1/chat/completions"),
-    "tools": Meaningful("calls of functions; use /v1/chat/completions", ([],)),
-    "chat_template": Meaningful("only the model's own template is rendered; start the server with --chat-template"),
-    "template": Meaningful("another chat template", ("",)),
-    "suffix": Meaningful("text to write up to", ("",)),
-    "prefix": Meaningful("a message to go on with; give continue_final_message", (False,)),
-    "partial": Meaningful("a message to go on with; give continue_final_message", (False,)),
-    "prompt_embeds": Meaningful("a prompt as vectors; give text or token ids"),
-    "logits_processors": Meaningful("code that chooses tokens", ([],)),
-    "conversation": Meaningful(_STATE),
-    "context_management": Meaningful("what is left out of a conversation; leave it out yourself", ([],)),
-    "data_sources": Meaningful("documents to search in; give their text in a message", ([],)),
-    "moderation": Meaningful("a check of the answer that is not made here"),
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    "adapter": Unsupported(_ADAPTER),
+    "adapters": Unsupported(_ADAPTER, ([],)),
+    "lora": Unsupported(_ADAPTER, ([],)),
+    "lora_request": Unsupported(_ADAPTER),
+    "control_vectors": Unsupported("other weights", ([],)),
+    "audio": Unsupported(_MEDIA),
+    "image": Unsupported(_MEDIA),
+    "images": Unsupported(_MEDIA, ([],)),
+    "videos": Unsupported(_MEDIA, ([],)),
+    "modalities": Unsupported(_MEDIA, (["text"],)),
+    "functions": Unsupported("the old form of tools; give tools", ([],)),
+    "function_call": Unsupported("the old form of tool_choice and tool_calls; give those", ("none", "auto")),
+    "mcp_servers": Unsupported("tools that the server runs; give function tools", ([],)),
+    "format": Unsupported(_FORM, ("", "text", {"type": "text"})),
+    "grammar": Unsupported(_FORM, ("",)),
+    "json_schema": Unsupported(_FORM),
+    "ebnf": Unsupported(_FORM),
+    "regex": Unsupported(_FORM),
+    "structural_tag": Unsupported(_FORM),
+    "messages": Unsupported("a conversation; use /v1/chat/completions"),
+    "tools": Unsupported("calls of functions; use /v1/chat/completions", ([],)),
+    "chat_template": Unsupported("only the model's own template is rendered; start the server with --chat-template"),
+    "template": Unsupported("another chat template", ("",)),
+    "suffix": Unsupported("text to write up to", ("",)),
+    "prefix": Unsupported("a message to go on with; give continue_final_message", (False,)),
+    "partial": Unsupported("a message to go on with; give continue_final_message", (False,)),
+    "prompt_embeds": Unsupported("a prompt as vectors; give text or token ids"),
+    "logits_processors": Unsupported("code that chooses tokens", ([],)),
+    "conversation": Unsupported(_STATE),
+    "context_management": Unsupported("what is left out of a conversation; leave it out yourself", ([],)),
+    "data_sources": Unsupported("documents to search in; give their text in a message", ([],)),
+    "moderation": Unsupported("a check of the answer that is not made here"),
 }
 
 # Hints: a value listed here changes nothing and is not reported; any other is ignored and reported.
@@ -149,8 +149,8 @@ def refusal_of(error: ValidationError, fields: Mapping[str, object], where: str)
         return bad_field(param, _of_size(param, first))
     same = [first, *(other for other in others if place_of(other["loc"], fields, False) == place)]
     remedies = list(dict.fromkeys(_remedy(each) for each in same if each["type"] not in _SIZES))
-    told = " or ".join([remedies[0], *(remedy.removeprefix("give ") for remedy in remedies[1:])])
-    return bad_field(param, f"{param} is {shown_value(first['input'])}; {told}")
+    remedy = " or ".join([remedies[0], *(remedy.removeprefix("give ") for remedy in remedies[1:])])
+    return bad_field(param, f"{param} is {shown_value(first['input'])}; {remedy}")
 
 
 def _remedy(each: Details) -> str:
@@ -222,7 +222,7 @@ _CURRENT: ContextVar[IgnoredFields | None] = ContextVar("octavo_ignored_fields",
 
 
 @contextmanager
-def collecting(ignored: IgnoredFields) -> Iterator[None]:
+def collect_ignored(ignored: IgnoredFields) -> Iterator[None]:
     """Have `ignore` add fields to `ignored`, in this context."""
     token = _CURRENT.set(ignored)
     try:
@@ -274,10 +274,10 @@ _MAX_PASSES = 8  # of validation, each without the unknown fields that the one b
 
 def read(body: type[B], fields: dict[str, object], refused: Refused) -> B:
     """Check a body. Raises ApiError naming the field."""
-    return validate(body, sift(fields, refused, body))
+    return validate(body, reject_unsupported(fields, refused, body))
 
 
-def sift_if_object(
+def reject_unsupported_in(
     value: object,
     refused: Refused,
     body: type[BaseModel],
@@ -285,10 +285,10 @@ def sift_if_object(
     ignored: Mapping[str, str] | None = None,
 ) -> object:
     """Return the `sift` of an object; return anything else unchanged, for validation to refuse."""
-    return sift(value, refused, body, where, ignored) if isinstance(value, dict) else value
+    return reject_unsupported(value, refused, body, where, ignored) if isinstance(value, dict) else value
 
 
-def sift(
+def reject_unsupported(
     fields: Mapping[str, object],
     refused: Refused,
     body: type[BaseModel],
@@ -298,7 +298,7 @@ def sift(
     """Return the fields that `body` declares and that are not null; refuse or ignore the others.
 
     `where` is the prefix of a field's name in a message; with one, no field is ignored silently but `ignored`.
-    `refused` are fields of this body, in addition to MEANINGFUL. Raises ApiError.
+    `refused` are fields of this body, in addition to UNSUPPORTED. Raises ApiError.
     """
     if ignored is None:
         ignored = {} if where else IGNORED
@@ -315,11 +315,11 @@ def sift(
 
 def _leave_out(name: str, value: object, refused: Refused, shown: str) -> None:
     """Ignore a field that is not declared. Raises ApiError if it changes the meaning of an answer."""
-    meaningful = MEANINGFUL.get(name)
+    unsupported = UNSUPPORTED.get(name)
     if name in refused:
         _refuse_unless(value, refused[name], shown, "")
-    elif meaningful is not None:
-        _refuse_unless(value, meaningful.neutral, shown, f" ({meaningful.means})")
+    elif unsupported is not None:
+        _refuse_unless(value, unsupported.harmless, shown, f" ({unsupported.means})")
     elif name in HINTS:
         if value is not None and not _is_one_of(value, HINTS[name]):
             ignore(shown, is_known=True)
@@ -327,8 +327,8 @@ def _leave_out(name: str, value: object, refused: Refused, shown: str) -> None:
         ignore(shown)
 
 
-def _refuse_unless(value: object, neutral: tuple[object, ...], shown: str, why: str) -> None:
-    if value is not None and not _is_one_of(value, neutral):
+def _refuse_unless(value: object, harmless: tuple[object, ...], shown: str, why: str) -> None:
+    if value is not None and not _is_one_of(value, harmless):
         raise bad_field(shown, f"{shown}: this server does not support it{why}; leave it out", "unsupported_field")
 
 
@@ -344,7 +344,7 @@ def _known(body: type[BaseModel]) -> frozenset[str]:
 def validate(body: type[B], fields: Mapping[str, object], where: str = "") -> B:
     """Check types and lengths. Raises ApiError naming the field, with `where` before its name.
 
-    Unknown fields of parts that were not sifted are ignored here, and removed from `fields`.
+    Unknown fields of parts that were not checked are ignored here, and removed from `fields`.
     """
     for _ in range(_MAX_PASSES):
         try:
@@ -371,7 +371,7 @@ def _drop(loc: tuple[int | str, ...], fields: Any, where: str) -> None:
 def field_notes(refused: Refused, ignored_fields: Mapping[str, str] = IGNORED) -> str:
     """Return the API description's text on ignored and refused fields."""
     ignored = "; ".join(f"`{name}` ({reason})" for name, reason in ignored_fields.items())
-    names = ", ".join(f"`{name}`" for name in (*refused, *MEANINGFUL))
+    names = ", ".join(f"`{name}`" for name in (*refused, *UNSUPPORTED))
     return (
         f"Taken and ignored: {ignored}.\n\nNot supported, refused unless left at their neutral value: {names}.\n\n"
         f"Any other field is ignored, and named in the answer's header `{HEADER}`; --strict-fields refuses it."

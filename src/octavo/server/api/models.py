@@ -9,12 +9,12 @@ import hashlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import Json
+from octavo.server.http.body import json_response
 from octavo.server.http.endpoints import Endpoint, Limit
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ async def list_models(request: Request) -> Response:
         body: dict[str, object] = {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
     else:
         body = {"object": "list", "data": [_card(context, name) for name in names]}
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    return json_response(body)
 
 
 async def get_model(request: Request) -> Response:
@@ -155,7 +155,7 @@ async def get_model(request: Request) -> Response:
     context = context_of(request)
     name = context.check_model(request.path_params["model_id"])
     card = anthropic_card(context, name) if ANTHROPIC_VERSION in request.headers else _card(context, name)
-    return Response(msgspec.json.encode(card), media_type="application/json")
+    return json_response(card)
 
 
 ENDPOINTS = [

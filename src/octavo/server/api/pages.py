@@ -23,7 +23,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from octavo.dashboard.page import HEADERS, NO_HTML_FROM_TEXT, asset
 from octavo.server.context import Context, context_of
-from octavo.server.feed import FeedResponse
 from octavo.server.http.auth import (
     KEY,
     SESSION,
@@ -38,6 +37,7 @@ from octavo.server.http.auth import (
 from octavo.server.http.body import read_body
 from octavo.server.http.endpoints import Access, Endpoint, Limit
 from octavo.server.http.errors import ApiError
+from octavo.server.reply import FeedResponse
 
 MAX_LOGIN_BYTES = 4096
 MARKER = "octavo-signed-in"  # shows pages that there is a session to end; it gives no access

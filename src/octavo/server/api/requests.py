@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
+from octavo.server.http.body import json_response
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import KeyInfo
@@ -109,7 +109,7 @@ async def explain(request: Request) -> Response:
         kept = context.explain_kept
         text = f"no request {name[:128]!r} of yours is open or can still be explained: {kept} are, after their end"
         raise ApiError(404, text, code="request_not_found")
-    return _json(shown)
+    return json_response(shown, is_private=True)
 
 
 async def cancel(request: Request) -> Response:
@@ -119,16 +119,12 @@ async def cancel(request: Request) -> Response:
     if not ids:
         raise ApiError(404, f"no request {name[:128]!r} of yours is open", code="request_not_found")
     context.sessions.client.cancel(ids)
-    return _json({"id": name, "cancelled": True})
+    return json_response({"id": name, "cancelled": True}, is_private=True)
 
 
 def _asked(request: Request) -> tuple[Context, str, KeyInfo]:
     key: KeyInfo = request.scope[KEY]
     return context_of(request), request.path_params["request_id"], key
-
-
-def _json(body: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json", headers={"cache-control": "no-store"})
 
 
 ENDPOINTS = [

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, create_mo
 from octavo.core.request import NUMBER_FIELDS, SamplingParams
 from octavo.errors import InvalidRequestError
 from octavo.frontend.sessions import check_stream
-from octavo.server.api.fields import Body, sift
+from octavo.server.api.fields import Body, reject_unsupported
 from octavo.server.api.structured_output import StructureFields, given_structures
 from octavo.server.api.tools import ToolFields
 from octavo.server.http.body import off_loop
@@ -211,19 +211,19 @@ def check_stream_options(fields: dict[str, object]) -> None:
         raise bad_field("stream_options", "stream_options needs stream to be true; leave it out")
 
 
-def sift_stream_options(fields: dict[str, object]) -> dict[str, object]:
+def read_stream_options(fields: dict[str, object]) -> dict[str, object]:
     """Return the fields, with those of stream_options checked. Raises ApiError."""
     check_stream_options(fields)
     options = fields.get("stream_options")
     if not isinstance(options, dict):
         return fields
-    return {**fields, "stream_options": sift(options, {}, StreamOptions, "stream_options.")}
+    return {**fields, "stream_options": reject_unsupported(options, {}, StreamOptions, "stream_options.")}
 
 
 B = TypeVar("B", bound=SamplingBody)
 HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # up to these the event loop reads a body, in a millisecond
 _SAME_NAME = (*(each.name for each in SAMPLING_FIELDS), "min_tokens", "seed", "truncate_prompt_tokens")
-_OF_BEAMS: Mapping[str, object] = {"length_penalty": 1.0, "early_stopping": False}  # field -> its neutral value
+_BEAM_FIELDS: Mapping[str, object] = {"length_penalty": 1.0, "early_stopping": False}  # field -> its neutral value
 
 
 def spellings(body: SamplingBody) -> dict[str, str]:
@@ -285,10 +285,10 @@ class ParamsReader:
                 raise bad_field("logprobs", "logprobs: a beam search gives none; leave one of the two out")
             if best_of is not None and best_of < n:
                 raise bad_field("best_of", f"best_of is {best_of}; give at least n ({n})")
-            given = {name: value for name in _OF_BEAMS if (value := getattr(body, name)) is not None}
+            given = {name: value for name in _BEAM_FIELDS if (value := getattr(body, name)) is not None}
             return {"n": n, "beam_width": n if best_of is None else best_of, **given}
-        for name, neutral in _OF_BEAMS.items():
-            if getattr(body, name) not in (None, neutral):
+        for name, harmless in _BEAM_FIELDS.items():
+            if getattr(body, name) not in (None, harmless):
                 raise bad_field(name, f"{name} needs use_beam_search to be true")
         return {"n": n, "best_of": best_of}
 

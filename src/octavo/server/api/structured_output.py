@@ -21,7 +21,7 @@ from octavo.errors import InvalidRequestError, OctavoError
 from octavo.sandbox.checks import MAX_PATTERN_BYTES, MAX_SCHEMA_BYTES
 from octavo.sandbox.pool import Sandbox
 from octavo.sandbox.wire import CompileGrammar
-from octavo.server.api.fields import Body, Refused, sift_if_object
+from octavo.server.api.fields import Body, Refused, reject_unsupported_in
 from octavo.server.http.errors import ApiError, bad_field, from_exception, with_field
 
 if TYPE_CHECKING:
@@ -90,15 +90,15 @@ class NamedSchema(Body):
     strict: bool = Field(True, description="every schema is enforced, strict or not")
 
 
-def _sift_schema(value: object) -> object:
-    return sift_if_object(value, {}, NamedSchema, "response_format.json_schema.")
+def _read_schema(value: object) -> object:
+    return reject_unsupported_in(value, {}, NamedSchema, "response_format.json_schema.")
 
 
 class ResponseFormat(Body):
     """OpenAI's response_format."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Annotated[NamedSchema, BeforeValidator(_sift_schema)] | None = None
+    json_schema: Annotated[NamedSchema, BeforeValidator(_read_schema)] | None = None
     definition: SchemaText | None = Field(None, alias="schema", description="of json_object: what the object must be")
 
 
@@ -116,19 +116,19 @@ class StructuredOutputs(Body):
     disable_any_whitespace: bool = Field(False, description="of JSON: no whitespace at all")
 
 
-def _sift_format(value: object) -> object:
-    return sift_if_object(value, {}, ResponseFormat, "response_format.")
+def _read_format(value: object) -> object:
+    return reject_unsupported_in(value, {}, ResponseFormat, "response_format.")
 
 
-def _sift_outputs(value: object) -> object:
-    return sift_if_object(value, _REFUSED_OUTPUTS, StructuredOutputs, "structured_outputs.")
+def _read_outputs(value: object) -> object:
+    return reject_unsupported_in(value, _REFUSED_OUTPUTS, StructuredOutputs, "structured_outputs.")
 
 
 class StructureFields(Body):
     """The fields that constrain an answer. At most one of them may be given."""
 
-    response_format: Annotated[ResponseFormat, BeforeValidator(_sift_format)] | None = None
-    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_sift_outputs)] | None = None
+    response_format: Annotated[ResponseFormat, BeforeValidator(_read_format)] | None = None
+    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_read_outputs)] | None = None
     guided_json: SchemaText | None = Field(None, description="as structured_outputs.json")
     guided_regex: Pattern | None = Field(None, description="as structured_outputs.regex")
     guided_choice: Alternatives | None = Field(None, description="as structured_outputs.choice")

@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from octavo.server.api.completions.bodies import ChatBody, read_chat
 from octavo.server.api.embeddings import INLINE_CHARACTERS
-from octavo.server.api.fields import Body, sift, validate
+from octavo.server.api.fields import Body, reject_unsupported, validate
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
-from octavo.server.http.body import off_loop, read_json
+from octavo.server.http.body import json_response, off_loop, read_json
 from octavo.server.http.endpoints import Endpoint
 from octavo.server.http.errors import bad_field
 
@@ -52,7 +52,7 @@ def read_tokenize(fields: dict[str, object]) -> tuple[TokenizeBody, ChatBody | N
         raise bad_field("prompt", "prompt is missing; give a text, or messages", "missing_field")
     own = {name: fields[name] for name in fields if not has_chat or name in _OWN}
     own.pop("messages", None)
-    body = validate(TokenizeBody, sift(own, {}, TokenizeBody, ignored={}))
+    body = validate(TokenizeBody, reject_unsupported(own, {}, TokenizeBody, ignored={}))
     if not has_chat:
         return body, None
     chat = {name: value for name, value in fields.items() if name not in own and name != "prompt"}
@@ -61,7 +61,7 @@ def read_tokenize(fields: dict[str, object]) -> tuple[TokenizeBody, ChatBody | N
 
 def read_detokenize(fields: dict[str, object]) -> DetokenizeBody:
     """Check a body. Raises ApiError naming the field."""
-    return validate(DetokenizeBody, sift(fields, {}, DetokenizeBody, ignored={}))
+    return validate(DetokenizeBody, reject_unsupported(fields, {}, DetokenizeBody, ignored={}))
 
 
 _OFF_LOOP_IDS = 1024
@@ -109,7 +109,7 @@ async def detokenize(request: Request) -> Response:
 
 async def tokenizer_info(request: Request) -> Response:
     """Describe the tokenizer and the chat template."""
-    return Response(msgspec.json.encode(_info(context_of(request))), media_type="application/json")
+    return json_response(_info(context_of(request)))
 
 
 def _info(context: Context) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
-from octavo.server.api.fields import Body, Refused, ignore, sift, sift_if_object
+from octavo.server.api.fields import Body, Refused, ignore, reject_unsupported, reject_unsupported_in
 from octavo.server.api.structured_output import schema_text
 from octavo.server.http.errors import bad_field
 
@@ -56,8 +56,12 @@ class Tool(Body):
 
     def shown(self) -> dict[str, Any]:
         """Return it in the form that templates expect."""
-        asked = self.function
-        function = {"name": asked.name, "description": asked.description, "parameters": json.loads(asked.parameters)}
+        definition = self.function
+        function = {
+            "name": definition.name,
+            "description": definition.description,
+            "parameters": json.loads(definition.parameters),
+        }
         return {"type": "function", "function": function}
 
     @property
@@ -153,16 +157,16 @@ class ToolFields(Body):
         return choice.mode if choice is not None and choice.mode in ("required", "named") else None
 
 
-def sift_tools(fields: dict[str, object]) -> dict[str, object]:
+def read_tools(fields: dict[str, object]) -> dict[str, object]:
     """Return the fields, with those of each tool checked. Raises ApiError."""
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return fields
-    usable = without_hosted(tools, "function", fields.get("tool_choice"))
-    return {**fields, "tools": [_sift_tool(tool, f"tools[{i}].") for i, tool in usable]}
+    usable = drop_hosted_tools(tools, "function", fields.get("tool_choice"))
+    return {**fields, "tools": [_read_tool(tool, f"tools[{i}].") for i, tool in usable]}
 
 
-def without_hosted(tools: list[Any], usable: str, choice: object) -> list[tuple[int, Any]]:
+def drop_hosted_tools(tools: list[Any], usable: str, choice: object) -> list[tuple[int, Any]]:
     """Return the tools with their indices, without hosted tools (those of another type than `usable`).
 
     Hosted tools are ignored and reported if the model need not call them. Raises ApiError if one must be called.
@@ -181,29 +185,29 @@ def without_hosted(tools: list[Any], usable: str, choice: object) -> list[tuple[
     return kept
 
 
-def _sift_tool(tool: object, where: str) -> object:
-    tool = sift_if_object(tool, {}, Tool, where, IGNORED_IN_TOOLS)
+def _read_tool(tool: object, where: str) -> object:
+    tool = reject_unsupported_in(tool, {}, Tool, where, IGNORED_IN_TOOLS)
     if isinstance(tool, dict) and "function" in tool:
-        tool["function"] = sift_if_object(
+        tool["function"] = reject_unsupported_in(
             tool["function"], {}, FunctionDefinition, f"{where}function.", IGNORED_IN_TOOLS
         )
     return tool
 
 
-def sift_calls(calls: object, where: str) -> object:
+def read_tool_calls(calls: object, where: str) -> object:
     """Return the checked tool_calls of a message. Raises ApiError."""
     if not isinstance(calls, list):
         return calls
-    return [_sift_call(call, f"{where}[{i}].") for i, call in enumerate(calls[: MAX_CALLS + 1])]
+    return [_read_call(call, f"{where}[{i}].") for i, call in enumerate(calls[: MAX_CALLS + 1])]
 
 
-def _sift_call(call: object, where: str) -> object:
+def _read_call(call: object, where: str) -> object:
     if not isinstance(call, dict):
         return call
-    kept = sift(call, _REFUSED_CALL, ToolCall, where, IGNORED_IN_CALLS)
+    kept = reject_unsupported(call, _REFUSED_CALL, ToolCall, where, IGNORED_IN_CALLS)
     called = kept.get("function")
     if isinstance(called, dict):
-        kept["function"] = sift(called, {}, FunctionCall, f"{where}function.", IGNORED_IN_CALLED)
+        kept["function"] = reject_unsupported(called, {}, FunctionCall, f"{where}function.", IGNORED_IN_CALLED)
     return kept
 
 

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from octavo.server.api.fields import IGNORED_FIELDS, collecting
+from octavo.server.api.fields import IGNORED_FIELDS, collect_ignored
 from octavo.server.http.endpoints import ENDPOINT, Endpoint
 from octavo.server.http.errors import ApiError, bad_field
 from octavo.server.http.limits import HttpLimits, JsonLimits
@@ -49,7 +50,7 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
     body = await read_body(request, limits)
 
     def read() -> T:
-        with collecting(request.scope[IGNORED_FIELDS]):
+        with collect_ignored(request.scope[IGNORED_FIELDS]):
             return check(parse_object(body, limits.json))
 
     return await parse_off_loop(read, len(body)) if len(body) > OFF_LOOP_BYTES else read()
@@ -197,3 +198,9 @@ async def off_loop(work: Callable[[], T], num_characters: int = 0) -> T:
     """Run work that mostly releases the interpreter's lock. If the caller is cancelled, the work still ends."""
     lane = _TOKENIZING_LONG if num_characters > LONG_CHARS else _TOKENIZING
     return await asyncio.get_running_loop().run_in_executor(lane, work)
+
+
+def json_response(value: object, is_private: bool = False) -> Response:
+    """Return a value as an answer in JSON; with `is_private` no cache may keep it."""
+    headers = {"cache-control": "no-store"} if is_private else None
+    return Response(msgspec.json.encode(value), media_type="application/json", headers=headers)

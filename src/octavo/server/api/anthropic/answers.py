@@ -114,16 +114,16 @@ class MessagesEncoder:
     def _part(self, part: Part) -> bytes:
         """Return the events of one part."""
         kind = _KINDS[type(part)]
-        begun = b""
+        start = b""
         if isinstance(part, CallBegin) or self._open != kind:
-            begun = self._stopped()
+            start = self._stopped()
             self._open = kind
-            begun += event("content_block_start", {"index": self._num_blocks, "content_block": _empty(part)})
+            start += event("content_block_start", {"index": self._num_blocks, "content_block": _empty(part)})
         text = self._text(part)
         if not text:
-            return begun
+            return start
         delta_kind, field = _DELTAS[kind]
-        return begun + self._delta({"type": delta_kind, field: text})
+        return start + self._delta({"type": delta_kind, field: text})
 
     def _text(self, part: Part) -> str:
         if isinstance(part, CallBegin) or (isinstance(part, Reasoning) and not self._spec.facts["shows_thinking"]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,10 +17,10 @@ from octavo.server.api.anthropic.bodies import (
     REFUSED_MESSAGES,
     AnthropicToolChoice,
     Block,
+    BlockText,
     CountBody,
     MessagesBody,
     RedactedBlock,
-    Said,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
@@ -37,7 +36,7 @@ from octavo.server.api.fields import field_notes
 from octavo.server.api.sampling import MESSAGES_NAMES, ServedFields
 from octavo.server.context import context_of
 from octavo.server.http.auth import KEY
-from octavo.server.http.body import read_json
+from octavo.server.http.body import json_response, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_field
 from octavo.server.http.middleware import REQUEST_ID
@@ -87,7 +86,7 @@ def chat_of(body: MessagesBody, dialect: Dialect) -> ChatBody:
 
 def _system(body: MessagesBody) -> list[Message]:
     blocks = read_blocks(body.system or "", "system", ("text",))
-    parts = [block.text for block in blocks if isinstance(block, Said) and not block.text.startswith(BILLING_MARK)]
+    parts = [block.text for block in blocks if isinstance(block, BlockText) and not block.text.startswith(BILLING_MARK)]
     return [{"role": "system", "content": _parts(parts)}] if parts else []
 
 
@@ -112,13 +111,13 @@ def _append(messages: list[Message], message: Message) -> None:
     if "tool_calls" in message:
         before["tool_calls"] = before.get("tool_calls", []) + message["tool_calls"]
     if "reasoning_content" in message:
-        said = [before["reasoning_content"]] if "reasoning_content" in before else []
-        before["reasoning_content"] = "\n".join([*said, message["reasoning_content"]])
+        earlier = [before["reasoning_content"]] if "reasoning_content" in before else []
+        before["reasoning_content"] = "\n".join([*earlier, message["reasoning_content"]])
 
 
 def _assistant(blocks: list[Block]) -> list[Message]:
     """Return one message with all of an answer's text, thinking and calls."""
-    text = "".join(block.text for block in blocks if isinstance(block, Said))
+    text = "".join(block.text for block in blocks if isinstance(block, BlockText))
     message: Message = {"role": "assistant", "content": _parts([text] if text else [])}
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
@@ -142,7 +141,7 @@ def _others(role: str, blocks: list[Block], where: str) -> list[Message]:
             text = texts(block.content, f"{where}content[{index}].content")
             text = f"Error: {text}" if block.is_error else text
             made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        elif isinstance(block, Said):
+        elif isinstance(block, BlockText):
             if made and made[-1]["role"] == role:
                 made[-1]["content"] += _parts([block.text])
             else:
@@ -169,37 +168,37 @@ def _effort(body: MessagesBody) -> str | None:
     """Return the reasoning effort in OpenAI's words; None leaves it to the template."""
     if body.thinking is not None and body.thinking.type == "disabled":
         return "none"
-    asked = None if body.output_config is None else body.output_config.effort
-    if asked is None:
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort is None:
         return None if body.thinking is None else "medium"
-    return "xhigh" if asked == "max" else asked
+    return "xhigh" if effort == "max" else effort
 
 
 def _tool_choice(choice: AnthropicToolChoice, has_tools: bool) -> dict[str, object]:
     if choice.type == "tool":
         if choice.name is None:
             raise bad_field("tool_choice.name", "tool_choice.name is missing; name one of the tools", "missing_field")
-        asked: object = {"type": "function", "function": {"name": choice.name}}
+        tool_choice: object = {"type": "function", "function": {"name": choice.name}}
     elif choice.name is not None:
         raise bad_field("tool_choice.name", f"tool_choice.name goes with type tool, not {choice.type}; leave it out")
     else:
-        asked = _CHOICES[choice.type]
+        tool_choice = _CHOICES[choice.type]
     if not has_tools and choice.type in ("any", "tool"):
         raise bad_field("tool_choice", f"tool_choice is {choice.type}, and there are no tools; give some")
     parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
-    return {"tool_choice": asked, **parallel} if has_tools else {}
+    return {"tool_choice": tool_choice, **parallel} if has_tools else {}
 
 
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body, chat = await read_json(request, context.limits, lambda fields: _asked(fields, context.dialect))
+    body, chat = await read_json(request, context.limits, lambda fields: _read_bodies(fields, context.dialect))
     context.check_model(body.model)
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     facts: dict[str, object] = {"max_tokens": body.max_tokens, "shows_thinking": shows_thinking}
     try:
-        asked = await ChatRequest.of(context, chat, "anthropic", "msg", facts=facts, can_continue=False)
-        response = await reply(request, asked)
+        wanted = await ChatRequest.of(context, chat, "anthropic", "msg", facts=facts, can_continue=False)
+        response = await reply(request, wanted)
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
     response.headers["request-id"] = request.scope[REQUEST_ID]  # where Anthropic's clients look for it
@@ -216,10 +215,10 @@ async def count_tokens(request: Request) -> Response:
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
     context.admission.charge(request.scope[KEY], count)
-    return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
+    return json_response({"input_tokens": count})
 
 
-def _asked(fields: dict[str, object], dialect: Dialect) -> tuple[MessagesBody, ChatBody]:
+def _read_bodies(fields: dict[str, object], dialect: Dialect) -> tuple[MessagesBody, ChatBody]:
     body = read_messages(fields)
     return body, chat_of(body, dialect)
 

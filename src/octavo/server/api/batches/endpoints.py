@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -16,11 +15,11 @@ from starlette.responses import FileResponse, Response
 
 from octavo.server.api.batches.service import BatchService, UploadPace
 from octavo.server.api.batches.store import BatchRecord, FileRecord, new_id
-from octavo.server.api.fields import IGNORED_FIELDS, Body, collecting, ignore, sift, validate
+from octavo.server.api.fields import IGNORED_FIELDS, Body, collect_ignored, ignore, reject_unsupported, validate
 from octavo.server.api.responses.bodies import MAX_METADATA, MAX_METADATA_CHARACTERS, MAX_METADATA_KEY_CHARACTERS
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
-from octavo.server.http.body import check_coding, read_json
+from octavo.server.http.body import check_coding, json_response, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError, bad_field
 from octavo.server.http.keys import KeyInfo
@@ -51,7 +50,7 @@ class BatchBody(Body):
 
 def read_batch(fields: dict[str, object]) -> BatchBody:
     """Check a batch. Raises ApiError naming the field."""
-    return validate(BatchBody, sift(fields, {}, BatchBody, ignored={}))
+    return validate(BatchBody, reject_unsupported(fields, {}, BatchBody, ignored={}))
 
 
 R = TypeVar("R", FileRecord, BatchRecord)
@@ -71,12 +70,12 @@ async def create_file(request: Request) -> Response:
     store = service.store
     holder: KeyInfo = request.scope[KEY]
     declared = request.headers.get("content-length", "")
-    least = int(declared[:19]) - _AROUND_FILE if declared.isascii() and declared.isdigit() else 0
+    min_bytes = int(declared[:19]) - _AROUND_FILE if declared.isascii() and declared.isdigit() else 0
     async with service.uploads.take(holder.tenant):
-        await asyncio.to_thread(store.check_room, holder, max(0, least))
+        await asyncio.to_thread(store.check_room, holder, max(0, min_bytes))
         form = await _read_form(request, context, service)
         try:
-            with collecting(request.scope[IGNORED_FIELDS]):
+            with collect_ignored(request.scope[IGNORED_FIELDS]):
                 file, expires_s = _read_fields(form)
             now = int(time.time())
             record = FileRecord(
@@ -91,7 +90,7 @@ async def create_file(request: Request) -> Response:
             await asyncio.to_thread(store.add_file, file.file, record, holder)
         finally:
             await form.close()
-    return _json(record.shown())
+    return json_response(record.shown())
 
 
 def clean_name(given: str) -> str:
@@ -108,7 +107,7 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
             "file", "send the file as multipart/form-data, with the fields file and purpose", "invalid_form"
         )
     check_coding(request)
-    most = service.config.max_upload_bytes
+    max_bytes = service.config.max_upload_bytes
 
     deadline = asyncio.timeout(None)
 
@@ -119,8 +118,10 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
         async for part in request.stream():
             size += len(part)
             deadline.reschedule(pace.deadline(size))
-            if size > most + _AROUND_FILE:
-                message = f"the upload is larger than {most} bytes, the most this server takes (--max-upload-bytes)"
+            if size > max_bytes + _AROUND_FILE:
+                message = (
+                    f"the upload is larger than {max_bytes} bytes, the most this server takes (--max-upload-bytes)"
+                )
                 raise ApiError(413, message, code="body_too_large", param="file")
             yield part
 
@@ -173,19 +174,19 @@ async def list_files(request: Request) -> Response:
     store = context_of(request).batches.store
     purpose = request.query_params.get("purpose")
     found = [file for file in store.files.values() if purpose in (None, file.purpose)]
-    return _json(_page(request, found, _MAX_LISTED))
+    return json_response(_page(request, found, _MAX_LISTED))
 
 
 async def get_file(request: Request) -> Response:
     """Describe a file."""
-    return _json(_file(request).shown())
+    return json_response(_file(request).shown())
 
 
 async def delete_file(request: Request) -> Response:
     """Remove a file."""
     record = _file(request)
     await asyncio.to_thread(context_of(request).batches.store.delete_file, record)
-    return _json({"id": record.id, "object": "file", "deleted": True})
+    return json_response({"id": record.id, "object": "file", "deleted": True})
 
 
 async def file_content(request: Request) -> Response:
@@ -195,12 +196,14 @@ async def file_content(request: Request) -> Response:
     return FileResponse(path, media_type="application/octet-stream", filename=f"{record.id}.jsonl")
 
 
-def _page(request: Request, records: list[R], most: int) -> dict[str, Any]:
+def _page(request: Request, records: list[R], max_records: int) -> dict[str, Any]:
     """Return a page of the caller's records: limit, after and order are in the query. Raises ApiError."""
     query = request.query_params
-    asked, order, after = query.get("limit"), query.get("order", "desc"), query.get("after")
-    if asked is not None and not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= most):
-        raise bad_field("limit", f"limit is {asked[:64]!r}; give a whole number from 1 to {most}")
+    limit_text, order, after = query.get("limit"), query.get("order", "desc"), query.get("after")
+    if limit_text is not None and not (
+        limit_text.isascii() and limit_text.isdigit() and 1 <= int(limit_text[:9]) <= max_records
+    ):
+        raise bad_field("limit", f"limit is {limit_text[:64]!r}; give a whole number from 1 to {max_records}")
     if order not in ("asc", "desc"):
         raise bad_field("order", f"order is {order[:64]!r}; give asc or desc")
     tenant = _tenant(request)
@@ -212,7 +215,7 @@ def _page(request: Request, records: list[R], most: int) -> dict[str, Any]:
         if place is None:
             raise bad_field("after", f"after is {after[:64]!r}, which is none of these; give an id of the last page")
         mine = mine[place + 1 :]
-    limit = most if asked is None else int(asked)
+    limit = max_records if limit_text is None else int(limit_text)
     data = [record.shown() for record in mine[:limit]]
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, **ends, "has_more": len(mine) > limit}
@@ -233,10 +236,6 @@ def _file(request: Request) -> FileRecord:
 def _tenant(request: Request) -> str:
     holder: KeyInfo = request.scope[KEY]
     return holder.tenant
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 _FORM = {
@@ -278,36 +277,29 @@ async def create_batch(request: Request) -> Response:
         metadata=body.metadata,
     )
     await context.batches.add(batch, holder)
-    return _batch_json(batch)
+    return json_response(batch.shown())
 
 
 async def list_batches(request: Request) -> Response:
     """List the caller's batches, newest first."""
     store = context_of(request).batches.store
-    return Response(
-        msgspec.json.encode(_page(request, list(store.batches.values()), _MAX_LISTED_BATCHES)),
-        media_type="application/json",
-    )
+    return json_response(_page(request, list(store.batches.values()), _MAX_LISTED_BATCHES))
 
 
 async def get_batch(request: Request) -> Response:
     """Describe a batch."""
-    return _batch_json(_batch(request))
+    return json_response(_batch(request).shown())
 
 
 async def cancel_batch(request: Request) -> Response:
     """Cancel a batch; it keeps its answers."""
     batch = _batch(request)
     await context_of(request).batches.cancel(batch)
-    return _batch_json(batch)
+    return json_response(batch.shown())
 
 
 def _batch(request: Request) -> BatchRecord:
     return _find(request, context_of(request).batches.store.batches, request.path_params["batch_id"])
-
-
-def _batch_json(batch: BatchRecord) -> Response:
-    return Response(msgspec.json.encode(batch.shown()), media_type="application/json")
 
 
 ENDPOINTS = [

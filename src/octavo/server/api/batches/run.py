@@ -122,7 +122,7 @@ class BadLine:
     param: str | None = None
 
 
-def read_asks(
+def read_lines(
     path: Path, endpoint: str | None = None, least_priority: int | None = None
 ) -> Generator[BatchLine | BadLine, None, None]:
     """Yield the requests of a file, in order; skip blank lines.
@@ -139,14 +139,14 @@ def read_asks(
                     line = file.readline(MAX_LINE_BYTES)
                 yield BadLine(number, None, "line_too_large", f"line {number} has more than {MAX_LINE_BYTES} bytes")
             elif line.strip():
-                ask = _read_line(number, line, endpoint, least_priority)
-                if isinstance(ask, BatchLine):
-                    if ask.custom_id in seen:
-                        message = f"line {number}: the custom_id {ask.custom_id[:64]!r} was given before"
-                        ask = BadLine(number, None, "duplicate_custom_id", message, "custom_id")
+                entry = _read_line(number, line, endpoint, least_priority)
+                if isinstance(entry, BatchLine):
+                    if entry.custom_id in seen:
+                        message = f"line {number}: the custom_id {entry.custom_id[:64]!r} was given before"
+                        entry = BadLine(number, None, "duplicate_custom_id", message, "custom_id")
                     else:
-                        seen.add(ask.custom_id)
-                yield ask
+                        seen.add(entry.custom_id)
+                yield entry
 
 
 def _read_line(number: int, line: bytes, endpoint: str | None, least_priority: int | None) -> BatchLine | BadLine:
@@ -188,10 +188,10 @@ def _faults_of(body: dict[str, Any], least_priority: int | None) -> Generator[tu
         yield "priority", f"priority is {priority}; requests of this batch may have {least_priority} or more"
 
 
-def answered(ask: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
+def answered(entry: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
     """Return the output line of an answer of any status."""
     made = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body or b"null")}
-    return _line(ask.line, ask.custom_id, made, None)
+    return _line(entry.line, entry.custom_id, made, None)
 
 
 def not_answered(line: int, custom_id: str | None, code: str, message: str) -> bytes:
@@ -254,11 +254,11 @@ class AnsweredLines:
     num_completed: int = 0
     num_failed: int = 0
 
-    def has(self, ask: BatchLine | BadLine) -> bool:
+    def has(self, entry: BatchLine | BadLine) -> bool:
         """Return True if a request has an answer."""
-        if isinstance(ask, BatchLine) or ask.custom_id is not None:
-            return ask.custom_id in self.custom_ids
-        return f"batch_req_{ask.line}" in self.lines
+        if isinstance(entry, BatchLine) or entry.custom_id is not None:
+            return entry.custom_id in self.custom_ids
+        return f"batch_req_{entry.line}" in self.lines
 
 
 def read_finished(output: Path, errors: Path) -> AnsweredLines:
@@ -399,12 +399,12 @@ class BatchRun:
     async def run(self) -> Counts:
         """Send all requests that have no answer yet. A run that is cancelled can be continued."""
         finished = await asyncio.to_thread(self._read_answers)
-        asks = read_asks(self.paths.requests, self.options.endpoint, self.options.least_priority)
+        entries = read_lines(self.paths.requests, self.options.endpoint, self.options.least_priority)
         written: asyncio.Queue[tuple[bool, bytes] | None] = asyncio.Queue(_QUEUED)
         reading = asyncio.Lock()
         writer = asyncio.create_task(self._write(written))
         workers = [
-            asyncio.create_task(self._work(asks, reading, finished, written)) for _ in range(self.options.num_open)
+            asyncio.create_task(self._work(entries, reading, finished, written)) for _ in range(self.options.num_open)
         ]
         try:
             await _wait_for_workers(workers, writer)
@@ -414,7 +414,7 @@ class BatchRun:
             await asyncio.gather(*workers, return_exceptions=True)
             await _close(writer, written)
             with suppress(ValueError):  # a thread may still be iterating
-                asks.close()
+                entries.close()
         return self.counts
 
     def _read_answers(self) -> AnsweredLines:
@@ -426,37 +426,37 @@ class BatchRun:
 
     async def _work(
         self,
-        asks: Generator[BatchLine | BadLine, None, None],
+        entries: Generator[BatchLine | BadLine, None, None],
         reading: asyncio.Lock,
         finished: AnsweredLines,
         written: asyncio.Queue[tuple[bool, bytes] | None],
     ) -> None:
         def take() -> BatchLine | BadLine | None:
-            return next((ask for ask in asks if not finished.has(ask)), None)
+            return next((entry for entry in entries if not finished.has(entry)), None)
 
         while True:
             async with reading:
-                ask = await asyncio.to_thread(take)
-            if ask is None:
+                entry = await asyncio.to_thread(take)
+            if entry is None:
                 return
-            if isinstance(ask, BadLine):
-                await written.put((False, not_answered(ask.line, ask.custom_id, ask.code, ask.message)))
+            if isinstance(entry, BadLine):
+                await written.put((False, not_answered(entry.line, entry.custom_id, entry.code, entry.message)))
                 continue
-            answer = await self._send_until_final(ask)
+            answer = await self._send_until_final(entry)
             is_fine = answer.status == 200
             if is_fine:
                 prompt, output = usage_of(answer.body)
                 self.counts.prompt_tokens += prompt
                 self.counts.completion_tokens += output
             request_id = answer.headers.get("x-request-id", "")
-            await written.put((is_fine, answered(ask, answer.status, request_id, answer.body)))
+            await written.put((is_fine, answered(entry, answer.status, request_id, answer.body)))
 
-    async def _send_until_final(self, ask: BatchLine) -> InnerResponse:
+    async def _send_until_final(self, entry: BatchLine) -> InnerResponse:
         """Send a request until it is not refused temporarily."""
-        body = msgspec.json.encode(ask.body)
+        body = msgspec.json.encode(entry.body)
         tries = 0
         while True:
-            answer = await self.call(ask.url, body)
+            answer = await self.call(entry.url, body)
             tries += 1
             is_final = answer.status not in _RETRIED or answer.headers.get("x-should-retry") == "false"
             if is_final or tries == self.options.max_tries:

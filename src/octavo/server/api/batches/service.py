@@ -31,8 +31,8 @@ from octavo.server.api.batches.run import (
     append,
     inner_call,
     not_answered,
-    read_asks,
     read_finished,
+    read_lines,
     usage_in,
 )
 from octavo.server.api.batches.store import BatchRecord, BatchStore, LineError
@@ -259,13 +259,13 @@ class BatchService:
         errors: list[LineError] = []
         total = 0
         least_priority = None if holder is None else holder.priority
-        for ask in read_asks(store.path(batch.input_id), batch.endpoint, least_priority):
+        for entry in read_lines(store.path(batch.input_id), batch.endpoint, least_priority):
             total += 1
             if total > self.config.max_batch_requests:
                 message = f"the file has more than {self.config.max_batch_requests} requests"
                 return total, [LineError("too_many_requests", message)]
-            if not isinstance(ask, BatchLine):
-                errors.append(LineError(ask.code, ask.message, ask.line, ask.param))
+            if not isinstance(entry, BatchLine):
+                errors.append(LineError(entry.code, entry.message, entry.line, entry.param))
                 if len(errors) == MAX_LINE_ERRORS:
                     break
         return total, errors or ([] if total else [LineError("empty_file", "the file has no requests")])
@@ -346,5 +346,7 @@ def _write_expired(store: BatchStore, batch: BatchRecord) -> None:
     paths = store.paths(batch)
     finished = read_finished(paths.output, paths.errors)
     message = "this request could not be made before the completion window expired"
-    left = (ask for ask in read_asks(paths.requests, batch.endpoint) if not finished.has(ask))
-    append(paths.errors, b"".join(not_answered(ask.line, ask.custom_id, "batch_expired", message) for ask in left))
+    left = (entry for entry in read_lines(paths.requests, batch.endpoint) if not finished.has(entry))
+    append(
+        paths.errors, b"".join(not_answered(entry.line, entry.custom_id, "batch_expired", message) for entry in left)
+    )

@@ -11,8 +11,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
 from octavo.core.request import DEFAULT_MAX_TOKENS
-from octavo.server.api.fields import Body, Refused, read, shown_value, sift, sift_if_object, validate
-from octavo.server.api.sampling import N_PREDICT, SamplingBody, sift_stream_options
+from octavo.server.api.fields import (
+    Body,
+    Refused,
+    read,
+    reject_unsupported,
+    reject_unsupported_in,
+    shown_value,
+    validate,
+)
+from octavo.server.api.sampling import N_PREDICT, SamplingBody, read_stream_options
 from octavo.server.api.tools import (
     MAX_CALL_ID_CHARACTERS,
     MAX_CALLS,
@@ -21,8 +29,8 @@ from octavo.server.api.tools import (
     ToolCall,
     ToolFields,
     check_tools,
-    sift_calls,
-    sift_tools,
+    read_tool_calls,
+    read_tools,
 )
 from octavo.server.http.errors import bad_field
 
@@ -184,20 +192,20 @@ class ChatBody(SamplingBody, ToolFields):
 
 def read_chat(fields: dict[str, object]) -> ChatBody:
     """Check a chat body. Raises ApiError naming the field."""
-    fields = sift(fields, REFUSED_CHAT, ChatBody)
+    fields = reject_unsupported(fields, REFUSED_CHAT, ChatBody)
     if "stream_options" in fields:
-        fields = sift_stream_options(fields)
+        fields = read_stream_options(fields)
     if "tools" in fields:
-        fields = sift_tools(fields)
+        fields = read_tools(fields)
     messages = fields.get("messages")
     if isinstance(messages, list):
-        sifted = messages[: MAX_MESSAGES + 1]
-        for index, message in enumerate(sifted):
+        supported = messages[: MAX_MESSAGES + 1]
+        for index, message in enumerate(supported):
             if isinstance(message, dict):
-                sifted[index] = _sift_message(message, f"messages[{index}].")
-        fields["messages"] = sifted
+                supported[index] = _read_message(message, f"messages[{index}].")
+        fields["messages"] = supported
     if "reasoning" in fields:
-        fields["reasoning"] = sift_if_object(fields["reasoning"], {}, ReasoningOptions, "reasoning.")
+        fields["reasoning"] = reject_unsupported_in(fields["reasoning"], {}, ReasoningOptions, "reasoning.")
     body = validate(ChatBody, fields)
     if body.tools or body.tool_choice is not None:
         check_tools(body)
@@ -207,26 +215,26 @@ def read_chat(fields: dict[str, object]) -> ChatBody:
     return body
 
 
-def _sift_message(message: dict[str, object], where: str) -> dict[str, object]:
+def _read_message(message: dict[str, object], where: str) -> dict[str, object]:
     """Return the message with checked calls, and with its reasoning under one name."""
     if "reasoning" in message or "reasoning_content" in message:
         message = _with_reasoning(message, where)
     if message.get("refusal"):
         message = _with_refusal(message, where)
-    kept = sift(message, {}, Message, where, IGNORED_IN_MESSAGES)
+    kept = reject_unsupported(message, {}, Message, where, IGNORED_IN_MESSAGES)
     content = kept.get("content")
     if content is not None and not isinstance(content, str | list):
         raise bad_field(
             f"{where}content", f"{where}content is {shown_value(content)}; give a string or a list of parts"
         )
     if isinstance(content, list):
-        kept["content"] = [_sift_part(part, f"{where}content[{i}]") for i, part in enumerate(content)]
+        kept["content"] = [_read_part(part, f"{where}content[{i}]") for i, part in enumerate(content)]
     if "tool_calls" in kept:
-        kept["tool_calls"] = sift_calls(kept["tool_calls"], f"{where}tool_calls")
+        kept["tool_calls"] = read_tool_calls(kept["tool_calls"], f"{where}tool_calls")
     return kept
 
 
-def _sift_part(part: object, where: str) -> object:
+def _read_part(part: object, where: str) -> object:
     """Return a checked content part; a refusal becomes text. Raises ApiError for images, audio, videos and files."""
     if not isinstance(part, dict):
         return part
@@ -237,7 +245,7 @@ def _sift_part(part: object, where: str) -> object:
     elif isinstance(kind, str) and kind in _PART_KINDS:
         message = f"{where}.type is {kind!r}; this server does not accept {_PART_KINDS[kind]}"
         raise bad_field(f"{where}.type", message, "unsupported_field")
-    return sift(part, {}, TextPart, f"{where}.", IGNORED_IN_PARTS)
+    return reject_unsupported(part, {}, TextPart, f"{where}.", IGNORED_IN_PARTS)
 
 
 def _with_refusal(message: dict[str, object], where: str) -> dict[str, object]:
@@ -349,4 +357,4 @@ def _length_of(n_predict: int) -> int | None:
 
 def read_completion(fields: dict[str, object]) -> CompletionBody:
     """Check a completion body. Raises ApiError naming the field."""
-    return read(CompletionBody, sift_stream_options(fields), REFUSED_COMPLETION)
+    return read(CompletionBody, read_stream_options(fields), REFUSED_COMPLETION)

@@ -178,14 +178,14 @@ class ChatRequest(TextRequest):
         reasoning, starts_inside = self._reasoning()
         markers = dialect.markers(bool(tools))
         ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
-        asked = None
+        structure = None
         if self.structure is not None and not body.forced:
-            asked = (self.structure.kind, self.structure.source, self.structure.whitespace)
+            structure = (self.structure.kind, self.structure.source, self.structure.whitespace)
         return AnswerSource(
             reasoning=reasoning,
             starts_inside=starts_inside,
             calls=calls,
-            structure=asked,
+            structure=structure,
             special={marker: token_id for marker, token_id in ids.items() if token_id in tokenizer.special_ids},
         )
 

@@ -55,7 +55,7 @@ class OllamaEncoder:
     def __init__(self, spec: AnswerSpec, pieces: Pieces) -> None:
         self._spec = spec
         self._pieces = pieces
-        self._begin = line_begin(spec.identity[2], spec.identity[1])
+        self._head = line_begin(spec.identity[2], spec.identity[1])
         self._reader = reader_of(spec)
         self._calls = Calls()
         self._end: TextDelta | None = None
@@ -66,7 +66,7 @@ class OllamaEncoder:
         deltas = choices[0].deltas
         parts = [*reader.push(choices[0].text), *reader.finish()]
         whole = [*calls.take(parts), *calls.finish()]
-        body = {**self._begin, **self._said(parts, whole), **ending(deltas[-1], choices[0].usage)}
+        body = {**self._head, **self._members(parts, whole), **ending(deltas[-1], choices[0].usage)}
         logprobs = chat_logprobs(deltas, self._pieces)
         return body if logprobs is None else {**body, "logprobs": logprobs["content"]}
 
@@ -82,15 +82,15 @@ class OllamaEncoder:
         logprobs = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
         if not whole and logprobs is None and not any(isinstance(part, Text | Reasoning) for part in parts):
             return b""
-        body = {**self._begin, **self._said(parts, whole), "done": False}
+        body = {**self._head, **self._members(parts, whole), "done": False}
         return line(body if logprobs is None else {**body, "logprobs": logprobs["content"]})
 
     def last(self) -> bytes:
         """Return the line with the finish reason and the durations."""
         assert self._end is not None
-        return line({**self._begin, **self._said([], []), **ending(self._end, self._end.usage)})
+        return line({**self._head, **self._members([], []), **ending(self._end, self._end.usage)})
 
-    def _said(self, parts: Iterable[Part], calls: list[Json]) -> Json:
+    def _members(self, parts: Iterable[Part], calls: list[Json]) -> Json:
         text = "".join(part.text for part in parts if isinstance(part, Text))
         thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
         thought: Json = {"thinking": thinking} if thinking else {}
@@ -105,7 +105,7 @@ class Calls:
     """The calls of an answer; the arguments of each are collected until it is complete."""
 
     def __init__(self) -> None:
-        self._begun: CallBegin | None = None
+        self._open_call: CallBegin | None = None
         self._arguments: list[str] = []
 
     def take(self, parts: Iterable[Part]) -> list[Json]:
@@ -117,17 +117,17 @@ class Calls:
                 continue
             done += self.finish()
             if isinstance(part, CallBegin):
-                self._begun = part
+                self._open_call = part
         return done
 
     def finish(self) -> list[Json]:
         """Return the open call, if there is one."""
-        begun, text = self._begun, "".join(self._arguments)
-        self._begun, self._arguments = None, []
-        if begun is None:
+        open_call, text = self._open_call, "".join(self._arguments)
+        self._open_call, self._arguments = None, []
+        if open_call is None:
             return []
-        function = {"index": begun.index, "name": begun.name, "arguments": call_input(text)}
-        return [{"id": begun.call_id, "function": function}]
+        function = {"index": open_call.index, "name": open_call.name, "arguments": call_input(text)}
+        return [{"id": open_call.call_id, "function": function}]
 
 
 def line_begin(model: str, created: int) -> Json:

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.api.completions.bodies import MAX_MESSAGES, ChatBody, CompletionBody, read_chat, read_completion
 from octavo.server.api.embeddings import MAX_INPUTS
-from octavo.server.api.fields import Body, Refused, ignore, sift, sift_if_object, validate
+from octavo.server.api.fields import Body, Refused, ignore, reject_unsupported, reject_unsupported_in, validate
 from octavo.server.api.sampling import OLLAMA_NAMES, ServedFields, Stops, with_numbers
 from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_field
 from octavo.text.dialect import Dialect
@@ -135,48 +135,48 @@ class OllamaGenerateBody(OllamaBody):
 
 def read_ollama_chat(fields: dict[str, object]) -> OllamaChatBody:
     """Check a chat body. Raises ApiError naming the field."""
-    fields = _sifted(fields, REFUSED_CHAT, OllamaChatBody)
+    fields = _supported(fields, REFUSED_CHAT, OllamaChatBody)
     messages = fields.get("messages")
     if isinstance(messages, list):
         messages = messages[: MAX_MESSAGES + 1]
-        fields["messages"] = [_sift_message(message, f"messages[{i}].") for i, message in enumerate(messages)]
+        fields["messages"] = [_read_message(message, f"messages[{i}].") for i, message in enumerate(messages)]
     return validate(OllamaChatBody, fields)
 
 
 def read_ollama_generate(fields: dict[str, object]) -> OllamaGenerateBody:
     """Check a generate body. Raises ApiError naming the field."""
-    return validate(OllamaGenerateBody, _sifted(fields, REFUSED_GENERATE, OllamaGenerateBody))
+    return validate(OllamaGenerateBody, _supported(fields, REFUSED_GENERATE, OllamaGenerateBody))
 
 
-def sift_options(options: object) -> object:
+def read_options(options: object) -> object:
     """Return the supported options; the others are ignored and reported. What is no object is returned unchanged."""
-    return sift_if_object(options, {}, Options, "options.", IGNORED_OPTIONS)
+    return reject_unsupported_in(options, {}, Options, "options.", IGNORED_OPTIONS)
 
 
-def _sifted(fields: dict[str, object], refused: Refused, body: type[OllamaBody]) -> dict[str, object]:
-    kept = sift(fields, refused, body, ignored=IGNORED_OLLAMA)
+def _supported(fields: dict[str, object], refused: Refused, body: type[OllamaBody]) -> dict[str, object]:
+    kept = reject_unsupported(fields, refused, body, ignored=IGNORED_OLLAMA)
     if "options" in kept:
-        kept["options"] = sift_options(kept["options"])
+        kept["options"] = read_options(kept["options"])
     return kept
 
 
-def _sift_message(message: object, where: str) -> object:
+def _read_message(message: object, where: str) -> object:
     if not isinstance(message, dict):
         return message
-    kept = sift(message, _REFUSED_MESSAGE, OllamaMessage, where)
+    kept = reject_unsupported(message, _REFUSED_MESSAGE, OllamaMessage, where)
     calls = kept.get("tool_calls")
     if isinstance(calls, list):
-        kept["tool_calls"] = [_sift_call(call, f"{where}tool_calls[{i}].") for i, call in enumerate(calls)]
+        kept["tool_calls"] = [_read_call(call, f"{where}tool_calls[{i}].") for i, call in enumerate(calls)]
     return kept
 
 
-def _sift_call(call: object, where: str) -> object:
+def _read_call(call: object, where: str) -> object:
     if not isinstance(call, dict):
         return call
-    kept = sift(call, {}, Call, where, _IGNORED_CALL)
+    kept = reject_unsupported(call, {}, Call, where, _IGNORED_CALL)
     function = kept.get("function")
     if isinstance(function, dict):
-        kept["function"] = sift(function, {}, Function, f"{where}function.", _IGNORED_CALL)
+        kept["function"] = reject_unsupported(function, {}, Function, f"{where}function.", _IGNORED_CALL)
     return kept
 
 
@@ -250,7 +250,7 @@ def with_ollama_names(fields: dict[str, object], dialect: Dialect) -> dict[str, 
     A field in its own name wins; one without a meaning here is ignored and reported. Raises ApiError.
     """
     made = {name: value for name, value in fields.items() if name not in SENT_NAMES}
-    options = sift_options(fields.get("options"))
+    options = read_options(fields.get("options"))
     given: dict[str, object] = {}
     if isinstance(options, dict):
         given = {f"options.{name}": value for name, value in options.items()}
@@ -375,9 +375,11 @@ class OllamaEmbeddingsBody(ServedFields):
 
 def read_embed(fields: dict[str, object]) -> OllamaEmbedBody:
     """Check a body of /api/embed. Raises ApiError naming the field."""
-    return validate(OllamaEmbedBody, sift(fields, REFUSED_EMBED, OllamaEmbedBody, ignored=IGNORED_EMBED))
+    return validate(OllamaEmbedBody, reject_unsupported(fields, REFUSED_EMBED, OllamaEmbedBody, ignored=IGNORED_EMBED))
 
 
 def read_embeddings(fields: dict[str, object]) -> OllamaEmbeddingsBody:
     """Check a body of /api/embeddings. Raises ApiError naming the field."""
-    return validate(OllamaEmbeddingsBody, sift(fields, REFUSED_EMBED, OllamaEmbeddingsBody, ignored=IGNORED_EMBED))
+    return validate(
+        OllamaEmbeddingsBody, reject_unsupported(fields, REFUSED_EMBED, OllamaEmbeddingsBody, ignored=IGNORED_EMBED)
+    )

@@ -45,7 +45,7 @@ from octavo.server.api.pages import file_response
 from octavo.server.context import context_of
 from octavo.server.encoding import Json
 from octavo.server.http.auth import wants_html
-from octavo.server.http.body import read_json
+from octavo.server.http.body import json_response, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError, bad_field, rename_field
 from octavo.server.http.middleware import ARRIVAL
@@ -56,12 +56,12 @@ from octavo.text.dialect import Dialect
 async def chat(request: Request) -> Response:
     """Answer a conversation; one without messages asks to load the model, which is loaded already."""
     context = context_of(request)
-    body, asked = await read_json(request, context.limits, lambda fields: _chat_asked(fields, context.dialect))
+    body, chat_body = await read_json(request, context.limits, lambda fields: _read_chat(fields, context.dialect))
     model = context.check_model(model_of(body))
-    if asked is None:
+    if chat_body is None:
         return _loaded(model, {"message": {"role": "assistant", "content": ""}})
     try:
-        made = await ChatRequest.of(context, asked, "ollama", "chat", facts={"is_chat": True}, can_continue=False)
+        made = await ChatRequest.of(context, chat_body, "ollama", "chat", facts={"is_chat": True}, can_continue=False)
         return await reply(request, made)
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
@@ -70,25 +70,25 @@ async def chat(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Answer a prompt; an empty one asks to load the model, which is loaded already."""
     context = context_of(request)
-    body, asked = await read_json(request, context.limits, lambda fields: _generate_asked(fields, context.dialect))
+    body, text_body = await read_json(request, context.limits, lambda fields: _read_generate(fields, context.dialect))
     model = context.check_model(model_of(body))
-    if asked is None:
+    if text_body is None:
         return _loaded(model, {"response": ""})
     try:
-        told: dict[str, Any] = {"facts": {"is_chat": False}, "can_continue": False}
-        if isinstance(asked, CompletionBody):
-            return await reply(request, await CompletionRequest.of(context, asked, "ollama", "gen", **told))
-        return await reply(request, await ChatRequest.of(context, asked, "ollama", "gen", **told))
+        options: dict[str, Any] = {"facts": {"is_chat": False}, "can_continue": False}
+        if isinstance(text_body, CompletionBody):
+            return await reply(request, await CompletionRequest.of(context, text_body, "ollama", "gen", **options))
+        return await reply(request, await ChatRequest.of(context, text_body, "ollama", "gen", **options))
     except ApiError as error:
         raise rename_field(error, GENERATE_SPELLING) from None
 
 
-def _chat_asked(fields: dict[str, object], dialect: Dialect) -> tuple[OllamaChatBody, ChatBody | None]:
+def _read_chat(fields: dict[str, object], dialect: Dialect) -> tuple[OllamaChatBody, ChatBody | None]:
     body = read_ollama_chat(fields)
     return body, chat_of(body, dialect) if body.messages else None
 
 
-def _generate_asked(
+def _read_generate(
     fields: dict[str, object], dialect: Dialect
 ) -> tuple[OllamaGenerateBody, ChatBody | CompletionBody | None]:
     body = read_ollama_generate(fields)
@@ -97,9 +97,9 @@ def _generate_asked(
     return body, raw_of(body) if body.raw else generate_of(body, dialect)
 
 
-def _loaded(model: str, said: dict[str, object]) -> Response:
-    body = {**line_begin(model, int(time.time())), **said, "done": True, "done_reason": "load"}
-    return Response(msgspec.json.encode(body), media_type="application/json")
+def _loaded(model: str, members: dict[str, object]) -> Response:
+    body = {**line_begin(model, int(time.time())), **members, "done": True, "done_reason": "load"}
+    return json_response(body)
 
 
 _OPTIONS = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
@@ -114,7 +114,7 @@ async def embed_texts(request: Request) -> Response:
     if body.dimensions is not None and body.dimensions > size:
         raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
     if not body.input:  # asks to load the model, which is loaded already
-        return Response(msgspec.json.encode({"model": model, "embeddings": []}), media_type="application/json")
+        return json_response({"model": model, "embeddings": []})
     params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
     keep = context.max_model_len if body.truncate else None
     found = await embed(request, "embed", body, Inputs(body.input, params, keep=keep, keeps_start=True))
@@ -173,7 +173,7 @@ class ModelNameBody(Body):
     name: str | None = None
 
     @property
-    def asked(self) -> str:
+    def requested(self) -> str:
         """The model's name, without the tag that Ollama's clients add. Raises ApiError."""
         name = self.model or self.name
         if not name:
@@ -183,32 +183,32 @@ class ModelNameBody(Body):
 
 async def version(request: Request) -> Response:
     """Return the version of Ollama's API that this server follows."""
-    return _json({"version": API_VERSION, "server": "octavo"})
+    return json_response({"version": API_VERSION, "server": "octavo"})
 
 
 async def tags(request: Request) -> Response:
     """List the model that is served, under each of its names."""
     context = context_of(request)
-    return _json({"models": [ollama_card(context, name) for name in context.models]})
+    return json_response({"models": [ollama_card(context, name) for name in context.models]})
 
 
 async def running(request: Request) -> Response:
     """List the model that is loaded, under each of its names."""
     context = context_of(request)
-    return _json({"models": [ollama_running(context, name) for name in context.models]})
+    return json_response({"models": [ollama_running(context, name) for name in context.models]})
 
 
 async def show(request: Request) -> Response:
     """Describe the served model; another name is 404."""
     context = context_of(request)
-    name = context.check_model((await _read_name(request)).asked)
-    return _json(ollama_show(context, name))
+    name = context.check_model((await _read_name(request)).requested)
+    return json_response(ollama_show(context, name))
 
 
 async def pull(request: Request) -> Response:
     """Answer success for the served model; no other model is fetched."""
     context = context_of(request)
-    context.check_model((await _read_name(request)).asked)
+    context.check_model((await _read_name(request)).requested)
     return Response(b'{"status":"success"}\n', media_type="application/x-ndjson")
 
 
@@ -233,10 +233,6 @@ async def _read_name(request: Request) -> ModelNameBody:
         return read(ModelNameBody, {k: v for k, v in fields.items() if k not in _IGNORED_NAMED}, _REFUSED_NAMED)
 
     return await read_json(request, context_of(request).limits, check)
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 _READ = (("/api/version", version), ("/api/tags", tags), ("/api/ps", running))

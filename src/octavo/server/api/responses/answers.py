@@ -46,7 +46,7 @@ class ItemWriter:
         self._texts: list[str] = []  # of the item that is open
         self._is_open = False
         self._logprobs: list[Raw] = []  # of tokens whose text has not arrived
-        self._said: list[Raw] = []  # log-probabilities of the open message
+        self._message_logprobs: list[Raw] = []  # log-probabilities of the open message
         self._place = b""  # of the open message's text, as members of its events
 
     def add_text(self, text: str) -> bytes:
@@ -99,8 +99,8 @@ class ItemWriter:
         else:
             if self._logprobs:
                 yield self._text_delta("")
-            yield self._event("response.output_text.done", text=text, logprobs=self._said, content_index=0)
-            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self._said}
+            yield self._event("response.output_text.done", text=text, logprobs=self._message_logprobs, content_index=0)
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self._message_logprobs}
             yield from self._close_part(part)
         yield "response.output_item.done", {"output_index": len(self.output) - 1, "item": item}
 
@@ -116,7 +116,7 @@ class ItemWriter:
         yield from self._open(kind)
 
     def _open(self, kind: str, **facts: str) -> Iterator[Event]:
-        self._is_open, self._texts, self._said = True, [], []
+        self._is_open, self._texts, self._message_logprobs = True, [], []
         item: Json = {"id": f"{_PREFIXES[kind]}{self._seed}{len(self.output):02x}", "type": kind, **facts}
         item["status"] = "in_progress"
         if kind == "function_call":
@@ -135,7 +135,7 @@ class ItemWriter:
 
     def _text_delta(self, text: str) -> Event:
         logprobs, self._logprobs = self._logprobs, []
-        self._said += logprobs
+        self._message_logprobs += logprobs
         return self._delta("response.output_text.delta", text, content_index=0, logprobs=logprobs)
 
     def _delta(self, kind: str, text: str, **facts: object) -> Event:
@@ -189,9 +189,11 @@ class ResponseEncoder:
     def head(self) -> bytes:
         """The response without output, in two events: created, and in progress."""
         events = enumerate(("response.created", "response.in_progress"))
-        return b"".join(_event(kind, number, response=self.begun()) for number, kind in events if number > self.behind)
+        return b"".join(
+            _event(kind, number, response=self.in_progress()) for number, kind in events if number > self.behind
+        )
 
-    def begun(self) -> Json:
+    def in_progress(self) -> Json:
         """Return the response without any output."""
         return self._response("in_progress")
 
@@ -268,8 +270,8 @@ class ResponseEncoder:
     def _failure(self, error: ApiError) -> bytes:
         """Return an error in mid-stream: as an event of its own, and as the response's end."""
         open_items = self._bytes(self._items.close("incomplete"))
-        told = {"code": error.code, "message": error.message, "param": error.param}
-        return open_items + self._bytes((("error", told), ("response.failed", {"response": self.ended(error)})))
+        failure = {"code": error.code, "message": error.message, "param": error.param}
+        return open_items + self._bytes((("error", failure), ("response.failed", {"response": self.ended(error)})))
 
     def _bytes(self, events: Iterable[Event]) -> bytes:
         return b"".join(map(self._numbered, events))

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from octavo.server.api.fields import Body, Refused, ignore, sift, sift_if_object, validate
+from octavo.server.api.fields import Body, Refused, ignore, reject_unsupported, reject_unsupported_in, validate
 from octavo.server.api.sampling import SamplingBody, check_stream_options
-from octavo.server.api.tools import IGNORED_IN_TOOLS, MAX_TOOLS, without_hosted
+from octavo.server.api.tools import IGNORED_IN_TOOLS, MAX_TOOLS, drop_hosted_tools
 from octavo.server.http.errors import ApiError, Spelling, bad_field
 
 MAX_METADATA = 16
@@ -150,19 +150,19 @@ class ResponsesBody(SamplingBody):
 def read_responses(fields: dict[str, object]) -> ResponsesBody:
     """Check a Responses body. Raises ApiError naming the field."""
     here = {name: value for name, value in fields.items() if name not in NOT_HERE and name != "stream_options"}
-    sift({name: fields[name] for name in NOT_HERE if name in fields}, NOT_HERE, Body)
+    reject_unsupported({name: fields[name] for name in NOT_HERE if name in fields}, NOT_HERE, Body)
     options = fields.get("stream_options")
     if options is not None:
         if not isinstance(options, dict):
             raise bad_field("stream_options", f"stream_options is a {type(options).__name__}; give an object")
         check_stream_options(fields)
-        sift(options, {}, Body, "stream_options.")
+        reject_unsupported(options, {}, Body, "stream_options.")
     if here.pop("return_token_ids", None):
         ignore("return_token_ids", is_known=True)
-    here = sift(here, REFUSED_RESPONSES, ResponsesBody, ignored=IGNORED_RESPONSES)
+    here = reject_unsupported(here, REFUSED_RESPONSES, ResponsesBody, ignored=IGNORED_RESPONSES)
     if "input" in here:
         here["input"] = read_items(here["input"])
-    _sift_parts(here)
+    _read_parts(here)
     body = validate(ResponsesBody, here)
     for index, name in enumerate(body.include):
         if name not in _INCLUDED:
@@ -171,21 +171,21 @@ def read_responses(fields: dict[str, object]) -> ResponsesBody:
     return body
 
 
-def _sift_parts(fields: dict[str, object]) -> None:
+def _read_parts(fields: dict[str, object]) -> None:
     """Sift the nested objects in place, so that what is not supported is refused by name."""
     text = fields.get("text")
     if isinstance(text, dict):
-        text = sift(text, {}, TextConfig, "text.")
-        asked = text.get("format")
-        if isinstance(asked, dict):
-            text["format"] = _format(asked)
+        text = reject_unsupported(text, {}, TextConfig, "text.")
+        text_format = text.get("format")
+        if isinstance(text_format, dict):
+            text["format"] = _format(text_format)
         fields["text"] = text
     reasoning = fields.get("reasoning")
     if isinstance(reasoning, dict):
-        fields["reasoning"] = sift(reasoning, _REFUSED_REASONING, ReasoningConfig, "reasoning.")
+        fields["reasoning"] = reject_unsupported(reasoning, _REFUSED_REASONING, ReasoningConfig, "reasoning.")
     tools = fields.get("tools")
     if isinstance(tools, list):
-        usable = without_hosted(tools, "function", fields.get("tool_choice"))
+        usable = drop_hosted_tools(tools, "function", fields.get("tool_choice"))
         fields["tools"] = [_tool(tool, f"tools[{index}].") for index, tool in usable]
     if "tool_choice" in fields:
         fields["tool_choice"] = _choice(fields["tool_choice"])
@@ -194,7 +194,7 @@ def _sift_parts(fields: dict[str, object]) -> None:
 def _format(value: dict[str, object]) -> dict[str, object]:
     schema = {name: part for name, part in value.items() if name == "schema" and part is not None}
     others = {name: part for name, part in value.items() if name != "schema"}
-    return {**sift(others, {}, Format, "text.format."), **schema}
+    return {**reject_unsupported(others, {}, Format, "text.format."), **schema}
 
 
 def _choice(value: object) -> object:
@@ -213,7 +213,7 @@ def _choice(value: object) -> object:
 
 
 def _tool(value: object, where: str) -> object:
-    return sift_if_object(value, _REFUSED_TOOL, FunctionTool, where, IGNORED_IN_TOOLS)
+    return reject_unsupported_in(value, _REFUSED_TOOL, FunctionTool, where, IGNORED_IN_TOOLS)
 
 
 MAX_INPUT_ITEMS = 2048
@@ -326,7 +326,7 @@ def _item(value: object, where: str) -> Item:
 
 def checked(body: type[B], value: Mapping[str, object], refused: Refused, where: str) -> B:
     """Check one object of the body; errors name its place."""
-    fields = sift(value, refused, body, f"{where}.", _IGNORED)
+    fields = reject_unsupported(value, refused, body, f"{where}.", _IGNORED)
     try:
         return validate(body, fields)
     except ApiError as error:
@@ -526,11 +526,11 @@ def _check_known(tool: NamedTool, names: set[str], where: str) -> None:
 
 
 def _response_format(body: ResponsesBody) -> Message:
-    asked = body.text.format
-    if asked.type == "json_object":
+    text_format = body.text.format
+    if text_format.type == "json_object":
         return {"type": "json_object"}
-    if asked.schema_ is None:
+    if text_format.schema_ is None:
         message = "text.format.schema is missing; a format of type json_schema needs one"
         raise bad_field("text.format.schema", message, "missing_field")
-    named = asked.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+    named = text_format.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
     return {"type": "json_schema", "json_schema": {"name": "answer", **named}}

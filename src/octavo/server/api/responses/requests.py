@@ -32,7 +32,7 @@ from octavo.server.api.responses.bodies import (
     chat_fields,
     read_responses,
 )
-from octavo.server.api.responses.store import Given, Link, Stored
+from octavo.server.api.responses.store import InputItems, Stored, StoredTurn
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
 from octavo.server.http.auth import KEY
@@ -96,7 +96,7 @@ class ResponseConversation:
     the answer repeats (as JSON by field: they may be long, and are sent several times)."""
 
     chat: ChatBody
-    given: Given
+    given: InputItems
     echo: dict[str, str]
 
 
@@ -189,11 +189,11 @@ async def read_conversation(
     """Assemble all items up to and with the input; `seed` makes the ids of those without one. Raises ApiError."""
     wanted = {item["id"] for item in body.items if item["type"] == "item_reference"}
     history = previous.history() if previous is not None else ()
-    links = context.responses.links(tenant, wanted)
+    turns = context.responses.turns(tenant, wanted)
 
     def read() -> ResponseConversation:
         before: list[Item] = [item for items in history for item in msgspec.json.decode(items)]
-        known = _linked_items(links, wanted)
+        known = _linked_items(turns, wanted)
         own = [known[item["id"]] if item["type"] == "item_reference" else item for item in body.items]
         own = [item if "id" in item else _named(item, f"{seed[len(ID_PREFIX) :]}i{i}") for i, item in enumerate(own)]
         try:
@@ -201,17 +201,17 @@ async def read_conversation(
         except ApiError as error:
             raise rename_field(error, SPELLING) from None
         ids = tuple(item["id"] for item in own)
-        return ResponseConversation(chat, Given(msgspec.json.encode(own), ids), _echo(body))
+        return ResponseConversation(chat, InputItems(msgspec.json.encode(own), ids), _echo(body))
 
-    size = _size(body.items) + sum(map(len, history)) + sum(link.num_bytes for link in links)
+    size = _size(body.items) + sum(map(len, history)) + sum(turn.num_bytes for turn in turns)
     size += len(body.instructions or "")
     has_schemas = bool(body.tools) or body.text.format.schema_ is not None  # of unknown size
     is_short = size <= OFF_LOOP_BYTES and not has_schemas
     return read() if is_short else await parse_off_loop(read, size)
 
 
-def _linked_items(links: Sequence[Link], wanted: set[str]) -> dict[str, Item]:
-    items = [item for link in links for part in (link.given, link.output) for item in msgspec.json.decode(part)]
+def _linked_items(turns: Sequence[StoredTurn], wanted: set[str]) -> dict[str, Item]:
+    items = [item for turn in turns for part in (turn.input_items, turn.output) for item in msgspec.json.decode(part)]
     return {item["id"]: item for item in items if item["id"] in wanted}
 
 
@@ -236,9 +236,9 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
 
 def _echo(body: ResponsesBody) -> dict[str, str]:
     """Return the fields of the request that the answer repeats, with defaults for those left out."""
-    choice, asked = body.tool_choice, body.text.format
-    shown = asked.model_dump(exclude_none=True, by_alias=True)
-    if asked.type == "json_schema":
+    choice, text_format = body.tool_choice, body.text.format
+    shown = text_format.model_dump(exclude_none=True, by_alias=True)
+    if text_format.type == "json_schema":
         shown = {"name": "answer", **shown}
     values = {
         "background": body.background,
@@ -276,38 +276,38 @@ async def create(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
     context.check_model(body.model)
-    asked = await response_request(context, _tenant(request), body)
-    return await _in_background(request, asked) if body.background else await reply(request, asked)
+    wanted = await response_request(context, _tenant(request), body)
+    return await _in_background(request, wanted) if body.background else await reply(request, wanted)
 
 
-async def _in_background(request: Request, asked: ResponseRequest) -> Response:
+async def _in_background(request: Request, wanted: ResponseRequest) -> Response:
     """Start a response that runs without its connection; return its first state, or its events."""
     context, tenant = context_of(request), _tenant(request)
     key, event = key_of(request)
     if event is not None:
         raise bad_field("Last-Event-ID", "Last-Event-ID: continue with GET, stream and starting_after; leave it out")
     if key is None:
-        retry = RetryKey(tenant, f"background {asked.response_id}", b"", is_lasting=False)
+        retry = RetryKey(tenant, f"background {wanted.response_id}", b"", is_lasting=False)
     else:
-        retry = RetryKey(tenant, key, await body_hash(asked))
-    replay = await open_run(request, context, asked, retry)
+        retry = RetryKey(tenant, key, await body_hash(wanted))
+    replay = await open_run(request, context, wanted, retry)
 
     def keep(response: Json) -> None:
         if response["status"] == "in_progress" or context.responses.has(tenant, response["id"]):
-            asked.keep(response)
+            wanted.keep(response)
 
     encoder = replay.encoder
     assert isinstance(encoder, ResponseEncoder)
-    begun = encoder.begun()
+    in_progress = encoder.in_progress()
     if context.responses.has(tenant, encoder.response_id):
         await replay.close()  # a retry of the same request
     else:
         context.background.start(retry, replay, keep)
-    if asked.stream:
+    if wanted.stream:
         return await _events(context, retry, -1)
     if context.responses.has(tenant, encoder.response_id):
         return _json(context.responses.get(tenant, encoder.response_id).response())
-    return _json(msgspec.json.encode(begun))
+    return _json(msgspec.json.encode(in_progress))
 
 
 async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
@@ -327,8 +327,8 @@ async def count(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
     context.check_model(body.model)
-    asked = await response_request(context, _tenant(request), body)
-    num_tokens = sum(map(len, await asked.read_prompts()))
+    wanted = await response_request(context, _tenant(request), body)
+    num_tokens = sum(map(len, await wanted.read_prompts()))
     context.admission.charge(request.scope[KEY], num_tokens)
     return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": num_tokens}))
 

@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from octavo.server.idempotency import IdempotentRequests, RetryKey
     from octavo.server.resumable_stream import ResumableStream
 
+_ID_IN_PATH = "the response's id"
 _OVERHEAD_BYTES = 1024  # of a response's own objects
 _ID_BYTES = 256  # of an item's id and its entry in `items`
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class InputItems:
     """The items that a response answers, as one JSON list, and their ids."""
 
     items: bytes
@@ -47,19 +48,19 @@ class Given:
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class StoredTurn:
     """One turn: the given items and the items of the answer, as JSON, and the turn before."""
 
-    given: bytes
+    input_items: bytes
     output: bytes
     ids: tuple[str, ...]
-    previous: Link | None
-    num_users: int = 0  # the store itself, and the links after it
+    previous: StoredTurn | None
+    num_users: int = 0  # the store itself, and the turns after it
 
     @property
     def num_bytes(self) -> int:
         """Approximate bytes in memory."""
-        return len(self.given) + len(self.output) + _ID_BYTES * len(self.ids) + _OVERHEAD_BYTES
+        return len(self.input_items) + len(self.output) + _ID_BYTES * len(self.ids) + _OVERHEAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +68,31 @@ class Stored:
     """One stored response: `rest` is its JSON without the output."""
 
     response_id: str
-    link: Link
+    turn: StoredTurn
     rest: bytes
     previous_id: str | None
     status: str
 
     def response(self) -> bytes:
         """Return the response as JSON."""
-        return self.rest[:-1] + b',"output":' + self.link.output + b"}"
+        return self.rest[:-1] + b',"output":' + self.turn.output + b"}"
 
     def history(self) -> tuple[bytes, ...]:
         """Return lists of items as JSON, oldest first: all inputs and outputs up to and with this response."""
         found: list[bytes] = []
-        link: Link | None = self.link
-        while link is not None:
-            found += (link.output, link.given)
-            link = link.previous
+        turn: StoredTurn | None = self.turn
+        while turn is not None:
+            found += (turn.output, turn.input_items)
+            turn = turn.previous
         return tuple(reversed(found))
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """One tenant's responses, least recently used first, each with the time of its last use; and the links of items."""
+class _TenantResponses:
+    """One tenant's responses, least recently used first, each with the time of its last use; and the turns of items."""
 
     stored: OrderedDict[str, tuple[Stored, float]] = field(default_factory=OrderedDict)
-    items: dict[str, Link] = field(default_factory=dict)
+    items: dict[str, StoredTurn] = field(default_factory=dict)
     num_bytes: int = 0
 
 
@@ -99,10 +100,10 @@ class ResponseStore:
     """All stored responses of this server."""
 
     def __init__(self, config: ResponsesConfig, now: Callable[[], float] = time.monotonic) -> None:
-        self.num_given_way = 0
+        self.num_evicted = 0
         self._config = config
         self._now = now
-        self._shelves: dict[str, _Shelf] = {}
+        self._by_tenant: dict[str, _TenantResponses] = {}
         self._num = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -112,21 +113,21 @@ class ResponseStore:
     @property
     def num_bytes(self) -> int:
         """Approximate bytes of all responses in memory."""
-        return sum(shelf.num_bytes for shelf in self._shelves.values())
+        return sum(own.num_bytes for own in self._by_tenant.values())
 
-    def put(self, tenant: str, response: Json, given: Given, previous: Stored | None) -> None:
+    def put(self, tenant: str, response: Json, input_items: InputItems, previous: Stored | None) -> None:
         """Store a response and the items that it answers, then evict responses beyond the bounds."""
         output = msgspec.json.encode(response["output"])
         rest = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
         self.delete(tenant, response["id"])  # replaces its state in progress
-        ids = (*given.ids, *(item["id"] for item in response["output"]))
-        link = Link(given.items, output, ids, previous.link if previous is not None else None)
-        stored = Stored(response["id"], link, rest, previous.response_id if previous else None, response["status"])
-        shelf = self._shelves.setdefault(tenant, _Shelf())
-        shelf.stored[stored.response_id] = (stored, self._now())
-        shelf.num_bytes += len(rest)
+        ids = (*input_items.ids, *(item["id"] for item in response["output"]))
+        turn = StoredTurn(input_items.items, output, ids, previous.turn if previous is not None else None)
+        stored = Stored(response["id"], turn, rest, previous.response_id if previous else None, response["status"])
+        own = self._by_tenant.setdefault(tenant, _TenantResponses())
+        own.stored[stored.response_id] = (stored, self._now())
+        own.num_bytes += len(rest)
         self._num += 1
-        self._use(shelf, link)
+        self._use(own, turn)
         self._make_room()
         self._sweep()
 
@@ -135,12 +136,10 @@ class ResponseStore:
         self._drop_old()
         found = self._find(tenant, response_id)
         if found is None:
-            asked = param or "the response's id"
-            message = (
-                f"{asked} is {response_id[:128]!r}, but no such response of yours is stored (for a while, in memory)"
-            )
+            place = f"{param or _ID_IN_PATH} is {response_id[:128]!r}"
+            message = f"{place}, but no such response of yours is stored (for a while, in memory)"
             raise ApiError(404, message, code="response_not_found", param=param)
-        self._touch(self._shelves[tenant], found)
+        self._touch(self._by_tenant[tenant], found)
         return found
 
     def has(self, tenant: str, response_id: str) -> bool:
@@ -152,25 +151,25 @@ class ResponseStore:
         found = self._find(tenant, response_id)
         if found is None:
             return False
-        shelf = self._shelves[tenant]
-        del shelf.stored[response_id]
-        shelf.num_bytes -= len(found.rest)
+        own = self._by_tenant[tenant]
+        del own.stored[response_id]
+        own.num_bytes -= len(found.rest)
         self._num -= 1
-        self._leave(shelf, found.link)
-        if not shelf.stored:
-            del self._shelves[tenant]
+        self._leave(own, found.turn)
+        if not own.stored:
+            del self._by_tenant[tenant]
         return True
 
-    def links(self, tenant: str, item_ids: Iterable[str]) -> list[Link]:
+    def turns(self, tenant: str, item_ids: Iterable[str]) -> list[StoredTurn]:
         """Return the turns that have these items, each once. Raises ApiError."""
-        items = self._shelves[tenant].items if tenant in self._shelves else {}
-        found: dict[int, Link] = {}
+        items = self._by_tenant[tenant].items if tenant in self._by_tenant else {}
+        found: dict[int, StoredTurn] = {}
         for item_id in item_ids:
-            link = items.get(item_id)
-            if link is None:
+            turn = items.get(item_id)
+            if turn is None:
                 message = f"input refers to item {item_id[:128]!r}; no stored response of yours has it"
                 raise bad_field("input", message, "item_not_found")
-            found[id(link)] = link
+            found[id(turn)] = turn
         return list(found.values())
 
     @property
@@ -180,64 +179,64 @@ class ResponseStore:
 
     def report(self) -> dict[str, int]:
         """Return the figures for /metrics."""
-        return {"kept": len(self), "bytes": self.num_bytes, "given_way": self.num_given_way}
+        return {"kept": len(self), "bytes": self.num_bytes, "given_way": self.num_evicted}
 
     def _find(self, tenant: str, response_id: str) -> Stored | None:
-        shelf = self._shelves.get(tenant)
-        found = shelf.stored.get(response_id) if shelf is not None else None
+        own = self._by_tenant.get(tenant)
+        found = own.stored.get(response_id) if own is not None else None
         return found[0] if found is not None else None
 
-    def _touch(self, shelf: _Shelf, stored: Stored) -> None:
+    def _touch(self, own: _TenantResponses, stored: Stored) -> None:
         """Mark a response and those before it as used now, the oldest first."""
         chain: list[Stored] = []
         current: Stored | None = stored
         while current is not None:
             chain.append(current)
-            previous = shelf.stored.get(current.previous_id) if current.previous_id is not None else None
+            previous = own.stored.get(current.previous_id) if current.previous_id is not None else None
             current = previous[0] if previous is not None else None
         for each in reversed(chain):
-            shelf.stored[each.response_id] = (each, self._now())
-            shelf.stored.move_to_end(each.response_id)
+            own.stored[each.response_id] = (each, self._now())
+            own.stored.move_to_end(each.response_id)
 
-    def _use(self, shelf: _Shelf, link: Link) -> None:
+    def _use(self, own: _TenantResponses, turn: StoredTurn) -> None:
         """Count a new user of a link; a new link uses the one before it."""
-        current: Link | None = link
+        current: StoredTurn | None = turn
         while current is not None:
             current.num_users += 1
             if current.num_users > 1:
                 return
-            shelf.num_bytes += current.num_bytes
-            shelf.items.update(dict.fromkeys(current.ids, current))
+            own.num_bytes += current.num_bytes
+            own.items.update(dict.fromkeys(current.ids, current))
             current = current.previous
 
-    def _leave(self, shelf: _Shelf, link: Link) -> None:
-        current: Link | None = link
+    def _leave(self, own: _TenantResponses, turn: StoredTurn) -> None:
+        current: StoredTurn | None = turn
         while current is not None:
             current.num_users -= 1
             if current.num_users > 0:
                 return
-            shelf.num_bytes -= current.num_bytes
+            own.num_bytes -= current.num_bytes
             for item_id in current.ids:
-                if shelf.items.get(item_id) is current:  # clients may give the same id again
-                    del shelf.items[item_id]
+                if own.items.get(item_id) is current:  # clients may give the same id again
+                    del own.items[item_id]
             current = current.previous
 
     def _make_room(self) -> None:
         config = self._config
         while self._num > config.max_stored_responses:
-            self._drop_oldest(largest_user({tenant: len(shelf.stored) for tenant, shelf in self._shelves.items()}))
-        while self._shelves and self.num_bytes > config.max_stored_bytes:
-            self._drop_oldest(largest_user({tenant: shelf.num_bytes for tenant, shelf in self._shelves.items()}))
+            self._drop_oldest(largest_user({tenant: len(own.stored) for tenant, own in self._by_tenant.items()}))
+        while self._by_tenant and self.num_bytes > config.max_stored_bytes:
+            self._drop_oldest(largest_user({tenant: own.num_bytes for tenant, own in self._by_tenant.items()}))
 
     def _drop_oldest(self, tenant: str) -> None:
-        self.delete(tenant, next(iter(self._shelves[tenant].stored)))
-        self.num_given_way += 1
+        self.delete(tenant, next(iter(self._by_tenant[tenant].stored)))
+        self.num_evicted += 1
 
     def _drop_old(self) -> None:
         oldest = self._now() - self._config.keep_responses_s
-        for tenant in list(self._shelves):
-            while (shelf := self._shelves.get(tenant)) is not None:
-                response_id, (_, used_at) = next(iter(shelf.stored.items()))
+        for tenant in list(self._by_tenant):
+            while (own := self._by_tenant.get(tenant)) is not None:
+                response_id, (_, used_at) = next(iter(own.stored.items()))
                 if used_at > oldest:
                     break
                 self.delete(tenant, response_id)
@@ -245,7 +244,7 @@ class ResponseStore:
     def _sweep(self) -> None:
         """Set the timer that drops old responses when there are no requests."""
         if self._timer is None and self._num:
-            used = [next(iter(shelf.stored.values()))[1] for shelf in self._shelves.values()]
+            used = [next(iter(own.stored.values()))[1] for own in self._by_tenant.values()]
             wait_s = max(0.1, min(used) + self._config.keep_responses_s - self._now())
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_time)
 
@@ -259,12 +258,12 @@ MAX_RESUMABLE = 10_000  # remembered runs; over this, those that are no longer k
 
 
 @dataclass(slots=True)
-class _Job:
+class _BackgroundRun:
     """One running response. `keep` replaces it in the store."""
 
     key: RetryKey
     replay: ResumableStream
-    shape: ResponseEncoder
+    encoder: ResponseEncoder
     keep: Callable[[Json], None]
     is_cancelled: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -276,7 +275,7 @@ class Background:
     def __init__(self, runs: IdempotentRequests, lifecycle: Lifecycle) -> None:
         self._runs = runs
         self._lifecycle = lifecycle
-        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._jobs: dict[tuple[str, str], _BackgroundRun] = {}
         self._keys: dict[tuple[str, str], RetryKey] = {}
         self._max_keys = MAX_RESUMABLE
         self._tasks: set[asyncio.Task[None]] = set()
@@ -286,11 +285,11 @@ class Background:
 
     def start(self, key: RetryKey, replay: ResumableStream, keep: Callable[[Json], None]) -> None:
         """Follow a run until its end, and store its response. A server that drains waits for it."""
-        shape = replay.encoder
-        assert isinstance(shape, ResponseEncoder)
-        name = (key.tenant, shape.response_id)
-        keep(shape.begun())
-        self._jobs[name] = job = _Job(key, replay, shape, keep)
+        encoder = replay.encoder
+        assert isinstance(encoder, ResponseEncoder)
+        name = (key.tenant, encoder.response_id)
+        keep(encoder.in_progress())
+        self._jobs[name] = job = _BackgroundRun(key, replay, encoder, keep)
         self._keys[name] = key
         if len(self._keys) > self._max_keys:
             self._keys = {name: each for name, each in self._keys.items() if self._runs.has(each)}
@@ -314,22 +313,22 @@ class Background:
             self._runs.give_up(job.key, cancelled_error())
             await job.ended.wait()
 
-    async def _follow(self, name: tuple[str, str], job: _Job) -> None:
-        shape = job.shape
+    async def _follow(self, name: tuple[str, str], job: _BackgroundRun) -> None:
+        encoder = job.encoder
         try:
-            choices = await self._lifecycle.supervise(job.replay.collect(), _nobody_leaves)
-            job.keep(shape.whole(choices))
+            choices = await self._lifecycle.supervise(job.replay.collect(), _never_disconnects)
+            job.keep(encoder.whole(choices))
         except (ApiError, OctavoError) as error:
             failure = from_exception(error)
-            job.keep({**shape.ended(failure), "status": "cancelled", "error": None} if job.is_cancelled else
-                     shape.ended(failure))  # fmt: skip
+            job.keep({**encoder.ended(failure), "status": "cancelled", "error": None} if job.is_cancelled else
+                     encoder.ended(failure))  # fmt: skip
         finally:
             del self._jobs[name]
             job.ended.set()
             await job.replay.close()
 
 
-async def _nobody_leaves() -> Message:
+async def _never_disconnects() -> Message:
     """Wait forever: the `receive` of a connection that is never closed."""
     nothing: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await nothing
