@@ -25,7 +25,7 @@ from starlette.responses import Response
 from octavo.core.request import SamplingParams, Want
 from octavo.errors import EngineError, OctavoError, RequestError
 from octavo.server.api.completions.bodies import Prompts
-from octavo.server.api.fields import Refused, field_notes, reject_unsupported, validate
+from octavo.server.api.fields import Refused, field_notes, read
 from octavo.server.api.sampling import ServedFields
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerSpec, Choice, Identity
@@ -71,7 +71,7 @@ class EmbeddingBody(PooledFields):
 
 def read_embedding(fields: dict[str, object]) -> EmbeddingBody:
     """Check an embedding body. Raises ApiError naming the field."""
-    body = validate(EmbeddingBody, reject_unsupported(fields, REFUSED_EMBEDDING, EmbeddingBody, ignored=IGNORED_HERE))
+    body = read(EmbeddingBody, fields, REFUSED_EMBEDDING, IGNORED_HERE)
     if len(body.input) > MAX_INPUTS:
         raise bad_field("input", f"input holds {len(body.input)} texts; give at most {MAX_INPUTS}")
     return body
@@ -131,7 +131,7 @@ class RerankBody(PooledFields):
 
 def read_score(fields: dict[str, object]) -> ScoreBody:
     """Check a score body. Raises ApiError naming the field."""
-    body = validate(ScoreBody, reject_unsupported(fields, REFUSED_SCORE, ScoreBody, ignored=IGNORED_HERE))
+    body = read(ScoreBody, fields, REFUSED_SCORE, IGNORED_HERE)
     first, second = len(body.text_1), len(body.text_2)
     if first not in (1, second):
         message = f"text_1 has {first} texts and text_2 has {second}; give one, or as many as text_2 has"
@@ -144,7 +144,7 @@ def read_score(fields: dict[str, object]) -> ScoreBody:
 
 def read_rerank(fields: dict[str, object]) -> RerankBody:
     """Check a rerank body. Raises ApiError naming the field."""
-    body = validate(RerankBody, reject_unsupported(fields, REFUSED_RERANK, RerankBody, ignored=IGNORED_HERE))
+    body = read(RerankBody, fields, REFUSED_RERANK, IGNORED_HERE)
     if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is not None:
         message = "max_tokens_per_doc and truncate_prompt_tokens both shorten texts; give one of them"
         raise bad_field("max_tokens_per_doc", message)

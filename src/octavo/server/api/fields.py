@@ -272,9 +272,15 @@ B = TypeVar("B", bound=BaseModel)
 _MAX_PASSES = 8  # of validation, each without the unknown fields that the one before found
 
 
-def read(body: type[B], fields: dict[str, object], refused: Refused) -> B:
-    """Check a body. Raises ApiError naming the field."""
-    return validate(body, reject_unsupported(fields, refused, body))
+def read(
+    body: type[B],
+    fields: Mapping[str, object],
+    refused: Refused,
+    ignored: Mapping[str, str] | None = None,
+    where: str = "",
+) -> B:
+    """Check a body or a part of one, as `reject_unsupported` and `validate` do. Raises ApiError naming the field."""
+    return validate(body, reject_unsupported(fields, refused, body, where, ignored), where)
 
 
 def reject_unsupported_in(

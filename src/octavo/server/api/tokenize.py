@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from octavo.server.api.completions.bodies import ChatBody, read_chat
 from octavo.server.api.embeddings import INLINE_CHARACTERS
-from octavo.server.api.fields import Body, reject_unsupported, validate
+from octavo.server.api.fields import Body, read
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
 from octavo.server.http.body import json_response, off_loop, read_json
@@ -52,7 +52,7 @@ def read_tokenize(fields: dict[str, object]) -> tuple[TokenizeBody, ChatBody | N
         raise bad_field("prompt", "prompt is missing; give a text, or messages", "missing_field")
     own = {name: fields[name] for name in fields if not has_chat or name in _OWN}
     own.pop("messages", None)
-    body = validate(TokenizeBody, reject_unsupported(own, {}, TokenizeBody, ignored={}))
+    body = read(TokenizeBody, own, {}, {})
     if not has_chat:
         return body, None
     chat = {name: value for name, value in fields.items() if name not in own and name != "prompt"}
@@ -61,7 +61,7 @@ def read_tokenize(fields: dict[str, object]) -> tuple[TokenizeBody, ChatBody | N
 
 def read_detokenize(fields: dict[str, object]) -> DetokenizeBody:
     """Check a body. Raises ApiError naming the field."""
-    return validate(DetokenizeBody, reject_unsupported(fields, {}, DetokenizeBody, ignored={}))
+    return read(DetokenizeBody, fields, {}, {})
 
 
 _OFF_LOOP_IDS = 1024

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from octavo.server.api.completions.bodies import MAX_MESSAGES
-from octavo.server.api.fields import Body, Refused, reject_unsupported, reject_unsupported_in, validate
+from octavo.server.api.fields import Body, Refused, read, reject_unsupported, reject_unsupported_in, validate
 from octavo.server.api.sampling import MAX_STOP_CHARACTERS, MAX_STOPS, MESSAGES_NAMES, ServedFields, with_numbers
 from octavo.server.api.tools import drop_hosted_tools
 from octavo.server.http.errors import NO_THREADS, bad_field
@@ -266,7 +266,7 @@ def read_turn(value: dict[str, Any], where: str) -> tuple[str, list[Block]]:
     role, content = value.get("role"), value.get("content")
     if isinstance(role, str) and role in _ALLOWED and isinstance(content, str | list) and len(value) == 2:
         return role, read_blocks(content, f"{where}content", _ALLOWED[role])
-    turn = validate(MessageTurn, reject_unsupported(value, {}, MessageTurn, where), where)
+    turn = read(MessageTurn, value, {}, where=where)
     return turn.role, read_blocks(turn.content, f"{where}content", _ALLOWED[turn.role])
 
 
@@ -303,7 +303,7 @@ def _read_block(value: object, where: str, allowed: Collection[str]) -> Body | B
     if kind == "text" and isinstance(text, str) and len(value) - ("cache_control" in value) == 2:
         return BlockText(text)  # most blocks
     model = _BLOCKS[kind]
-    return validate(model, reject_unsupported(value, _REFUSED_BLOCK, model, f"{where}.", IGNORED_BLOCK), f"{where}.")
+    return read(model, value, _REFUSED_BLOCK, IGNORED_BLOCK, f"{where}.")
 
 
 def _text_of(block: Body, where: str) -> str:
@@ -315,8 +315,6 @@ def _text_of(block: Body, where: str) -> str:
     if block.source.get("type") not in ("text", "content"):
         message = f"{where}source.type is {str(block.source.get('type'))[:64]!r}; documents may be text only"
         raise bad_field(f"{where}source.type", message, "unsupported_field")
-    source = validate(
-        TextSource, reject_unsupported(block.source, {}, TextSource, f"{where}source."), f"{where}source."
-    )
+    source = read(TextSource, block.source, {}, where=f"{where}source.")
     text = source.data if source.type == "text" else texts(source.content, f"{where}source.content")
     return "\n".join(part for part in (block.title, block.context, text) if part)

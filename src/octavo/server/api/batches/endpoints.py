@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, Response
 
 from octavo.server.api.batches.service import BatchService, UploadPace
 from octavo.server.api.batches.store import BatchRecord, FileRecord, new_id
-from octavo.server.api.fields import IGNORED_FIELDS, Body, collect_ignored, ignore, reject_unsupported, validate
+from octavo.server.api.fields import IGNORED_FIELDS, Body, collect_ignored, ignore, read
 from octavo.server.api.responses.bodies import MAX_METADATA, MAX_METADATA_CHARACTERS, MAX_METADATA_KEY_CHARACTERS
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
@@ -50,7 +50,7 @@ class BatchBody(Body):
 
 def read_batch(fields: dict[str, object]) -> BatchBody:
     """Check a batch. Raises ApiError naming the field."""
-    return validate(BatchBody, reject_unsupported(fields, {}, BatchBody, ignored={}))
+    return read(BatchBody, fields, {}, {})
 
 
 R = TypeVar("R", FileRecord, BatchRecord)

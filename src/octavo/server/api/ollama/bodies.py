@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.api.completions.bodies import MAX_MESSAGES, ChatBody, CompletionBody, read_chat, read_completion
 from octavo.server.api.embeddings import MAX_INPUTS
-from octavo.server.api.fields import Body, Refused, ignore, reject_unsupported, reject_unsupported_in, validate
+from octavo.server.api.fields import Body, Refused, ignore, read, reject_unsupported, reject_unsupported_in, validate
 from octavo.server.api.sampling import OLLAMA_NAMES, ServedFields, Stops, with_numbers
 from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_field
 from octavo.text.dialect import Dialect
@@ -375,11 +375,9 @@ class OllamaEmbeddingsBody(ServedFields):
 
 def read_embed(fields: dict[str, object]) -> OllamaEmbedBody:
     """Check a body of /api/embed. Raises ApiError naming the field."""
-    return validate(OllamaEmbedBody, reject_unsupported(fields, REFUSED_EMBED, OllamaEmbedBody, ignored=IGNORED_EMBED))
+    return read(OllamaEmbedBody, fields, REFUSED_EMBED, IGNORED_EMBED)
 
 
 def read_embeddings(fields: dict[str, object]) -> OllamaEmbeddingsBody:
     """Check a body of /api/embeddings. Raises ApiError naming the field."""
-    return validate(
-        OllamaEmbeddingsBody, reject_unsupported(fields, REFUSED_EMBED, OllamaEmbeddingsBody, ignored=IGNORED_EMBED)
-    )
+    return read(OllamaEmbeddingsBody, fields, REFUSED_EMBED, IGNORED_EMBED)
