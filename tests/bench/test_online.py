@@ -109,9 +109,9 @@ def test_every_request_is_timed() -> None:
     run, server = asyncio.run(_run())
     assert run.failures() == {}
     assert (run.num_output_tokens, run.num_prompt_tokens, len(run.done)) == (20, 15, 5)
-    assert len(run.ttft_s()) == len(run.e2e_s()) == len(run.tpot_s()) == 5
+    assert len(run.times_s("ttft")) == len(run.times_s("e2e")) == len(run.times_s("tpot")) == 5
     assert len(run.between_chunks_s()) == 15
-    assert all(0 < first <= whole for first, whole in zip(run.ttft_s(), run.e2e_s(), strict=True))
+    assert all(0 < first <= whole for first, whole in zip(run.times_s("ttft"), run.times_s("e2e"), strict=True))
     body = server.bodies[0]
     assert (body["ignore_eos"], body["stream"], body["temperature"], body["max_tokens"]) == (True, True, 0, 4)
     assert sorted(body["prompt"][0] for body in server.bodies) == [0, 1, 2, 3, 4]
@@ -166,8 +166,8 @@ def test_sending_ends_with_the_duration() -> None:
 def test_open_loop_counts_from_the_arrival_and_says_how_late_it_was() -> None:
     answer = CompletionResult(10.5, array("d", [11.0, 11.5, 12.5]), usage_tokens=4, is_finished=True)
     run = OnlineRun([answer], [10.0], duration_s=2.0)
-    assert (run.ttft_s(), run.late_s(), run.e2e_s()) == ([1.0], [0.5], [2.5])
-    assert run.tpot_s() == [0.5]
+    assert (run.times_s("ttft"), run.late_s(), run.times_s("e2e")) == ([1.0], [0.5], [2.5])
+    assert run.times_s("tpot") == [0.5]
     assert run.between_chunks_s() == [0.5, 1.0]
     report = make_online_report(FACTS, OnlineLoad(Arrivals(2.0)), Objectives.read(["ttft:900"]), run)
     assert (report["goodput_share"], report["output_tokens_per_s"]) == (0, 2.0)

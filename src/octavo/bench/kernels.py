@@ -250,11 +250,11 @@ class AttentionShape:
     def work(self, case: AttentionCase, itemsize: int) -> tuple[int, int]:
         """Return the bytes of keys and values that one layer must read, and twice its multiply-adds."""
         positions = sum(case.contexts) - (len(case.contexts) - 1) * case.shared
-        seen = sum(
+        pairs = sum(
             count * context - count * (count - 1) // 2
             for context, count in zip(case.contexts, case.counts, strict=True)
         )
-        return 2 * positions * self.num_kv_heads * self.head_dim * itemsize, 4 * seen * self.num_heads * self.head_dim
+        return 2 * positions * self.num_kv_heads * self.head_dim * itemsize, 4 * pairs * self.num_heads * self.head_dim
 
 
 ATTENTION_CASES = (

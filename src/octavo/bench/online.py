@@ -168,17 +168,9 @@ class OnlineRun:
                 errors.setdefault(answer.kind, answer.error)
         return errors
 
-    def ttft_s(self) -> list[float]:
-        """Return the times from arrival to first token."""
-        return [answer.chunk_times[0] - at for at, answer in self.done]
-
-    def e2e_s(self) -> list[float]:
-        """Return the times from arrival to last token."""
-        return [answer.chunk_times[-1] - at for at, answer in self.done]
-
-    def tpot_s(self) -> list[float]:
-        """Return the mean time of each request's tokens after the first; requests of one token have none."""
-        return [_tpot(answer) for _, answer in self.done if answer.num_tokens > 1]
+    def times_s(self, name: str) -> list[float]:
+        """Return one of the OBJECTIVES' times of each finished request; those of one token have no tpot."""
+        return [_times(at, answer)[name] for at, answer in self.done if name != "tpot" or answer.num_tokens > 1]
 
     def between_chunks_s(self) -> list[float]:
         """Return the gaps between the chunks that carry tokens; most servers send one token a chunk."""
@@ -190,16 +182,7 @@ class OnlineRun:
 
     def num_good(self, objectives: Objectives) -> int:
         """Return the number of finished requests that met every objective."""
-        return sum(
-            objectives.are_met(
-                {
-                    "ttft": answer.chunk_times[0] - at,
-                    "tpot": _tpot(answer),
-                    "e2e": answer.chunk_times[-1] - at,
-                }
-            )
-            for at, answer in self.done
-        )
+        return sum(objectives.are_met(_times(at, answer)) for at, answer in self.done)
 
 
 async def run_online(
@@ -287,10 +270,10 @@ def make_online_report(facts: Report, load: OnlineLoad, objectives: Objectives, 
         "requests_per_s": round(num_done / seconds, 4),
         "output_tokens_per_s": round(num_output / seconds, 2),
         "total_tokens_per_s": round((run.num_prompt_tokens + num_output) / seconds, 2),
-        "ttft_ms": spread_ms(run.ttft_s()),
-        "tpot_ms": spread_ms(run.tpot_s()),
+        "ttft_ms": spread_ms(run.times_s("ttft")),
+        "tpot_ms": spread_ms(run.times_s("tpot")),
         "inter_token_ms": spread_ms(run.between_chunks_s()),
-        "e2e_ms": spread_ms(run.e2e_s()),
+        "e2e_ms": spread_ms(run.times_s("e2e")),
         "late_ms": spread_ms(run.late_s()),
         "objectives_ms": {name: bound * 1e3 for name, bound in objectives.bounds_s.items()},
         "goodput_requests_per_s": round(num_good / seconds, 4),
@@ -338,6 +321,8 @@ def _shown_facts(report: Report) -> dict[str, object]:
     return facts | {"this client": f"{share:.1%} of one core, {cost:,.0f} us a token"}
 
 
-def _tpot(answer: CompletionResult) -> float:
+def _times(arrived: float, answer: CompletionResult) -> dict[str, float]:
+    """Return a finished request's seconds: to its first token, per token after it, to its last token."""
     times = answer.chunk_times
-    return (times[-1] - times[0]) / max(1, answer.num_tokens - 1)
+    tpot = (times[-1] - times[0]) / max(1, answer.num_tokens - 1)
+    return {"ttft": times[0] - arrived, "tpot": tpot, "e2e": times[-1] - arrived}

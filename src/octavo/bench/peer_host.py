@@ -55,7 +55,7 @@ class SteppedEngine:
             for index, num_new, is_finished in self.step():
                 token_s[index] += [time.perf_counter()] * num_new
                 num_open -= is_finished
-        return [[seen[0] - start, seen[-1] - start, len(seen)] for start, seen in zip(start_s, token_s, strict=True)]
+        return [[own[0] - start, own[-1] - start, len(own)] for start, own in zip(start_s, token_s, strict=True)]
 
 
 class VllmEngine(SteppedEngine):

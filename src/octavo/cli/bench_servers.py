@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -87,13 +87,14 @@ def run_online(args: argparse.Namespace) -> int:
     )
     objectives = online.Objectives.read(args.goodput)
     name, prompts = _prompts(args, seed)
-    with (
-        ending_with_this() if threading.current_thread() is threading.main_thread() else nullcontext(),
-        progress(sum(count for _, count in prompts), text="requests") as advance,
-    ):
-        key = client_key(None) or os.environ.get("OPENAI_API_KEY", "")
-        target = Target(url, args.served_model or "", key, _extra_body(args), args.request_timeout)
-        measure = partial(online.measure_server, prompts=prompts, load=load, num_warm_ups=args.warmups, advance=advance)
+
+    async def measure(target: Target) -> tuple[online.OnlineRun, Report]:
+        with progress(sum(count for _, count in prompts), text="requests") as advance:
+            return await online.measure_server(target, prompts, load, args.warmups, advance)
+
+    key = client_key(None) or os.environ.get("OPENAI_API_KEY", "")
+    target = Target(url, args.served_model or "", key, _extra_body(args), args.request_timeout)
+    with ending_with_this() if threading.current_thread() is threading.main_thread() else nullcontext():
         run, facts = asyncio.run(measure(target) if url else _measure_own_server(args, target, measure))
     facts = {"server": url or "started here", **facts, "workload": name}
     report = online.make_online_report(facts, load, objectives, run)
@@ -116,7 +117,7 @@ def _prompts(args: argparse.Namespace, seed: int) -> tuple[str, list[tuple[array
 
 
 async def _measure_own_server(
-    args: argparse.Namespace, target: Target, measure: Callable[[Target], Any]
+    args: argparse.Namespace, target: Target, measure: Callable[[Target], Awaitable[tuple[online.OnlineRun, Report]]]
 ) -> tuple[online.OnlineRun, Report]:
     """Start a server with the settings given, measure it, and end it."""
     words = [sys.executable, "-m", "octavo", "serve", *([args.model] if args.model else []), *respell(args)]
