@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t kFirstLook = 128;    // candidates tried before bins, without top-k
 constexpr int64_t kMostSorted = 4096;  // more than these go through bins
 
-struct Columns {  // of all slots: sampling/columns.py
+struct Columns {  // of all slots: sampling/selection.py
     const float *inverse_temperature, *floor;  // 0 = the best one; the least scaled logit that min-p keeps
     const double* top_p;
     const int64_t* top_k;

@@ -1,7 +1,7 @@
 """Root-mean-square norm, with the residual addition in front of it.
 
 Owns: the torch twin and the choice between it and the C++ kernel.
-Does not: hold weights (nn/norm.py does), or compute gradients.
+Does not: hold weights (nn/layers.py does), or compute gradients.
 Invariants: a row's result depends on that row alone; kernel and twin agree within the bounds that
 tests/ops/test_rms_norm.py states. Shapes: T tokens, E hidden size.
 

@@ -1,7 +1,7 @@
 """Rotary position embedding of query and key heads.
 
 Owns: the rotation of one step's heads, given each token's cosines and sines.
-Does not: compute the tables (nn/rope.py does). Invariants: a token's result depends on that token alone.
+Does not: compute the tables (nn/layers.py does). Invariants: a token's result depends on that token alone.
 Shapes: T tokens, H heads, D head size.
 
 Source: Su et al., "RoFormer", 2021, in the half-split layout of Hugging Face checkpoints: i is paired with i + D/2.
