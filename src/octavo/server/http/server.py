@@ -1,7 +1,7 @@
 """Run the application: one socket, signals, drain.
 
-Owns: SIGINT and SIGTERM: the first drains, the second ends all open requests; the event loop's kind.
-Does not: open the socket, know routes or engines, or print (the announcement is a callback).
+Owns: SIGINT and SIGTERM: the first drains, the second ends all open requests.
+Does not: open the socket, or know routes or engines.
 """
 
 from __future__ import annotations
@@ -11,47 +11,19 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
 from octavo.config import WebConfig
-from octavo.server.app import create_app
 from octavo.server.http.connection import BoundedConnection, connection_class
 from octavo.server.http.lifecycle import Lifecycle
-from octavo.server.http.listener import BACKLOG, check_web, open_socket, tls_options, url_of
-
-if TYPE_CHECKING:
-    from octavo.config import Config
-    from octavo.frontend.sessions import Sessions
-    from octavo.server.context import EngineStatistics
-    from octavo.text.text_model import TextModel
-
+from octavo.server.http.listener import BACKLOG, tls_options
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECTION_GRACE_S = 2  # for connections that are still open after the drain
-
-
-async def serve(
-    config: Config,
-    sessions: Sessions,
-    text: TextModel,
-    engine_statistics: EngineStatistics,
-    *,
-    listener: socket.socket | None = None,
-    on_listening: Callable[[str], None] | None = None,
-) -> None:
-    """Serve until a signal ends it; `on_listening` is called with the URL. Raises ConfigError."""
-    check_web(config.web)
-    with contextlib.closing(listener or open_socket(config.serving)) as bound:
-        lifecycle = Lifecycle()
-        app = create_app(sessions, text, config, engine_statistics, lifecycle=lifecycle)
-        server = HttpServer(app, bound, lifecycle, config.serving.drain_timeout_s, config.web)
-        if on_listening is not None:
-            on_listening(url_of(bound, config.web))
-        await server.run()
 
 
 class HttpServer:
