@@ -102,7 +102,7 @@ def test_P01_a_new_sampling_parameter_reaches_every_api_and_the_sampler(tmp_path
     add(package / "core/request.py", "    dry_multiplier: Annotated", textwrap.indent(declared, "    "))
     add(package / "sampling/processors.py", "    Penalties, DryPenalty,", "    OddPenalty,\n")
     add(package / "sampling/processors.py", "# In the order in which they edit a row.", processor + "\n\n")
-    add(package / "server/api/sampling.py", '    SamplingField("dry_multiplier"', textwrap.indent(row, "    "))
+    add(package / "server/api/sampling.py", '    SamplingField("dry_multiplier"', f"    {row.strip()},\n")
     path = os.pathsep.join((str(tmp_path), str(ROOT)))
     ran = subprocess.run(
         [sys.executable, "-c", CHECK], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, cwd=ROOT
