@@ -110,8 +110,8 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device", "abacus"], "unknown device 'abacus'; give one of t4"),
         (["--cost", "guess"], "unknown cost 'guess'; give one of roofline"),
         (["--router", "nearest"], "unknown --router 'nearest'; give one of round_robin, random"),
-        (["--tp", "0"], "--tp is 0; give 1 to 64"),
-        (["--price", "-1"], "--price is -1.0; give 0 or more"),
+        (["--tp", "0"], "--tp is 0; give a whole number from 1 to 64"),
+        (["--price", "-1"], "--price is -1; give a number of at least 0"),
         (["--depth", "3"], "depth is 3; an engine has 1 or 2 plans in flight"),
         (["--replicas", "0"], "replicas is 0; give at least 1"),
         (["--rate-scale", "0"], "rate_scale is 0.0; give a number above 0"),
@@ -127,7 +127,10 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--search"], "a search has nothing to reach"),
         (["--search", "--objective", "ttft=1", "--html", "x"], "--html is of one run"),
         (["--search", "--objective", "ttft=1", "--policy", "fcfs,fair"], "--search-space policy=A|B"),
-        (["--search", "--objective", "ttft=1", "--max-replicas", "0"], "--max-replicas is 0; give 1 to"),
+        (
+            ["--search", "--objective", "ttft=1", "--max-replicas", "0"],
+            "--max-replicas is 0; give a whole number from 1 to",
+        ),
         (["--search", "--objective", "ttft=1", "--search-space", "colour=red"], "search space has 'colour=red'"),
         (
             ["--html", "/no/such/folder/x.html"],

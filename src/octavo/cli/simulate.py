@@ -18,6 +18,7 @@ from typing import Any
 
 from octavo.cli.flags import UsageError, add_settings, check_output, resolve_args, whole, writing
 from octavo.config import Config
+from octavo.config.setting import Number
 from octavo.config.sources import Resolved
 from octavo.core.limits import Limits
 from octavo.core.request import FinishReason
@@ -79,10 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="M", help="a shape known by name, or a model [llama-3.1-8b]")
     group.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt + output [the model's]")
     group.add_argument("--device", metavar="D", help="a device by name, or this [h100]")
-    group.add_argument("--tp", type=whole, default=1, metavar="N", help="devices of one replica [1]")
+    group.add_argument("--tp", type=Number(int, 1, 64), default=1, metavar="N", help="devices of one replica [1]")
     group.add_argument("--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE [roofline]")
     group.add_argument(
-        "--price", type=float, metavar="X", help="dollars an hour of one device [what it is often rented for]"
+        "--price",
+        type=Number(float, 0),
+        metavar="X",
+        help="dollars an hour of one device [what it is often rented for]",
     )
     group.add_argument("--depth", type=whole, metavar="N", help="plans in flight, 1 or 2 [1]")
     group.add_argument("--replicas", type=whole, default=1, metavar="N", help="engines behind a router [1]")
@@ -139,7 +143,11 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings to try, as in max_sequences=64|256,policy=fcfs|fair",
     )
     group.add_argument(
-        "--max-replicas", type=whole, default=MAX_REPLICAS, metavar="N", help=f"most replicas tried [{MAX_REPLICAS}]"
+        "--max-replicas",
+        type=Number(int, 1, MAX_REPLICAS),
+        default=MAX_REPLICAS,
+        metavar="N",
+        help=f"most replicas tried [{MAX_REPLICAS}]",
     )
 
 
@@ -208,10 +216,6 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
     """Read the flags. Raises ConfigError for flags that are unknown or contradict each other."""
     resolved = resolve_args(args)
     config = resolved.config
-    if args.tp < 1 or args.tp > 64:
-        raise UsageError(f"--tp is {args.tp}; give 1 to 64")
-    if args.price is not None and args.price < 0:
-        raise UsageError(f"--price is {args.price}; give 0 or more")
     if (args.page or args.perfetto) and "," in config.scheduling.policy:
         raise UsageError("--page and --perfetto show one policy; give one, or leave them out")
     engine, costs = _engine(args, config)
@@ -312,8 +316,6 @@ def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
     for name in ("html", "page", "perfetto", "requests", "fail"):
         if getattr(args, name):
             raise UsageError(f"--{name} is of one run; leave it out with --search, and simulate what it finds")
-    if not 1 <= args.max_replicas <= MAX_REPLICAS:
-        raise UsageError(f"--max-replicas is {args.max_replicas}; give 1 to {MAX_REPLICAS}")
     space, workload = read_space(args.search_space), plan.workload
     count = sum(1 for _ in workload.arrivals())
     if not count:
