@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price",
         type=Number(float, 0),
         metavar="X",
-        help="dollars an hour of one device [what it is often rented for]",
+        help="dollars an hour of one device [its usual rent]",
     )
     group.add_argument("--depth", type=whole, metavar="N", help="plans in flight, 1 or 2 [1]")
     group.add_argument("--replicas", type=whole, default=1, metavar="N", help="engines behind a router [1]")
