@@ -83,10 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tp", type=Number(int, 1, 64), default=1, metavar="N", help="devices of one replica [1]")
     group.add_argument("--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE [roofline]")
     group.add_argument(
-        "--price",
-        type=Number(float, 0),
-        metavar="X",
-        help="dollars an hour of one device [its usual rent]",
+        "--price", type=Number(float, 0), metavar="X", help="dollars an hour of one device [its usual rent]"
     )
     group.add_argument("--depth", type=whole, metavar="N", help="plans in flight, 1 or 2 [1]")
     group.add_argument("--replicas", type=whole, default=1, metavar="N", help="engines behind a router [1]")
