@@ -83,50 +83,31 @@ class DecodeRun:
 
     def more(self) -> None:
         """Predict up to MORE_TURNS more turns, as long as they begin before `until`."""
-        done = len(self.steps_s)
-        count = min(self.steps.max_steps - done, MORE_TURNS)
-        if self._in_flight is None:
-            self._more_alone(done, count)
-        else:
-            self._more_ahead(done, count, *self._in_flight)
-
-    def _more_alone(self, done: int, count: int) -> None:
-        """Predict turns with one plan in flight: each plan is committed before the next is made."""
-        host_s, at, decode_s, until = self.host_s, self.begins[-1], self._decode_s, self._until
-        num_rows = self.steps.num_rows
+        done, num_rows = len(self.steps_s), self.steps.num_rows
         kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
-        add_step, add_end, add_begin = self.steps_s.append, self.ends.append, self.begins.append
-        for _ in range(count):
+        decode_s, at, until = self._decode_s, self.begins[-1], self._until
+        is_ahead = self._in_flight is not None
+        end, host_s = self._in_flight or (at, self.host_s)
+        for _ in range(min(self.steps.max_steps - done, MORE_TURNS)):
             if at >= until:
                 break
             step_s = decode_s(num_rows, kv_sum, kv_max)
-            end = at + step_s
-            at = end + host_s
-            add_step(step_s)
-            add_end(end)
-            add_begin(at)
-            kv_sum += num_rows
-            kv_max += 1
-
-    def _more_ahead(self, done: int, count: int, end: float, host_s: float) -> None:
-        """Predict turns with two plans in flight: each turn commits the plan before its own, which ends at `end`."""
-        at, num_rows = self.begins[-1], self.steps.num_rows
-        kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
-        for _ in range(count):
-            if at >= self._until:
-                break
-            step_s = self._decode_s(num_rows, kv_sum, kv_max)
-            commit = max(at, end)
-            end = max(at, end) + step_s
+            if is_ahead:  # this turn commits the plan before its own, which ends at `end`
+                commit = max(at, end)
+                self.commits.append(commit)
+                end = commit + step_s
+                at = commit + host_s
+                host_s = self.host_s
+            else:  # its own plan is committed before the next is made
+                end = at + step_s
+                at = end + host_s
             self.steps_s.append(step_s)
             self.ends.append(end)
-            self.commits.append(commit)
-            at = commit + host_s
-            host_s = self.host_s
             self.begins.append(at)
             kv_sum += num_rows
             kv_max += 1
-        self._in_flight = (end, host_s)
+        if is_ahead:
+            self._in_flight = (end, host_s)
 
     @property
     def is_whole(self) -> bool:
