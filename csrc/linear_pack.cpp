@@ -146,7 +146,7 @@ EXPORT void octavo_linear_pack(int64_t kind, int64_t outputs, int64_t inputs, in
     const Source source{static_cast<const uint8_t*>(codes_or_values), scales, mins, inputs, group};
     const int64_t bytes = panel_bytes(kind, inputs, group);
     uint8_t* panels = static_cast<uint8_t*>(packed);
-    // int8 scales are padded to whole cache lines: cleared by whoever packs the panel's first row.
+    // int8 scales are padded to whole cache lines: cleared when the panel's first row is packed.
     const int64_t scale_bytes = kind == kInt8 ? inputs / group * 2 * kPanel : 0;
     for (int64_t row = 0; row < num_rows; ++row) {
         const int64_t panel = (first_row + row) / kPanel, slot = (first_row + row) % kPanel;

@@ -39,7 +39,7 @@ class Barrier {
         const uint32_t phase = phase_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == count_ - 1) {
             arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1);  // sequentially consistent with `sleepers_`: nobody sleeps through it
+            phase_.store(phase + 1);  // sequentially consistent with `sleepers_`: no thread sleeps through it
             if (sleepers_.load() > 0) wake();
             return;
         }

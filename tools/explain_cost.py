@@ -44,7 +44,7 @@ class Load:
             self._tell(self.history.admitted, request)
 
     def step(self) -> None:
-        """One step, as the loop tells of it."""
+        """Make one step and report it as the loop does."""
         plan = self.scheduler.plan(self.now)
         self.now += 0.01 + 1e-5 * plan.num_query_tokens
         result = StepResult(None)

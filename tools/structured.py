@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-schema", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--page", type=Path, help="a page whose table is to be written anew")
+    parser.add_argument("--page", type=Path, help="the page whose table is rewritten")
     parser.add_argument("--log", type=Path, help="a file for all answers, a line of JSON each")
     args = parser.parse_args(arguments)
     model = args.model or httpx.get(f"{args.url}/v1/models").json()["data"][0]["id"]

@@ -17,7 +17,7 @@ export class SettingsForm {
   constructor(form, onChange) {
     this.form = form;
     form.append(
-      this.#area("system", "System prompt", 4, "What the model is to be or to mind"),
+      this.#area("system", "System prompt", 4, "Instructions for the model"),
       group("Sampling", NUMBERS.map(([name, label, step, hint]) => this.#number(name, label, step, hint))),
       this.#area("stop", "Stop strings", 2, "One on each line; \\n is a line's end"),
       group("Form of the answer", [
