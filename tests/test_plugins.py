@@ -130,11 +130,11 @@ def test_S06_an_unknown_policy_is_refused_before_a_model_is_looked_for() -> None
 
 
 def test_the_package_offers_what_a_policy_needs() -> None:
-    from octavo.core import policy, request
+    from octavo.core import policy, request_state
 
     assert octavo.Policy is policy.Policy
     assert octavo.register_policy is policy.register_policy
-    assert octavo.RequestState is request.RequestState
+    assert octavo.RequestState is request_state.RequestState
 
 
 # -- the example of docs/policies.md

@@ -115,7 +115,7 @@ def test_a_script_that_tells_nothing_or_dies_is_a_failure(tmp_path: Path) -> Non
     path = tmp_path / "check_x.py"
     script = runner.Script(path, "x", (), (), False, "")
     line = json.dumps(told("pass"))
-    for text, trouble in (("print('hello')", "told nothing"), (f"print({line!r}); 1/0", "status")):
+    for text, trouble in (("print('hello')", "reported nothing"), (f"print({line!r}); 1/0", "status")):
         path.write_text(text)
         outcome = runner.run_script(script, Path(sys.executable), ("http://127.0.0.1:9", "x"))
         assert trouble in outcome.trouble and outcome.count("fail") == 1

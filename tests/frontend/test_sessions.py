@@ -130,11 +130,15 @@ async def test_generate_gives_the_answer_so_far_as_vllms_does() -> None:
 
 
 async def test_leaving_generate_cancels_the_request() -> None:
-    async with running() as sessions:
+    executor = GatedExecutor()
+    executor.shut_after = 3  # or a busy machine lets the request end before its first output is read
+    async with running(executor) as sessions:
         engine = AsyncEngine(sessions)
         outputs = engine.generate("Say:", {"max_tokens": 100, "ignore_eos": True})
         assert not (await anext(outputs)).finished
         await outputs.aclose()
+        executor.shut_after = 0
+        executor.gate.set()
         statistics: Any = await engine.statistics()
         assert statistics["loop"]["open_requests"] == 0
         assert statistics["scheduler"]["finished"]["cancelled"] == 1

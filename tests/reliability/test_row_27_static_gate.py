@@ -24,7 +24,7 @@ def test_row_27_nothing_loads_code_from_data_or_listens_everywhere(score: Score)
     read = [module for module in found if not module.path.startswith(tuple(EXEMPT))]
     exempt = sorted({module.path for module in found} - {module.path for module in read})
     print(f"exempt, {len(exempt)} files:", *exempt, sep="\n")
-    assert len(read) > 900 and {path.split("/")[0] for path in exempt} == {"tools", "tests"}
+    assert len(read) > 700 and {path.split("/")[0] for path in exempt} == {"tools", "tests"}
     faults = [fault for module in read for fault in construct_faults(module)]
     print(*faults, sep="\n")
     score.count(f"such constructs in {len(read)} of {len(found)} files", len(faults))

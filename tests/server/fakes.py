@@ -22,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.config import Config, ServingConfig
+from octavo.core.feasibility import check_token_ids
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, Want
 from octavo.engine.client import Accepted, TokenOutput
@@ -55,6 +56,9 @@ STATISTICS: Mapping[str, object] = {
 }
 
 
+VOCAB_SIZE = 258  # a piece for each byte, and two special ones
+
+
 def make_text(generation: Mapping[str, float] | None = None) -> TextModel:
     """One piece per byte, and two special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -65,7 +69,7 @@ def make_text(generation: Mapping[str, float] | None = None) -> TextModel:
     backend.add_special_tokens(["<s>", "</s>"])
     spec = ModelSpec(
         family="llama",
-        vocab_size=len(vocab),
+        vocab_size=VOCAB_SIZE,
         hidden_size=8,
         num_layers=1,
         num_heads=1,
@@ -111,6 +115,7 @@ class FakeClient:
             raise self.submit_error
         if request.request_id in self._queues:
             raise DuplicateRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
+        check_token_ids(request, VOCAB_SIZE)  # as the scheduler does
         if request.num_prompt_tokens + bool(request.wants & Want.SAMPLE) > MAX_LEN:
             message = too_long_message(MAX_LEN, f"the prompt has {request.num_prompt_tokens}")
             raise PromptTooLongError(message, "prompt")

@@ -24,7 +24,7 @@ class Admission:
 
 def check_feasible(request: Request, limits: Limits) -> Admission:
     """Return the admission of a request that can run alone. Raises InvalidRequestError or AdmissionError."""
-    _check_ids(request, limits)
+    check_token_ids(request, limits.vocab_size)
     if request.block_keys is not None:
         _check_keys(request, request.block_keys, limits.block_size)
     _check_lengths(request, limits)
@@ -34,7 +34,8 @@ def check_feasible(request: Request, limits: Limits) -> Admission:
     return _check_room(request, limits)
 
 
-def _check_ids(request: Request, limits: Limits) -> None:
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Check that the prompt is not empty and all ids are in the vocabulary. Raises InvalidRequestError."""
     if request.num_prompt_tokens < 1:
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
     params = request.params
@@ -49,10 +50,10 @@ def _check_ids(request: Request, limits: Limits) -> None:
     }
     for name, ids in ids_by_field.items():
         for token in (min(ids), max(ids)) if ids else ():
-            if not 0 <= token < limits.vocab_size:
+            if not 0 <= token < vocab_size:
                 raise InvalidRequestError(
-                    f"{name} holds the id {token}, outside the vocabulary of {limits.vocab_size}; "
-                    f"use ids 0 to {limits.vocab_size - 1}",
+                    f"{name} holds the id {token}, outside the vocabulary of {vocab_size}; "
+                    f"use ids 0 to {vocab_size - 1}",
                     name,
                 )
 
