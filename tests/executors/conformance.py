@@ -1,6 +1,6 @@
 """What every executor must do: hand-written plans against transformers' dense forward on a tiny model.
 
-Subclass Conformance in a test module, give `open_executor`, and every test below runs on that executor.
+Subclass Conformance in a test module, define `make_executor`, and every test below runs on that executor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def dense(tiny_folder: Path) -> Dense:
 
 
 class Conformance(EffectsConformance):
-    """Tests of one executor. `open_executor` must compute in float32."""
+    """Tests of one executor. The executor of `make_executor` must compute in float32."""
 
     tolerance = 2e-4
 
