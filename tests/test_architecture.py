@@ -79,12 +79,14 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("artifacts",): 1_270,
     ("text",): 2_117,
     ("grammar", "sandbox"): 1_824,
-    ("observe",): 3_510,
-    ("simulator",): 4_010,
-    ("server",): 10_690,
+    ("observe",): 3_500,
+    ("simulator",): 3_990,
+    ("server",): 10_660,
     ("cli",): 4_891,
     ("bench",): 2_816,
+    ("config",): 960,
 }
+ALL_CODE_LINES, ALL_FILES = 46_810, 309  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
@@ -299,6 +301,11 @@ def test_sizes():
 @pytest.mark.parametrize("check", [budget_faults, cycle_faults, local_import_faults, name_faults, touch_faults])
 def test_the_house_is_no_larger_than_what_was_reached(check):
     none_of(check(modules()))
+
+
+def test_all_of_the_source_is_no_larger_than_what_was_reached():
+    assert sum(lines for lines, _ in house.lines_by_package(modules()).values()) <= ALL_CODE_LINES
+    assert len(modules()) <= ALL_FILES
 
 
 def test_config_parts_are_small():

@@ -9,7 +9,7 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.beam_oracle import beam_oracle
+from tests.beam_reference import beam_reference
 from tests.hash_chain import end_ids, oracle
 
 from octavo.core.limits import Limits
@@ -116,7 +116,7 @@ class Record:
         """The oracle's beams, best first."""
         asked = self.request
         assert asked.prompt_token_ids is not None
-        return beam_oracle(
+        return beam_reference(
             asked.prompt_token_ids,
             self.num_allowed(sizes),
             sizes.vocab_size,

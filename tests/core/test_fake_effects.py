@@ -6,7 +6,7 @@ import random
 from array import array
 
 import pytest
-from tests.beam_oracle import beam_oracle
+from tests.beam_reference import beam_reference
 from tests.fake_model import FakeExecutor, FakeModelError, Faults, oracle
 
 from octavo.core.limits import GroupKind, GroupSpec
@@ -106,7 +106,7 @@ def test_a_fork_needs_the_logits_of_its_own_request() -> None:
 # -- beams
 
 
-def test_beams_by_hand_give_the_beam_oracles_text() -> None:
+def test_beams_by_hand_give_the_beam_references_text() -> None:
     asked = {"beam_width": 2, "n": 2, "max_tokens": 2}
     beam = ROW_SAMPLE | ROW_BEAM
     made = executor()
@@ -130,7 +130,7 @@ def test_beams_by_hand_give_the_beam_oracles_text() -> None:
         for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
     ]
     best = [ids for _, ids in sorted(ended, reverse=True)[:2]]
-    assert best == beam_oracle(PROMPT, 2, VOCAB, (), SamplingParams(**asked))
+    assert best == beam_reference(PROMPT, 2, VOCAB, (), SamplingParams(**asked))
 
 
 def test_an_id_edit_follows_the_last_id() -> None:

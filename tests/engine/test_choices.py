@@ -6,7 +6,7 @@ from array import array
 from typing import Any
 
 import pytest
-from tests.beam_oracle import beam_oracle
+from tests.beam_reference import beam_reference
 from tests.engine.fakes import (
     EOS,
     VOCAB_SIZE,
@@ -149,7 +149,7 @@ async def test_P04_beams_are_the_oracles_and_stream_at_the_end(depth: int, early
         output = await engine.complete([5, 6, 7], params)
         deltas = [delta async for delta in engine.stream([5, 6, 7], params)]
         statistics: Any = await sessions.client.statistics()
-    wanted = beam_oracle([5, 6, 7], 12, VOCAB_SIZE, (EOS,), params)
+    wanted = beam_reference([5, 6, 7], 12, VOCAB_SIZE, (EOS,), params)
     assert [choice.token_ids for choice in output.outputs] == wanted and output.finished
     assert output.outputs[0].cumulative_logprob is None and output.outputs[0].logprobs is None
     assert [list(delta.token_ids) for delta in deltas] == wanted

@@ -15,7 +15,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
-from tests.beam_oracle import beam_oracle
+from tests.beam_reference import beam_reference
 from tests.core import invariants
 from tests.fake_model import FakeExecutor, oracle
 from tests.server.fakes import EOS, Harness, Wire, events, make_text
@@ -111,7 +111,7 @@ async def test_P03_choices_and_beams_are_the_oracles_whole_and_streamed() -> Non
         cut = (await harness.complete(stop=stop, **fields)).json()
         assert [choice["text"] for choice in cut["choices"]] == [text.split(stop)[0] for _, text in said]
         beams = (await harness.complete(prompt=prompt, use_beam_search=True, n=3, max_tokens=12)).json()
-        wanted = beam_oracle(tokenizer.encode(prompt), 12, VOCAB, (EOS,), SamplingParams(n=3, beam_width=3))
+        wanted = beam_reference(tokenizer.encode(prompt), 12, VOCAB, (EOS,), SamplingParams(n=3, beam_width=3))
         assert beams["usage"]["completion_tokens"] == sum(map(len, wanted))
         shown = [tokenizer.decode(array("i", ids[:-1] if ids[-1] == EOS else ids)) for ids in wanted]
         assert [choice["text"] for choice in beams["choices"]] == shown

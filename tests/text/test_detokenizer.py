@@ -117,7 +117,7 @@ def test_row_23_the_32000th_token_costs_what_the_first_did():
             stream.push([token_id])
             assert lookups.num == count
             assert stream.num_held_bytes <= 3
-        assert set(Detokenizer.__slots__) == {"_begun", "_pieces", "_skipped_ids", "_strip", "_utf8"}
+        assert set(Detokenizer.__slots__) == {"_has_text", "_pieces", "_skipped_ids", "_strip", "_utf8"}
 
 
 def test_nothing_in_nothing_out():

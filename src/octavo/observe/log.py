@@ -222,7 +222,7 @@ class _Handler(logging.Handler):
         super().__init__()
         self._queue = queue
         self._counts: dict[tuple[str, int], int] = {}
-        self._begun = 0.0
+        self._window_start = 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Format a record and queue it."""
@@ -236,8 +236,8 @@ class _Handler(logging.Handler):
 
     def _is_allowed(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()
-        if now - self._begun >= STATEMENT_S:
-            self._begun = now
+        if now - self._window_start >= STATEMENT_S:
+            self._window_start = now
             self._counts.clear()
         place = (record.pathname, record.lineno)
         self._counts[place] = count = self._counts.get(place, 0) + 1

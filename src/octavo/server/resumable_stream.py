@@ -21,12 +21,12 @@ from octavo.server.http.errors import ApiError, bad_field
 
 MAX_IDENTIFIED = 64  # choices; streams of more have no event ids: each id would list all choices
 _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
-_BEGUN, _TAIL, _ENDED = 0, 1, 2
+_STARTED, _TAIL, _ENDED = 0, 1, 2
 ChoicePosition = tuple[
     int, int
-]  # tokens sent (-1: not begun), then _BEGUN, _TAIL (text after the last token sent), _ENDED
+]  # tokens sent (-1: not begun), then _STARTED, _TAIL (text after the last token sent), _ENDED
 
-_NOTHING: ChoicePosition = (-1, _BEGUN)
+_NOTHING: ChoicePosition = (-1, _STARTED)
 
 
 @dataclass(slots=True)
@@ -104,16 +104,16 @@ class LoggedChoice:
         """Return the piece after a place, and the place after the piece; no piece crosses `stop` tokens."""
         tokens, stage = at
         if tokens < 0:
-            return TextDelta(index, "", array("i")), (0, _BEGUN)
-        if stage == _BEGUN and tokens < len(self.ends):
+            return TextDelta(index, "", array("i")), (0, _STARTED)
+        if stage == _STARTED and tokens < len(self.ends):
             end = min(len(self.ends), tokens + slice_tokens(self._num_tops))
             end = min(end, stop) if tokens < stop else end
             logprobs = tuple(self.logprobs[tokens:end])
-            return TextDelta(index, self._text(tokens, end), array("i"), logprobs or None), (end, _BEGUN)
+            return TextDelta(index, self._text(tokens, end), array("i"), logprobs or None), (end, _STARTED)
         if self.last is None or stage == _ENDED:
             return None
         tail = self._text(tokens, None)
-        if stage == _BEGUN and tail:
+        if stage == _STARTED and tail:
             return TextDelta(index, tail, array("i")), (tokens, _TAIL)
         return replace(self.last, choice=index), (tokens, _ENDED)
 

@@ -130,7 +130,7 @@ class Decodable(Protocol):
 class Detokenizer:
     """The text of one growing sequence of ids."""
 
-    __slots__ = ("_begun", "_pieces", "_skipped_ids", "_strip", "_utf8")
+    __slots__ = ("_has_text", "_pieces", "_skipped_ids", "_strip", "_utf8")
 
     def __init__(
         self, tokenizer: Decodable, skip_special_tokens: bool = True, shown_special_ids: tuple[int, ...] = ()
@@ -141,7 +141,7 @@ class Detokenizer:
         if shown_special_ids:
             self._skipped_ids = self._skipped_ids.difference(shown_special_ids)
         self._strip = self._pieces.strip_start
-        self._begun = False
+        self._has_text = False
         self._utf8 = _Utf8Decoder("replace")
 
     def push(self, ids: Sequence[int]) -> str:
@@ -151,10 +151,10 @@ class Detokenizer:
         if not ids:
             return ""
         pieces = self._pieces
-        if self._begun:
+        if self._has_text:
             data = b"".join(map(pieces.__getitem__, ids))
         else:
-            self._begun = True
+            self._has_text = True
             data = pieces.at_start(ids[0]) + b"".join(map(pieces.__getitem__, ids[1:]))
         text = self._utf8.decode(data)
         return self._cut_start(text) if self._strip else text

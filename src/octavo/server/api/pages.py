@@ -177,9 +177,9 @@ def _is_secure(request: Request) -> bool:
     return request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower() == "https"
 
 
-def _next(asked: str) -> str:
+def _next(path: str) -> str:
     """Return one of our pages, never an address of a client's choice."""
-    return asked if asked in NEXT_PAGES else ""
+    return path if path in NEXT_PAGES else ""
 
 
 def _away(page: str) -> Response:

@@ -103,7 +103,7 @@ def _for_client(answer: dict[str, Any], own: Mapping[str, str]) -> dict[str, obj
 
 async def explain(request: Request) -> Response:
     """Explain the state of a request, or how it ended, for each of its prompts. Only its own tenant finds it."""
-    context, name, key = _asked(request)
+    context, name, key = _request_parts(request)
     shown = await explain_own(context, name, key.tenant)
     if shown is None:
         kept = context.explain_kept
@@ -114,7 +114,7 @@ async def explain(request: Request) -> Response:
 
 async def cancel(request: Request) -> Response:
     """Cancel an open request; a client that waits for it gets an error. Only its own tenant finds it."""
-    context, name, key = _asked(request)
+    context, name, key = _request_parts(request)
     ids = context.request_index.find(name, key.tenant)
     if not ids:
         raise ApiError(404, f"no request {name[:128]!r} of yours is open", code="request_not_found")
@@ -122,7 +122,7 @@ async def cancel(request: Request) -> Response:
     return json_response({"id": name, "cancelled": True}, is_private=True)
 
 
-def _asked(request: Request) -> tuple[Context, str, KeyInfo]:
+def _request_parts(request: Request) -> tuple[Context, str, KeyInfo]:
     key: KeyInfo = request.scope[KEY]
     return context_of(request), request.path_params["request_id"], key
 

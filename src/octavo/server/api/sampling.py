@@ -164,7 +164,7 @@ class SamplingBody(SamplingNumbers):
     dry_sequence_breakers: list[Word] | None = Field(
         None, max_length=MAX_BREAKERS, description="DRY: texts that no repetition reaches across"
     )
-    bad_words: list[Word] = Field([], max_length=MAX_BAD_WORDS, description="texts that may not be said")
+    bad_words: list[Word] = Field([], max_length=MAX_BAD_WORDS, description="texts that are never generated")
     allowed_token_ids: Annotated[list[int], FailFast()] = Field(
         [], max_length=MAX_ALLOWED_IDS, description="the only ids that may be sampled; empty = all"
     )

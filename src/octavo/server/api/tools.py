@@ -132,7 +132,7 @@ class ToolFields(Body):
 
     tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)] = Field(
-        None, description="auto unless said otherwise; required and a named function are enforced"
+        None, description="auto by default; required and a named function are enforced"
     )
     parallel_tool_calls: bool | None = Field(
         None,

@@ -274,7 +274,7 @@ class CompletionEncoder:
         self._num_prompts, self._n = len(spec.echoes), spec.n
         self._facts: Mapping[str, Any] = spec.facts
         self._texts = [echo for echo in spec.echoes for _ in range(spec.n)]
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         self._offsets = [len(echo) for echo in self._texts]
         self._echoes = [self._echo(index) for index in range(len(self._texts))]
 
@@ -337,15 +337,15 @@ class CompletionEncoder:
             stream.count(index, delta.token_ids)
         text, self._texts[index] = self._texts[index] + delta.text, ""
         columns, echo = LogprobColumns(), self._echoes[index]
-        if echo is not None and not echo.has_begun:
+        if echo is not None and not echo.has_started:
             echo.add((), columns)
         self._offsets[index] = add_logprobs(columns, (delta,), self._pieces, self._offsets[index])
         logprobs = columns.json() if columns.tokens else None
         if not text and not logprobs and delta.finish_reason is None:
             return b""
         ids = stream.take_ids(index) if stream.has_ids else b""
-        if ids and index not in self._begun:
-            self._begun.add(index)
+        if ids and index not in self._started:
+            self._started.add(index)
             ids += b',"prompt_token_ids":%b' % encode(self._facts["prompt_token_ids"][index // self._n])
         begin = b'{"index":%d,"text":%b,"logprobs":%b,' % (index, encode(text), encode(logprobs))
         if delta.finish_reason is None:
@@ -427,7 +427,7 @@ class EchoedPrompt:
         self._offset = 0
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """True once the first token was added."""
         return self._first_id is None
 

@@ -41,7 +41,7 @@ REFUSED_CHAT: Refused = {"echo": (False,)}
 IGNORED_IN_MESSAGES: Mapping[str, str] = {
     "annotations": "they say nothing to a model",
     "cache_control": "prefixes are found by their content",
-    "refusal": "its text is taken as what the assistant said",  # done by _with_refusal
+    "refusal": "its text is part of the assistant's message",  # done by _with_refusal
 }
 IGNORED_IN_PARTS: Mapping[str, str] = {
     "cache_control": IGNORED_IN_MESSAGES["cache_control"],
@@ -112,7 +112,7 @@ class Message(Body):
     tool_call_id: str | None = Field(
         None, max_length=MAX_CALL_ID_CHARACTERS, description="of a tool: the call that this is the result of"
     )
-    reasoning: str | None = Field(None, description="of the assistant: what it said to itself")
+    reasoning: str | None = Field(None, description="of the assistant: its reasoning")
 
     @property
     def text(self) -> str:
@@ -255,8 +255,8 @@ def _with_refusal(message: dict[str, object], where: str) -> dict[str, object]:
         raise bad_field(f"{where}refusal", f"{where}refusal is {shown_value(refusal)}; give a string")
     if message.get("role") != "assistant":
         raise bad_field(f"{where}refusal", f"{where}refusal belongs to messages of the role 'assistant'")
-    said = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
-    return {**message, "content": [*said, {"type": "refusal", "refusal": refusal}]}
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+    return {**message, "content": [*parts, {"type": "refusal", "refusal": refusal}]}
 
 
 def _with_reasoning(message: dict[str, object], where: str) -> dict[str, object]:
@@ -279,8 +279,8 @@ def _check_message(message: Message, where: str) -> None:
             raise bad_field(where + name, f"{where}{name} belongs to messages of the role {role!r}")
     if message.role == "tool" and message.tool_call_id is None:
         raise bad_field(where + "tool_call_id", f"{where}tool_call_id is missing", "missing_field")
-    is_said = message.tool_calls or message.reasoning
-    if "content" not in message.model_fields_set and not is_said:
+    has_other_parts = message.tool_calls or message.reasoning
+    if "content" not in message.model_fields_set and not has_other_parts:
         raise bad_field(where + "content", f"{where}content is missing", "missing_field")
 
 

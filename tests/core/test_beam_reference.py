@@ -6,7 +6,7 @@ import random
 from array import array
 
 import pytest
-from tests.beam_oracle import beam_oracle
+from tests.beam_reference import beam_reference
 from tests.hash_chain import Continuation, candidates
 
 from octavo.core.beam_search import BeamGroup
@@ -46,5 +46,5 @@ def test_P04_the_slow_search_and_the_bookkeeping_agree(seed: int) -> None:
     ids = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 6))]
     eos = (2,) if rng.random() < 0.7 else (2, 3, 4)
     assert params.max_tokens is not None
-    slow = beam_oracle(ids, params.max_tokens, VOCAB_SIZE, eos, params)
+    slow = beam_reference(ids, params.max_tokens, VOCAB_SIZE, eos, params)
     assert slow == bookkeeping(ids, params.max_tokens, eos, params) != []

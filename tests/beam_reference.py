@@ -1,6 +1,6 @@
 """Beam search over the hash-chain model, the slow way: every beam is a list of ids, every step looks at all of them.
 
-Owns: `beam_oracle`, after the rules of transformers' `_beam_search` (Hugging Face, generation/utils.py, version 5):
+Owns: `beam_reference`, after the rules of transformers' `_beam_search` (Hugging Face, generation/utils.py, version 5):
 the best (1 + number of end ids, at least 2) * width continuations of a step are looked at; of its first `width`
 those that end are kept if they are among the best `width` ended ones, by score / length ** length_penalty; the best
 `width` that do not end go on. Does not: know plans or schedulers.
@@ -34,7 +34,7 @@ def _worth_going_on(
     return _score(best, num_outputs if longest else num_made, params) > worst
 
 
-def beam_oracle(
+def beam_reference(
     prompt_ids: Sequence[int],
     num_outputs: int,
     vocab_size: int,
