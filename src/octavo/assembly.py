@@ -1,7 +1,7 @@
-"""The composition root: opens a running engine from a Config. The only module that wires executors and engine together.
+"""The composition root: opens an engine from a Config. Only this module connects executors and the engine loop.
 
-Owns: the order of opening, defaults that depend on the device, LLM and AsyncLLM.
-Does not: compute, decide or serve. Importing it loads no torch; opening an engine does.
+Owns: the order of opening; defaults that depend on the device; LLM and AsyncLLM.
+Does not: run models, schedule or serve. Importing this module does not load torch; opening an engine does.
 `python -m octavo.assembly` is the engine process.
 """
 
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
     from octavo.observe.recording.recorder import Recorder
     from octavo.simulator.costs.fitted import DriftMonitor
 
-WATCH_S = 0.5  # the longest time for which a dead engine of this process goes unnoticed
-# By kind of device: tokens in a step, sequences.
+WATCH_S = 0.5  # interval of the check that an in-process engine is alive
+# Kind of device -> (maximum tokens per step, maximum sequences).
 DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
 
 
 @dataclass(frozen=True, slots=True)
 class LocalEngine:
-    """An engine in this process: its loop, a client, sessions, the model's text side, and its capacity."""
+    """An engine in this process: its loop, client, sessions, text model (tokenizer, chat template) and capacity."""
 
     loop: EngineLoop
     client: LocalClient
@@ -71,7 +71,7 @@ class LocalEngine:
 def build_local(config: Config) -> LocalEngine:
     """Open an engine in this process. Close its client when done. Raises what open_engine and load_text raise."""
     files = find_files(config)
-    with opening(files), ThreadPoolExecutor(1) as pool:  # the tokenizer loads while torch does
+    with opening(files), ThreadPoolExecutor(1) as pool:  # the tokenizer loads while torch loads
         loading = pool.submit(load_text, config, files)
         loop, capacity = open_engine(config, files, lambda: loading.result().tokenizer)
         text = loading.result()
@@ -80,7 +80,7 @@ def build_local(config: Config) -> LocalEngine:
 
 
 class InProcessEngine(LocalClient):
-    """The engine of a server in its own process (--in-process), with EngineSupervisor's interface: never restarted."""
+    """An engine in the server's process (--in-process). It has EngineSupervisor's interface, but never restarts."""
 
     processes: Mapping[str, int] = {}
 
@@ -93,15 +93,15 @@ class InProcessEngine(LocalClient):
 
     @classmethod
     async def start(cls, config: Config, observer: LedgerObserver | None = None) -> InProcessEngine:
-        """Open an engine here; `observer` is not used, as there is no ledger."""
+        """Open an engine in this process; `observer` is unused because there is no ledger."""
         return cls(*await asyncio.to_thread(open_engine, config))
 
     def trouble(self) -> str | None:
-        """Return why the engine makes no progress now, or None."""
+        """Return the reason why the engine makes no progress now, or None."""
         return self.failure or None
 
     def report(self) -> dict[str, object]:
-        """Return the epoch and the restarts, which never change."""
+        """Return the epoch and the number of restarts, which are constant here."""
         return {"epoch": 1, "restarts": 0}
 
     def restore(self, requests: Iterable[OpenRequest]) -> None:
@@ -125,7 +125,7 @@ class InProcessEngine(LocalClient):
 
 
 def opening(files: ModelFiles) -> AbstractContextManager[None]:
-    """Raise CapacityError with sizes and remedy if opening these files in the block runs out of memory."""
+    """Return a context that raises CapacityError, with sizes and a remedy, if loading the model runs out of memory."""
     return machine.needing_memory(files.name, sum(path.stat().st_size for path in files.weights))
 
 
@@ -135,7 +135,7 @@ def find_files(config: Config) -> ModelFiles:
 
 
 def load_text(config: Config, files: ModelFiles) -> TextModel:
-    """Load tokenizer and template. Raises ModelFileError, CapacityError."""
+    """Load the tokenizer and the chat template. Raises ModelFileError, CapacityError."""
     with opening(files):
         return TextModel.load(
             files,
@@ -154,19 +154,19 @@ def open_engine(
 ) -> tuple[EngineLoop, Capacity]:
     """Load the model, size the pool, and return a loop (not started).
 
-    `load_tokenizer` is called at the first request with a grammar; without it, the model's tokenizer is loaded then.
-    `is_own_process`: this process runs nothing but the engine, so a script may kill it.
+    The first request with a grammar calls `load_tokenizer` (default: load the model's tokenizer).
+    With `is_own_process`, this process runs only the engine, so a scripted model may kill the process.
     Raises ConfigError, CapacityError, ModelFileError.
     """
-    find_policy(config.scheduling.policy)  # fail before the model is loaded
+    find_policy(config.scheduling.policy)  # an unknown policy fails before the model is loaded
     if config.recording.record is not None:
         from octavo.observe.recording.recorder import prepare_folder
 
         prepare_folder(Path(config.recording.record))
     drift = _read_baseline(config)
     files = files or find_files(config)
-    # An OpenMP library keeps a team of threads for each thread that ever used it, and stops spinning altogether when
-    # there are more of them than cores: steps were a fifth slower. So the thread that opens the executor ends here.
+    # An OpenMP library keeps a team of threads for each thread that used it. When the teams' threads outnumber the
+    # cores, no thread spins, and steps were a fifth slower. The thread that opens the executor therefore ends here.
     with opening(files), ThreadPoolExecutor(1, "octavo-open") as pool:
         executor, device, capacity = pool.submit(_open_executor, config, files, is_own_process).result()
     sizes = limits(config, capacity, device)
@@ -176,7 +176,7 @@ def open_engine(
     vocabulary = Vocabulary(load, capacity.vocab_size)
     bank = GrammarBank(vocabulary) if capacity.has_masks else None
     loop = EngineLoop(scheduler, executor, clock=clock, depth=config.execution.depth, bank=bank)
-    if is_own_process and files.kind != "scripted":  # a script has no kernels, and may end the process in any step
+    if is_own_process and files.kind != "scripted":  # a scripted model has no kernels, and may end the process
         loop.warm_up = partial(warm_up, sizes, executor, capacity.has_masks, clock.now)
     if recorder is not None:
         loop.closers.append(recorder.close)
@@ -191,10 +191,10 @@ def open_engine(
 
 
 def _read_baseline(config: Config) -> DriftMonitor | None:
-    """Return a sink that compares steps with the baseline, if there is one. Raises ConfigError."""
+    """Return a sink that compares step times with the configured baseline; None without one. Raises ConfigError."""
     if config.statistics.drift_baseline is None:
         return None
-    from octavo.simulator.costs.fitted import DriftMonitor, load_fit  # importing it takes a tenth of a cold start
+    from octavo.simulator.costs.fitted import DriftMonitor, load_fit  # this import takes a tenth of a cold start
 
     return DriftMonitor(load_fit(config.statistics.drift_baseline))
 
@@ -202,7 +202,7 @@ def _read_baseline(config: Config) -> DriftMonitor | None:
 def _open_scheduler(
     config: Config, sizes: Limits, capacity: Capacity, clock: Clock
 ) -> tuple[Scheduler, Recorder | None]:
-    """Return a scheduler, and the recorder of its calls if --record is given. Raises ConfigError."""
+    """Return a scheduler, and with --record the recorder of its calls. Raises ConfigError."""
     if config.recording.record is None:
         return Scheduler(sizes), None
     from octavo.observe.recording import Header
@@ -238,11 +238,11 @@ def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> t
 
 
 def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple[Executor, str]:
-    """Return the executor for the configured device, and the device's kind. Loads torch; ConfigError without it."""
+    """Return the executor for the configured device, and the device's kind. Raises ConfigError if torch is missing."""
     limit_spinning()
     with machine.needing_torch():
         from octavo.executors.loading import choose_device
-        from octavo.executors.torch_executor import TorchExecutor  # torch: only where a model runs
+        from octavo.executors.torch_executor import TorchExecutor  # loads torch, so not at the top
 
     device = choose_device(config.execution.device)
     return TorchExecutor(files, spec, config.execution, config.model), device.type
@@ -257,7 +257,7 @@ def create_scripted(files: ModelFiles, can_die: bool = False) -> Executor:
 
 
 def plan_memory(config: Config) -> MemoryPlan:
-    """Return the memory that this configuration would need and the pool it would have, without loading weights.
+    """Return the memory that a configuration needs, and the resulting KV pool, without loading weights.
 
     Loads torch. Raises ConfigError, ModelFileError, UnknownModelError.
     """
@@ -275,13 +275,13 @@ def plan_memory(config: Config) -> MemoryPlan:
 
 def remove_packed(folder: Path, sources: Path) -> int:
     """Remove the packed weights in `folder` that were made from files below `sources`; return their bytes."""
-    from octavo.nn.weight_cache import remove_made_from  # numpy, which only a model needs
+    from octavo.nn.weight_cache import remove_made_from  # loads numpy, which only models need
 
     return remove_made_from(folder, sources)
 
 
 def executor_spec(config: Config, device: str) -> ExecutorSpec:
-    """Return the sizes for which the executor must have room."""
+    """Return the maximum sizes that the executor must support."""
     batch_tokens, sequences = DEVICE_DEFAULTS[device]
     cache, scheduling = config.cache, config.scheduling
     return ExecutorSpec(
@@ -320,8 +320,8 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
 class LLM(OfflineEngine):
     """Generates in batches: LLM("smollm2", max_model_len=2048).generate(["Hello"]).
 
-    `settings` are those of octavo.config, by name or by the spelling of their flags, which is vLLM's. The model is
-    loaded here. Raises ConfigError, UnknownModelError, ModelFileError, CapacityError.
+    `settings` are octavo.config's: field names, or flags with underscores, most of which are vLLM's. The constructor
+    loads the model. Raises ConfigError, UnknownModelError, ModelFileError, CapacityError.
     """
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
@@ -329,9 +329,9 @@ class LLM(OfflineEngine):
 
 
 class AsyncLLM(AsyncEngine):
-    """Generates like LLM, for one event loop: `async for output in AsyncLLM("smollm2").generate("Hello")`.
+    """Generates like LLM, on an event loop: `async for output in AsyncLLM("smollm2").generate("Hello")`.
 
-    The model is loaded here, which blocks the loop.
+    The constructor loads the model, which blocks the event loop.
     """
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:

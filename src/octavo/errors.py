@@ -3,23 +3,23 @@
 OctavoError
 ├── ConfigError              a setting is wrong; names the field, the value and the remedy
 ├── ModelFileError           a model file is missing, damaged or unsupported; names the file, the tensor, the reason
-├── UnknownModelError        no such model here, nor under that name elsewhere
-├── CapacityError            the KV pool would hold nothing (or too little); says what would fit
-├── RequestError             one request is at fault; the engine is undisturbed
+├── UnknownModelError        no model of this name is found
+├── CapacityError            the memory is too small for the model or a useful KV pool; names the sizes and a remedy
+├── RequestError             one request is at fault; no other request is affected
 │   ├── InvalidRequestError      a field is out of range (HTTP 400); `param` names it
-│   │   └── TooComplexError          what was sent costs too much time or memory to look at (HTTP 400)
-│   ├── AdmissionError           the request could never run here (HTTP 400); carries the numbers
-│   ├── DuplicateRequestError    the id is in use
-│   └── BusyError                the same request may be taken later (HTTP 429); says when
-│       ├── QueueFullError           the queue is at its bound
+│   │   └── TooComplexError          the request takes too much time or memory to parse or check (HTTP 400)
+│   ├── AdmissionError           the request could never run on this engine (HTTP 400); names the numbers
+│   ├── DuplicateRequestError    the request id is in use
+│   └── BusyError                the same request may be accepted later (HTTP 429); estimates when
+│       ├── QueueFullError           the queue is at its limit
 │       ├── LoadShedError            requests of this kind are refused at this load
-│       ├── WaitTooLongError         it could not start within the time that it gives
-│       └── RateLimitError           the key is at a limit of its own
+│       ├── WaitTooLongError         the request could not start within its time limit, or the server's
+│       └── RateLimitError           the API key is at one of its limits
 ├── EngineError
 │   ├── EngineDeadError          the engine ended while requests were open
 │   ├── StepFailedError          a step failed and could not be retried for this request
 │   └── ToolUnavailableError     no sandbox process can be started (HTTP 503)
-└── InvariantError           a bug of Octavo's own: a checked promise does not hold
+└── InvariantError           an invariant is violated: a bug in Octavo
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ErrorKind(Enum):
     STEP_FAILED = "StepFailedError"
     TOOL_UNAVAILABLE = "ToolUnavailableError"
     INVARIANT = "InvariantError"
-    QUEUE_TIMEOUT = "queue_timeout"  # it did not start in time
-    DEADLINE = "deadline"  # it did not finish in time
+    QUEUE_TIMEOUT = "queue_timeout"  # the request did not start in time
+    DEADLINE = "deadline"  # the request did not finish in time
 
 
 class OctavoError(Exception):
@@ -78,13 +78,13 @@ class UnknownModelError(OctavoError):
 
 
 class CapacityError(OctavoError):
-    """The given memory holds no useful KV pool. The message says what would fit."""
+    """The memory is too small for the model or for a useful KV pool. The message names the sizes and a remedy."""
 
 
 class RequestError(OctavoError):
     """One request is at fault; no other request is affected.
 
-    `param` is the field at fault as the caller spelled it, `code` a stable word for programs.
+    `param` is the field at fault, as the caller spelled it; `code` is a stable identifier for programs.
     """
 
     code = "invalid_request"
@@ -113,13 +113,13 @@ class AdmissionError(RequestError):
 
 
 class PromptTooLongError(AdmissionError):
-    """The prompt has more tokens than the model, or the KV pool, holds."""
+    """The prompt has more tokens than the model or the KV pool can hold."""
 
     code = "context_length_exceeded"
 
 
 def too_long_message(num_held: int, given: str, remedy: str = "shorten it") -> str:
-    """Return the message of a prompt that is too long, in the words that clients of OpenAI's API look for."""
+    """Return the message about a prompt that is too long, in OpenAI's wording, which clients search for."""
     return f"This model's maximum context length is {num_held} tokens, and {given}; {remedy}"
 
 
@@ -130,7 +130,7 @@ class DuplicateRequestError(RequestError):
 
 
 class BusyError(RequestError):
-    """The same request may be accepted later; `retry_after_s` is an estimate of when, None if there is none."""
+    """The same request may be accepted later; `retry_after_s` is an estimate of the wait, or None."""
 
     code = "busy"
 
@@ -140,7 +140,7 @@ class BusyError(RequestError):
 
 
 class QueueFullError(BusyError):
-    """The queue is at its bound."""
+    """The queue is at its limit."""
 
     code = "queue_full"
 
@@ -158,7 +158,7 @@ class WaitTooLongError(BusyError):
 
 
 class RateLimitError(BusyError):
-    """The key is at one of its limits."""
+    """The API key is at one of its limits."""
 
     code = "rate_limit_exceeded"
 
@@ -172,7 +172,7 @@ class EngineDeadError(EngineError):
 
 
 class StepFailedError(EngineError):
-    """A step failed, was retried and bisected, and this request was left as the suspect."""
+    """A step failed, and retries of parts of the step found this request as the suspect."""
 
 
 class ToolUnavailableError(EngineError):
@@ -196,7 +196,7 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 
 def error_of(kind: ErrorKind, message: str, param: str | None = None) -> OctavoError:
-    """Return an error of a kind; `param` is the field of a request, or the path of a model file, at fault."""
+    """Return an error of a kind. `param` is the request's field at fault, or the path of the model file at fault."""
     of_kind = _CLASSES.get(kind, EngineError)
     if issubclass(of_kind, RequestError):
         return of_kind(message, param)

@@ -1,9 +1,9 @@
-"""What this process may use of the machine: cores, memory, CPU features, caches. Standard library only.
+"""Reports the resources that this process may use: cores, memory, CPU features, caches. Standard library only.
 
-Owns: reading affinity, limits (of the process, of cgroups v1 and v2), /proc and /sys on Linux, sysctl on macOS; the
-errors about missing torch or memory.
-Does not: import torch, choose thread counts or pool sizes (assembly does), or measure speed (bench).
-Invariant: every answer is at least 1 core and 1 byte; what cannot be read is left out, never guessed high.
+Owns: reading the CPU affinity, the limits of the process and of cgroups v1 and v2, /proc and /sys on Linux, and sysctl
+on macOS; the errors about missing torch or memory.
+Does not: import torch, choose thread counts or pool sizes (assembly does), or measure speed (bench does).
+Invariants: every result is at least 1 core and 1 byte. An unreadable fact is omitted; a size is never guessed high.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NO_TORCH = (
     f"torch is not installed: {INSTALL_TORCH} (on Linux without a GPU, a smaller one: "
     "pip install torch --index-url https://download.pytorch.org/whl/cpu)"
 )
-_TORCH_BYTES = 900 << 20  # address space of Python, torch and its threads, measured
-# Libraries' messages when there is no memory for their code, threads or arrays.
+_TORCH_BYTES = 900 << 20  # measured address space of Python, torch and torch's threads
+# Parts of libraries' error messages when memory is too small for code, threads or arrays.
 _NO_MEMORY = ("allocate memory", "failed to map segment", "can't start new thread", "bad_alloc")
 _GIB = 2**30
 # Features that the CPU kernels dispatch on, in /proc/cpuinfo's words (x86-64, then arm64).
@@ -39,7 +39,7 @@ _FEATURES = (
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts about this machine, as far as this process may use it. Bytes are total, free now, and the largest cache."""
+    """The machine's resources for this process. Bytes are total memory, memory free now, and the largest CPU cache."""
 
     system: str
     architecture: str
@@ -82,7 +82,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def usable_memory(root: Path = ROOT) -> tuple[int, int]:
-    """Return total and free bytes for this process: the machine's, capped by its cgroups' and address limits."""
+    """Return the total and free bytes of memory, capped by this process's cgroup and address-space limits."""
     if sys.platform == "darwin":
         total = int(_sysctl("hw.memsize") or 1)
         return total, total // 2
@@ -116,7 +116,7 @@ def needing_torch() -> Iterator[None]:
 
 @contextmanager
 def needing_memory(name: str, weight_bytes: int) -> Iterator[None]:
-    """Raise CapacityError with sizes and remedy if opening a model in the block runs out of memory."""
+    """Raise CapacityError, with sizes and a remedy, if opening a model in the block runs out of memory."""
     free = usable_memory()[1]
     try:
         yield
@@ -134,7 +134,7 @@ def needing_memory(name: str, weight_bytes: int) -> Iterator[None]:
 
 
 def _address_limit(root: Path) -> int | None:
-    """Return the address space in bytes that this process may have (ulimit -v), None if it is not limited."""
+    """Return this process's limit of address space in bytes (ulimit -v), None if there is no limit."""
     for line in _text(root / "proc/self/limits").splitlines():
         words = line.removeprefix("Max address space").split()
         if line.startswith("Max address space") and words[0].isdigit():
@@ -186,7 +186,7 @@ def _cpu(root: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def listener_of(port: int, root: Path = ROOT) -> tuple[int, str] | None:
-    """Return the process id and name of the program that listens on a TCP port, None if /proc does not show it."""
+    """Return the pid and name of the process that listens on a TCP port, None if /proc does not show it."""
     sockets = set()
     for table in ("tcp", "tcp6"):
         for line in _text(root / "proc/net" / table).splitlines()[1:]:

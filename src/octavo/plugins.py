@@ -1,8 +1,8 @@
-"""Find third-party policies: installed ones by their entry points, local ones by module:Class.
+"""Finds third-party policies: installed policies by their entry points, local policies by module:Class.
 
 Owns: the entry point group `octavo.policies`, and the messages about a plug-in that does not load.
-Does not: keep the registry (octavo.core.policy) or call policies. The core never looks for plug-ins.
-Invariant: a broken plug-in is named in the log, with the remedy, and only its own use fails.
+Does not: own the registry (octavo.core.policy) or call policies. The core never looks for plug-ins.
+Invariant: the log names a broken plug-in and the remedy, and only the use of that plug-in fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def load_policies() -> Mapping[str, str]:
-    """Register every installed policy, once per process. Return those that failed, by entry point, with the reason."""
+    """Register every installed policy, once per process. Return failures: entry point -> reason."""
     failures: dict[str, str] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
         try:
@@ -43,7 +43,7 @@ def load_policies() -> Mapping[str, str]:
 
 
 def find_policy(name: str) -> str:
-    """Return the registered name of a policy given by name or as "module:Class", which is imported and registered.
+    """Return the registered name of a policy. A policy given as "module:Class" is imported and registered first.
 
     Raises ConfigError naming the known policies, or the reason why this one does not load.
     """

@@ -1,5 +1,5 @@
-"""Measurements of this engine, its scheduler, kernels and simulator, of servers, and of other engines beside it.
+"""Benchmarks of this engine, its scheduler, its kernels and its simulator, of servers, and of other engines.
 
-Owns: workloads, running them, the numbers and their tables.
-Does not: import torch before a model is run.
+Owns: workloads, benchmark runs, figures and tables.
+Does not: import torch before it runs a model.
 """

@@ -1,8 +1,9 @@
-"""Several engines on the same workloads in turn, A B A B: figures of each, and ratios within each round.
+"""Compares engines on the same workloads. In each round the engines run one after another, A B A B.
 
-Owns: the rounds (all peers stay loaded, those not running are frozen), dropping a peer that fails, medians and ratios,
-the report of `octavo bench compare`. Does not: know any peer but this engine.
-Every pass has its own first token id, so that no prefix of an earlier pass helps.
+Owns: the rounds; the exclusion of a peer that fails; medians, and ratios within each round; the report of
+`octavo bench compare`. All peers stay loaded, and a peer is frozen while another runs.
+Does not: know any peer but this engine.
+Every pass has its own first token id, so that a prefix cache has no hits from an earlier pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _COLUMNS = ("", "tokens/s", "ratio", "min", "max", "first token ms", "ratio", "m
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTask:
-    """A workload, and how many of its requests are open at a time."""
+    """A workload, and the number of requests that are open at a time."""
 
     workload: BenchWorkload
     at_once: int
@@ -40,7 +41,7 @@ class ComparisonTask:
 
 @dataclass(slots=True)
 class PeerResult:
-    """One peer's figures by task, a list entry a round, and the error that stopped it, if any."""
+    """One peer's figures by task, with one list entry per round; `error` is the reason why the peer was excluded."""
 
     peer: Peer
     figures: dict[str, list[dict[str, float]]] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class PeerResult:
     peak_memory_bytes: int = 0
 
     def drop(self, error: OctavoError) -> None:
-        """Leave the peer out from now on."""
+        """End the peer and exclude it from the remaining rounds."""
         self.error = str(error)
         self.peak_memory_bytes = self.peer.end()
 
@@ -64,11 +65,11 @@ class Comparison:
 
     @property
     def num_turns(self) -> int:
-        """Return the number of turns: a start of each peer, and each run of a task by a peer."""
+        """Return the number of calls of `advance`: one per start of a peer, and one per run of a task by a peer."""
         return len(self.results) * (1 + self._rounds * len(self._tasks))
 
     async def run(self, advance: Callable[[str], object] = lambda text: None) -> None:
-        """Start all peers, run the rounds, end all. A peer that fails is left out from then on."""
+        """Start all peers, run the rounds, and end the peers. A peer that fails is excluded from the later rounds."""
         try:
             for result in self.results:
                 advance(f"{result.peer.name}: starting")
@@ -110,7 +111,7 @@ class Comparison:
 
 
 def make_comparison_report(results: Sequence[PeerResult], tasks: Sequence[ComparisonTask], rounds: int) -> Report:
-    """Return per peer and task the medians, and this engine's ratios to it: above 1 this engine is ahead."""
+    """Return medians for each peer and task, and this engine's ratios to the peer (above 1: this engine is ahead)."""
     peers = []
     for result in results:
         own = _counterpart(result, results)
@@ -157,7 +158,7 @@ def _row(peer: dict[str, Any], result: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _counterpart(result: PeerResult, results: Sequence[PeerResult]) -> PeerResult | None:
-    """Return this engine's result, as a server if the peer is one; None for this engine itself."""
+    """Return this engine's result: its server's if the peer is a server. Return None if the peer is this engine."""
     if result.peer.name in (OWN_ENGINE, OWN_SERVER):
         return None
     name = OWN_SERVER if result.peer.is_server else OWN_ENGINE
@@ -165,7 +166,7 @@ def _counterpart(result: PeerResult, results: Sequence[PeerResult]) -> PeerResul
 
 
 def _ratios(own: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return ratios of each figure over the rounds; those of times are inverted, so that more is better."""
+    """Return the median, minimum and maximum ratio of each figure. A ratio above 1 means that `own` is better."""
     ratios = {}
     for name in FIGURES:
         over, under = (own, other) if name == "output_tokens_per_s" else (other, own)

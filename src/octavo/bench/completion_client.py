@@ -1,8 +1,9 @@
-"""A client of OpenAI's completions, for any server: streams with the times of their tokens, and a few GETs.
+"""A client of OpenAI's /v1/completions, for any server. It streams, and records the time of each chunk.
 
-Owns: the request's body and bytes, the connection, the parsing of the response, the result, an Octavo's step totals.
-Does not: decide when to send, or judge. Each request has its own connection, and costs little processor time: httptools
-parses the response, and one pass splits its body into events (the HTML standard's event streams).
+Owns: the request's body and bytes; the connection; the parsing of the response; the result; reading /v1/models and the
+step totals in an Octavo server's /metrics. Does not: decide when to send, or judge results.
+Each request has its own connection. To save processor time, httptools parses the response, and one pass splits the body
+into server-sent events (HTML standard).
 Invariant: whatever the server does, send() returns a CompletionResult; only bad addresses and cancellation raise.
 """
 
@@ -26,7 +27,7 @@ from octavo.errors import ConfigError, EngineError
 
 READ_BYTES = 65_536
 MAX_HEAD_BYTES = 65_536
-MAX_BODY_BYTES = 1 << 20  # of a response that is no stream, and of one event
+MAX_BODY_BYTES = 1 << 20  # limit of a response without a stream, and limit of one event
 MAX_ERROR_CHARACTERS = 300
 _STEPS = re.compile(r"^octavo_steps_total(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 _PART = re.compile(r'^octavo_step_seconds_total\{[^}]*part="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
@@ -37,10 +38,10 @@ class ProtocolError(Exception):
 
 
 class EventParser:
-    """An incremental parser of a response: takes bytes, returns the data of the events that became complete.
+    """An incremental parser of a response: feed() takes bytes and returns the data of the events that they complete.
 
-    `status` is 0 until the head is complete. A body that is no event stream is kept in `body`. `last_id` is the id of
-    the last complete event that had one.
+    `status` is 0 until the head is complete. `body` holds a body that is not an event stream. `last_id` is the id of
+    the last complete event with an id.
     """
 
     def __init__(self) -> None:
@@ -69,21 +70,21 @@ class EventParser:
         return events
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep the content type (called by httptools)."""
+        """Store the content type (called by httptools)."""
         if name.lower() == b"content-type":
             self._content_type = value
 
     def on_headers_complete(self) -> None:
-        """Take the status (called by httptools)."""
+        """Store the status (called by httptools)."""
         self.status = self._parser.get_status_code()
         self.is_stream = self.status == 200 and self._content_type.startswith(b"text/event-stream")
 
     def on_body(self, data: bytes) -> None:
-        """Keep a part of the body (called by httptools)."""
+        """Store a part of the body (called by httptools)."""
         self.body += data
 
     def on_message_complete(self) -> None:
-        """Note the end (called by httptools), unless the response is an interim one."""
+        """Record the end of the response, unless its status is 1xx (called by httptools)."""
         self.is_ended = self.status >= 200
 
     def _split(self) -> list[bytes]:
@@ -92,7 +93,7 @@ class EventParser:
         return [data for data in map(self._data_of, whole) if data]
 
     def _data_of(self, event: bytes) -> bytes:
-        """Return the data lines of one event, joined; empty for comments."""
+        """Return the data lines of one event, joined; return b"" for a comment."""
         if event.startswith(b"data:") and b"\n" not in event:
             return event[5:].strip()
         data = []
@@ -125,10 +126,10 @@ _DECODE = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass(slots=True)
 class CompletionResult:
-    """One request as its client saw it: perf_counter seconds of sending and of each chunk with a token.
+    """The client's record of one request. `sent` and `chunk_times` (chunks with a token) are perf_counter seconds.
 
-    `error` is empty when the server finished it; `kind` of an error: refused, lost, failed, timeout. `status` is that
-    of an answer that is no stream. `texts` are those of the chunks, if kept. `last_id` is the last event's id.
+    `kind` is refused, lost, failed or timeout; `kind` and `error` are empty if the server finished the request.
+    `texts` are the texts of the chunks, or None if they are not stored. `last_id` is the id of the last event.
     """
 
     sent: float
@@ -144,18 +145,18 @@ class CompletionResult:
 
     @property
     def num_tokens(self) -> int:
-        """Return the output tokens as the server counts them, else the number of chunks."""
+        """Return the server's count of output tokens, or the number of chunks if the server reports no count."""
         return len(self.chunk_times) if self.usage_tokens is None else self.usage_tokens
 
     @property
     def has_failed(self) -> bool:
-        """True if it counts as refused, lost, failed or timed out."""
+        """True if the request was refused, lost, failed or timed out."""
         return bool(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server: its address, the model's name there, a key, and extra fields of every body."""
+    """A server's address, its name for the model, an API key, and extra fields for every body."""
 
     base_url: str
     model: str = ""
@@ -178,7 +179,7 @@ class Target:
 
 
 class CompletionClient:
-    """Sends completions to one server, each over its own connection."""
+    """Sends completion requests to one server, each over its own connection."""
 
     def __init__(self, target: Target, *, keeps_texts: bool = False) -> None:
         self._target = target
@@ -199,7 +200,7 @@ class CompletionClient:
         return self._target.base_url
 
     def body(self, prompt: array[int] | str, max_tokens: int) -> bytes:
-        """Return the JSON of one request: greedy, end-of-sequence ignored, streamed with the usage at its end."""
+        """Return the JSON of one request: greedy, without an end-of-sequence stop, streamed, with usage at the end."""
         body: dict[str, Any] = {
             "model": self._target.model,
             "prompt": prompt if isinstance(prompt, str) else prompt.tolist(),
@@ -216,7 +217,7 @@ class CompletionClient:
     async def send(
         self, body: bytes, advance: Callable[[int], object] = lambda tokens: None, *, headers: str = ""
     ) -> CompletionResult:
-        """Send one body of body(), with further header lines; return the result."""
+        """Send one body that body() made, with the extra header lines `headers`; return the result."""
         answer = CompletionResult(time.perf_counter(), texts=[] if self._keeps_texts else None)
         try:
             async with asyncio.timeout(self._target.timeout_s):
@@ -232,7 +233,7 @@ class CompletionClient:
         return answer
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Fetch a path beside /v1. Raises OSError, ProtocolError, TimeoutError."""
+        """Fetch a path of the server, such as /metrics. Raises OSError, ProtocolError, TimeoutError."""
         parser = EventParser()
         async with asyncio.timeout(self._target.timeout_s):
             reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
@@ -307,7 +308,7 @@ async def first_model(client: CompletionClient) -> str:
 
 
 async def step_totals(client: CompletionClient) -> dict[str, float]:
-    """Return an Octavo's steps and seconds by part since its start; empty if the server reports none."""
+    """Return the number of steps and the seconds of each part since the server's start; {} if it is not an Octavo."""
     try:
         status, body = await client.get("/metrics")
     except (OSError, ProtocolError, TimeoutError):
@@ -316,14 +317,14 @@ async def step_totals(client: CompletionClient) -> dict[str, float]:
 
 
 def read_step_totals(text: str) -> dict[str, float]:
-    """Return steps and seconds by part from the text of /metrics."""
+    """Parse the text of /metrics: return the number of steps and the seconds of each part of a step."""
     steps = _STEPS.search(text)
     parts = {part: float(value) for part, value in _PART.findall(text)}
     return {"steps": float(steps[1]), **parts} if steps and parts else {}
 
 
 def step_split(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
-    """Return mean milliseconds of a step's parts between two totals; empty if there were no steps."""
+    """Return the mean milliseconds of each part of a step between two totals; {} if there were no steps."""
     steps = after.get("steps", 0.0) - before.get("steps", 0.0)
     if not before or not after or steps <= 0:
         return {}

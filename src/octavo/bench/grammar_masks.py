@@ -1,8 +1,8 @@
-"""The cost of grammar masks in a step of the default model.
+"""Measures the cost of grammar masks in a step of the default model.
 
-Owns: the grammar, the two halves of a batch (with and without it) and their turns.
-As many constrained as free rows decode, alternately, with the engine's scheduler, grammars and executor. The ratio is
-one of whole steps: it holds the part of the masks' cost that the forward pass does not hide.
+Owns: the grammar; two groups of requests of equal size, with the grammar and without.
+The groups decode in alternate steps, with the engine's scheduler, grammars and executor. The ratio compares whole
+steps, so it contains only the part of the masks' cost that does not overlap with the forward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.grammar.matcher import Matcher
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.text.tokenizer import Tokenizer
 
-STEPS = 200  # of each half
+STEPS = 200  # measured steps of each group
 WARM_UP = 20
 BATCH_TOKENS = 512
 EOS = (2,)
@@ -47,11 +47,11 @@ PERSON = {
     "required": ["name", "age", "kind", "address", "likes"],
     "additionalProperties": False,
 }  # fmt: skip
-SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}  # no output completes it
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}  # longer than any output, so that no row finishes early
 
 
 def measure_masks(row_counts: Sequence[int], threads: int, budget_s: float) -> list[dict[str, Any]]:
-    """Return a table of milliseconds of a step by rows; a time is the median of STEPS steps, whatever the budget."""
+    """Return a table of milliseconds per step by number of rows: medians of STEPS steps. `budget_s` has no effect."""
     limit_spinning()
     from octavo.executors.torch_executor import TorchExecutor  # at import torch reads what limit_spinning set
 
@@ -74,7 +74,7 @@ def measure_masks(row_counts: Sequence[int], threads: int, budget_s: float) -> l
 
 
 class HalfConstrainedBatch:
-    """Requests with and without a grammar in one scheduler, which plans the steps of one half at a time."""
+    """One scheduler with `count` requests without a grammar and `count` with one; each step runs one of the halves."""
 
     def __init__(self, executor: Executor, capacity: Capacity, vocabulary: Vocabulary, prompt: array[int]) -> None:
         limits = Limits(
@@ -93,7 +93,7 @@ class HalfConstrainedBatch:
         self._prompt = prompt
 
     def run(self, count: int) -> tuple[list[float], list[float]]:
-        """Return seconds of each step of the free and of the constrained half, run in turn."""
+        """Alternate steps of the two halves; return the seconds of each step without a grammar, and with one."""
         grammar = compile_grammar("json_schema", json.dumps(SCHEMA))
         free = frozenset(self._admit(f"free {index}", "", index) for index in range(count))
         constrained = frozenset(self._admit(f"constrained {index}", grammar, index) for index in range(count))
@@ -118,7 +118,7 @@ class HalfConstrainedBatch:
         return name
 
     def _step(self, half: frozenset[str]) -> bool:
-        """Run one step of a half; return False if it computed prompts."""
+        """Run one step of a half; return False if the step computed prompts."""
         plan = self._scheduler.plan(0.0, half)
         ticket = submit_masked(self._executor, plan, self._bank)
         if isinstance(ticket, MaskedTicket):

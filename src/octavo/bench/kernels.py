@@ -1,8 +1,9 @@
-"""The kernels of a step, each alone beside its torch twin, and this machine's own limits.
+"""Times each kernel of a step alone, beside the same operation in torch, and probes this machine's limits.
 
-Owns: the shapes and cases, best_s, the tables of `octavo bench kernel`, the two probes of the machine.
-Does not: check results (tests do). Candidates of a case take turns and the best time of each counts, so that other load
-on the machine affects all alike. A table is a title and rows by column name, as in the JSON report.
+Owns: the shapes and cases; best_s; the tables of `octavo bench kernel`; the probes of memory bandwidth and flops.
+Does not: check results (tests do).
+The candidates of a case run in alternation and the best time of each counts, so that other load on the machine affects
+all candidates alike. A table has a title and rows; a row maps column names to values, as in the JSON report.
 Shapes: T tokens, H query heads, K KV heads, D head size, E inputs, F outputs, R rows, V vocabulary.
 """
 
@@ -31,10 +32,10 @@ from octavo.ops.rms_norm import add_rms_norm, rms_norm_reference
 # Shapes of SmolLM2-135M.
 HIDDEN, GATED, VOCAB = 576, 3072, 49_152
 LINEAR_SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
-LINEAR_MIN_S = 0.002  # of one timing: short products are repeated
+LINEAR_MIN_S = 0.002  # minimum duration of one timing: shorter products are repeated within it
 
 PROBE_BUFFER_BYTES = 256 * 2**20
-PROBE_BUDGET_S = 0.25  # of one candidate
+PROBE_BUDGET_S = 0.25  # for each candidate
 _PACKED_KINDS = {torch.float32: WeightKind.FLOAT32, torch.bfloat16: WeightKind.BFLOAT16}
 
 Work = Callable[[], object]
@@ -44,9 +45,9 @@ KernelTable = dict[str, Any]
 def best_s(
     works: Sequence[Work], budget_s: float, *, min_s: float = 0.0, synchronize: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Return the best time of each work, in turn A B A B until the budgets are spent, without the first round.
+    """Call the functions in alternation (A B A B) until their budgets are spent; return the best seconds of each.
 
-    A work that takes less than `min_s` is repeated within one timing.
+    The first round is not timed. A function that takes less than `min_s` is repeated within one timing.
     """
     repeats = []
     for work in works:
@@ -70,7 +71,7 @@ def best_s(
 
 
 def measure_rows(row_counts: Sequence[int], threads: int, budget_s: float) -> list[KernelTable]:
-    """Return microseconds a call of norms, activations and torch's choice of tokens, by rows."""
+    """Return tables of microseconds per call by rows: a norm, an activation, and torch's argmax, softmax and top-k."""
     torch.set_num_threads(threads)
     tables: list[KernelTable] = [
         {"title": f"add + RMSNorm of {HIDDEN}", "rows": []},
@@ -107,7 +108,7 @@ def _silu_mul_plain(gate_up_TG: Tensor) -> Tensor:
 
 
 def measure_linear(row_counts: Sequence[int], threads: int, budget_s: float) -> list[KernelTable]:
-    """Return a table for each layer: the time of every kind of weight, beside torch's own products, by rows.
+    """Return one table per layer: the product's time by rows, for each weight format and for torch's own products.
 
     Times include the preparation of the activations.
     """
@@ -162,19 +163,19 @@ def random_weight(kind: WeightKind, outputs: int, inputs: int) -> PackedWeight:
 
 
 def packed_product(weight: PackedWeight, x_TE: Tensor, outputs: int, threads: int) -> Work:
-    """Return the native decoder's product with a packed weight, with the preparation of the activations."""
+    """Return a function that runs the native decoder's product, including the preparation of the activations."""
     descriptor, out_TF = weight.descriptor(), torch.empty(len(x_TE), outputs)
 
     def multiply() -> PackedWeight:
         prepared = packed_linear.prepare(x_TE, weight.kind, threads if len(x_TE) > threads else 1)
         packed_linear.linear(descriptor, prepared, out_TF, num_threads=threads)
-        return weight  # keeps its memory alive
+        return weight  # keeps the weight's memory alive
 
     return multiply
 
 
 def _torch_products(outputs: int, x_TE: Tensor) -> dict[str, tuple[Work, int]]:
-    """Return F.linear and oneDNN's prepacked form, and torch's int4 if this build has it, with their weights' bytes."""
+    """Return torch's products with their weight bytes: F.linear, oneDNN prepacked, and int4 if this build has it."""
     weight_FE = torch.randn(outputs, x_TE.shape[1], generator=torch.Generator().manual_seed(1))
     low_FE, low_TE = weight_FE.bfloat16(), x_TE.bfloat16()
     works: dict[str, tuple[Work, int]] = {
@@ -200,12 +201,12 @@ def _torch_products(outputs: int, x_TE: Tensor) -> dict[str, tuple[Work, int]]:
 # --- attention --------------------------------------------------------------------------------------
 
 BLOCK = 16
-LAYERS = 4  # their pools are read in turn, so that small cases are as cold as in a model
+LAYERS = 4  # each call reads another layer's pool, so that small cases miss the CPU caches as they do in a model
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Rows of a step: contexts and tokens of each, and the number of first positions in the same blocks."""
+    """The rows of a step: each row's context length and query tokens; all rows share the first `shared` positions."""
 
     name: str
     contexts: tuple[int, ...]
@@ -213,7 +214,7 @@ class AttentionCase:
     shared: int = 0
 
     def batch(self) -> AttentionBatch:
-        """Return the case as a step; shared positions are in the first row's blocks."""
+        """Return the case as an AttentionBatch. The shared positions are in the first row's blocks."""
         contexts, counts = np.array(self.contexts), np.array(self.counts)
         widths = -(-contexts // BLOCK)
         table = np.zeros((len(contexts), widths.max()), dtype=np.int64)
@@ -248,7 +249,7 @@ class AttentionShape:
     head_dim: int
 
     def work(self, case: AttentionCase, itemsize: int) -> tuple[int, int]:
-        """Return the bytes of keys and values that one layer must read, and twice its multiply-adds."""
+        """Return the bytes of keys and values that one layer must read, and its flops (2 per multiply-add)."""
         positions = sum(case.contexts) - (len(case.contexts) - 1) * case.shared
         pairs = sum(
             count * context - count * (count - 1) // 2
@@ -269,9 +270,9 @@ ATTENTION_SHAPES = (AttentionShape(9, 3, 64), AttentionShape(16, 8, 128))
 
 
 def measure_attention(row_counts: Sequence[int], threads: int, budget_s: float) -> list[KernelTable]:
-    """Return one table of one layer's attention, beside the machine's limits; the cases have their own rows.
+    """Return one table: the time of one layer's attention for each case, and its share of the machine's limits.
 
-    It has no rows without the kernel library.
+    The table is empty without the kernel library. `row_counts` has no effect: the cases define their own rows.
     """
     torch.set_num_threads(threads)
     rates = probe_rates("cpu", "float32", machine.look().cache_bytes)
@@ -288,7 +289,7 @@ def measure_attention(row_counts: Sequence[int], threads: int, budget_s: float) 
 def attention_row(
     shape: AttentionShape, dtype: torch.dtype, case: AttentionCase, rates: tuple[float, float], budget_s: float
 ) -> dict[str, Any] | None:
-    """Time the kernel and its twin on a case; None without the kernel."""
+    """Time the kernel and the torch backend on a case; return None if there is no kernel for the pool."""
     blocks = sum(-(-context // BLOCK) for context in case.contexts)
     pool = KVPool(PoolShape(LAYERS, blocks, BLOCK, shape.num_kv_heads, shape.head_dim, dtype), torch.device("cpu"))
     if not has_kernel(pool, shape.num_heads):
@@ -330,10 +331,10 @@ def attention_row(
 
 
 def probe_rates(device: str, dtype: str, cache_bytes: int = 0, quantization: str = "none") -> tuple[float, float]:
-    """Return bytes a second read from memory, and flops a second of a large matrix product in the model's types.
+    """Return memory bandwidth in bytes per second, and flops per second of a large product in the model's types.
 
-    Measured with torch's current number of threads. Bandwidth is the better of a read (sum) and a copy (read and write)
-    of a buffer larger than any cache.
+    Uses torch's current number of threads. Bandwidth is the better of a read (sum) and a copy (read and write) of a
+    buffer that is larger than any cache.
     """
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     num_bytes = max(PROBE_BUFFER_BYTES, 4 * cache_bytes)
@@ -349,7 +350,7 @@ def probe_rates(device: str, dtype: str, cache_bytes: int = 0, quantization: str
 
 
 def _products(device: str, kind: torch.dtype, quantization: str, shape: tuple[int, int, int]) -> list[Work]:
-    """Return the engine's own product and torch's: the engine must not run below the floor."""
+    """Return the engine's product and torch's. The faster one sets the floor, so that no step beats the floor."""
     rows, inner, outer = shape
     x_TE = torch.ones(rows, inner, dtype=kind, device=device)
     works: list[Work] = []

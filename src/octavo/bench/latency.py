@@ -1,6 +1,6 @@
-"""N requests of one length at once: first token and time per token beside the memory floor.
+"""Runs N requests of equal length at once: time to first token and time per token, beside the memory floor.
 
-Owns: the points of `octavo bench latency` and `sweep`, their tables and curves. Does not: open engines or write files.
+Owns: the points of `octavo bench latency` and `sweep`; their tables and curves. Does not: open engines or write files.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """Requests at once, tokens of each prompt, tokens produced for each."""
+    """The number of requests at once, the tokens of each prompt, and the output tokens of each request."""
 
     at_once: int
     num_prompt: int
     num_output: int
 
     def workloads(self, vocab_size: int, runs: int) -> list[BenchWorkload]:
-        """Return the workload of each run, with its own prompts."""
+        """Return one workload per run; each has different prompts."""
         seeds = (number * 1_000_003 + self.at_once * 1009 + self.num_prompt for number in range(runs))
         return [draw_workload(self.at_once, self.num_prompt, self.num_output, vocab_size, seed) for seed in seeds]
 
     def check_fits(self, capacity: Capacity) -> None:
-        """Raise ConfigError if the engine cannot run all its requests at once."""
+        """Raise ConfigError if the engine cannot run all requests of this shape at once."""
         room, length = min(capacity.num_blocks) * capacity.block_size, self.num_prompt + self.num_output
         if self.at_once > capacity.num_slots or self.at_once * length > room or length > capacity.max_model_len:
             raise ConfigError(
@@ -51,7 +51,7 @@ class LoadShape:
 def measure_points(
     bench: BenchEngine, shapes: Sequence[LoadShape], runs: int, max_batch_tokens: int, advance: Advance
 ) -> list[Report]:
-    """Run each shape `runs` times, all its requests open at once, and close the engine; return a point of each."""
+    """Run each shape `runs` times, then close the engine. Return one point per shape."""
     vocab_size = bench.engine.capacity.vocab_size
     workloads = [workload for shape in shapes for workload in shape.workloads(vocab_size, runs)]
     records = bench.run(workloads, advance)
@@ -62,9 +62,9 @@ def measure_points(
 
 
 def make_point(shape: LoadShape, runs: Sequence[RunRecord], floor: StepFloor, max_batch_tokens: int) -> Report:
-    """Return the median run by throughput, times in milliseconds; the step's are means of steps that decode all rows.
+    """Return the figures of the run with median throughput. Step figures are means of steps that decode every request.
 
-    The floor of the first token is that of the steps until half of the prompts, in order, are computed.
+    `ttft_floor_ms` is the floor of the steps that compute the first half of the prompts: a floor of the median TTFT.
     """
     record = sorted(runs, key=lambda run: run.output_tokens_per_s)[len(runs) // 2]
     step = record.steps.at_rows(shape.at_once, floor)
@@ -99,7 +99,7 @@ def show_sweep(console: Console, report: Report) -> None:
 
 
 def draw_sweep(report: Report) -> str:
-    """Return an SVG of both curves, each beside its floor: an engine at its floor would follow the dashed line."""
+    """Return an SVG of both curves. Dashed lines show the floors."""
     over_rows, over_context = report["rows"], report["contexts"]
     speeds = [(point["at_once"], point["output_tokens_per_s"]) for point in over_rows]
     bounds = [

@@ -1,9 +1,9 @@
-"""The offline benchmark: workloads on an engine in this process, the split of its steps, and the memory floor.
+"""The offline benchmark: runs workloads on an engine in this process, and compares its steps with the memory floor.
 
-Owns: keeping N requests open, the times of requests and steps, the report of `octavo bench offline`, and what it shares
-with latency, sweep, compare and startup. Does not: open engines or parse flags.
-Requests are greedy and ignore end-of-sequence, so that the work is always the same. Invariant: a pass that lost or
-shortened a request raises, as its figures would be wrong.
+Owns: keeping N requests open; the times of requests and steps; the report of `octavo bench offline`; code shared with
+`latency`, `sweep`, `compare` and `startup`. Does not: open engines or parse flags.
+Requests are greedy and ignore end-of-sequence, so that every pass does the same work. Invariant: a pass that loses or
+shortens a request raises EngineError, because its figures would be wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from octavo.executors.protocol import Capacity
 from octavo.observe.history import count_prefill
 from octavo.observe.series import PARTS, StepTimes
 
-DEVICE_PARTS = ("forward", "sample")  # the host's are the others: schedule, prepare, emit, and the time between parts
+DEVICE_PARTS = ("forward", "sample")  # all else is host time: schedule, prepare, emit, and the time between parts
 WARM_UP_TOKENS = 8
 Advance = Callable[[int], object]  # called with the number of new tokens
 _NOT_TIMED = (0.0,) * len(PARTS)
@@ -51,7 +51,7 @@ _DECODE_COLUMNS = ("rows up to", "steps", "step ms", "host ms", "host share", "f
 
 @dataclass(frozen=True, slots=True)
 class StepFloor:
-    """The shortest possible time of a step of one model on one machine, whose rates are bytes and flops a second."""
+    """The shortest possible time of a step, from a model's sizes and a machine's bytes and flops per second."""
 
     bandwidth: float
     flops: float
@@ -65,7 +65,7 @@ class StepFloor:
         return linear + num_kv_read * self.kv_bytes_per_token / self.bandwidth
 
     def facts(self) -> Report:
-        """Return the two rates for a report."""
+        """Return the machine's two rates for a report."""
         return {
             "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 2),
             "gemm_gflop_per_s": round(self.flops / 1e9, 1),
@@ -73,7 +73,7 @@ class StepFloor:
 
 
 def probe_floor(capacity: Capacity) -> StepFloor:
-    """Measure the machine's rates for the model's device and types. Takes a second; loads torch."""
+    """Measure the machine's rates on the model's device in the model's types. Takes about a second; loads torch."""
     from octavo.bench.kernels import probe_rates  # loads torch
 
     rates = probe_rates(capacity.device, capacity.dtype, machine.look().cache_bytes, capacity.quantization)
@@ -81,7 +81,7 @@ def probe_floor(capacity: Capacity) -> StepFloor:
 
 
 class StepCounts:
-    """One entry per step: rows, query tokens, KV positions read, whether it only decodes, seconds of its parts."""
+    """Columns with one entry per step: rows, query tokens, KV positions read, a decode-only flag, seconds by part."""
 
     __slots__ = ("is_decode", "num_kv_read", "num_query_tokens", "num_rows", "seconds")
 
@@ -100,14 +100,14 @@ class StepCounts:
         return sum(map(floor.seconds, self.num_query_tokens, self.num_kv_read))
 
     def by_rows(self, floor: StepFloor) -> list[dict[str, Any]]:
-        """Return means over the timed steps that only decode, by rows: 1, 2, up to 4, up to 8, and so on."""
+        """Return means over the timed decode-only steps, grouped by rows: 1, 2, 3 to 4, 5 to 8, and so on."""
         groups: dict[int, list[int]] = {}
         for step in self._timed_decodes():
             groups.setdefault(1 << (self.num_rows[step] - 1).bit_length(), []).append(step)
         return [{"rows_up_to": rows, **self._means(groups[rows], floor)} for rows in sorted(groups)]
 
     def at_rows(self, rows: int, floor: StepFloor) -> dict[str, Any]:
-        """Return means over the timed steps that only decode, with exactly `rows` rows; empty if there was none."""
+        """Return means over the timed decode-only steps with exactly `rows` rows; {} if there are none."""
         steps = [step for step in self._timed_decodes() if self.num_rows[step] == rows]
         return self._means(steps, floor) if steps else {}
 
@@ -130,9 +130,9 @@ class StepCounts:
 
 
 class StepRecorder:
-    """An EventSink that counts what each successful step with rows computes and reads.
+    """An EventSink that records the tokens and KV positions of each successful step with rows.
 
-    A sink is called just before a step's times are recorded, so they are fetched at the next step.
+    The loop calls a sink just before it records the step's times, so the recorder fetches the times one step later.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -148,7 +148,7 @@ class StepRecorder:
         """Do nothing: there is no step to count."""
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Record one step; one without rows costs no pass over the weights."""
+        """Record one step. A step without rows is skipped: it makes no pass over the weights."""
         self._fetch_times()
         if plan.num_rows and isinstance(outcome, StepResult):
             counts = self._counts
@@ -175,7 +175,7 @@ class StepRecorder:
 
 @dataclass(slots=True)
 class RunRecord:
-    """One pass over the workload. Times in seconds; `step_s` are totals by part over its steps."""
+    """One pass over the workload. Times are in seconds; `step_s` holds the total of each part over all steps."""
 
     duration_s: float = 0.0
     num_prompt_tokens: int = 0
@@ -183,7 +183,7 @@ class RunRecord:
     ttft_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
-    requests: list[tuple[float, float, int]] = field(default_factory=list)  # to the first token, to the last, tokens
+    requests: list[tuple[float, float, int]] = field(default_factory=list)  # (TTFT, seconds to last token, tokens)
     steps: StepCounts = field(default_factory=StepCounts)
     step_s: dict[str, float] = field(default_factory=dict)
     prefix_hit_tokens: int = 0
@@ -193,11 +193,11 @@ class RunRecord:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Return output tokens a second, from the first submission to the last token."""
+        """Return output tokens per second, from the first submission to the last token."""
         return self.num_output_tokens / self.duration_s
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures of the report."""
+        """Return the report's figures."""
         steps = max(1, len(self.steps))
         parts = dict(self.step_s)
         total = parts.pop("step", 0.0)
@@ -222,7 +222,7 @@ class RunRecord:
         }
 
     def add_statistics(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Fill in the engine's counts between two statistics."""
+        """Fill in the differences between two snapshots of the engine's statistics."""
         old_s, new_s = before["steps"]["total_s"], after["steps"]["total_s"]
         self.step_s = {part: new_s[part] - old_s[part] for part in new_s}
         for name in ("prefix_hit_tokens", "num_preemptions", "num_drafted_tokens", "num_accepted_tokens"):
@@ -230,7 +230,7 @@ class RunRecord:
 
 
 class OfflineBench:
-    """Runs workloads on one engine. Each pass has its own cache salt, so that no pass helps the next."""
+    """Runs workloads on one engine. Each pass has its own cache salt, so that no pass reuses another's KV blocks."""
 
     def __init__(self, client: EngineClient, recorder: StepRecorder, concurrency: int) -> None:
         self._client = client
@@ -239,13 +239,13 @@ class OfflineBench:
         self._num_passes = 0
 
     async def warm_up(self, workload: BenchWorkload) -> None:
-        """Run a few tokens of the first group's longest prompt, outside all figures."""
+        """Generate a few tokens from the first group's longest prompt. No figure includes them."""
         longest = max(workload.groups[0], key=lambda item: len(item.prompt_token_ids))
         item = Item(longest.prompt_token_ids, min(WARM_UP_TOKENS, longest.max_tokens))
         await self.run(BenchWorkload("warm-up", ((item,),)))
 
     async def run(self, workload: BenchWorkload, advance: Advance = lambda tokens: None) -> RunRecord:
-        """Run one pass: groups in turn, `concurrency` requests open at a time."""
+        """Run one pass: one group after another, with up to `concurrency` open requests."""
         self._num_passes += 1
         self._recorder.take()
         record = RunRecord(num_prompt_tokens=workload.num_prompt_tokens, num_output_tokens=workload.num_output_tokens)
@@ -289,7 +289,7 @@ class OfflineBench:
                 if count == 0:
                     first = now
                     record.ttft_s.append(first - start)
-                    record.inter_token_s.extend([0.0] * (new - 1))  # tokens that arrived together with the first
+                    record.inter_token_s.extend([0.0] * (new - 1))  # tokens that arrived with the first one
                 else:
                     record.inter_token_s.extend([(now - last) / new] * new)
                 count, last = count + new, now
@@ -304,7 +304,7 @@ class OfflineBench:
 
 @dataclass(slots=True)
 class BenchEngine:
-    """An engine to measure and close. `peak_memory_bytes` and `floor` are known after run()."""
+    """An engine that run() measures and closes. `peak_memory_bytes` and `floor` are set by run()."""
 
     config: Config
     engine: LocalEngine
@@ -313,7 +313,7 @@ class BenchEngine:
     floor: StepFloor = field(init=False)
 
     def run(self, workloads: Sequence[BenchWorkload], advance: Advance = lambda tokens: None) -> list[RunRecord]:
-        """Warm up, run a pass of each workload, close the engine, and measure the machine."""
+        """Warm up, run one pass of each workload, close the engine, and measure the machine."""
         records = asyncio.run(self._run(workloads, advance))
         self.peak_memory_bytes = peak_memory_bytes()
         self.floor = probe_floor(self.engine.capacity)
@@ -332,7 +332,7 @@ class BenchEngine:
         return records
 
     def facts(self) -> Report:
-        """Return the facts about engine and machine for a report. Call after run()."""
+        """Return facts about the engine and the machine for a report. Call after run()."""
         return {
             **engine_facts(self.engine.text.name, self.config, self.engine.capacity),
             **self.floor.facts(),
@@ -347,7 +347,7 @@ class BenchEngine:
 def make_offline_report(
     facts: Report, workload: BenchWorkload, concurrency: int, runs: Sequence[RunRecord], floor: StepFloor
 ) -> Report:
-    """Return the figures of the median run by throughput, with the facts of the engine."""
+    """Return the figures of the run with median throughput, with the engine's facts."""
     record = sorted(runs, key=lambda run: run.output_tokens_per_s)[len(runs) // 2]
     floor_s, step_s = record.steps.floor_s(floor), record.step_s.get("step", 0.0)
     return {
@@ -403,7 +403,7 @@ def show_offline(console: Console, report: Report) -> None:
 
 
 def machine_rows(report: Report) -> dict[str, object]:
-    """Return start-up, peak memory and the floor's rates as text."""
+    """Return the start-up time, the peak memory and the floor's rates as text."""
     return {
         "start-up": f"{report['startup_s']:.2f} s",
         "peak memory": f"{report['peak_memory_bytes'] / 2**30:.2f} GiB ({report['weight_bytes'] / 2**30:.2f} weights)",

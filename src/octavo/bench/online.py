@@ -1,8 +1,8 @@
-"""The online benchmark: load on a running server, where requests arrive on a schedule and are timed from their arrival.
+"""The online benchmark: sends requests to a running server on a schedule, and times each from its scheduled arrival.
 
-Owns: arrivals, the bounds of the load, the objectives of goodput, the times of requests, the report of
+Owns: arrival times; concurrency and duration limits; goodput objectives; request times; the report of
 `octavo bench online`. Does not: start servers or parse flags. Equal arguments give equal arrivals on every machine.
-Invariant: every body has a result, or is counted as not sent.
+Invariant: every body has a result, or counts as not sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.bench.report import Report, show_facts, show_rows, spread_ms
 from octavo.errors import ConfigError, EngineError
 
 ARRIVAL_KINDS = ("poisson", "fixed", "bursty")
-BURSTY_SHAPE = 0.25  # a coefficient of variation of 2 = 1 / sqrt(shape), twice Poisson's
+BURSTY_SHAPE = 0.25  # the gaps' coefficient of variation is 1 / sqrt(shape) = 2; Poisson's is 1
 OBJECTIVES = ("ttft", "tpot", "e2e")
 SPREADS = {
     "first token": "ttft_ms",
@@ -44,9 +44,9 @@ SPREADS = {
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests a second (inf: no gaps), the process, and the shape of its gaps' gamma distribution.
+    """An arrival process: requests per second (inf: no gaps), and the shape of the gamma distribution of the gaps.
 
-    Shape 1 is Poisson's, less is burstier.
+    Shape 1 is a Poisson process; a smaller shape is burstier.
     """
 
     rate: float = math.inf
@@ -68,7 +68,7 @@ class Arrivals:
         return self.rate < math.inf
 
     def times(self) -> Iterator[float]:
-        """Yield arrival times in seconds without end; the first is 0."""
+        """Yield arrival times in seconds, endlessly; the first is 0."""
         draw, now = random.Random(self.seed), 0.0
         shape = self.shape or (BURSTY_SHAPE if self.kind == "bursty" else 1.0)
         while True:
@@ -87,7 +87,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class OnlineLoad:
-    """The schedule of requests: arrivals, how many may be open at once (0: no bound), and when sending ends."""
+    """A schedule of requests: arrivals, a limit of open requests (0: no limit), and the time when sending ends."""
 
     arrivals: Arrivals
     max_concurrency: int = 0
@@ -96,7 +96,7 @@ class OnlineLoad:
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Bounds in seconds by name; without bounds, every finished request is good."""
+    """Upper bounds in seconds by the name of a time, such as ttft. Without bounds, every finished request is good."""
 
     bounds_s: Mapping[str, float]
 
@@ -126,7 +126,7 @@ class Objectives:
 
 @dataclass(slots=True)
 class OnlineRun:
-    """The result of one run. `arrived` are perf_counter seconds; a result's times count from its arrival."""
+    """The result of one run. `arrived` holds scheduled arrivals in perf_counter seconds; times count from them."""
 
     answers: list[CompletionResult] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
@@ -137,7 +137,7 @@ class OnlineRun:
 
     @property
     def done(self) -> list[tuple[float, CompletionResult]]:
-        """Return arrivals and results of the requests that finished with at least one token."""
+        """Return the arrival and the result of each request that finished with at least one token."""
         pairs = zip(self.arrived, self.answers, strict=True)
         return [(at, answer) for at, answer in pairs if not answer.has_failed and answer.chunk_times]
 
@@ -148,11 +148,11 @@ class OnlineRun:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return the prompt tokens of the finished requests, as the server counts them."""
+        """Return the server's count of the finished requests' prompt tokens."""
         return sum(answer.num_prompt_tokens for _, answer in self.done)
 
     def failures(self) -> dict[str, int]:
-        """Return the number of failed requests by kind; `no_tokens` are those that ended without a token."""
+        """Return the number of failed requests by kind; `no_tokens` counts requests that ended without a token."""
         counts: dict[str, int] = {}
         for answer in self.answers:
             kind = answer.kind or ("" if answer.chunk_times else "no_tokens")
@@ -169,15 +169,15 @@ class OnlineRun:
         return errors
 
     def times_s(self, name: str) -> list[float]:
-        """Return one of the OBJECTIVES' times of each finished request; those of one token have no tpot."""
+        """Return one time (a name in OBJECTIVES) of each finished request. A request with one token has no tpot."""
         return [_times(at, answer)[name] for at, answer in self.done if name != "tpot" or answer.num_tokens > 1]
 
     def between_chunks_s(self) -> list[float]:
-        """Return the gaps between the chunks that carry tokens; most servers send one token a chunk."""
+        """Return the gaps between chunks with tokens. Most servers send one token per chunk."""
         return [after - before for _, answer in self.done for before, after in pairwise(answer.chunk_times)]
 
     def late_s(self) -> list[float]:
-        """Return the times from arrival to sending: this client's own delay, and the wait for room under the bound."""
+        """Return the seconds from arrival to sending: the client's delay, plus the wait for the open-request limit."""
         return [answer.sent - at for at, answer in zip(self.arrived, self.answers, strict=True)]
 
     def num_good(self, objectives: Objectives) -> int:
@@ -191,7 +191,7 @@ async def run_online(
     load: OnlineLoad,
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> OnlineRun:
-    """Send the bodies and wait for their ends; `advance` gets the number of new chunks with a token."""
+    """Send the bodies and wait for all results; `advance` receives the number of new chunks with a token."""
     run, room = OnlineRun(), asyncio.Semaphore(load.max_concurrency or max(1, len(bodies)))
     tasks: list[asyncio.Task[CompletionResult]] = []
     num_open = 0
@@ -233,9 +233,9 @@ async def measure_server(
     num_warm_ups: int,
     advance: Callable[[int], object],
 ) -> tuple[OnlineRun, Report]:
-    """Send prompts with their numbers of output tokens; return the run, and facts about the server and its steps.
+    """Send (prompt, output tokens) pairs; return the run, and facts about the server and its steps.
 
-    Raises EngineError if there is no model, or if a request to warm up failed.
+    Raises EngineError if the server names no model, or if a warm-up request fails.
     """
     model = target.model or await first_model(CompletionClient(target))
     client = CompletionClient(replace(target, model=model))
@@ -250,7 +250,7 @@ async def measure_server(
 
 
 def make_online_report(facts: Report, load: OnlineLoad, objectives: Objectives, run: OnlineRun) -> Report:
-    """Return the figures of one run, with the facts about server and workload."""
+    """Return the figures of one run, with the facts about the server and the workload."""
     num_done, num_good, num_output = len(run.done), run.num_good(objectives), run.num_output_tokens
     seconds, failures = run.duration_s, run.failures()
     return {
@@ -322,7 +322,7 @@ def _shown_facts(report: Report) -> dict[str, object]:
 
 
 def _times(arrived: float, answer: CompletionResult) -> dict[str, float]:
-    """Return a finished request's seconds: to its first token, per token after it, to its last token."""
+    """Return a finished request's times in seconds: to its first token, per later token, and to its last token."""
     times = answer.chunk_times
     tpot = (times[-1] - times[0]) / max(1, answer.num_tokens - 1)
     return {"ttft": times[0] - arrived, "tpot": tpot, "e2e": times[-1] - arrived}

@@ -1,10 +1,10 @@
-"""Runs one engine inside its own environment, and times requests there. At import it needs the standard library alone.
+"""Runs one engine in that engine's own Python environment, and times requests there. Imports only the standard library.
 
-Usage: PYTHON peer_host.py ENGINE OPTIONS_JSON, with an engine of ENGINES.
-Owns: the adapters of vLLM, transformers, mistral.rs and this engine; the lines of JSON on stdin (requests) and stdout
-(times). What an engine itself prints goes to stderr. An engine has `facts` and run(requests, at_once), which returns
-[seconds to the first token, seconds to the last, tokens] of each request, in any order.
-Invariant: the failure of an engine is reported in a line with `error`, and ends the process.
+Usage: PYTHON peer_host.py ENGINE OPTIONS_JSON, where ENGINE is a key of ENGINES.
+Owns: adapters for vLLM, transformers, mistral.rs and this engine; the protocol: one line of JSON on stdin for requests,
+one on stdout for times. The engines' own output is written to stderr. An adapter has `facts` and
+run(requests, at_once), which returns [seconds to first token, seconds to last token, tokens] per request, in any order.
+Invariant: if an engine fails, the process writes a line with `error` and ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Times = list[list[float]]
 
 
 class SteppedEngine:
-    """Keeps `at_once` requests open until all have finished, for engines whose outputs are polled."""
+    """Base class for engines whose outputs are polled: keeps up to `at_once` requests open until all have finished."""
 
     facts: dict[str, Any]
 
@@ -37,7 +37,7 @@ class SteppedEngine:
         raise NotImplementedError
 
     def step(self) -> Iterable[tuple[int, int, bool]]:
-        """Return the index, the number of new tokens, and whether it has finished, of each request with news."""
+        """Return (index, number of new tokens, is finished) for each request with new output."""
         raise NotImplementedError
 
     def run(self, requests: Requests, at_once: int) -> Times:
@@ -102,7 +102,7 @@ class VllmEngine(SteppedEngine):
         self._engine.add_request(name, {"prompt_token_ids": prompt_token_ids}, params)
 
     def step(self) -> Iterable[tuple[int, int, bool]]:
-        """Run one step of the engine. It returns names as given, or with a suffix that it adds."""
+        """Run one step of the engine. vLLM may add a suffix to a request's name."""
         for output in self._engine.step():
             index = self._index_of.get(output.request_id)
             if index is None:
@@ -113,7 +113,7 @@ class VllmEngine(SteppedEngine):
 class TransformersEngine(SteppedEngine):
     """transformers' continuous batching. Written for 5.23. Options: model, threads, at_once, max_len, dtype.
 
-    The model is a folder, or a .gguf file, which is dequantised.
+    The model is a folder or a .gguf file; transformers dequantises a .gguf file.
     """
 
     def __init__(self, options: Options) -> None:
@@ -146,7 +146,7 @@ class TransformersEngine(SteppedEngine):
             generation_config=generation, continuous_batching_config=batching, block=True, timeout=5
         )
         self._manager = self._context.__enter__()
-        self._open: dict[str, tuple[int, int]] = {}  # by name: index, tokens so far
+        self._open: dict[str, tuple[int, int]] = {}  # name -> (index, tokens so far)
         self.facts = {"engine": f"transformers {transformers.__version__}", "dtype": options["dtype"]}
 
     def add(self, index: int, prompt_token_ids: list[int], max_tokens: int) -> None:
@@ -172,10 +172,10 @@ class TransformersEngine(SteppedEngine):
 
 
 class MistralrsEngine:
-    """mistral.rs: one Runner, called by a thread for each open request. Written for the wheel 0.9.5.
+    """mistral.rs: one Runner, with one calling thread for each open request. Written for the wheel 0.9.5.
 
-    Options: model (a .gguf file or a folder), threads, at_once. Its interface takes text, not token ids: prompts are
-    decoded, and cut until they are encoded to no more tokens than they had.
+    Options: model (a .gguf file or a folder), threads, at_once. Runner takes text, not token ids, so each prompt is
+    decoded to text. The text is cut until it encodes to at most the prompt's number of tokens.
     """
 
     MAX_CUTS = 4
@@ -219,7 +219,7 @@ class MistralrsEngine:
 
 
 class OctavoEngine:
-    """This engine in a process of its own. Options: model, at_once, settings (by field name, as a Config has them)."""
+    """This engine, in its own process. Options: model, at_once, settings (a mapping from Config's field names)."""
 
     def __init__(self, options: Options) -> None:
         names = ("octavo.assembly", "octavo.bench.offline", "octavo.config.sources")
@@ -251,7 +251,7 @@ ENGINES: dict[str, Callable[[Options], Any]] = {
 
 
 def serve(make_engine: Callable[[Options], Any], options: Options) -> None:
-    """Open the engine, report that, then answer each line of requests until stdin ends."""
+    """Open the engine, write its facts, and answer each line of requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -270,7 +270,7 @@ def serve(make_engine: Callable[[Options], Any], options: Options) -> None:
     except Exception as error:  # process boundary: report any exception of another engine
         write(error=f"{type(error).__name__}: {error}"[:2000])
         os._exit(1)
-    os._exit(0)  # engines' background threads do not always end
+    os._exit(0)  # some engines' background threads never end
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The engines of a comparison, each in processes of its own: how each is started, and how it is driven.
+"""Starts and drives the engines of a comparison, each in its own processes.
 
-Owns: engines without a server in their own Python (under peer_host.py), servers on loopback, the commands of all known
-peers. Does not: install peers, choose workloads, or judge.
+Owns: engines without a server, each in its own Python environment (through peer_host.py); servers on loopback; the
+commands that start the known peers. Does not: install peers, choose workloads, or judge.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TCMALLOC = (
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """The same for every peer: threads, most requests at once, longest request, type of float weights, timeout."""
+    """Settings that all peers share: threads, request limit, longest request, float weight type, timeout."""
 
     threads: int
     at_once: int
@@ -46,13 +46,13 @@ class PeerSetup:
 
 @dataclass(slots=True)
 class PeerRun:
-    """One pass: its seconds, and per request the seconds to the first token and to the last, and its tokens."""
+    """One pass: its duration in seconds; for each request, seconds to the first and last token, and its tokens."""
 
     seconds: float = 0.0
     requests: list[tuple[float, float, int]] = field(default_factory=list)
 
     def add(self, other: PeerRun) -> None:
-        """Add another group of the same pass."""
+        """Add the times of another group of the same pass."""
         self.seconds += other.seconds
         self.requests += other.requests
 
@@ -72,9 +72,9 @@ class PeerRun:
 
 
 class Peer(ABC):
-    """An engine in its own processes. Its methods raise EngineError when it fails or cannot be started."""
+    """An engine in its own processes. Methods raise EngineError if the engine fails or cannot be started."""
 
-    is_server: bool  # compared with this engine's server, else with this engine alone
+    is_server: bool  # True: compared with this engine's server; False: with this engine without a server
 
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 1200.0
@@ -93,25 +93,25 @@ class Peer(ABC):
 
     @abstractmethod
     async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
-        """Run the requests, `at_once` open at a time. Raises if one has another number of tokens than requested."""
+        """Run the requests, with up to `at_once` open. Raises EngineError if a request's number of tokens is wrong."""
 
     def end(self) -> int:
-        """End its processes; return the peak of their memory in bytes, 0 if unknown. Idempotent."""
+        """End the peer's processes; return their peak memory in bytes, 0 if unknown. Idempotent."""
         return 0 if self.tree is None else self.tree.end()
 
     def freeze(self) -> None:
-        """Stop its processes, so that they use nothing while other peers run."""
+        """Pause the peer's processes (SIGSTOP), so that they use no processor time while other peers run."""
         if self.tree is not None:
             self.tree.freeze()
 
     def thaw(self) -> None:
-        """Continue its processes."""
+        """Continue the peer's processes."""
         if self.tree is not None:
             self.tree.thaw()
 
 
 class EnginePeer(Peer):
-    """An engine without a server: a process that speaks the lines of peer_host.py."""
+    """An engine without a server: a process that speaks peer_host.py's protocol."""
 
     is_server = False
 
@@ -122,7 +122,7 @@ class EnginePeer(Peer):
         self.startup_s = time.perf_counter() - self.tree.started
 
     async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
-        """Send the requests as one line, and wait for the line of their times."""
+        """Send the requests as one line, and wait for the line with their times."""
         requests = [
             {"prompt_token_ids": item.prompt_token_ids.tolist(), "max_tokens": item.max_tokens} for item in items
         ]
@@ -137,7 +137,7 @@ class EnginePeer(Peer):
         if len(times) != len(items):
             raise EngineError(f"{self.name} answered {len(times)} requests of {len(items)}")
         counts, requested = sorted(count for _, _, count in times), sorted(item.max_tokens for item in items)
-        if counts != requested:  # answers may be in the order of their ends
+        if counts != requested:  # answers may be in order of completion
             raise EngineError(
                 f"{self.name} gave {sum(counts)} tokens of {sum(requested)}, or other lengths than requested"
             )
@@ -149,7 +149,7 @@ class EnginePeer(Peer):
         done, _ = await asyncio.wait((reading,), timeout=self.timeout_s)
         if not done:
             last_lines = self.tree.last_lines()
-            self.tree.end()  # closes its pipe, which ends the reading thread
+            self.tree.end()  # closes the process's pipe, which ends the reading thread
             await reading
             raise EngineError(f"{self.name} did not answer within {self.timeout_s:g} s\n{last_lines}")
         line = reading.result()
@@ -174,7 +174,7 @@ class ServerPeer(Peer):
         self._extra = extra or {}
 
     async def start(self) -> None:
-        """Start the server and get its model's name."""
+        """Start the server and fetch the name of its model."""
         self.facts = {"engine": self.name}
         server = await ServerProcess.start(self.command, self.timeout_s)
         self.tree, self.startup_s = server, server.startup_s
@@ -183,7 +183,7 @@ class ServerPeer(Peer):
         self._client = CompletionClient(Target(target.base_url, model, "", self._extra, self.timeout_s))
 
     async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
-        """Send the requests. Raises EngineError for the first that failed or is too short."""
+        """Send the requests. Raises EngineError for the first request that failed or has a wrong number of tokens."""
         bodies = [self._client.body(item.prompt_token_ids, item.max_tokens) for item in items]
         run = await run_online(self._client, bodies, OnlineLoad(Arrivals(), max_concurrency=at_once))
         times = []
@@ -194,7 +194,7 @@ class ServerPeer(Peer):
                 raise EngineError(f"{self.name} did not report the usage of a request, or streamed nothing of it")
             if answer.usage_tokens != item.max_tokens:
                 raise EngineError(f"{self.name} gave {answer.usage_tokens} tokens of {item.max_tokens}")
-            # A chunk may carry no text while a character is incomplete, so the requested tokens are counted.
+            # The chunk of a token that ends inside a character may have no text, so count the requested tokens.
             first, last = answer.chunk_times[0], answer.chunk_times[-1]
             times.append((first - answer.sent, last - answer.sent, item.max_tokens))
         return PeerRun(run.duration_s, times)
@@ -204,22 +204,22 @@ class ServerPeer(Peer):
 
 
 def own_engine(model: str, settings: Mapping[str, object], setup: PeerSetup) -> EnginePeer:
-    """Return this engine without a server, to compare with other engines without one."""
+    """Return this engine without a server, for comparison with other engines without a server."""
     options = {"model": model, "at_once": setup.at_once, "settings": {"threads": setup.threads, **settings}}
     return EnginePeer(OWN_ENGINE, _host(sys.executable, "octavo", options), timeout_s=setup.timeout_s)
 
 
 def own_server(model: str, words: Sequence[str], setup: PeerSetup) -> ServerPeer:
-    """Return this engine's server, to compare with other servers. `words` are further flags of serve."""
+    """Return this engine's server, for comparison with other servers. `words` are extra flags of `octavo serve`."""
     command = [sys.executable, "-m", "octavo", "serve", model, "--host", "127.0.0.1", "--port", "{port}"]
     command += ["--threads", str(setup.threads), "--max-num-seqs", str(setup.at_once), *words]
     return ServerPeer(OWN_SERVER, command, timeout_s=setup.timeout_s)
 
 
 def vllm(python: str, weights: str, setup: PeerSetup) -> EnginePeer:
-    """Return vLLM; `python` is that of an environment with it, `weights` a folder of safetensors.
+    """Return vLLM. `python` is the interpreter of an environment with vLLM; `weights` is a folder of safetensors.
 
-    The libraries that its CPU build needs are preloaded if they are found.
+    The libraries that vLLM's CPU build needs are preloaded if they are found.
     """
     environment = Path(python).absolute().parent.parent
     libraries = [path for path in _TCMALLOC if Path(path).exists()][:1]
@@ -237,13 +237,13 @@ def transformers(python: str, weights: str, setup: PeerSetup) -> EnginePeer:
 
 
 def mistralrs(python: str, weights: str, setup: PeerSetup) -> EnginePeer:
-    """Return mistral.rs, in a Python that has its wheel; `weights` is a GGUF file, or a folder of safetensors."""
+    """Return mistral.rs. `python` has the wheel; `weights` is a GGUF file, or a folder of safetensors."""
     command = _host(python, "mistralrs", _options(weights, setup))
     return EnginePeer("mistral.rs", command, timeout_s=setup.timeout_s)
 
 
 def llama_server(binary: str, gguf: str, setup: PeerSetup) -> ServerPeer:
-    """Return llama.cpp's server with `gguf` weights. Its context is divided among the slots."""
+    """Return llama.cpp's server with `gguf` weights. The server divides its context among its slots."""
     threads, slots = str(setup.threads), setup.at_once
     command = [binary, "-m", gguf, "-t", threads, "-tb", threads, "-np", str(slots), "-c", str(setup.max_len * slots)]
     command += ["-b", "2048", "-ub", "512", "--host", "127.0.0.1", "--port", "{port}"]

@@ -1,7 +1,7 @@
-"""Processes started for a measurement: their descendants, memory and end; and servers, until they are ready.
+"""Starts and ends processes for a measurement, and waits until a server is ready.
 
-Owns: a command in a session of its own, freezing and thawing it, ending all of it; a server's log, port and readiness.
-Does not: know which server, or send requests. Without /proc, memory is unknown.
+Owns: a command in its own session; freezing, thawing and ending the command and its descendants; a server's log, port
+and readiness. Does not: know which server it starts, or send requests. Without /proc, memory is unknown.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LAST_LINES = 12
 
 
 class ProcessTree:
-    """A command in its own session, so that its descendants can be found and ended, with its output in a log.
+    """A command in its own session, so that its descendants can be found and ended. A log holds its output.
 
-    Raises EngineError if it cannot be started. With `has_pipes`, its stdin and stdout are pipes.
+    Raises EngineError if the command cannot be started. With `has_pipes`, its stdin and stdout are pipes.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, has_pipes: bool = False) -> None:
@@ -52,40 +52,40 @@ class ProcessTree:
 
     @property
     def returncode(self) -> int | None:
-        """Return its exit status; None while it runs."""
+        """Return the command's exit status; None while it runs."""
         return self.process.poll()
 
     def members(self) -> list[int]:
-        """Return the pids of its session and of all descendants, its own included while it runs."""
+        """Return the pids of the command's session and of all its descendants, including the running command."""
         root, table = self.process.pid, list(_processes())
         pids = {pid for pid, parent, session in table if root in (pid, session)}
         size = 0
-        while len(pids) > size:  # a child may lead a session of its own
+        while len(pids) > size:  # a child may lead its own session
             size = len(pids)
             pids |= {pid for pid, parent, _ in table if parent in pids}
         return sorted(pids)
 
     def output(self) -> str:
-        """Return what it has printed so far. Call before end()."""
+        """Return the command's output so far. Call before end()."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
 
     def last_lines(self) -> str:
-        """Return the last lines that it has printed. Call before end()."""
+        """Return the last lines of the command's output. Call before end()."""
         return "\n".join(self.output().splitlines()[-LAST_LINES:])
 
     def freeze(self) -> None:
-        """Stop all its processes, so that an idle peer uses no processor time."""
+        """Pause all processes of the tree (SIGSTOP), so that an idle peer uses no processor time."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Continue its processes."""
+        """Continue all processes of the tree (SIGCONT)."""
         self._signal(signal.SIGCONT)
 
     def end(self) -> int:
         """Terminate the command, then kill it and its descendants. Idempotent.
 
-        Returns the sum of its processes' peak resident sizes, 0 if unknown. Shared pages count twice.
+        Returns the sum of the processes' peak resident sizes in bytes, 0 if unknown. Each process counts shared pages.
         """
         members = self.members()
         self._peak_bytes = max(self._peak_bytes, sum(map(_peak_of, members)))
@@ -106,7 +106,7 @@ class ProcessTree:
         return self._peak_bytes
 
     def _signal(self, number: signal.Signals, known: Sequence[int] = ()) -> None:
-        """Signal its members, and of the known pids those that still run and have lost their parent."""
+        """Signal the tree's members, and each pid of `known` that still runs and has lost its parent."""
         pids = self.members() or ([self.process.pid] if self.returncode is None else [])
         orphans = {pid for pid, parent, _ in _processes() if parent == 1} if known else set()
         for pid in sorted({*pids, *(orphans & set(known))}):
@@ -115,9 +115,9 @@ class ProcessTree:
 
 
 class ServerProcess(ProcessTree):
-    """A server on loopback: `base_url`, and `startup_s`, the seconds until it was ready.
+    """A server on loopback, with `base_url` and `startup_s` (the seconds until the server was ready).
 
-    In `command`, `{port}` becomes a free port.
+    In `command`, `{port}` is replaced by a free port.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
@@ -128,7 +128,7 @@ class ServerProcess(ProcessTree):
 
     @classmethod
     async def start(cls, command: Sequence[str], timeout_s: float = 600.0) -> ServerProcess:
-        """Start a command and wait until it is healthy. Raises EngineError."""
+        """Start a server and wait until it is healthy. Raises EngineError."""
         server = cls(command)
         try:
             await server.wait_ready(timeout_s)
@@ -155,7 +155,7 @@ class ServerProcess(ProcessTree):
 
 @contextlib.contextmanager
 def ending_with_this() -> Iterator[None]:
-    """Let SIGTERM unwind this process as Ctrl-C does, so that the processes it started are ended, frozen or not."""
+    """Make SIGTERM raise as Ctrl-C does, so that this process ends the processes that it started, frozen or not."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -170,13 +170,13 @@ def free_port() -> int:
 
 
 def _processes() -> Iterator[tuple[int, int, int]]:
-    """Yield every process with its parent and its session, from /proc."""
+    """Yield (pid, parent's pid, session) of every process, from /proc."""
     if not PROC.is_dir():
         return
     for entry in PROC.iterdir():
         if entry.name.isdigit():
             try:
-                # The name in brackets may hold anything; state, parent, group and session follow the last bracket.
+                # The name in brackets may contain brackets; state, parent, group and session follow the last one.
                 words = (entry / "stat").read_text().rpartition(")")[2].split()
                 yield int(entry.name), int(words[1]), int(words[3])
             except (OSError, IndexError, ValueError):

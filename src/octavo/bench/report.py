@@ -1,7 +1,7 @@
-"""What the benchmarks' reports share: percentiles, facts about the engine and this process, tables for the terminal.
+"""Code that all benchmark reports share: percentiles, facts about the engine and this process, terminal tables.
 
-Owns: the names of the shared facts, the look of the tables. Does not: measure.
-A report is one dictionary that JSON can hold; the tables are printed from it.
+Owns: the names of the shared facts, the style of the tables. Does not: measure.
+A report is one JSON-compatible dictionary; the tables are printed from the report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Report = dict[str, Any]
 
 
 def percentile(values: Iterable[float], point: float) -> float:
-    """Return the smallest value that at least `point` per cent of the values do not exceed; 0 without values."""
+    """Return the smallest value v such that at least `point` per cent of the values are <= v; 0 without values."""
     ordered = sorted(values)
     return ordered[nearest_rank(point, len(ordered))] if ordered else 0.0
 
@@ -63,7 +63,7 @@ def peak_memory_bytes() -> int:
 
 
 def show_rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows of values under column names; numbers to the right."""
+    """Print rows of values under column names; align numbers to the right."""
     table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for index, column in enumerate(columns):
         is_number = all(isinstance(row[index], (int, float)) for row in rows)
@@ -74,7 +74,7 @@ def show_rows(console: Console, title: str, columns: Sequence[str], rows: Sequen
 
 
 def show_facts(console: Console, title: str, facts: Mapping[str, object]) -> None:
-    """Print names with their values, one pair a line."""
+    """Print names with their values, one pair per line."""
     table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
@@ -84,7 +84,7 @@ def show_facts(console: Console, title: str, facts: Mapping[str, object]) -> Non
 
 
 def _first(capacity: Capacity, config: Config, name: str) -> object:
-    """Return the engine's own value, else the setting of that name in any part; None if there is neither."""
+    """Return `name` from the capacity, else the setting of that name from any section; None if there is neither."""
     parts = (capacity, config.model, config.scheduling, config.execution)
     return next((getattr(part, name) for part in parts if hasattr(part, name)), None)
 

@@ -1,10 +1,11 @@
-"""The cost of the scheduler alone: plan and commit of a step and admission, under loads of uniform steps.
+"""Measures the scheduler alone: plan and commit of a step, and admission, under loads of uniform steps.
 
-Owns: limits, requests and steps of each load (prompts of 120, block size 16, 8,192 tokens a step: as vLLM's scheduler
-is measured), medians, targets, a bare Python loop over as many rows, a profile, the tables of `octavo bench scheduler`.
-Does not: run a model (results are made up, one id for each sampling row).
-Invariants: several schedulers under one load are stepped in turn; only steps of the load's own kind count, and a load
-that has none under some policy is refused.
+Owns: each load's limits, requests and steps; medians; targets; a bare Python loop over equally many rows as a baseline;
+a profile; the tables of `octavo bench scheduler`. Sizes are those of the vLLM measurement: prompts of 120 tokens,
+block size 16, 8,192 tokens per step.
+Does not: run a model. Each sampling row gets a constant token id.
+Invariants: schedulers under one load are stepped alternately. Only steps of the load's kind count (decode-only, or with
+the load's prompt tokens); ConfigError if a policy makes too few.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from octavo.plugins import find_policy
 
 RUNNING = (32, 256, 1024)
 WAITING = (0, 100_000)
-TARGET_US = {256: 300.0, 1024: 1000.0}  # plan and commit of a decode step
-ADMIT_TARGET_US = 30.0  # without the keys of the prompt
+TARGET_US = {256: 300.0, 1024: 1000.0}  # decoding sequences -> target for plan and commit of a decode step
+ADMIT_TARGET_US = 30.0  # without the computation of the prompt's block keys
 WARM_UP = 4
 PACKAGE = Path(__file__).resolve().parents[1]
 _COLUMNS = ("running", "waiting", "plan", "commit", "step", "p99", "bare", "target", "admit")
@@ -44,23 +45,23 @@ Peer: {}."""
 BLOCK_SIZE = 16
 NUM_PROMPT = 120
 NUM_OUTPUT = 2000
-MAX_STEPS = 1_000  # measured ones: no sequence ends during them
+MAX_STEPS = 1_000  # limit of measured steps, so that no sequence ends during the measurement
 BATCH_TOKENS = 8192
 CHUNK = 512
 NUM_TENANTS = 4
 MIN_BLOCKS = 40  # per sequence
 MAX_FILL_STEPS = 10_000
-SPARE_STEPS = 40  # besides those measured: warm-up, and steps of another kind
+SPARE_STEPS = 40  # steps beside the measured ones: warm-up, and steps of another kind
 _IDS = array("i", range(40_000))
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """The contents of a load's steps besides plain decodes.
+    """A load: what its steps contain besides plain decodes.
 
-    `num_choices`: sequences per request. `num_lengths`: how many lengths prompts have. `window`: tokens of a second,
-    sliding group; 0 = none. `num_fed`: prompt tokens of requests that run one after another during the measurement; the
-    first `num_shared` of them are equal in all; each ends with its first token.
+    `num_choices`: sequences per request. `num_lengths`: number of different prompt lengths. `window`: window in tokens
+    of a second cache group; 0 = no second group. `num_fed`: prompt tokens of each extra request. Extra requests run one
+    after another beside the decodes; each has the same first `num_shared` tokens and ends with its first output token.
     """
 
     name: str
@@ -73,7 +74,7 @@ class SchedulerLoad:
 
     @property
     def num_fed_per_step(self) -> int:
-        """Return the tokens of such a request that a step computes."""
+        """Return the number of an extra request's prompt tokens that one step computes."""
         return min(CHUNK, self.num_fed - self.num_shared)
 
 
@@ -96,7 +97,7 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadSetting:
-    """A measurement: a load with `running` sequences and `waiting` requests, for `steps` steps."""
+    """A measurement of `steps` steps of a load, with `running` decoding sequences and `waiting` queued requests."""
 
     load: SchedulerLoad
     running: int
@@ -106,18 +107,18 @@ class LoadSetting:
 
     @property
     def num_requests(self) -> int:
-        """Return the requests that always run; as many as give at least `running` sequences."""
+        """Return the number of decoding requests: the fewest that have at least `running` sequences together."""
         return -(-self.running // self.load.num_choices)
 
     @property
     def num_rows(self) -> int:
-        """Return the sequences that decode in each step."""
+        """Return the number of sequences that decode in each step."""
         return self.num_requests * self.load.num_choices
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step; `is_typical`: it was of the load's kind."""
+    """Seconds of one step; `is_typical` is True if the step is of the load's kind."""
 
     plan_s: float
     commit_s: float
@@ -125,7 +126,7 @@ class StepTime:
 
 
 class LoadedScheduler:
-    """Octavo's scheduler under a load, filled."""
+    """Octavo's scheduler, filled with a load until every sequence decodes."""
 
     name = "octavo"
 
@@ -176,7 +177,7 @@ class LoadedScheduler:
             self._admit(Request(f"{tag}{index}", ids, params, tenant=f"t{index % NUM_TENANTS}"))
 
     def _feed(self) -> None:
-        """Queue the requests that run one after another, with keys as a front end gives them, before the others."""
+        """Queue the extra requests ahead of the waiting ones, with block keys, as a front end sends them."""
         load = self.setting.load
         if not load.num_fed:
             return
@@ -195,17 +196,17 @@ class LoadedScheduler:
 
 
 def make_ids(index: int, count: int) -> array[int]:
-    """Return a prompt that depends on its index from the first id on."""
+    """Return a prompt of `count` ids; prompts of different indices differ from the first id on."""
     first = index * 131 % len(_IDS)
     return (_IDS + _IDS[:count])[first : first + count] if first + count > len(_IDS) else _IDS[first : first + count]
 
 
 def num_blocks(setting: LoadSetting) -> int:
-    """Return blocks for all positions that the load reaches, so that no request is preempted or refused."""
+    """Return enough blocks for every position of the load, so that no request is preempted or refused."""
     load, rows, batch_tokens = setting.load, setting.num_rows, _batch_tokens(setting)
     fill_steps = rows * NUM_PROMPT // (batch_tokens - min(rows, batch_tokens // 2)) + SPARE_STEPS
     per_sequence = max(MIN_BLOCKS, (NUM_PROMPT + fill_steps + setting.steps + SPARE_STEPS) // BLOCK_SIZE + 1)
-    worst = load.num_choices * (NUM_PROMPT + NUM_OUTPUT) // BLOCK_SIZE  # of one request, or it is refused
+    worst = load.num_choices * (NUM_PROMPT + NUM_OUTPUT) // BLOCK_SIZE  # per request; admission refuses more
     return max(rows * per_sequence, worst) + 4 * load.num_fed // BLOCK_SIZE + 100
 
 
@@ -229,7 +230,7 @@ def _limits(setting: LoadSetting) -> Limits:
 
 
 class MeasuredScheduler(Protocol):
-    """A scheduler under a load: this engine's, or another's."""
+    """A scheduler under a load: this engine's, or another engine's."""
 
     name: str
     setting: LoadSetting
@@ -244,7 +245,8 @@ class MeasuredScheduler(Protocol):
 class SchedulerCost:
     """Medians in microseconds of a step's plan and commit, and of one admission.
 
-    `bare_us`: a bare loop over as many rows in the same process. `target_us`: of the whole step, where there is one.
+    `bare_us` is the time of a bare loop over equally many rows in the same process. `target_us` is the target for the
+    whole step, or None.
     """
 
     scheduler: str
@@ -262,14 +264,14 @@ class SchedulerCost:
 
     @property
     def is_met(self) -> bool | None:
-        """True if the step is within its target; None without one."""
+        """True if the step is within its target; None without a target."""
         return None if self.target_us is None else self.step_us <= self.target_us
 
 
 def measure(schedulers: Sequence[MeasuredScheduler]) -> list[SchedulerCost]:
-    """Step all of them in turn, until each has its steps; all have the same setting.
+    """Step the schedulers alternately until each has enough steps of the load's kind. All have the same setting.
 
-    Raises ConfigError when a scheduler makes no steps of the load's kind.
+    Raises ConfigError if a scheduler makes too few steps of that kind.
     """
     setting = schedulers[0].setting
     times: list[list[StepTime]] = [[] for _ in schedulers]
@@ -349,7 +351,7 @@ def _us(seconds: float) -> float:
 
 
 def profile(setting: LoadSetting, max_functions: int = 12) -> Report:
-    """Profile a new scheduler under this setting; return its most expensive functions with their own times.
+    """Profile a new scheduler under this setting; return the most expensive functions, without their callees' time.
 
     The profiler slows calls down, so these steps are not timed.
     """
@@ -393,7 +395,7 @@ def _function_name(file: str, function: str) -> str:
 
 
 def show_scheduler(console: Console, report: Report, tables: dict[str, list[SchedulerCost]]) -> None:
-    """Print a table for each load, the legend, and the profiles. `tables` are the report's costs by table."""
+    """Print one table for each entry of `tables` (title -> costs), the legend, and the report's profiles."""
     for name, costs in tables.items():
         text = LOADS[name].text if name in LOADS else "decode under every policy"
         console.print(f"[bold]{name}[/]: {text}", soft_wrap=True, highlight=False)

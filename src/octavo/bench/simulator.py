@@ -1,7 +1,7 @@
-"""The cost of a simulation: requests simulated in a second of one core, with unchanged decode steps together or not.
+"""Measures the simulator's speed: requests per second of one core, with fast-forward (runs of decode steps) or without.
 
-Owns: the workload's and fleet's defaults, the measurement, the check that both ways give the same outcome, the report
-of `octavo bench simulator`. Does not: simulate, or judge the machine: `bare_us` is plain Python timed beside it.
+Owns: the defaults of the workload and the fleet; the measurement; the check that fast-forward changes no outcome; the
+report of `octavo bench simulator`. Does not: simulate, or judge the machine (`bare_us` times a plain Python loop).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_MODEL_LEN, MAX_BATCH_TOKENS, MAX_SEQUENCES = 16384, 2048, 256
 
 @dataclass(frozen=True, slots=True)
 class SimulatorSetting:
-    """`rate` requests a second arrive for each of `replicas`; `check` requests are simulated both ways first."""
+    """A measurement. `rate` is requests per second per replica; `check` requests are first simulated both ways."""
 
     requests: int = 20_000
     replicas: int = 64
@@ -44,7 +44,7 @@ class SimulatorSetting:
     check: int = 0
 
     def arrivals(self, count: int) -> Iterator[Arrival]:
-        """Return the first requests of the workload."""
+        """Return the first `count` requests of the workload."""
         spec = f"poisson:rate={self.rate * self.replicas},lengths={LENGTHS},requests={self.requests}"
         return itertools.islice(iter(open_workload(spec, Shaping(seed=1))), count)
 
@@ -71,10 +71,10 @@ class SimulatorSetting:
 
 
 def measure_simulator(setting: SimulatorSetting) -> Report:
-    """Simulate once and return the report. Raises ConfigError when the two ways differ.
+    """Simulate once and return the report. Raises ConfigError if fast-forward changes an outcome.
 
-    `bare_us` is the time of a sum over range(1000) before and after, which shows how busy the machine is. `outcome` is
-    a digest of all outcomes.
+    `bare_us` is the time of sum(range(1000)) before and after the simulation; a high value shows a busy machine.
+    `outcome` is a digest of all outcomes.
     """
     setup = setting.setup()
     if setting.check:

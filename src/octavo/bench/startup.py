@@ -1,8 +1,7 @@
-"""The time of a cold process to its first token, repeated, beside the import of torch alone.
+"""Measures the time from a process's start to its first token, beside the import of torch alone.
 
-Owns: starting the processes in turn, with a warm and with an empty weight cache, their medians, the report of
-`octavo bench startup`. Does not: time inside them (startup_child does).
-The disk's own cache is as warm as the runs before left it.
+Owns: alternate runs with a warm and with an empty weight cache; medians; the report of `octavo bench startup`.
+Does not: measure the parts inside a process (startup_child does), or drop the operating system's file cache.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _BARE = {"python": "pass", "import torch": "import torch"}
 
 @dataclass(slots=True)
 class Startup:
-    """The measurements of one subject: whole processes in seconds, and of engines the parts and peaks."""
+    """The measurements of one subject: seconds of whole processes; for an engine also parts, facts and peak memory."""
 
     wall_s: list[float] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)
@@ -53,7 +52,7 @@ class Startup:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> Report:
-        """Return spreads of the whole process and the first token, and the medians of the measured parts."""
+        """Return median, minimum and maximum of the process and first-token times, and the medians of the parts."""
         report: Report = {"process_s": _spread(self.wall_s)}
         if self.parts:
             names = [name for name in PARTS if any(name in parts for parts in self.parts)]
@@ -73,7 +72,7 @@ def measure_startup(
     advance: Callable[[], object] = lambda: None,
     command: Sequence[str] = CHILD,
 ) -> dict[str, Startup]:
-    """Run every subject `runs` times in turn, after one run that fills the warm cache. Raises EngineError."""
+    """Fill the warm cache with one run, and run all subjects alternately, `runs` times each. Raises EngineError."""
     if getattr(config.model, "weight_cache_dir", None):
         config = replace(config, model=replace(config.model, weight_cache_dir=None))
     subjects = {name: Startup() for name in SUBJECTS}
@@ -94,7 +93,7 @@ def measure_startup(
 
 
 def make_startup_report(subjects: dict[str, Startup], runs: int) -> Report:
-    """Return the medians of every subject, and the first token's time as a multiple of torch's import."""
+    """Return every subject's figures, and the time to the first token as a multiple of torch's import time."""
     by_name = {name.replace(" ", "_"): subjects[name].as_dict() for name in SUBJECTS}
     torch_s = by_name["import_torch"]["process_s"]["median"]
     first_s = by_name["warm_weight_cache"]["first_token_s"]["median"]
@@ -127,7 +126,7 @@ def show_startup(console: Console, report: Report) -> None:
 
 
 def _run_engine(startup: Startup, config: Config, num_prompt: int, cache: Path, command: Sequence[str]) -> None:
-    """Run one cold process that opens an engine, and add the times that it reports."""
+    """Run one new process that opens an engine, and add the times that the process reports."""
     env = {**os.environ, "OCTAVO_CACHE_DIR": str(cache)}
     words = [*command, repr(time.monotonic()), str(num_prompt)]
     line = _run(startup, words, input=msgspec.json.encode(config).decode() + "\n", env=env).splitlines()[-1]
@@ -138,7 +137,7 @@ def _run_engine(startup: Startup, config: Config, num_prompt: int, cache: Path, 
 
 
 def _run(startup: Startup, words: Sequence[str], **options: Any) -> str:
-    """Run a process, add its time, and return its output."""
+    """Run a process, add its duration to `startup`, and return its output."""
     start = time.monotonic()
     done: subprocess.CompletedProcess[str] = subprocess.run(
         words, capture_output=True, text=True, timeout=TIMEOUT_S, **options

@@ -1,8 +1,8 @@
-"""A cold process that opens an engine, generates one token, and reports the times of its parts.
+"""A new process that opens an engine, generates one token, and reports the times of the parts.
 
 Does not: repeat or compare (startup does). Run as `python -m octavo.bench.startup_child START PROMPT_LENGTH` with a
 Config as a line of JSON on stdin; START is the parent's time.monotonic().
-The engine is opened as everywhere else, tokenizer and torch at once, so the parts overlap and do not add up.
+As in every Octavo process, the tokenizer and torch load concurrently, so the parts overlap and do not add up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec  # noqa: E402
 from types import ModuleType  # noqa: E402
 from typing import Any  # noqa: E402
 
-# The functions that load weights and allocate the pool: (module, class or "", function), timed where they exist.
+# The functions that load weights and allocate the pool: (module, class or "", function). A missing one is not timed.
 _EXECUTOR_PARTS = {
     "weights": ("octavo.executors.loading", "DecoderChoice", "load"),
     "pool": ("octavo.executors.torch_executor", "TorchExecutor", "_allocate"),
@@ -29,14 +29,14 @@ _TEXT_PARTS = {"tokenizer": ("octavo.text.text_model", "TextModel", "load")}
 
 
 class TorchClock:
-    """A finder that times the first import of torch and changes nothing else."""
+    """An import finder that times the first import of torch and changes nothing else."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds
         self._is_busy = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the ordinary spec of torch, whose execution is timed; None for all else."""
+        """Return torch's ordinary spec with a timed loader; None for other modules."""
         if name != "torch" or self._is_busy:
             return None
         self._is_busy = True
@@ -48,7 +48,7 @@ class TorchClock:
 
 
 def timed(function: Callable[..., Any], part: str, seconds: dict[str, float]) -> Callable[..., Any]:
-    """Return the function, with its time added to the part's."""
+    """Return a wrapper that adds each call's duration to seconds[part]."""
 
     def run(*args: Any, **options: Any) -> Any:
         start = time.monotonic()
@@ -61,7 +61,7 @@ def timed(function: Callable[..., Any], part: str, seconds: dict[str, float]) ->
 
 
 def time_parts(parts: Mapping[str, tuple[str, str, str]], seconds: dict[str, float]) -> None:
-    """Time the functions of these parts from now on; a missing one is left out. Imports their modules."""
+    """Replace the functions of these parts by timed ones; skip missing functions. Imports the functions' modules."""
     for part, (module_name, class_name, name) in parts.items():
         if importlib.util.find_spec(module_name) is None:
             continue
@@ -91,7 +91,7 @@ def main() -> int:
     create = assembly.create_executor
 
     def create_timed(*args: Any) -> Any:
-        """Do as create_executor, in its own thread: torch is imported here, while the tokenizer loads in another."""
+        """Import torch and call create_executor. Runs in its own thread while another thread loads the tokenizer."""
         limit_spinning()
         time_parts(_EXECUTOR_PARTS, seconds)
         return create(*args)

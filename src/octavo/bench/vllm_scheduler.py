@@ -1,7 +1,7 @@
-"""vLLM's own scheduler class under the decode load, if vLLM is installed.
+"""Runs vLLM's own scheduler class under the decode load, if vLLM is installed.
 
-Owns: building it without a model's weights, and what counts as one of its steps. Does not: install vLLM, or compare.
-Written for vLLM 0.32, whose internal interfaces are not stable: a failure while building is a ConfigError.
+Owns: building vLLM's scheduler without model weights, and timing its steps. Does not: install vLLM, or compare.
+Written for vLLM 0.32. vLLM's internal interfaces are not stable, so a failure while building is a ConfigError.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_installed() -> bool:
 
 
 class VllmScheduler:
-    """vLLM's scheduler, filled as ours is. Raises ConfigError if it cannot be built, as with another vLLM."""
+    """vLLM's scheduler, filled as LoadedScheduler is. Raises ConfigError if this vLLM's classes do not fit."""
 
     name = "vllm"
 
@@ -66,7 +66,7 @@ class VllmScheduler:
             raise ConfigError(f"vLLM's scheduler could not be built ({type(error).__name__}: {error})") from error
 
     def step(self) -> StepTime:
-        """Schedule one step and update from its tokens."""
+        """Schedule one step and update the scheduler with the step's tokens."""
         start = time.perf_counter()
         output = self._scheduler.schedule()
         planned = time.perf_counter()
@@ -131,7 +131,7 @@ class VllmScheduler:
         self._admit("w", self.setting.waiting)
 
     def _admit(self, tag: str, count: int) -> None:
-        """Queue requests; the keys of the prompt are made outside the measured time, as for ours."""
+        """Queue requests. As for Octavo's scheduler, the block keys are computed outside the measured time."""
         params = _vllm("sampling_params").SamplingParams(ignore_eos=True, max_tokens=NUM_OUTPUT, temperature=0.0)
         kind = _vllm("v1.request").Request
         for index in range(count):

@@ -1,7 +1,7 @@
 """Workloads: prompts and output lengths, read from a file or drawn from a seed.
 
-Owns: groups of requests that run one after another, prompts as lines of text, another first token for each pass.
-Does not: parse the JSON form (simulator.workloads.traces does), run anything, or know a tokenizer.
+Owns: groups of requests (groups run one after another); prompts as lines of text; a different first token per pass.
+Does not: parse JSON workload files (simulator.workloads.traces does), run anything, or know a tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_SALTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request: its prompt and the number of tokens that it produces."""
+    """One request: its prompt and its number of output tokens."""
 
     prompt_token_ids: array[int]
     max_tokens: int
@@ -28,7 +28,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class BenchWorkload:
-    """Groups of requests; a group starts when the one before has ended."""
+    """Groups of requests; a group starts after the previous group has ended."""
 
     name: str
     groups: tuple[tuple[Item, ...], ...]
@@ -45,22 +45,22 @@ class BenchWorkload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return the number of prompt tokens."""
+        """Return the number of prompt tokens of all requests."""
         return sum(len(item.prompt_token_ids) for item in self.items)
 
     @property
     def num_output_tokens(self) -> int:
-        """Return the number of tokens that will be produced."""
+        """Return the number of output tokens of all requests."""
         return sum(item.max_tokens for item in self.items)
 
     @property
     def max_len(self) -> int:
-        """Return the positions of the longest request."""
+        """Return the number of positions of the longest request."""
         return max(len(item.prompt_token_ids) + item.max_tokens for item in self.items)
 
 
 def read_workload(path: Path) -> BenchWorkload:
-    """Read a workload file, compressed if it ends in .gz. Raises ConfigError naming the file and the entry at fault."""
+    """Read a workload file; .gz files are decompressed. Raises ConfigError naming the file and the entry at fault."""
     groups = (
         tuple(Item(array("i", request.prompt_token_ids), request.max_tokens) for request in group)
         for group in read_token_file(path)
@@ -69,7 +69,7 @@ def read_workload(path: Path) -> BenchWorkload:
 
 
 def read_texts(path: Path) -> list[str]:
-    """Read one prompt a line; empty lines are left out. Raises ConfigError."""
+    """Read one prompt per line; skip empty lines. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -92,9 +92,9 @@ def draw_workload(num_requests: int, num_prompt: int, num_output: int, vocab_siz
 
 
 def salted(workload: BenchWorkload, pass_number: int) -> BenchWorkload:
-    """Return the same work with another first id, one for all prompts of a pass.
+    """Return the workload with all prompts' first token id replaced by an id that depends on the pass.
 
-    No prefix of an earlier pass matches, and prompts that share a prefix still do, on any engine.
+    On any engine, prompts share no prefix with an earlier pass, and prompts of one pass still share their prefixes.
     """
     first = FIRST_ID + pass_number % MAX_SALTS
     groups = (

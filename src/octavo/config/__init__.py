@@ -1,8 +1,8 @@
-"""Every setting, in frozen sections: the one place where an option is declared.
+"""Every setting, declared once, in frozen sections.
 
-An option is one field of a section (in engine or server): its flag, OCTAVO_* variable, file key, help and checks
-derive from it.
-Does not: read the machine or a model (assembly passes those facts in), or merge sources (sources does).
+An option is one field of a section (in engine.py or server.py). The field defines the option's flag, OCTAVO_* variable,
+file key, help and checks.
+Does not: read the machine or a model (assembly passes those facts in), or merge sources (sources.py does).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
     "TelemetryConfig",
     "WebConfig",
 ]
-# Sections of commands that run an engine of their own, without a server.
+# Sections that apply to commands which run an engine in their own process, without a server.
 ENGINE_SECTIONS = ("model", "chat", "cache", "scheduling", "execution", "speculation")
 
 

@@ -1,6 +1,6 @@
 """The settings of a model and of the engine that runs it.
 
-Owns: sections and their options. Does not: read the machine or a model (assembly compares them).
+Owns: sections and their options. Does not: compare options with the machine or the model (assembly does).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The choice of a model, and how it is loaded."""
+    """Which model is loaded, and how."""
 
     model: str = option(
         "smollm2",
@@ -265,7 +265,7 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Speculation: draft tokens are verified, which gives fewer steps and the same text."""
+    """Speculative decoding: a step verifies draft tokens, so that the same text takes fewer steps."""
 
     speculate: str = option(
         "off",
@@ -284,7 +284,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True)
 class StatisticsConfig:
-    """Which measurements of its steps and requests the engine keeps."""
+    """Which measurements of steps and requests the engine stores."""
 
     collect_statistics: bool = option(True, "keep measurements of the last steps and requests", "--collect-statistics")
     memory_analysis: bool = option(

@@ -1,12 +1,12 @@
-"""Options of vLLM, SGLang and llama.cpp that are not ours: which of our flags was meant, or why there is none.
+"""Maps unsupported options of vLLM, SGLang and llama.cpp to the equivalent Octavo flag, or to the reason for refusal.
 
-Owns: the tables, for flags and for keyword arguments of LLM alike.
-Does not: list the flags of vLLM and llama.cpp that are ours too (they are spellings of the settings themselves).
+Owns: the tables, for flags and for keyword arguments of LLM.
+Does not: list flags of vLLM and llama.cpp that Octavo accepts (the settings declare them as spellings).
 """
 
 from __future__ import annotations
 
-# Our flag -> other programs' spellings that are too different for near names.
+# Our flag -> other programs' flags with the same meaning, which near_names() would not find.
 _SPELLINGS = {
     "--max-model-len": ("--n-ctx", "--max-seq-len", "--context-length"),
     "--model": ("--hf-repo", "-hf", "-hfr", "--model-path"),
@@ -68,12 +68,12 @@ _REASONS = {
     "give logit_bias or a grammar with the request": ("--logits-processors",),
 }  # fmt: skip
 UNSUPPORTED_FLAGS = {flag: reason for reason, flags in _REASONS.items() for flag in flags}
-# Keyword arguments of vLLM's LLM that change nothing here, whatever their value is.
+# Keyword arguments of vLLM's LLM that have no effect here, whatever the value.
 _IGNORED = {
     "compilation_config", "disable_custom_all_reduce", "disable_log_requests", "disable_log_stats",
     "enable_log_requests", "enforce_eager",
 }  # fmt: skip
-# Others, with the values that change nothing here.
+# Other keyword arguments -> the values that have no effect here.
 _HARMLESS: dict[str, tuple[object, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),

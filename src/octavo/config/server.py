@@ -1,6 +1,6 @@
 """The settings of the HTTP server.
 
-Owns: sections and their options. Does not: read files or check them (server.web_settings does).
+Owns: sections and their options. Does not: read or check the files that options name (server.web_settings does).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from octavo.config.setting import option
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """Address, keys, processes and shutdown of the server."""
+    """The server's address, API keys, processes and shutdown."""
 
     host: str = option("127.0.0.1", "address to listen on", "--host", brief="address to listen on")
     port: int = option(
@@ -63,7 +63,7 @@ class ServingConfig:
 
     @property
     def has_keys(self) -> bool:
-        """True if clients must present a key."""
+        """True if clients must send an API key."""
         return bool(self.api_key or self.api_key_file)
 
 
@@ -107,7 +107,7 @@ class WebConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """How many requests may wait, and how long (docs/limits.md)."""
+    """How many requests may wait, and for how long (docs/limits.md)."""
 
     max_waiting: int = option(
         1024,
@@ -132,7 +132,7 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True)
 class RetryConfig:
-    """What is kept of requests with an Idempotency-Key, for retries (docs/journal.md)."""
+    """Storage of requests with an Idempotency-Key and their answers, for retries (docs/journal.md)."""
 
     journal: str | None = option(
         None, "folder of the journal, which keeps requests with an Idempotency-Key across a restart", "--journal"
@@ -162,7 +162,7 @@ class RetryConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesConfig:
-    """What is kept of the answers of /v1/responses, in memory only (docs/apis.md)."""
+    """Storage of the answers of /v1/responses, in memory only (docs/apis.md)."""
 
     max_stored_responses: int = option(
         1000,
@@ -210,7 +210,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """Traces and the log; metrics have no settings here (docs/observing.md)."""
+    """Traces and the log (docs/observing.md). Metrics have no settings in this section."""
 
     otlp_traces_endpoint: str | None = option(
         None, "URL that takes traces, such as http://127.0.0.1:4318/v1/traces (extra: otel)", "--otlp-traces-endpoint"

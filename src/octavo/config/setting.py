@@ -1,8 +1,8 @@
-"""Setting: the declaration of one option, from which its flag, variable, file key, help and checks are derived.
+"""Setting: the declaration of one option. It defines the option's flag, variable, file key, help and checks.
 
-Owns: `option` (a field of a section), the spellings, parsing and checking of one value.
-Does not: list the options (engine, server), or decide between sources (sources).
-Invariant: every error names the setting as it was spelled, the value, and the remedy.
+Owns: `option`, which declares a field of a section; the spellings; parsing and checking one value.
+Does not: list the options (engine.py, server.py), or choose between sources (sources.py).
+Invariant: every error names the setting as the user spelled it, the value (*** for a secret), and the remedy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(?
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A kind of number in a range, ends included, for settings and for `type=` of argparse; 2K is a whole number.
+    """A range of whole or real numbers, both ends included, for settings and for argparse's `type=`. 2K means 2048.
 
-    With `is_above` the low end is not allowed. Its text says which numbers are.
+    With `is_above`, the low end is excluded. str() describes the range for messages.
     """
 
     kind: type
@@ -46,7 +46,7 @@ class Number:
         return number
 
     def accepts(self, value: object) -> bool:
-        """Return True if the value is such a number."""
+        """Return True if the value is a number in the range."""
         try:
             self(value)
         except ValueError:
@@ -64,11 +64,11 @@ class Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One option. `flags[0]` is also its key in files and the source of its variable.
+    """One option. `flags[0]` also gives the option's key in files and the name of its variable.
 
-    `brief` is its line in the short help, where it is listed under `heading` (default: its section's); an option
-    without one is only in the full help. A hidden one has no effect yet: it is accepted and not listed.
-    `takes_words`: the flag takes all words after it, as vLLM's does; flags of other tuples are repeated.
+    `brief` is the option's line in the short help, under `heading` (default: the section's heading). An option without
+    `brief` is only in the full help. A hidden option has no effect yet: it is accepted, but not listed.
+    With `takes_words`, the flag takes all words after it, as vLLM's flag does. The flag of any other tuple is repeated.
     """
 
     help: str
@@ -80,7 +80,7 @@ class Setting:
     is_secret: bool = False
     is_hidden: bool = False
     takes_words: bool = False
-    # derived from the field and its place in Config, see settings_of
+    # settings_of derives these from the field and its section
     name: str = ""
     section: str = ""
     kind: type = str
@@ -89,18 +89,18 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Return its name in files and in messages: the first flag without dashes."""
+        """Return the option's name in files and in messages: the first flag without leading dashes."""
         return self.flags[0].removeprefix("--")
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return every spelling that a file may use, with dashes."""
+        """Return every spelling that a file may use; words are joined by dashes."""
         long = [flag.removeprefix("--") for flag in self.flags if flag.startswith("--")]
         return (*dict.fromkeys((*long, self.name.replace("_", "-"))),)
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Return its environment variables, one for each key."""
+        """Return the option's environment variables, one for each key."""
         return tuple(PREFIX + key.upper().replace("-", "_") for key in self.keys)
 
     def read(self, value: object, spelled: str) -> Any:
@@ -123,7 +123,7 @@ class Setting:
         return result
 
     def remedy(self) -> str:
-        """Return what to give, as the end of a sentence."""
+        """Return the end of an error message, which names the accepted values."""
         if self.choices:
             return f"give one of {', '.join(self.choices)}"
         if self.kind not in (int, float):
@@ -132,7 +132,7 @@ class Setting:
         return f"give {Number(self.kind, *self.within)}" + (" (32K is 32768, 32k is 32000)" if is_large else "")
 
     def readable_default(self) -> str:
-        """Return the default as a person would write it; "" if there is none, or if the help names it."""
+        """Return the default in readable form, such as 256 MiB; "" if there is none or the help names it."""
         value = self.default
         if value in (None, (), False, "") or "default" in self.help:
             return ""
@@ -148,7 +148,7 @@ class Setting:
         )
 
     def _parse(self, value: object) -> Any:
-        """Return the value as the field's type, None if it is none."""
+        """Convert the value to the field's type; return None if that is not possible."""
         if self.kind is bool:
             return _read_bool(value)
         if self.kind is tuple:
@@ -175,7 +175,7 @@ def option(default: Any, help: str, *flags: str, **rules: Unpack[_Rules]) -> Any
 
 
 def section(cls: type[Any], title: str, heading: str) -> Any:
-    """Declare a field of Config as a section: its title in the full help, and its options' heading in the short one."""
+    """Declare a field of Config as a section. `title` heads it in the full help, `heading` in the short help."""
     return field(default=cls(), metadata={"title": title, "heading": heading})
 
 
@@ -204,7 +204,7 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
 
 
 def read_whole_number(value: object) -> int | None:
-    """Parse a whole number, such as 32K (32768) or 32k (32000); None if it is none."""
+    """Parse a whole number, such as 32K (32768) or 32k (32000); return None for other values."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -247,6 +247,6 @@ def _read_tuple(value: object) -> tuple[str, ...] | None:
 
 
 def _is_blank(value: object) -> bool:
-    """Return True if a secret, or one of several, is only white space: mostly a variable that was not filled in."""
+    """Return True if a secret, or one of a list, is empty or white space, as from an unset shell variable."""
     parts = value.split(",") if isinstance(value, str) else value
     return isinstance(parts, (list, tuple)) and any(isinstance(part, str) and not part.strip() for part in parts)

@@ -1,7 +1,8 @@
-"""Merge the sources of settings into a Config: flags, OCTAVO_* variables, a config file, defaults, in that order.
+"""Merges the sources of settings into a Config. Precedence: flags, OCTAVO_* variables, a config file, defaults.
 
-Owns: precedence, the origin of each value, reading config files, keyword arguments of LLM and AsyncLLM.
-Does not: declare or check a setting (setting), parse argv (cli), or compare it with a model or machine (assembly).
+Owns: precedence; the origin of each value; reading config files; keyword arguments of LLM and AsyncLLM.
+Does not: declare or check a setting (setting.py), parse argv (cli), or compare settings with a model or a machine
+(assembly).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from octavo.config.setting import PREFIX, Setting
 from octavo.config.spelling import did_you_mean, unknown
 from octavo.errors import ConfigError
 
-# The config file; the folder of servers; SCRATCH_DIR was read by earlier versions and has no effect.
+# CONFIG names the config file, and RUN_DIR the folder of servers. SCRATCH_DIR has no effect; earlier versions read it.
 _NO_SETTINGS = (PREFIX + "CONFIG", PREFIX + "RUN_DIR", PREFIX + "SCRATCH_DIR")
 _SECTIONS: dict[str, type[Any]] = {section.name: type(section.default) for section in fields(Config)}
 _BY_NAME: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 _BY_KEY: dict[str, Setting] = {key: setting for setting in SETTINGS for key in setting.keys}
 _BY_VARIABLE: dict[str, Setting] = {variable: setting for setting in SETTINGS for variable in setting.variables}
-# Field name -> (value, spelling in messages).
+# Field name -> (value, the setting's spelling in messages).
 _Given = dict[str, tuple[object, str]]
 
 
@@ -42,7 +43,7 @@ class Resolved:
 
 
 def load(flags: Mapping[str, object], environ: Mapping[str, str], config_file: str | Path | None) -> Resolved:
-    """Read the config file, if any, and resolve. OCTAVO_CONFIG names the file when `config_file` is None."""
+    """Read the config file, if any, and merge all sources. OCTAVO_CONFIG names the file if `config_file` is None."""
     config_file = config_file or environ.get(PREFIX + "CONFIG")
     if config_file is None:
         return resolve(flags, environ, {})
@@ -59,7 +60,7 @@ def load_config(
 def resolve(
     flags: Mapping[str, object], environ: Mapping[str, str], file: Mapping[str, object], path: str = ""
 ) -> Resolved:
-    """Merge the sources, the first wins: flags (by field name), OCTAVO_* variables, file keys, defaults. Pure."""
+    """Merge flags (by field name), OCTAVO_* variables, file keys and defaults; the first source wins. Pure."""
     if wrong := [name for name in flags if name not in _BY_NAME]:
         raise ConfigError(unknown("setting", wrong[0], _BY_NAME))
     remarks: list[str] = []
@@ -74,9 +75,9 @@ def resolve(
 
 
 def config_from_keywords(model: str, keywords: Mapping[str, object]) -> Config:
-    """Return a Config from a model's name and settings: by field name, or by a flag's spelling with underscores.
+    """Return a Config from a model's name and keyword arguments: field names, or flags spelled with underscores.
 
-    None leaves a setting at its default. Arguments of vLLM that change nothing here are accepted.
+    None leaves a setting at its default. Arguments of vLLM that have no effect here are accepted.
     Raises ConfigError naming an unknown setting and near names, or a wrong value and the remedy.
     """
     given: dict[str, object] = {"model": model}
@@ -152,7 +153,7 @@ def _read_config_file(path: Path) -> Mapping[str, object]:
 
 
 def _read_yaml(text: str) -> object:
-    import yaml  # kept out of start-up: only a config file needs it
+    import yaml  # imported here because only a YAML config file needs it
 
     try:
         return yaml.safe_load(text)

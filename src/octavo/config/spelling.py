@@ -1,22 +1,24 @@
-"""Which known name a misspelled word means, and the message about an unknown word.
+"""Finds the known name that a misspelled word probably means, and writes the message about an unknown word.
 
-Owns: the distance, its cutoff, the text of the message. Does not: know any names (callers pass them).
+Owns: the edit distance, its limit, the text of the message. Does not: know any names (callers pass them).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-_EDIT_SHARE = 3  # one edit for this many characters
+_EDIT_SHARE = 3  # one edit is allowed per this many characters
 _MAX_EDITS = 3
 _MIN_PREFIX = 4
-_LISTED = 12  # names that a message lists if none is near
+_LISTED = 12  # if no name is near, a message lists all names, up to this many
 
 
 def near_names(word: str, names: Iterable[str], limit: int = 2) -> list[str]:
-    """Return the names that `word` probably means, best first: few typing errors, other word order, or an abbreviation.
+    """Return up to `limit` names that `word` probably means.
 
-    Case, leading dashes, and `_` for `-` do not count. An abbreviation of more than `limit` names matches none of them.
+    A name with the same words in another order wins over names with the fewest typing errors, and these over an
+    abbreviation. Case, leading dashes, and `_` for `-` do not count. An abbreviation of more than `limit` names matches
+    none of them.
     """
     folded = _fold(word)
     same_words, typos, abbreviations = [], [], []
@@ -34,13 +36,13 @@ def near_names(word: str, names: Iterable[str], limit: int = 2) -> list[str]:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return "did you mean 'x'?", or "" when no name is near."""
+    """Return "did you mean 'x'?", or "" if no name is near."""
     near = near_names(word, names)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def unknown(kind: str, word: str, names: Iterable[str], remedy: str = "") -> str:
-    """Return the message about an unknown word: its kind, then the near name, else `remedy`, else the names."""
+    """Return the message about an unknown word. It ends with near names, else `remedy`, else the list of names."""
     names = list(dict.fromkeys(names))
     listed = f"give one of {', '.join(names)}" if 0 < len(names) <= _LISTED else ""
     end = did_you_mean(word, names) or remedy or listed
@@ -52,7 +54,7 @@ def _fold(word: str) -> str:
 
 
 def _distance(first: str, second: str) -> int:
-    """Return the number of insertions, deletions, substitutions and swaps of neighbours between two words."""
+    """Return the edit distance of two words: insertions, deletions, substitutions and swaps of neighbours."""
     before: list[int] = []
     last = list(range(len(second) + 1))
     for i, a in enumerate(first, 1):
