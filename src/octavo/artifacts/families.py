@@ -1,9 +1,9 @@
-"""The model families, each one entry: its configuration's keys, its tensors' names, and how it differs from Llama.
+"""The model families. An entry has the family's configuration keys, tensor names and differences from Llama.
 
 Owns: the entries, the parts of a layer, and the sizes that follow from a ModelSpec.
 Does not: read files, compute, or load torch.
-Invariant: a Llama-like model is one entry here. The readers of config.json and GGUF metadata, the weights' names in
-both kinds of files and the decoders read the entries and name no family.
+Invariant: a Llama-like model is one entry here. The readers of config.json and GGUF metadata, the readers of weights
+and the decoders use the entries and name no family.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TensorName(NamedTuple):
     gguf: str
 
 
-# The tensors of a model, by role. A family's entry replaces and adds some. A role that a family does not use
+# The tensors of a model, by role. A family's entry replaces or adds roles. A role that a family does not use
 # (q_norm and k_norm without `qk_norm`) has no tensor in its files.
 LLAMA_TENSORS: Mapping[str, TensorName] = {
     "embedding": TensorName("model.embed_tokens", "token_embd"),
@@ -46,7 +46,7 @@ LLAMA_LAYER_TENSORS: Mapping[str, TensorName] = {
     "up_proj": TensorName("mlp.up_proj", "ffn_up"),
     "down_proj": TensorName("mlp.down_proj", "ffn_down"),
 }
-# The linear layers of a decoder's layer: each is made of these roles' tensors, stacked by output rows in this order.
+# The linear layers of a decoder layer: each stacks the tensors of these roles by output rows, in this order.
 LINEARS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "output": ("o_proj",),
@@ -67,20 +67,20 @@ class Windows(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family; the defaults are Llama's. Tensors that it needs are required, whatever the configuration says.
+    """One family; the defaults are Llama's. Tensors that the family needs are required in any configuration.
 
-    Files. `model_type` is config.json's and `gguf_architecture` the metadata's (None: the name). `config_keys` maps
-    Llama's keys to the family's, `defaults` has the values of keys that a config.json may leave out. `tensors` maps
-    roles to names: several roles of a linear layer may name one tensor, which has their rows in order; the roles
-    `after_attention` and `after_mlp` are norms of the outputs of a layer's halves. `has_rotary_pairs`: GGUF files
+    Files. `model_type` is config.json's and `gguf_architecture` the metadata's (None: `name`). `config_keys` maps
+    Llama's keys to the family's; `defaults` has the values of keys that a config.json may leave out. `tensors` maps
+    roles to names. Several roles of a linear layer may name one tensor, which has their rows in order. The roles
+    `after_attention` and `after_mlp` are norms of attention's and the MLP's outputs. `has_rotary_pairs`: GGUF files
     have the rows of q and k in adjacent pairs instead of half a head apart.
 
-    Arithmetic. `activation` is "silu" or "gelu" (its tanh form). `norm_offset` is added to every norm's weight, in
-    float32, and such norms multiply before they round; a GGUF file's weights include it. With `scales_embedding` the
-    embedding is multiplied by the root of the hidden size. `sliding_rope_theta` is the default rope of layers with a
-    window, None if all layers have one rope. `query_scalar_key` is the key of the number by whose root scores are
-    divided, None for the head size; GGUF metadata lacks it, so the size that is divided by its heads' width instead
-    is known by its number of layers, `gguf_width_scaled_layers`.
+    Arithmetic. `activation` is "silu" or "gelu" (its tanh form). `norm_offset` is added to every norm's weight in
+    float32, and a norm with an offset multiplies before it rounds; a GGUF file's weights include the offset.
+    `scales_embedding`: the embedding is multiplied by the root of the hidden size. `sliding_rope_theta` is the default
+    rope of layers with a window, None if all layers have one rope. `query_scalar_key` is the key of the number by whose
+    root scores are divided; None means the head size. GGUF metadata lacks that number: a model of
+    `gguf_width_scaled_layers` layers divides by the root of hidden size / number of heads instead.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Family:
         return f"model.layers.{layer}.{(self.tensors.get(role) or LLAMA_LAYER_TENSORS[role]).hf}"
 
     def from_gguf(self, name: str) -> tuple[str, str]:
-        """Return the role and the canonical name of a GGUF tensor; "" and its own name for an unknown one."""
+        """Return the role and the canonical name of a GGUF tensor; ("", `name`) if the tensor is unknown."""
         match = _GGUF_LAYER.fullmatch(name)
         if match is not None:
             for role, tensor in {**LLAMA_LAYER_TENSORS, **self.tensors}.items():
@@ -162,7 +162,7 @@ _ENTRIES = (
         sliding_rope_theta=10000.0,
         windows=Windows.PATTERN,
         query_scalar_key="query_pre_attn_scalar",
-        gguf_width_scaled_layers=62,  # the 27B model, which llama.cpp identifies by its depth too
+        gguf_width_scaled_layers=62,  # the 27B model; llama.cpp also identifies it by its depth
     ),
 )
 FAMILIES = {family.name: family for family in _ENTRIES}
@@ -180,7 +180,7 @@ def family_of_gguf(architecture: object) -> Family | None:
 
 
 def linear_tensors(spec: ModelSpec, linear: str, layer: int) -> dict[str, int]:
-    """Return the tensors that make up a linear layer, in order, with their numbers of rows."""
+    """Return the tensors of a linear layer, in order, with their numbers of rows."""
     family, sizes = FAMILIES[spec.family], _output_rows(spec)
     rows: dict[str, int] = {}
     for role in LINEARS[linear]:

@@ -1,7 +1,7 @@
 """Downloads from the Hugging Face hub, into its own cache.
 
-Owns: which files are fetched, the choice of one of a repository's GGUF files, listing a repository's and the cache's
-files, and converting the library's errors.
+Owns: which files are fetched; the choice of one of a repository's GGUF files; lists of files in a repository and in
+the cache; the conversion of the library's errors.
 Does not: fetch anything executable: no pickles, no Python.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from octavo.errors import UnknownModelError
 
-# The order of preference if none is named: the best answers for the size first. Only types of nn/gguf_blocks.py are
-# here: the K types of other sizes contain blocks of Q2_K, Q3_K or Q5_K.
+# The order of preference if the user names no type: the best answers for the size first. Only types of
+# nn/gguf_blocks.py are listed: K types of other sizes contain blocks of Q2_K, Q3_K or Q5_K.
 ORDER = ("Q4_K_M", "Q4_K_L", "Q4_K", "Q8_0", "Q6_K", "Q6_K_L", "Q4_1", "Q4_0", "BF16", "F16", "F32")
 SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 _LABEL = re.compile(r"(?:^|[-._])(I?Q\d[0-9A-Z_]*|TQ\d_\d|MXFP4[0-9A-Z_]*|BF16|FP?16|FP?32)$", re.IGNORECASE)
@@ -27,7 +27,7 @@ _MODEL_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 @dataclass(frozen=True, slots=True)
 class CachedRepository:
-    """A cached repository in a format that can be served: its folder, total bytes, and bytes per GGUF file."""
+    """A cached repository in a format that can be served: its folder, total bytes, and the bytes of each GGUF file."""
 
     name: str
     path: Path
@@ -84,7 +84,7 @@ def remove_repository(name: str) -> None:
 def download_repository(repository: str, revision: str | None, gguf_pattern: str | None) -> Path:
     """Return the local snapshot of a repository, downloading what is missing. Raises UnknownModelError.
 
-    With `gguf_pattern` only the matching files are fetched. Without a network the cache is used.
+    With `gguf_pattern` only the matching files are fetched. Without a network the snapshot is the cached one.
     """
     return _snapshot(repository, revision, gguf_pattern, is_local=_is_offline())
 
@@ -95,7 +95,7 @@ def cached_repository(repository: str, revision: str | None, gguf_pattern: str |
 
 
 def list_files(repository: str, revision: str | None, is_offline: bool) -> list[str]:
-    """Return the names of a repository's files; offline, or without a network, those of its cached GGUF files.
+    """Return the names of a repository's files. Offline, or without a network, return its cached GGUF files.
 
     Raises UnknownModelError.
     """
@@ -107,14 +107,14 @@ def list_files(repository: str, revision: str | None, is_offline: bool) -> list[
         except errors.HfHubHTTPError as error:
             raise UnknownModelError(_why(repository, revision, error)) from error
         except (_client_error(), OSError) as error:
-            if not is_cached(repository):  # else the cache may have the files
+            if not is_cached(repository):  # otherwise the cache may have the files
                 raise UnknownModelError(_why(repository, revision, error)) from error
     root = cached_repository(repository, revision, None)
     return [str(path.relative_to(root)) for path in root.rglob("*.gguf")]
 
 
 def _client_error() -> type[Exception]:
-    """Return the base class of the errors of huggingface_hub's HTTP client: httpx, or httpx2 since its version 2."""
+    """Return the base class of the errors of huggingface_hub's HTTP client, httpx, or httpx2 from version 2 on."""
     from huggingface_hub import errors
 
     return errors.HfHubHTTPError.__bases__[0]
@@ -142,13 +142,13 @@ def _snapshot(repository: str, revision: str | None, gguf_pattern: str | None, *
 
 
 def _why(repository: str, revision: str | None, error: Exception) -> str:
-    """Return why a repository cannot be fetched, and what to do."""
+    """Return why a repository cannot be fetched, and what the user can do."""
     from huggingface_hub import errors
 
     chain: BaseException | None = error
     while chain is not None and not isinstance(chain, errors.OfflineModeIsEnabled):
         if isinstance(chain, _client_error()) and not hasattr(chain, "response"):
-            break  # nothing answered
+            break  # no server answered
         chain = chain.__cause__ or chain.__context__
     at = _at(repository, revision)
     if chain is not None:
@@ -172,9 +172,9 @@ def _at(repository: str, revision: str | None) -> str:
 
 
 def choose_file(repository: str, names: Iterable[str], quantization: str | None) -> str:
-    """Return the file of that quantisation, or the first in ORDER; for a split model its first part.
+    """Return the file of that quantisation, or the first in ORDER; of a split model, the first part.
 
-    Raises UnknownModelError listing what the repository has.
+    Raises UnknownModelError, which lists the repository's files.
     """
     every = sorted(name for name in names if name.endswith(".gguf"))
     files: dict[str, list[str]] = {}
@@ -204,7 +204,7 @@ def quantization_of(name: str) -> str:
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """Return the names of all parts of a split model, or the name alone."""
+    """Return the names of all parts of a split model, or only `name` if the model is not split."""
     shard = SHARD.fullmatch(name)
     if shard is None:
         return (name,)
@@ -213,13 +213,13 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def is_later_part(name: str) -> bool:
-    """Return True for a part of a split model that is not its first."""
+    """Return True for a part of a split model other than the first."""
     shard = SHARD.fullmatch(name)
     return shard is not None and int(shard["index"]) != 1
 
 
 def _is_model(name: str) -> bool:
-    """Return False for GGUF files that are no models: image projectors, importance matrices."""
+    """Return False for GGUF files that are not models: image projectors, importance matrices."""
     base = name.rpartition("/")[2].lower()
     return "mmproj" not in base and "imatrix" not in base
 

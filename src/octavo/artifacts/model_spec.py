@@ -1,4 +1,4 @@
-"""A model's specification: sizes, rope, ids, as one frozen value.
+"""A model's specification (sizes, rope, token ids) as one frozen value.
 
 Owns: ModelSpec and the checks that hold for every source.
 Does not: read files (read_spec.py does), know families, or load torch.
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from octavo.errors import ModelFileError
 
-_LARGEST = 1 << 24  # bounds every size, so that a damaged header cannot ask for absurd tables
+_LARGEST = 1 << 24  # bounds every size, so that a damaged header cannot request absurd tables
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """The scaling of rotary frequencies. `kind` is "linear" or "llama3"; linear uses `factor` only.
+    """The scaling of rotary frequencies. `kind` is "linear" or "llama3"; "linear" uses only `factor`.
 
-    llama3 (Llama 3.1's rule): wavelengths above original_max_len / low_freq_factor are divided by `factor`, those
-    below original_max_len / high_freq_factor are kept, those between are interpolated.
+    "llama3" is Llama 3.1's rule: frequencies of wavelengths above original_max_len / low_freq_factor are divided by
+    `factor`, those below original_max_len / high_freq_factor are kept, and those between are interpolated.
     """
 
     kind: str
@@ -34,13 +34,13 @@ class RopeScaling:
 class ModelSpec:
     """The specification of a decoder, made by read_spec.read_model_spec.
 
-    `attention_bias` means biases on q, k and v (never on the output). `dtype` is "float32", "float16" or "bfloat16";
-    a quantised checkpoint has "float32", to which it dequantises, and its most frequent type in `quantization`.
+    `attention_bias` means biases on q, k and v (never on the output). `dtype` is "float32", "float16" or "bfloat16".
+    A quantised checkpoint has `dtype` "float32", to which it dequantises, and its most frequent type in `quantization`.
     `rope_factors_tensor` names a GGUF tensor [head_dim / 2] whose values divide the inverse frequencies.
-    `layer_windows` has each layer's sliding window, None for full attention; it is empty if all layers are full.
-    `sliding_rope_theta`, if given, is the unscaled rope of layers with a window; the others use `rope_theta`, scaled.
-    Scores are divided by the root of `query_scalar`, None for head_dim. `generation` has the checkpoint's own
-    sampling defaults.
+    `layer_windows` has each layer's sliding window, or None for full attention; it is empty if all layers are full.
+    `sliding_rope_theta`, if not None, is the unscaled rope of layers with a window; other layers use the scaled
+    `rope_theta`. Scores are divided by the root of `query_scalar` (None: of head_dim). `generation` has the
+    checkpoint's own sampling defaults.
     """
 
     family: str
@@ -96,5 +96,5 @@ class ModelSpec:
                 raise ModelFileError(path, f"sliding_window is {window}; 1 or more is needed")
 
     def window_of(self, layer: int) -> int | None:
-        """Return how many tokens a query of this layer sees, including itself; None for all."""
+        """Return how many tokens a query of this layer sees, including itself; None means all."""
         return self.layer_windows[layer] if self.layer_windows else None

@@ -1,8 +1,8 @@
 """Read a model's specification from config.json, from GGUF metadata, or from a script.
 
 Owns: the keys of both kinds of files, old (rope_theta, torch_dtype) and new (rope_parameters, dtype).
-Does not: know a family by name: its differences are in its entry (families.py).
-Invariant: nothing is guessed; an unknown setting that would change the arithmetic is refused.
+Does not: know a family by name; families.py has each family's differences.
+Invariant: nothing is guessed. An unknown setting that would change the arithmetic is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.artifacts.resolve import DEFAULT_MODEL, ModelFiles
 from octavo.artifacts.script import script_spec
 from octavo.errors import ModelFileError
 
-# Recommended by the default model's card; its files have no defaults.
+# The default model's card recommends these; the model's files have no defaults.
 _DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 _MAX_JSON_BYTES = 64 << 20
 _MAX_WINDOW_LAYERS = 1 << 16  # of a model with windows: bounds the table of windows
@@ -156,7 +156,7 @@ def read_gguf_spec(parts: list[GGUFFile]) -> ModelSpec:
 
 
 class _Config:
-    """A JSON object with typed getters by Llama's keys; every failure names the file and the family's key."""
+    """A JSON object with typed getters by Llama's keys. Every failure names the file and the family's key."""
 
     def __init__(self, path: Path, optional: bool = False) -> None:
         self.path = path

@@ -1,11 +1,11 @@
-"""The KV cache of an executor: groups of layers with a pool and an attention backend each, the host tier, their pages.
+"""The KV cache of an executor: one pool and one attention backend per group of layers, and the host tier.
 
-Owns: which layers share a group, the mapping from a model's layers to their groups', block copies, the host tier's
-memory, and populating pages of memory before a step needs them. Does not: decide about blocks or keep tables.
-Invariants: the full group, if there is one, is the first; sliding groups follow, the widest first. A group's pool holds
-only its own layers and has its own block numbers. Copies run on the device's current stream, and nothing waits for it.
-Populating changes no byte, so it may run beside steps that write, though it yields to them for up to MAX_PAUSE_S; it
-keeps no pool alive, and stops when less than an eighth of the machine's memory is free.
+Owns: the assignment of layers to groups, block copies, the host tier's memory, and populating pages of memory before
+a step needs them. Does not: choose blocks or hold block tables.
+Invariants: the full-attention group, if there is one, is first; sliding groups follow, the widest window first. A
+group's pool holds only that group's layers and has its own block numbers. Copies run on the device's current stream,
+and the host does not wait for them. Populating changes no byte, so it may run while steps write. It pauses while steps
+run, for up to MAX_PAUSE_S, keeps no pool alive, and stops when less than an eighth of the machine's memory is free.
 Shapes: L layers, N blocks, S block size, K KV heads, D head size.
 """
 
@@ -35,18 +35,18 @@ from octavo.executors.slots import from_packed
 from octavo.ops.attention import AttentionBackend, AttentionBatch, GroupedAttention, KVPool, PoolShape
 from octavo.sampling.columns import Ints, upload
 
-MakeAttention = Callable[[KVPool, int | None], AttentionBackend]  # of a pool and its layers' window
+MakeAttention = Callable[[KVPool, int | None], AttentionBackend]  # arguments: a pool, the window of the pool's layers
 
 # Memory is allocated in slabs of this size: torch rounds a pinned tensor up to a power of two, which could double it.
 SLAB_BYTES = 64 << 20
-STAGING_BYTES = 64 << 20  # maximum that a copy holds on the device beside the pool
+STAGING_BYTES = 64 << 20  # device memory that a copy between the tiers uses at most, besides the pool
 
 AT_ONCE_BYTES = 16 << 20  # some 15 ms; larger pools are populated by a thread
-STRIPE_BYTES = 2 << 20  # of each layer's keys and values per call, in which the kernel locks the process's memory map
+STRIPE_BYTES = 2 << 20  # of each layer's keys and values per call; a call locks the process's memory map
 FREE_SHARE = 8
 TOUCH_S = 0.25  # time limit if the kernel cannot populate beside other writers
 QUIET_S = 0.1  # without a step, before populating continues
-MAX_PAUSE_S = 5.0  # total wait for steps: a standby resumes 32 requests in 1 s, or in 2 s while populating
+MAX_PAUSE_S = 5.0  # total wait for steps; a standby resumes 32 requests in 1 s, or in 2 s while populating
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -73,12 +73,12 @@ def layer_windows(model: ModelSpec) -> tuple[int | None, ...]:
 
 
 def effective_windows(windows: Sequence[int | None], max_model_len: int) -> tuple[int | None, ...]:
-    """Return the effective windows at this length: a window as long as the longest context is full attention."""
+    """Replace each window of `max_model_len` or more by None: a window that long is full attention."""
     return tuple(None if window is None or window >= max_model_len else window for window in windows)
 
 
 class CacheGroups:
-    """Pools, host pools and attention of all groups. `attention` is the argument of the model's forward pass."""
+    """The pools, host pools and attention backends of all groups. Pass `attention` to the decoder's `forward`."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class CacheGroups:
         self.attention = backends[0] if len(backends) == 1 else _by_layer(groups, backends)
 
     def begin(self, batches: Sequence[AttentionBatch]) -> None:
-        """Begin the step in each group's attention."""
+        """Start a step in each group's attention backend."""
         for backend, batch in zip(self._backends, batches, strict=True):
             backend.begin(batch)
 
     def clear(self, blocks_by_group: Sequence[Ints]) -> None:
-        """Zero blocks of each group; needed if attention `reads_unwritten` positions."""
+        """Zero these blocks of each group; needed if an attention backend `reads_unwritten` positions."""
         for pool, blocks in zip(self.pools, blocks_by_group, strict=True):
             if len(blocks):
                 pool.clear_blocks(upload(pool.device, blocks)[0])
@@ -121,7 +121,7 @@ class CacheGroups:
             pool.copy_blocks(*upload(pool.device, sources, destinations))
 
     def _pairs(self, column: array[int]) -> list[tuple[int, tuple[Ints, Ints]]]:
-        """Return the (source, destination) columns of each group in a flat column."""
+        """Split a flat column of (group, source, destination); return (group, (sources, destinations)) pairs."""
         if not column:
             return []
         entries = from_packed(column).reshape(-1, 3)
@@ -131,7 +131,7 @@ class CacheGroups:
 
 
 def _by_layer(groups: Sequence[GroupSpec], backends: Sequence[AttentionBackend]) -> GroupedAttention:
-    """Map each of the model's layers to its group's backend and its index there."""
+    """Map each of the model's layers to its group's backend and to the layer's index in that group."""
     places = {
         layer: (backend, local)
         for group, backend in zip(groups, backends, strict=True)
@@ -151,7 +151,7 @@ def allocate(
 
 
 class HostPool:
-    """`num_blocks` host blocks of the shape of a device pool's blocks, written by `put` and read by `get`."""
+    """Host memory for `num_blocks` blocks, each of the shape of a device block; `put` writes it and `get` reads it."""
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         shape = pool.shape
@@ -194,7 +194,7 @@ class HostPool:
 
 
 class Steps:
-    """Flag that an executor runs steps. Written by the executor's thread, read by the one that populates."""
+    """Whether an executor runs steps. The executor's thread writes it; the thread that populates pages reads it."""
 
     def __init__(self) -> None:
         self._until = -math.inf
@@ -204,7 +204,7 @@ class Steps:
         self._until = math.inf
 
     def end(self) -> None:
-        """Record that it ended."""
+        """Record that the step ended."""
         self._until = time.monotonic() + QUIET_S
 
     @property
@@ -214,13 +214,13 @@ class Steps:
 
 
 def make_resident(pools: Sequence[KVPool], steps: Steps | None = None) -> threading.Thread | None:
-    """Populate the pools' pages, lowest blocks first; return the thread that does it, None if it is done already.
+    """Populate the pools' pages, lowest blocks first; return the thread that does it, or None if none was started.
 
-    The thread waits while `steps` are running, for at most MAX_PAUSE_S.
+    The thread pauses while `steps` are running, for at most MAX_PAUSE_S in total.
 
-    Otherwise the first step that uses a block would wait for its pages, which can be a huge page for the keys and one
-    for the values of each layer. Call it before the pools are used: without MADV_POPULATE_WRITE this call touches the
-    pages instead, for at most TOUCH_S seconds.
+    Without this, the first step that uses a block waits for the block's pages, which can be one huge page for the keys
+    and one for the values of each layer. Call it before the pools are used: if the kernel lacks MADV_POPULATE_WRITE,
+    the call zeroes the pages instead, for at most TOUCH_S seconds.
     """
     pools = [pool for pool in pools if pool.device.type == "cpu"]
     populate = _populate()
@@ -238,7 +238,7 @@ def make_resident(pools: Sequence[KVPool], steps: Steps | None = None) -> thread
 
 @cache
 def _populate() -> Callable[[int, int], bool] | None:
-    """Return a function of an address and a size in bytes that populates, or None if the kernel does not support it."""
+    """Return a function of (address, size in bytes) that populates, or None if the kernel does not support it."""
     if sys.platform != "linux":
         return None
     madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -269,12 +269,12 @@ def _populate_all(populate: Callable[[int, int], bool], refs: Sequence[weakref.r
                 if size > 0 and not populate(plane.data_ptr() + begin, size):
                     return
                 is_more = is_more or begin + STRIPE_BYTES < plane.nbytes
-            del pool  # it may be dropped meanwhile
+            del pool  # keep no reference during the next pause, so that the pool can be freed
         begin += STRIPE_BYTES
 
 
 def _touch(pools: Sequence[KVPool]) -> None:
-    """Zero the pools, which nothing else may write to yet, for at most TOUCH_S seconds."""
+    """Zero the pools for at most TOUCH_S seconds. Nothing else may write to the pools yet."""
     end = time.monotonic() + TOUCH_S
     for pool in pools:
         blocks = max(1, STRIPE_BYTES * pool.shape.num_layers // pool.shape.block_bytes)

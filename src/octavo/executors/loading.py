@@ -1,7 +1,7 @@
 """Choose a model's decoder, dtypes and device.
 
-Owns: the choice between the native decoder and its torch twin, and the automatic choices of device and type.
-Does not: load files (models does), size or allocate the cache.
+Owns: the choice between the native decoder and the torch decoder, and the automatic choices of device and dtype.
+Does not: load files (models does), or size or allocate the cache.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 class AnyDecoder(Protocol):
-    """The executor's interface of a decoder, native or not."""
+    """The methods of a decoder that an executor calls, native or not."""
 
     max_model_len: int
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend) -> Tensor:
-        """Return the hidden states after the final norm, [T, E]; maybe in a buffer that the next call overwrites."""
+        """Return the hidden states after the final norm, [T, E]. The next call may overwrite them."""
         ...
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return float32 logits [N, V]; maybe in a buffer that the next call overwrites."""
+        """Return float32 logits [N, V]. The next call may overwrite them."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class AnyDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedDecoder:
-    """A decoder. `notes` are for the user; `quantization` is the code of most weights, "none" where they are floats."""
+    """A decoder, the quantization of most of its weights ("none" if most are floats), and notes for the user."""
 
     decoder: AnyDecoder
     quantization: str
@@ -103,7 +103,7 @@ class DecoderChoice:
 
 
 def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConfig, spec: ModelSpec) -> str | None:
-    """Return why the native decoder cannot be used, None if it can."""
+    """Return why the native decoder cannot be used, or None if it can."""
     if device.type != "cpu":
         return f"the device is {device.type}"
     if execution.decoder == "torch":
@@ -125,8 +125,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, checkpoint: str, device: torch.device, is_native: bool = False) -> torch.dtype:
-    """Return the dtype of weights and cache. auto on a CPU: bfloat16 with native kernels or CPU support, else float32;
-    on CUDA: float16 if the checkpoint is float16, else bfloat16. Raises ConfigError.
+    """Return the dtype of weights and cache. Raises ConfigError.
+
+    On a CPU, "auto" is bfloat16 if the decoder is native or the CPU supports bfloat16, else float32. On CUDA, "auto" is
+    float16 if the checkpoint is float16, else bfloat16.
     """
     if name != "auto":
         return dtype_named(name, "dtype")

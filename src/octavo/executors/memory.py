@@ -1,11 +1,11 @@
-"""The numbers of KV blocks of each cache group, on the device and on the host, and a model's memory plan.
+"""Compute the number of KV blocks of each cache group, on the device and on the host, and a model's memory plan.
 
-Owns: the arithmetic from a spec and free memory to numbers of blocks, its errors, and the same choices as
-TorchExecutor.open makes, from the files' headers, without loading. Does not: allocate, or count a step's own buffers,
-which are small on a CPU beside the pool's margin.
-Invariants: groups share one budget in bytes so that sequences of typical length fill all of them at the same time;
-no group is too small for one longest sequence while the budget has room for one.
-A user's number of blocks or tokens refers to the leading group: the first, which is the full group if there is one.
+Owns: the arithmetic from a spec and free memory to numbers of blocks, and its errors. `plan_memory` makes the same
+choices as TorchExecutor.open from the files' headers, without loading weights. Does not: allocate, or count a step's
+own buffers, which on a CPU are small compared with the pool's margin.
+Invariants: groups share one budget in bytes, divided so that sequences of typical length fill all groups at the same
+time. Each group has room for one sequence of full length if the budget has.
+A user's number of blocks or tokens refers to the leading group: the first, which is the full-attention group if any.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from octavo.nn.weights import open_weights
 from octavo.ops.attention import PoolShape
 
 HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, by default
-TYPICAL_LEN = 2048  # tokens per sequence for which a pool on a CPU is sized by default
+TYPICAL_LEN = 2048  # tokens per sequence that the default pool on a CPU is sized for
 
 
 class PoolSizing:
-    """The sizes of these groups' blocks and the blocks that sequences need."""
+    """Computes each group's number of blocks from a spec, the groups' block sizes and the maximum length."""
 
     def __init__(self, spec: ExecutorSpec, groups: Sequence[GroupSpec], max_model_len: int) -> None:
         self._spec = spec
@@ -44,10 +44,11 @@ class PoolSizing:
         self._typical = self._blocks_of(min(max_model_len, TYPICAL_LEN))
 
     def device_blocks(self, available_bytes: int, is_host: bool) -> tuple[int, ...]:
-        """Return the number of blocks per group for the spec. Raises CapacityError for no block, or too many.
+        """Return the number of blocks per group. Raises CapacityError if a group has no block or the blocks do not fit.
 
-        Without a size: `memory_fraction` of the free memory. Without a fraction: the default one, on the host at most
-        the blocks that max_sequences of typical length need, because other processes share that memory.
+        If the spec has no pool size, use `memory_fraction` of the free memory. If it has no fraction either, use the
+        default fraction; on the host, use at most the blocks that `max_sequences` sequences of typical length need,
+        because other processes share that memory.
         """
         num_blocks, source = self._requested(available_bytes, is_host)
         fits = self._split(available_bytes)[0]
@@ -62,7 +63,7 @@ class PoolSizing:
         return num_blocks
 
     def host_blocks(self, available_bytes: int) -> tuple[int, ...]:
-        """Return the number of host blocks per group for the spec's host_bytes, () for 0. Raises CapacityError."""
+        """Return the number of host blocks per group, or () if `host_bytes` is 0. Raises CapacityError."""
         size = self._spec.host_bytes
         if not size:
             return ()
@@ -99,12 +100,12 @@ class PoolSizing:
         return num_blocks, f"--gpu-memory-utilization {fraction:g} ({_size(share)})"
 
     def _default_blocks(self) -> tuple[int, ...]:
-        """Return the blocks that max_sequences of typical length need; of several groups, each holds a longest one."""
+        """Return the blocks for `max_sequences` of typical length; each of several groups also holds a longest one."""
         needed = tuple(self._spec.max_sequences * typical for typical in self._typical)
         return needed if len(needed) == 1 else tuple(map(max, needed, self._blocks_of(self._max_model_len)))
 
     def _blocks_of(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the blocks of each group that one sequence of that length holds at once."""
+        """Return how many blocks of each group one sequence of that length holds at once."""
         size = self._spec.block_size
         chunk = self._spec.max_batch_tokens
         return tuple(group.peak_blocks(num_tokens, chunk, size) for group in self._groups)
@@ -113,11 +114,11 @@ class PoolSizing:
         return sum(count * group.block_bytes for count, group in zip(num_blocks, self._groups, strict=True))
 
     def _with_leading(self, leading: int) -> tuple[int, ...]:
-        """Return all groups' blocks, given the leading group's: for as many sequences, and at least one longest."""
+        """Return each group's blocks, given the first group's: for as many typical sequences, and for a longest one."""
         if leading < 1:
             return (leading,) * len(self._groups)
         others = zip(self._blocks_of(self._max_model_len)[1:], self._typical[1:], strict=True)
-        # for a longest sequence that the leading group cannot hold, the others need no more blocks than that group
+        # if the leading group cannot hold a full-length sequence, no other group needs more blocks than the leading one
         return leading, *(
             max(min(longest, leading), -(-leading * typical // self._typical[0])) for longest, typical in others
         )
@@ -136,10 +137,10 @@ class PoolSizing:
             short = {index: longest[index] for index in free if shares[index] < longest[index]}
             if not short:
                 return tuple(fixed.get(index, shares.get(index, 0)) for index in range(len(self._groups)))
-            fixed |= short  # never all: the rest suffices for one longest sequence, so one group is not short
+            fixed |= short  # never all: the rest suffices for one full-length sequence, so one group is not short
 
     def _for_one_sequence(self, budget: int) -> tuple[int, ...]:
-        """Divide a budget too small for the longest sequence, so that the longest possible one fits."""
+        """Divide a budget that is too small for a full-length sequence so that the longest possible one fits."""
         if len(self._groups) == 1:
             return (budget // self._groups[0].block_bytes,)
         low, high = 0, self._max_model_len
@@ -150,7 +151,7 @@ class PoolSizing:
 
 
 def describe_groups(groups: Sequence[GroupSpec], num_blocks: Sequence[int], block_size: int) -> tuple[str, ...]:
-    """Return the sizes of several groups as one note for the user, () for one group."""
+    """Return the sizes of several groups as one note for the user, or () for one group."""
     if len(groups) == 1:
         return ()
     parts = []

@@ -1,8 +1,9 @@
 """Count the KV pool's blocks by use: referenced, cached and free, shared, and reserved but not filled.
 
-Owns: counts of each group and their sum, made from a scheduler's snapshots. Does not: keep anything.
-Invariants, per group: referenced + cached + free = blocks; saved blocks = logical - physical; filled + reserved = slots
-of the physical blocks. Logical counts once per sequence, physical once; a slot holds one position's keys and values.
+Owns: the counts of each group and their sum, computed from a scheduler's snapshots. Does not: keep state.
+Invariants, per group: referenced + cached + free = blocks; saved = logical - physical blocks; filled + reserved = slots
+of the physical blocks. A logical count includes a block once per sequence that holds it, a physical count once in all.
+A slot holds one position's keys and values.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ _ALL = 1 << 62
 
 
 def pool_use(scheduler: Scheduler) -> dict[str, Any]:
-    """Return the use of each group's pool, and the sum, as plain values. O(blocks in tables), never part of a step.
+    """Return the use of each group's pool, and the sum, as plain values. O(blocks in tables); no step calls it.
 
-    `reserved_slots` are slots in held blocks that no plan has written or is writing; `wasted_share` is their share of
-    all slots in held blocks.
+    `reserved_slots` are the slots in held blocks that no plan has written or is writing. `wasted_share` is
+    `reserved_slots` divided by all slots in held blocks.
     """
     sequences = scheduler.read_tables(0, _ALL)
     groups = [_group(scheduler, group, sequences) for group in range(len(scheduler.limits.groups))]

@@ -1,7 +1,7 @@
 """The interface between the engine loop and an executor: Executor, its spec, its capacity.
 
-Owns: the five verbs. Plans and copies run in submission order; collect() returns in that order.
-Does not: import torch. The loop keeps up to `depth` tickets in flight.
+Owns: the five methods of an executor. Plans and copies run in submission order, and results are collected in that
+order. Does not: import torch. The engine loop keeps up to `depth` submitted plans uncollected.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Ticket = object  # opaque to the loop: returned by submit, passed to collect
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
-    """The capacity that the executor must provide.
+    """The capacity that the executor must provide, in tokens, sequences or bytes as the names say.
 
-    Sizes are in tokens, sequences or bytes as named. Exactly one of the pool's three sizes may be set;
-    with none, `memory_fraction` of the free memory is used (None = the device's default). `num_blocks` and
-    `pool_tokens` are those of the leading cache group. `host_bytes` is the host tier's size, 0 = none.
-    `max_model_len=None` means the model's own.
+    At most one of `num_blocks`, `pool_bytes` and `pool_tokens` may be set. If none is set, the pool takes
+    `memory_fraction` of the free memory (None: the device's default). `num_blocks` and `pool_tokens` count blocks and
+    tokens of the leading cache group. `host_bytes` is the host tier's size; 0 means no host tier.
+    `max_model_len=None` means the model's own limit.
     """
 
     max_sequences: int
@@ -41,13 +41,14 @@ class ExecutorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The capacity of an opened executor: one entry of `num_blocks` per cache group; sizes in bytes and tokens.
+    """The capacity of an opened executor, in bytes and tokens.
 
-    `host_blocks` has one entry per group too, or none without a host tier. The first group is the leading one.
-    `quantization` is the code of most weights ("none": they have `dtype`, as the cache has by default).
-    `has_masks`: the executor applies grammar masks (see supply); otherwise it is given no request with a grammar.
-    `usable_len`: tokens that one request can use, fewer than `max_model_len` if the pool is smaller (0: not known).
-    `linear_flops_per_token`, `weight_bytes` and `kv_bytes_per_token` give a lower bound of a step's time.
+    `num_blocks` and `host_blocks` have one entry per cache group, the leading group first; without a host tier
+    `host_blocks` is empty. `quantization` is the code of most weights; "none" means that weights have `dtype`. The
+    cache has `dtype` too unless the spec names another. `has_masks`: the executor applies grammar masks (see supply);
+    an executor without masks gets no request with a grammar. `usable_len`: tokens that one request can use, fewer than
+    `max_model_len` if the pool is smaller (0: unknown). `linear_flops_per_token`, `weight_bytes` and
+    `kv_bytes_per_token` give a lower bound of a step's time.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -71,9 +72,10 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory that opening would take, computed without loading weights, in bytes and tokens; groups as in Capacity.
+    """The memory that opening would take, computed without loading weights, in bytes and tokens.
 
-    `free_bytes` is available for weights and pool together; `shortfall` says why no useful pool fits (None: it fits).
+    `num_blocks` has one entry per cache group. `free_bytes` is available for weights and pool together. `shortfall`
+    says why no useful pool fits; None means that one fits.
     """
 
     device: str
@@ -124,17 +126,17 @@ class Executor(Protocol):
         ...
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Pass a step the masks (grammar.matcher.Masks) of its rows with a grammar, made while the device ran.
+        """Pass the grammar masks (grammar.matcher.Masks) of a step, which the host made while the device ran.
 
-        Called once, between submit and collect, for each plan in which such rows sample, and for no other plan; these
-        plans sample only then. An executor without masks raises EngineError.
+        Called exactly once, between submit and collect, for each plan in which a row with a grammar samples. The
+        executor samples no row of that plan before this call. An executor without masks raises EngineError.
         """
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for the oldest ticket's result. Raises the error that made the step fail.
 
-        After a failure the later tickets are still collected, and their results are dropped.
+        After a failure the loop still collects the later tickets, and drops their results.
         """
         ...
 

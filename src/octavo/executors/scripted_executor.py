@@ -1,9 +1,9 @@
-"""The executor of a scripted model: it outputs a script's answers, and computes nothing. No torch.
+"""The executor of a scripted model: it outputs a script's answers and computes no model. No torch.
 
 Owns: the id at each position of each slot's sequence, embeddings made from a hash, delays and failures.
 Does not: hold keys and values (it ignores blocks, copies and swaps), or apply biases and penalties.
-Invariant: the id at a position is a function of prompt, choice and position, so that resumes, forks and drafts change
-nothing.
+Invariant: the id at a position is a function of prompt, choice and position, so resumed requests, forks and drafts
+get the same ids.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from octavo.errors import EngineError
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket, usable_len
 from octavo.grammar.matcher import Masks
 
-POOL_TOKENS = 262_144  # by default
+POOL_TOKENS = 262_144  # default size of the pool
 TOKEN_BYTES = 64  # nominal size of a cached token, so that sizes in bytes have a meaning
 MAX_STEP_S = 4.0  # below the watchdog's limit of 5 s
-_SEND_S = 0.2  # time to send the outputs from before a crash
+_SEND_S = 0.2  # wait before a crash, in which the earlier outputs are sent
 _SPACE_ID = 3 + 0x20
 _log = logging.getLogger(__name__)
 
 
 class Coder(Protocol):
-    """Encoder of answers and decoder of prompts."""
+    """Encodes answers and decodes prompts."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of an answer."""
@@ -68,7 +68,7 @@ class _ScriptedSequence:
     num_resumed: int
 
     def token(self, index: int) -> int:
-        """Return the output of that index: the answer, then END_ID; or the answer again if the output may not end."""
+        """Return the output at this index. END_ID follows the answer; if the output may not end, the answer repeats."""
         if index < len(self.ids):
             return self.ids[index]
         params = self.new.params
@@ -81,11 +81,11 @@ class _ScriptedSequence:
         return self.rule.fail_after is not None and index >= self.rule.fail_after
 
     def crashes(self, index: int) -> bool:
-        """Return True if the engine crashes at this output, which it does only for a sequence that was not resumed."""
+        """Return True if the engine crashes at this output; a resumed sequence never makes the engine crash."""
         return self.rule.crash_after is not None and not self.num_resumed and index >= self.rule.crash_after
 
     def delay_ms(self, index: int) -> float:
-        """Return the time of this token."""
+        """Return the delay of the output at this index, in ms."""
         return self.rule.delay_ms + (self.rule.first_delay_ms if index == 0 else 0.0)
 
 
@@ -100,7 +100,7 @@ class _Step:
 
 
 class ScriptedExecutor:
-    """See executors.protocol.Executor. `can_die`: this process is the engine's own, and may be killed."""
+    """See executors.protocol.Executor. `can_die`: only the engine uses this process, so a crash may kill it."""
 
     def __init__(self, script: Script, coder: Coder, *, can_die: bool = False) -> None:
         self._script = script
@@ -152,7 +152,7 @@ class ScriptedExecutor:
         return step
 
     def _sample(self, step: _Step, indices: tuple[int, int], row: Row, sequence: _ScriptedSequence) -> None:
-        """Add one id for a row, with drafts or without."""
+        """Add one id for a sampling row, whether or not the row has drafts."""
         number, position = indices
         index = row.start + row.count - len(row.drafts) - sequence.new.num_prompt
         step.delay_s = max(step.delay_s, sequence.delay_ms(index) / 1e3)
@@ -177,7 +177,7 @@ class ScriptedExecutor:
         assert ids is not None
         for position, bits in zip(masks.positions.tolist(), masks.bits_MW, strict=True):
             if position not in ticket.rows:
-                continue  # a position after a draft, which has no id
+                continue  # a position after a draft: the script has no id for it
             number, index = ticket.rows[position]
             token = ids[index]
             if not int(bits[token // 32]) >> token % 32 & 1:
@@ -204,7 +204,7 @@ class ScriptedExecutor:
         return _ScriptedSequence(new, rule, tuple(ids), len(new.token_ids) - new.num_prompt)
 
     def _crash(self) -> None:
-        """End the process as a crash would; raise EngineError if it is shared."""
+        """Kill the process, or raise EngineError if other parts of the server share the process."""
         if self._can_die:
             _log.warning("the script says that the engine crashes here")
             time.sleep(_SEND_S)
@@ -218,7 +218,7 @@ class ScriptedExecutor:
         return None if count is None else self._entry(sequence, token_id, count)
 
     def _entry(self, sequence: _ScriptedSequence, token_id: int, count: int) -> TokenLogprobs:
-        """Return log-probabilities in which the token is the best one and each next one is worse by one."""
+        """Return log-probabilities in which this token ranks first and each next token is less likely by 1."""
         best = sequence.rule.logprob if sequence.rule.logprob is not None else self._script.logprob
         others = (other for other in range(_SPACE_ID + 1, VOCAB_SIZE) if other != token_id)
         tops = (token_id, *(other for other, _ in zip(others, range(count - 1), strict=False)))[:count]
@@ -236,7 +236,7 @@ def _blocks(size: int | None, each: int) -> int | None:
 
 
 def _embedding(new: NewSequence) -> bytes:
-    """Return a vector of length 1: the sum of one for each run of three ids, so that similar texts are close."""
+    """Return a vector of length 1: the sum of one hash vector per run of three ids, so that similar texts are close."""
     assert new.token_ids is not None
     ids = new.token_ids[: new.num_prompt].tolist()
     total = np.zeros(HIDDEN_SIZE, dtype=np.float64)

@@ -1,11 +1,11 @@
 """An executor's state per sequence: known ids, block tables, sampling.
 
-Owns: the slots, how a plan's effects change them, and copies of its packed columns (views would keep core from
-appending to them). Does not: run rows, or decide anything.
+Owns: the slots, the effects of a plan on the slots, and copies of a plan's packed columns (a NumPy view of a column
+would prevent core from appending to it). Does not: run rows, or decide anything.
 Shapes: S slots, W = max_model_len + 1 positions, M blocks of the longest table.
-Invariants: `ids_SW` is on the device and the sampler writes into it, so a CARRY row reads the id that its
-slot sampled without the host; tables are on the host, one per cache group, and dropped entries and those
-after a table's end are the group's null block.
+Invariants: `ids_SW` is on the device and the sampler writes into it, so a CARRY row reads its slot's newest id without
+the host. Tables are on the host, one per cache group. A dropped table entry, and every entry after a table's end, is
+the group's null block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def to_packed(values: NDArray[np.int64]) -> array[int]:
 
 
 class Slots:
-    """State of all slots. `faults` maps slots whose request this model cannot run to the reason.
+    """State of all slots. `faults` maps a slot to the reason why this model cannot run the slot's request.
 
     `tables` and `null_blocks` have one entry per cache group; a table is [S, M].
     """
@@ -55,7 +55,7 @@ class Slots:
         self.vocab_size = vocab_size
         self.null_blocks = tuple(null_blocks)
         self.ids_SW = torch.zeros((num_slots, max_model_len + 1), dtype=torch.int32, device=device)
-        self.flat_ids = self.ids_SW.view(-1)  # of slot s and position p at s * W + p
+        self.flat_ids = self.ids_SW.view(-1)  # the id of slot s at position p has index s * W + p
         max_blocks = -(-max_model_len // block_size)
         self.tables: list[Ints] = [np.full((num_slots, max_blocks), null, dtype=np.int64) for null in null_blocks]
         self.sampler = Sampler(num_slots, self.ids_SW, vocab_size)
@@ -70,7 +70,7 @@ class Slots:
             self._fill(new)
 
     def write_ids(self, plan: StepPlan) -> None:
-        """Write the ids that the host chose, each one more output of its slot."""
+        """Write the ids that the host chose. Each is the next output of its slot."""
         if not plan.id_edits:
             return
         slots, positions, ids = from_packed(plan.id_edits).reshape(-1, 3).T
@@ -79,7 +79,7 @@ class Slots:
         self.sampler.processors.append(slots, ids)
 
     def write_drafts(self, plan: StepPlan) -> None:
-        """Write the drafts of rows after their known ids, as inputs of this step; sampling overwrites them."""
+        """Write each row's drafts after the row's known ids, as inputs of this step; sampling overwrites them."""
         if not plan.num_drafts:
             return
         num_drafts = from_packed(plan.num_drafts)
@@ -110,7 +110,7 @@ class Slots:
         ids = from_packed(new.token_ids)
         fault = self._fault(new, ids)
         if fault is not None:
-            # its rows still run, to keep the step's shape; they report the fault
+            # the request's rows still run, which keeps the step's shape; the step reports the fault for these rows
             self.faults[new.slot] = fault
             ids = np.clip(ids, 0, self.vocab_size - 1)
         self.ids_SW[new.slot, : len(ids)].copy_(upload(self.ids_SW.device, ids.astype(np.int32))[0], non_blocking=True)

@@ -1,13 +1,13 @@
 """Convert a plan's rows to the tensors of one forward pass.
 
-Owns: the order of rows in the pass, all index arithmetic of a step, vectorised on the host, and which sampled
-positions of rows with drafts count. Does not: read or write slots' tensors, compute on the device, or make drafts.
-Shapes: T tokens, N rows, A rows with tokens, M table width, R sampled positions (a row of d drafts has 1 + d).
+Owns: the order of rows in the pass; all index arithmetic of a step, vectorised on the host; which sampled positions of
+rows with drafts are accepted. Does not: read or write slots' tensors, compute on the device, or make drafts.
+Shapes: T tokens, N rows, A rows with tokens, M table width, R sampled positions (a row with d drafts has 1 + d).
 
 A row of slot s, positions [a, a + c) becomes c tokens. With W = width of the id buffer, S = block size:
     token j of the row   position p = a + j    id at s * W + p    KV to table[s][p // S] * S + p % S
-Rows of one token come first, by ascending context, because attention splits them into buckets in that order. A row that
-forks has no tokens: it samples after the last token of the nearest row before it that has some.
+Rows of one token are first, in ascending order of context length, because attention splits these rows into buckets in
+that order. A row that forks has no tokens: it samples after the last token of the nearest earlier row with tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _NONE: Ints = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of a step. `lengths` are positions per sampling row; `remaining_R` how many of its row follow each.
+    """The drafts of a step. `lengths` is the number of sampled positions of each sampling row.
 
-    `expected_R` is the draft that continues each position; -1 for the last position of a row, which has none.
+    `remaining_R` is the number of positions that follow each position in its row. `expected_R` is the draft id after
+    each position, or -1 at the last position of a row.
     """
 
     lengths: Ints
@@ -40,7 +41,7 @@ class Drafts:
 
     @classmethod
     def of(cls, plan: StepPlan, sampling_rows: Ints) -> Drafts:
-        """Lay out a plan with drafts; all rows with drafts are sampling rows."""
+        """Index the drafts of a plan; every row with drafts must be a sampling row."""
         lengths = from_packed(plan.num_drafts)[sampling_rows] + 1
         remaining_R = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum()) - 1
         expected_R = np.full(len(remaining_R), -1, dtype=np.int64)
@@ -48,7 +49,7 @@ class Drafts:
         return cls(lengths, remaining_R, expected_R)
 
     def accepted(self, token_ids: array[int]) -> NDArray[np.bool_]:
-        """Return which positions count, given the ids sampled at each: those before which every draft was right."""
+        """Return, per position, whether all earlier drafts of its row equal the sampled ids."""
         is_wrong_R = from_packed(token_ids) != self.expected_R
         before_R = np.cumsum(is_wrong_R) - is_wrong_R
         first = np.cumsum(self.lengths) - self.lengths
@@ -56,7 +57,7 @@ class Drafts:
         return is_accepted
 
     def keep_accepted(self, result: StepResult) -> None:
-        """Reduce a result with an id for each position to those that count, and set each row's number of ids."""
+        """Remove the ids and logprobs of positions that are not accepted, and set each row's number of ids."""
         assert result.token_ids is not None
         is_accepted = self.accepted(result.token_ids)
         first = np.cumsum(self.lengths) - self.lengths
@@ -71,12 +72,12 @@ class Drafts:
 
 @dataclass(slots=True)
 class StepInputs:
-    """The inputs of one step. `*_rows` are row indices of the plan; `*_last` their last token in the pass.
+    """The inputs of one step. `*_rows` are row indices of the plan; `*_last` are token indices of rows' last tokens.
 
-    `attention` and `partial_blocks` have one entry per cache group; partial blocks are those whose first position this
-    step writes and whose last it does not (see ops.attention), if requested. `first_token_N` is the index of each
-    plan row's first token in the pass. `sample_rows` repeats a row for each of its sampling positions: one, and one
-    more for each of its `drafts`. `beams` are indices into `sample_rows` of the rows that need candidates only.
+    `attention` and `partial_blocks` have one entry per cache group. A block is partial if this step writes the block's
+    first position but not its last (see ops.attention); partial blocks are listed only on request. `first_token_N` is
+    the index of each plan row's first token in the pass. `sample_rows` has a row once, and once more for each of the
+    row's `drafts`. `beams` are indices into `sample_rows` of the rows that need only candidates.
     """
 
     token_index_T: Tensor
@@ -104,7 +105,7 @@ class StepInputs:
 
 
 def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: bool = True) -> StepInputs:
-    """Convert the plan's columns to tensors on the slots' device. Needs current tables and a row with tokens."""
+    """Convert the plan's columns to tensors on the slots' device. Tables must be current; a row must have tokens."""
     slots_N, starts_N, counts_N = from_packed(plan.slots), from_packed(plan.starts), from_packed(plan.counts)
     flags_N = from_packed(plan.flags)
     ends_N = starts_N + counts_N
@@ -129,7 +130,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
     slot_T = slots_N[of_T]
     width = slots.ids_SW.shape[1]
     contexts_A = ends_N[order_A]
-    wanted = int(np.bitwise_or.reduce(flags_N))  # by any row
+    wanted = int(np.bitwise_or.reduce(flags_N))  # flags that at least one row has
     sample_rows, remaining_R, drafts = _sampled(plan, (flags_N & ROW_SAMPLE).nonzero()[0])
     sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - remaining_R)
     token_index_T, positions_T, row_start_A1, context_len_A, last_R, target_R, *paged = upload(
@@ -176,7 +177,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
 
 
 def _sampled(plan: StepPlan, rows: Ints) -> tuple[Ints, Ints | int, Drafts | None]:
-    """Return the row of each sampling position, how many positions of its row follow it, and the drafts."""
+    """Return the row of each sampled position, the number of later positions in the same row, and the drafts."""
     if not plan.num_drafts:
         return rows, 0, None
     drafts = Drafts.of(plan, rows)
@@ -184,7 +185,7 @@ def _sampled(plan: StepPlan, rows: Ints) -> tuple[Ints, Ints | int, Drafts | Non
 
 
 def _tokens(order_A: Ints, counts_N: Ints, is_plain: bool) -> tuple[Ints, Ints]:
-    """Return each token's row and each row's first token, in pass order; with `is_plain` a row has one token."""
+    """Return each token's row and each row's first token, in pass order. `is_plain`: every row has one token."""
     if is_plain:
         return order_A, np.arange(len(order_A) + 1)
     counts_A = counts_N[order_A]
@@ -192,7 +193,7 @@ def _tokens(order_A: Ints, counts_N: Ints, is_plain: bool) -> tuple[Ints, Ints]:
 
 
 def _partial_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]) -> list[Ints]:
-    """Return, per cache group, the blocks whose first position the rows write and whose last they do not."""
+    """Return, per cache group, the blocks whose first position the rows write and whose last position they do not."""
     slots_N, starts_N, ends_N = rows
     last_block_N = (ends_N - 1) // block_size
     is_partial_N = (ends_N % block_size != 0) & (last_block_N * block_size >= starts_N)
@@ -200,7 +201,7 @@ def _partial_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]
 
 
 def _source_rows(counts_N: Ints, flags_N: Ints) -> Ints:
-    """Return the row after whose last token each row samples: itself, or else the nearest before it with tokens."""
+    """Return, per row, the row after whose last token it samples: itself, or the nearest earlier row with tokens."""
     has_tokens_N = counts_N > 0
     assert (flags_N[~has_tokens_N] & ROW_FORK).all(), "a row without tokens does not fork"
     source_N: Ints = np.maximum.accumulate(np.where(has_tokens_N, np.arange(len(counts_N)), -1))
@@ -209,7 +210,7 @@ def _source_rows(counts_N: Ints, flags_N: Ints) -> Ints:
 
 
 def _page(slots: Slots, block_size: int, tokens: tuple[Ints, Ints], rows: tuple[Ints, int]) -> list[Ints]:
-    """Return, per cache group, each token's KV slot, and the rows' tables, wide enough for the longest context."""
+    """Return, per cache group, each token's KV slot, and the rows' tables cut to the width of the longest context."""
     slot_T, position_T = tokens
     slots_A, longest = rows
     width = -(-longest // block_size)

@@ -38,7 +38,7 @@ Score = tuple[int, int, list[SampledLogprobs]]
 
 @dataclass(slots=True)
 class Candidates:
-    """The best continuations of beams: `rows` index the step's sampling rows; each reads its first `counts`."""
+    """The best next tokens of beams. `rows` index the step's sampled positions; entry i has `counts[i]` candidates."""
 
     rows: Ints
     counts: Ints
@@ -58,9 +58,9 @@ class Candidates:
 class StepOutputs:
     """The outputs of a started step; the device may still be computing its tensors.
 
-    `sampled` is for the sampling rows that `sampled_rows` indexes (None: all of them), `candidates` for the others.
-    `is_finite_R` is for the rows that sample nothing: is the hidden state of their last token finite?
-    `unsampled_RV` are the logits of a step that waits for its masks.
+    `sampled` has the results of the sampled positions in `sampled_rows` (None: of all positions); `candidates` has
+    those of the other positions. `is_finite_R` says, for each row that samples nothing, whether the hidden state of
+    the row's last token is finite. `unsampled_RV` are the logits of a step that waits for its masks.
     """
 
     inputs: StepInputs | None = None
@@ -117,7 +117,7 @@ class StepOutputs:
         else:
             for position, token in zip(positions.tolist(), ids, strict=True):
                 result.token_ids[position] = token
-        if self.inputs.drafts is not None:  # ignore positions after a rejected draft
+        if self.inputs.drafts is not None:  # positions after a rejected draft may be bad
             is_bad_R &= self.inputs.drafts.accepted(result.token_ids)[positions]
         if is_bad_R.any():
             bad = zip(self.inputs.sample_rows[positions[is_bad_R]].tolist(), best_R[is_bad_R].tolist(), strict=True)
@@ -169,7 +169,7 @@ class StepOutputs:
 
 
 def are_finite(inputs: StepInputs, rows: Ints, hidden_TE: Tensor) -> Tensor:
-    """Return whether the state of each row's last token is finite; it is not if a state that it attends to is not."""
+    """Return whether the state of each row's last token is finite; attending to a state that is not makes it not so."""
     last_R = upload(hidden_TE.device, inputs.first_token_N[rows] + inputs.counts_N[rows] - 1)[0]
     return hidden_TE.index_select(0, last_R).isfinite().all(dim=1)
 
@@ -181,9 +181,10 @@ def score_rows(
     logits: Callable[[Tensor], Tensor],
     distribution: Callable[[Tensor, Ints], RawDistribution],
 ) -> list[Score]:
-    """Return log-probabilities of the prompt tokens that follow each scoring row's positions: (row, first, parts).
+    """Return log-probabilities of prompt tokens for each scoring row, as (row, first scored position, parts).
 
-    Position p of a row scores the token at p + 1, up to the prompt's last. SCORE_CHUNK positions have logits at once.
+    Position p of a row scores the token at p + 1; the prompt's last token is scored last. At most SCORE_CHUNK positions
+    have logits at once.
     """
     scores: list[Score] = []
     width = slots.ids_SW.shape[1]

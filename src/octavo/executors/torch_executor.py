@@ -1,10 +1,10 @@
 """The executor that runs a decoder with torch, on a CPU or one CUDA device.
 
 Owns: the model, the pool, the slots, and the order of a step: effects, forward, sampling.
-Does not: schedule. On a CPU submit computes; on CUDA it only launches, and collect is the only wait. A step with rows
-that have a grammar stops before sampling, until supply passes their masks.
-Invariants: plans run in submission order, on one stream; a plan's effects are idempotent, so sending the sequences
-of a failed step again repairs whatever it left.
+Does not: schedule. On a CPU submit computes the step; on CUDA submit only launches it, and collect is the only wait.
+A step in which a row with a grammar samples stops before sampling, until supply passes the masks.
+Invariants: plans run in submission order, on one stream. A plan's effects are idempotent, so the engine repairs a
+failed step by sending the step's sequences again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ATTENTION: dict[str, Callable[[KVPool, int, int | None], AttentionBackend]] = {
 }
 
 
-# Parts of torch's messages; the last is oneDNN's if it cannot allocate memory for its code or scratch.
+# Parts of torch's out-of-memory messages; the last is oneDNN's if it cannot allocate memory for its code or scratch.
 _NO_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "out of memory", "could not create a")
 
 
@@ -81,7 +81,7 @@ class TorchExecutor:
         self._sampler: Sampler
 
     def open(self, spec: ExecutorSpec) -> Capacity:
-        """Load the weights, allocate the pool and the slots. A thread populates the pages of a large pool."""
+        """Load the weights; allocate the pool and the slots. A thread populates the pages of a large pool."""
         if self._device.type == "cpu":
             torch.set_num_threads(self._execution.threads or machine.usable_cores())
         if self._execution.attention not in ATTENTION:
@@ -144,7 +144,7 @@ class TorchExecutor:
         return machine.usable_memory()[1]
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Run the plan (CPU) or launch it (CUDA). Raises the step's error; the step then produced nothing."""
+        """Run the plan (CPU) or launch it (CUDA). Raises the step's error; a step that fails here has no result."""
         self._steps.begin()
         try:
             return self._run(plan)
@@ -195,7 +195,7 @@ class TorchExecutor:
             outputs.pooled_RE = pool_rows(inputs, hidden_TE)
         if len(silent := inputs.silent_rows):
             outputs.is_finite_R = are_finite(inputs, silent, hidden_TE)
-        if len(inputs.sample_rows):  # last, since the next logits() may overwrite these
+        if len(inputs.sample_rows):  # last, since another call of logits() may overwrite this call's result
             logits_RV = logits(hidden_TE.index_select(0, inputs.sample_last_R))
             if self._sampler.columns.has_grammar[inputs.sampling.slots].any():
                 outputs.unsampled_RV = logits_RV
@@ -214,7 +214,7 @@ class TorchExecutor:
         outputs.sampled = sampled
 
     def _sample_beside_beams(self, logits_RV: Tensor, outputs: StepOutputs, masks: TokenMasks | None) -> None:
-        """Compute the candidates of beams, which are not written to slots; sample the other rows."""
+        """Compute the candidates of beams without writing them to slots, and sample the other rows."""
         inputs = outputs.inputs
         assert inputs is not None
         beams, rows = inputs.beams, inputs.sampling
@@ -233,7 +233,7 @@ class TorchExecutor:
             outputs.sampled, outputs.sampled_rows = sampled, others
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Sample a step that waits for these masks (a grammar.matcher.Masks), one for each row with a grammar."""
+        """Sample a step that waits for `masks` (grammar.matcher.Masks): one per sampled position with a grammar."""
         assert isinstance(ticket, tuple) and isinstance(masks, Masks), "a ticket of submit, and masks"
         outputs, clock = ticket
         if outputs.unsampled_RV is None:
@@ -281,15 +281,15 @@ class TorchExecutor:
 
 
 def _raise_if_memory(error: RuntimeError, device: torch.device) -> None:
-    """Raise MemoryError for any of torch's out-of-memory errors; the engine then makes smaller steps."""
+    """Raise MemoryError if `error` is an out-of-memory error of torch; the engine then makes smaller steps."""
     if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY):
         _free_memory(device)
         raise MemoryError(str(error).splitlines()[0]) from None
 
 
 def _free_memory(device: torch.device) -> None:
-    """Free the failed step's memory, or the smaller step would fail too."""
-    gc.collect()  # the failed step is in reference cycles; an engine process has few objects to scan (process_side)
+    """Free the failed step's memory; otherwise the smaller step would fail too."""
+    gc.collect()  # reference cycles hold the failed step; an engine process has few objects to scan (process_side)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps freed memory

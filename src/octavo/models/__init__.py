@@ -1,4 +1,4 @@
-"""Models: families as data, and the decoder that computes them.
+"""Models: the decoders that compute the families described in artifacts/families.py.
 
 Owns: the composition of layers. Does not: own KV memory, sample, or know requests.
 """

@@ -45,7 +45,7 @@ def load_model(
 class Decoder:
     """A decoder, which has no weights until `load`. Call it without autograd.
 
-    `max_model_len` may lower the model's own context limit (and the rope table's memory with it), never raise it.
+    `max_model_len` can lower the model's context limit, which shrinks the rope table; it cannot raise the limit.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Decoder:
     def load(self, weights: Weights) -> None:
         """Load every parameter, layer by layer. Raises ModelFileError.
 
-        Beside the parameters, only one layer's unpacked weights exist at a time; a tied head in packed form
+        Besides the parameters, only one layer's unpacked weights exist at a time. A tied head in packed form
         is a copy of the embedding.
         """
         loader = _Loader(self.spec, self.dtype, self.device, weights)
@@ -92,7 +92,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: every multiplication, not the embedding's table."""
+        """Bytes of weights that a step reads: the linear layers and the head, not the embedding's table."""
         return self._head.nbytes + sum(linear.nbytes for layer in self._layers for linear in layer.linears)
 
     @property
@@ -131,7 +131,7 @@ class _Layer:
     def forward(
         self, x_TE: Tensor, residual_TE: Tensor | None, rope: tuple[Tensor, Tensor], backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        """Return (the output of this layer, the residual stream without it): the next norm adds them."""
+        """Return (this layer's output, the residual stream without that output); the next norm adds the two."""
         x_TE, residual_TE = self.norm(x_TE, residual_TE)
         num_tokens = x_TE.shape[0]
         qkv_TF = self.qkv(x_TE)
@@ -147,7 +147,7 @@ class _Layer:
 
 
 class _Loader:
-    """Loader of layers from weights, in a model's dtype and on its device."""
+    """Loads a model's layers from weights, in the model's dtype and on its device."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: Weights) -> None:
         self.spec = spec
@@ -207,7 +207,7 @@ class _Loader:
     def qk_norm(self, layer: int) -> RMSNorm:
         """Read the norms of query and key heads as one weight, [H + K, D].
 
-        Attention divides scores by the root of D; for a model with another divisor, the query norm is scaled.
+        Attention divides scores by the root of D. For a model with another divisor, the query norm is scaled to match.
         """
         spec = self.spec
         q_D = self._norm_weight("q_norm", layer, spec.head_dim)
@@ -218,7 +218,7 @@ class _Loader:
         return RMSNorm(weight, spec.rms_norm_eps)
 
     def ropes(self, max_len: int) -> tuple[RopeTable, ...]:
-        """Return the rope table of all layers, and that of layers with a window if it differs."""
+        """Return one rope table for all layers, and a second one for layers with a window if theirs differs."""
         spec, factors = self.spec, self._rope_factors()
         ropes = [RopeTable(spec, max_len, self._dtype, self._device, factors)]
         if spec.sliding_rope_theta is not None:

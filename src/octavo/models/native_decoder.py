@@ -3,8 +3,8 @@
 Owns: the C structures that describe a model and a step (csrc/decoder_step.h), and the buffers they point to.
 Does not: own KV memory, pack weights (native_weights does), plan or sample.
 Invariants: a token's result depends on its own row alone, bit for bit. Activations are float32 for weights of any kind.
-Everything that C reads is kept alive by this object or by the attention backends last passed to it.
-Shapes: T tokens of the step, N rows that sample, E hidden size, D head size, V vocabulary. The slow twin is Decoder.
+This object, or the attention backend last passed to `forward`, keeps alive everything that C reads.
+Shapes: T tokens of the step, N rows that sample, E hidden size, D head size, V vocabulary. Decoder is the slow twin.
 """
 
 from __future__ import annotations
@@ -124,17 +124,17 @@ class NativeDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: every linear layer, not the embedding's table."""
+        """Bytes of weights that a step reads: the linear layers and the head, not the embedding's table."""
         return sum(part.nbytes for part in self._multiplied())
 
     @property
     def linear_flops_per_token(self) -> int:
-        """Operations of one sampled token outside attention."""
+        """Floating-point operations of one sampled token outside attention."""
         return sum(2 * part.outputs * part.inputs for part in self._multiplied())
 
     @property
     def quantization(self) -> str:
-        """The code of most weights, "none" if that is a float type."""
+        """The code of most weights, or "none" if most weights are floats."""
         sizes = Counter[WeightKind]()
         for part in self._multiplied():
             sizes[part.kind] += part.outputs * part.inputs
@@ -193,7 +193,7 @@ class NativeDecoder:
         return _Multiplication(ctypes.cast(descriptors, POINTER(WeightDescriptor)), len(parts))
 
     def _bind(self, backend: AttentionBackend) -> None:
-        """Set each layer's pool: the backend's, or its cache group's."""
+        """Point each layer at its KV pool: the backend's only pool, or the pool of the layer's cache group."""
         pools = [(backend, layer) for layer in range(self.spec.num_layers)]
         if isinstance(backend, GroupedAttention):
             pools = backend.places
@@ -208,7 +208,7 @@ class NativeDecoder:
         self._groups = (_StepGroup * len(backends))()
 
     def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
-        """Return rows of a kept buffer, which grows as needed: new pages would cost more than the work on them."""
+        """Return rows of a reused buffer, which grows as needed: page faults of a new one cost more than the work."""
         held: Tensor = getattr(self, name)
         if held.shape[0] < rows:
             held = torch.empty(rows, columns)
@@ -226,7 +226,7 @@ class NativeDecoder:
 
 
 def unsupported_reason(spec: ModelSpec, dtype: str) -> str | None:
-    """Return why this model cannot run natively here, None if it can. `dtype` is the setting's value."""
+    """Return why this model cannot run natively here, or None if it can. `dtype` is the setting's value."""
     if not cpu.status().is_loaded:
         return f"the C++ kernels are {cpu.status().reason}"
     if dtype == "float16":
@@ -237,7 +237,7 @@ def unsupported_reason(spec: ModelSpec, dtype: str) -> str | None:
 
 
 def _rope_tables(spec: ModelSpec, weights: NativeWeights, max_len: int) -> tuple[Tensor, ...]:
-    """Return float32 tables of cosines and signed sines, [P, 2, D]: of all layers, and of those with another rope."""
+    """Return float32 tables of cosines and signed sines, [P, 2, D]; the second is for layers with a window, if any."""
     factors = None if weights.rope_factors is None else torch.from_numpy(weights.rope_factors)
     device = torch.device("cpu")
     ropes = [RopeTable(spec, max_len, torch.float32, device, factors)]

@@ -1,10 +1,10 @@
 """The weights of a native decoder: packed linear layers, float32 vectors.
 
-Owns: the parts of a layer, which packed weights make up its linear layers, packing them or mapping them from
-the cache.
+Owns: the fields of a layer; the packed weights that each linear layer consists of; packing these weights or mapping
+them from the cache.
 Does not: compute, or know a packed layout.
-Invariants: a linear layer is one or more packed weights over consecutive runs of output rows, in order: more than
-one only if its parts have different kinds. Vectors are contiguous float32.
+Invariants: a linear layer consists of packed weights over consecutive runs of output rows, in order. It has more than
+one packed weight only if its tensors have different kinds. Vectors are contiguous float32.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _UNRELATED_FIELDS = ("generation", "eos_token_ids", "bos_token_id", "max_model_l
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:
-    """One layer. Norms have the family's offset added, in float32; `q_norm` also has the query scalar.
+    """One layer. Norms include the family's offset, in float32; `q_norm` also includes the query scalar.
 
-    `after_attention` and `after_mlp` are norms of the outputs of the layer's halves, None if the family has none.
-    Biases are in the packed weights. The first `PackedWeight.outputs` rows of a fused result are the first weight's.
+    `after_attention` is the norm of attention's output and `after_mlp` that of the MLP's output; None if the family
+    has none. Biases are in the packed weights. A fused layer's first weight computes the first outputs.
     """
 
     qkv: tuple[PackedWeight, ...]
@@ -76,10 +76,10 @@ class NativeWeights:
 def load_native_weights(
     files: ModelFiles, spec: ModelSpec, quantization: str, dtype: torch.dtype, cache: WeightCache | None = None
 ) -> NativeWeights:
-    """Pack the model's weights, or map them from `cache` (None: pack, keep in memory). Raises ModelFileError.
+    """Pack the model's weights, or map them from `cache`; without a cache, pack into memory. Raises ModelFileError.
 
-    `quantization` is "none", "int8", "int4", or "auto" for the files' own codes (see quantize.choose_quantization);
-    `dtype` is for weights that stay float: bfloat16, else float32, which holds float16 exactly.
+    `quantization` is "none", "int8", "int4", or "auto" for the files' own codes (see packing.choose_quantization).
+    `dtype` applies to weights that stay float: bfloat16, or else float32, which represents float16 exactly.
     """
     wanted = _wanted(quantization, dtype)
     key = None if cache is None else _cache_key(files, spec, wanted)
@@ -101,7 +101,7 @@ def load_native_weights(
 def native_weight_bytes(files: ModelFiles, spec: ModelSpec, quantization: str, dtype: torch.dtype) -> int:
     """Return the bytes that `load_native_weights` would load, from the files' headers. Raises ModelFileError.
 
-    Weights that are found to have no codes during packing, and stay float, are counted as coded.
+    A weight that packing finds to have no codes stays float, but is counted here as coded.
     """
     return _Packer(files, spec, _wanted(quantization, dtype)).num_bytes()
 
@@ -142,7 +142,7 @@ def _from_stored(spec: ModelSpec, stored: StoredWeights, notes: tuple[str, ...])
 def _matrix(
     stored: StoredWeights, name: str, entries: object, size: tuple[int, int]
 ) -> list[tuple[WeightShape, Bytes]]:
-    """Return one linear layer of `size` (rows, inputs) in a file. Raises UnfitError."""
+    """Return the packed parts of one linear layer of `size` (rows, inputs) in a file. Raises UnfitError."""
     parts: list[tuple[WeightShape, Bytes]] = []
     rows = 0
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
@@ -170,7 +170,7 @@ def _is_kind(kind: int, inputs: int, group: int) -> bool:
 
 
 def _aligned(stored: StoredWeights, name: str, nbytes: int) -> Bytes:
-    """Return a section, which must have that size and the kernels' alignment. Raises UnfitError."""
+    """Return the section of this name. Raises UnfitError if it has another size or lacks the kernels' alignment."""
     section = stored.sections.get(name)
     if section is None or len(section) != nbytes or section.ctypes.data % ALIGNMENT:
         raise UnfitError(f"its section {name} has another size than the model needs")
@@ -222,7 +222,7 @@ def _assemble(
 
 @dataclass(slots=True)
 class _Plan:
-    """The weights to pack: runs by the linear layer's name, in packing order; and every vector, already read."""
+    """The weights to pack: each linear layer's runs by name, in packing order; and the values of every vector."""
 
     runs: dict[str, tuple[WeightRun, ...]]
     vectors: dict[str, Vector]
@@ -230,7 +230,7 @@ class _Plan:
 
 
 class _Packer:
-    """Packer of the weights of open files."""
+    """Packs the weights of open files."""
 
     def __init__(self, files: ModelFiles, spec: ModelSpec, wanted: WantedTensor) -> None:
         self._spec = spec
@@ -239,7 +239,7 @@ class _Packer:
         self._wanted = wanted
 
     def keep_float(self, name: str) -> None:
-        """Keep this tensor as floats: it has no codes."""
+        """Keep this tensor as floats, because it has no codes."""
         self._wanted = replace(self._wanted, float_names=self._wanted.float_names | {name})
 
     def num_bytes(self) -> int:
@@ -323,7 +323,7 @@ class _Packer:
         return self._vector(f"{self._family.tensor(role, layer)}.weight", size) + np.float32(self._family.norm_offset)
 
     def _notes(self, plan: _Plan) -> tuple[str, ...]:
-        """Return a note on linear layers that stay float although codes were requested."""
+        """Return a note about linear layers that stay float although codes were requested."""
         if self._wanted.quantization not in ("int8", "int4"):
             return ()
         floats = [name for name, runs in plan.runs.items() for run in runs if run.shape.group == 0]

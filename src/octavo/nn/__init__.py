@@ -1,4 +1,4 @@
-"""Layers: linear, norm, rotary positions, embedding, and their weights' loaders.
+"""Layers (linear, norm, rotary positions, embedding) and the loading of their weights.
 
 Owns: parameters. Does not: know families, requests or the KV pool.
 """

@@ -1,10 +1,10 @@
-"""The GGUF types that can be read, and what becomes of their blocks.
+"""The GGUF types that can be read, and the conversion of their blocks.
 
-Owns: a type's entry: dequantising it, and the codes that keep its bits. A new type is an entry here and its position in
-the order of artifacts/hub.py.
+Owns: one entry per type, which converts blocks to floats and to codes that preserve the type's bits. To add a type,
+add an entry here and the type's position in the order of artifacts/hub.py.
 Does not: pack codes (packed_weight.py does) or read files.
-Invariants: rows are converted by themselves, so that they may be converted in pieces. Scales and minima are float16;
-a weight whose scales float16 cannot hold has no codes (None).
+Invariants: each row is converted independently, so a weight may be converted in pieces. Scales and minima are float16;
+a weight whose scales float16 cannot represent has no codes (None).
 Shapes: F output rows, B blocks, N bytes of a block's codes.
 """
 
@@ -21,15 +21,15 @@ from octavo.nn.packed_weight import Bytes, Codes, WeightKind
 
 Halves = npt.NDArray[np.float16]
 Values = npt.NDArray[np.float32]
-# Codes, scales and minima (None: the kind has none) of blocks, a row for each block.
+# The codes, scales and minima (None if the kind has no minima) of blocks; one row per block.
 BlockParts = tuple[npt.NDArray[np.generic], Halves, Halves | None]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodes:
-    """How a type's bits are kept: the packed kind, the inputs that share a scale, and the conversion of blocks [B, N].
+    """How a type's bits are preserved: the packed kind, the number of inputs that share a scale, and a conversion.
 
-    Layouts of blocks: the GGUF specification; meaning of the parts: `packed_weight.Codes`.
+    `convert` takes blocks [B, N], whose layouts the GGUF specification gives; see `packed_weight.Codes` for the parts.
     """
 
     kind: WeightKind
@@ -39,9 +39,9 @@ class BlockCodes:
 
 @dataclass(frozen=True, slots=True)
 class GGUFType:
-    """A type that can be read. Without `codes` its values become floats when they are loaded.
+    """A type that can be read. If it has no `codes`, its values become floats when they are loaded.
 
-    `dequantize` returns the values of blocks [B, N]; None takes the gguf package's function.
+    `dequantize` returns the values of blocks [B, N]; None means the gguf package's function.
     """
 
     codes: BlockCodes | None = None
@@ -49,9 +49,9 @@ class GGUFType:
 
 
 def codes_of_blocks(raw: Bytes, kind: GGMLQuantizationType) -> Codes | None:
-    """Convert whole rows of blocks, [F, bytes of a row]; return None if float16 cannot hold a scale.
+    """Convert whole rows of blocks, [F, bytes of a row]; return None if float16 cannot represent a scale.
 
-    Q4_0, Q4_1 and Q8_0 lose nothing; Q4_K's and Q6_K's scales, products of two numbers, are rounded to float16.
+    Q4_0, Q4_1 and Q8_0 lose nothing. The scales of Q4_K and Q6_K, products of two numbers, are rounded to float16.
     """
     entry = GGUF_TYPES[kind].codes
     assert entry is not None, "a type whose bits are kept"
@@ -69,7 +69,7 @@ def dequantize(raw: Bytes, kind: GGMLQuantizationType) -> Values:
     if own is not None:
         return own(np.ascontiguousarray(raw).reshape(-1, GGML_QUANT_SIZES[kind][1])).reshape(*raw.shape[:-1], -1)
     values: Values = quants.dequantize(raw, kind)
-    return values if values.flags.writeable else values.copy()  # for float32 it is a view of the file
+    return values if values.flags.writeable else values.copy()  # float32 values are a view of the file
 
 
 def _halves(blocks: Bytes, start: int) -> Halves:
@@ -78,7 +78,7 @@ def _halves(blocks: Bytes, start: int) -> Halves:
 
 
 def _nibbles(bytes_BN: Bytes, run: int) -> Bytes:
-    """Split bytes into 4-bit codes: for each `run` bytes, the low halves, then the high ones."""
+    """Split bytes into 4-bit codes: of each `run` bytes, first all low halves, then all high halves."""
     runs = bytes_BN.reshape(len(bytes_BN), -1, run)
     codes = np.empty((*runs.shape[:2], 2, run), np.uint8)
     np.bitwise_and(runs, 15, out=codes[:, :, 0])

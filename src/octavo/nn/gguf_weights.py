@@ -1,8 +1,8 @@
 """Weights in GGUF files.
 
-Owns: reverting the conversion's changes to the rows of queries and keys and to norms.
+Owns: reverting what the conversion to GGUF changed: the row order of queries and keys, and the offset of norms.
 Does not: parse the file (artifacts/gguf_file.py does), know names (artifacts/families.py) or blocks (gguf_blocks.py).
-Invariants: at most _CHUNK values are held in float32 beside the target.
+Invariants: at most _CHUNK values are held in float32 besides the target.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHUNK = 1 << 20  # values dequantised at once; 0.45 s for 135M weights against 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor and its file. `paired_heads`: the number of heads if its rows are in rotary pairs."""
+    """A tensor and its file. `paired_heads`: the number of heads if the rows are stored in rotary pairs, else None."""
 
     file: GGUFFile
     tensor: GGUFTensor
@@ -48,7 +48,7 @@ class GGUFWeights:
         self._entries: dict[str, _Entry] = {}
         family = FAMILIES[spec.family]
         heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if family.has_rotary_pairs else {}
-        self._norm_offset = family.norm_offset  # the conversion added it
+        self._norm_offset = family.norm_offset  # the conversion to GGUF added it
         self._first = files.weights[0]
         for path in files.weights:
             file = GGUFFile.open(path)
@@ -87,7 +87,7 @@ class GGUFWeights:
             out[start : start + step].copy_(torch.from_numpy(values))
 
     def raw_rows(self, name: str) -> tuple[Bytes, GGMLQuantizationType]:
-        """Return a matrix's bytes in canonical row order: a view of the file, or a copy if its rows were paired."""
+        """Return a matrix's bytes in canonical row order: a view of the file, or a copy if rows were in pairs."""
         entry = self._entries[name]
         return self._rows(entry), entry.tensor.type
 

@@ -1,9 +1,9 @@
 """The layers of a decoder with their weights: linear, norm, embedding, rotary table.
 
-Owns: weights in the form that a layer needs, the choice of a linear layer's implementation when its weight is loaded,
-and the frequencies of each kind of rope scaling. Does not: load, quantise, or compute norms and rotations (ops does).
-Invariants: a linear layer's path depends on dtype, device and machine only, never on the number of rows, so that a
-row's result does not change with the rows beside it. Frequencies, angles, cosines and sines are computed in float32
+Owns: weights in the form that a layer needs; the choice of a linear layer's implementation when its weight is loaded;
+the frequencies of each kind of rope scaling. Does not: load, quantise, or compute norms and rotations (ops does).
+Invariants: a linear layer's path depends on dtype, device and machine, never on the number of rows, so a row's result
+does not change with the other rows of the batch. Frequencies, angles, cosines and sines are computed in float32
 and rounded to the dtype once.
 Shapes: T rows (tokens), E inputs (hidden size), F outputs, V vocabulary, P positions, D head size.
 """
@@ -24,13 +24,13 @@ from octavo.ops.rms_norm import add_rms_norm
 
 Multiply = Callable[[Tensor], Tensor]
 
-# oneDNN sums a single row in another order than several when it has more inputs than this (measured for 1 to 512
-# rows, 17 input and 8 output sizes, both dtypes). Such a row is therefore multiplied twice, which costs 2 us.
+# With more inputs than this, oneDNN sums a single row in another order than several rows (measured for 1 to 512 rows,
+# 17 input and 8 output sizes, both dtypes). A single row is therefore multiplied as two equal rows, which costs 2 us.
 _ONE_ORDER_INPUTS = 1024
 
 
 class Linear:
-    """y_TF = x_TE W_FE^T + b_F. `path` is "plain" or "packed"; None takes the faster one."""
+    """y_TF = x_TE W_FE^T + b_F. `path` is "plain" or "packed"; None means the faster one."""
 
     __slots__ = ("_multiply", "in_features", "nbytes", "out_features", "path")
 
@@ -46,10 +46,11 @@ class Linear:
 
 
 def choose_path(dtype: torch.dtype, device: torch.device) -> str:
-    """Return the path by which weights of this kind are multiplied here.
+    """Return the path for weights of this dtype on this device.
 
-    Packed, all linears of a 135M model on two Zen 5 cores against plain ones, in ms a step, at 1 / 8 / 32 / 128 rows:
-    bfloat16 5.4 / 8.1 / 14 / 41 against 13 / 12 / 19 / 58; float32 13 / 15 / 27 / 77 against 31 / 42 / 67 / 224.
+    Times of all linear layers of a 135M model on two Zen 5 cores, in ms per step of 1 / 8 / 32 / 128 rows:
+    bfloat16 packed 5.4 / 8.1 / 14 / 41, plain 13 / 12 / 19 / 58;
+    float32 packed 13 / 15 / 27 / 77, plain 31 / 42 / 67 / 224.
     """
     return "packed" if device.type == "cpu" and _can_pack(dtype) else "plain"
 
@@ -92,8 +93,8 @@ _PATHS: dict[str, Callable[[Tensor, Tensor | None], Multiply]] = {"plain": _plai
 class RMSNorm:
     """y = x / rms(x) * weight, with an optional residual added to x first.
 
-    A float32 weight beside x of fewer bits is multiplied before the result is rounded (Gemma's rule), one of
-    x's dtype after (Llama's).
+    If the weight is float32 and x has fewer bits, the product with the weight is computed before rounding to x's
+    dtype (Gemma's rule). If the weight has x's dtype, the norm is rounded before the product (Llama's rule).
     """
 
     __slots__ = ("eps", "weight_E")
@@ -103,7 +104,7 @@ class RMSNorm:
         self.eps = eps
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + residual), x + residual). Leading dimensions may be any."""
+        """Return (norm(x + residual), x + residual). x may have any leading dimensions."""
         return add_rms_norm(x_TE, residual_TE, self.weight_E, self.eps)
 
 
@@ -121,7 +122,7 @@ class Embedding:
 
 
 class ScaledEmbedding(Embedding):
-    """Lookup of rows, scaled by a number; number and products are rounded to the table's dtype, as in transformers."""
+    """Lookup of rows, times a scale; scale and products are rounded to the table's dtype, as in transformers."""
 
     __slots__ = ("scale",)
 
@@ -137,7 +138,7 @@ class ScaledEmbedding(Embedding):
 class RopeTable:
     """Table of cosines and signed sines by position, in the layout that ops.rope.apply_rope takes.
 
-    `factors` [D / 2], when given, divide the inverse frequencies (GGUF's rope_freqs). The table takes
+    `factors` [D / 2], if not None, divide the inverse frequencies (GGUF's rope_freqs). The table has
     2 * max_len * D elements.
     """
 

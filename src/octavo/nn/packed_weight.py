@@ -1,6 +1,6 @@
 """A weight in the layout that the C++ kernels read.
 
-Owns: the buffer (new memory or a piece of a mapped file), the bias, the descriptor, and the slow twin, which unpacks
+Owns: the buffer (new memory or a piece of a mapped file), the bias, the descriptor, and a slow twin, which unpacks
 the bytes with torch.
 Does not: quantise, read files, or pack by itself (csrc/linear_pack.cpp does; the bytes are csrc/linear_layout.h's).
 Invariants: the buffer starts at a multiple of 64 bytes and is contiguous; once packed it never changes.
@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 64
 _PANEL = 16
-_INT4_RECORD = 320  # bytes of a group of one int4 panel: scales, minima, codes
+_INT4_RECORD = 320  # bytes of one group of one int4 panel: scales, minima, codes
 
 
 class WeightKind(IntEnum):
@@ -55,10 +55,10 @@ class WeightDescriptor(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Rows of a weight before packing: value_FE = codes_FE * scales_FG + minima_FG, each scale over `group` inputs.
+    """Rows of a weight before packing: value_FE = codes_FE * scales_FG + minima_FG; `group` inputs share a scale.
 
-    Codes are uint8 in 0..15 for INT4, int8 for INT8 (no minima). The float kinds have the values themselves,
-    BFLOAT16 as the bits (uint16), and neither scales nor minima; their group is 0.
+    Codes are uint8 in 0..15 for INT4, and int8 for INT8, which has no minima. For a float kind, `codes` are the values
+    (for BFLOAT16 their bits as uint16), there are no scales or minima, and `group` is 0.
     """
 
     kind: WeightKind
@@ -84,7 +84,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
-    """The kind and sizes of a packed weight. `group`: inputs that share a scale, 0 for the float kinds."""
+    """The kind and sizes of a packed weight. `group` is the number of inputs that share a scale; 0 for float kinds."""
 
     kind: WeightKind
     outputs: int
@@ -98,7 +98,7 @@ class WeightShape:
 
 
 class PackedWeight:
-    """y_TF = x_TE W_FE^T + b_F with W packed. It owns the memory, so a user of its descriptor must keep it alive."""
+    """y_TF = x_TE W_FE^T + b_F with W packed. A user of the descriptor must keep this object, which owns the memory."""
 
     __slots__ = ("bias", "buffer", "shape")
 
@@ -155,14 +155,14 @@ class PackedWeight:
 
 
 def empty_buffer(nbytes: int) -> Bytes:
-    """Return zeroed bytes at a multiple of 64; untouched pages take no memory."""
+    """Return zeroed bytes that start at a multiple of 64; untouched pages take no memory."""
     whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -whole.ctypes.data % ALIGNMENT
     return whole[start : start + nbytes]
 
 
 def pack_rows(shape: WeightShape, buffer: Bytes, first_row: int, codes: Codes) -> None:
-    """Pack these rows into a weight's buffer, from `first_row` on. Several threads may pack different rows."""
+    """Pack rows of `codes` into a weight's buffer, from row `first_row` on. Threads may pack different rows at once."""
     num_rows, inputs = codes.codes.shape
     assert (codes.kind, codes.group, inputs) == (shape.kind, shape.group, shape.inputs), "rows of this weight"
     assert first_row >= 0 and first_row + num_rows <= shape.outputs, "rows inside the weight"

@@ -1,9 +1,9 @@
 """Pack the tensors of a checkpoint: choose each tensor's kind, convert it to codes, and pack with several threads.
 
-Owns: the choice of the kind, the 8-bit and 4-bit codes of floats, stacking parts of one kind into one weight, pieces
-of rows as jobs. Does not: know layers or families, convert GGUF blocks, or keep packed weights.
-Invariants: weights are yielded in the order planned; beside them, memory for a few pieces of rows is used. Each row is
-converted by itself. Torch runs in the calling thread only, on one core: in each other thread it would start another
+Owns: the choice of the kind; the 8-bit and 4-bit codes of floats; stacking tensors of one kind into one weight; jobs
+for pieces of rows. Does not: know layers or families, convert GGUF blocks, or keep packed weights.
+Invariants: weights are yielded in the order planned; besides them, memory for a few pieces of rows is used. Each row is
+converted independently. Torch runs only in the calling thread, on one core: in another thread it would start another
 OpenMP pool, and the pools would slow each other down.
 Shapes: F output rows, E inputs, G groups of inputs, N values of a group.
 """
@@ -35,8 +35,8 @@ from octavo.nn.weights import Weights
 GROUP = 32
 _MAX_INT8 = 127
 _MAX_INT4 = 15
-# Parts of a group's range over which 4-bit codes are first spread; the best of them is kept. For the squared errors on
-# normal and heavy-tailed weights, compared with the whole range alone, see tests/nn/test_quantize.py.
+# Parts of a group's range over which 4-bit codes are first spread; the best result is kept. tests/nn/test_quantize.py
+# has the squared errors on normal and heavy-tailed weights, compared with the whole range alone.
 _RANGES = ((0.0, 1.0), (0.03, 0.97), (0.08, 0.92), (0.0, 0.92), (0.08, 1.0))
 _PIECE = 1 << 18  # values converted by one job: its data fits in a core's own cache
 _AHEAD = 2  # weights whose jobs are submitted before the first one is waited for
@@ -46,7 +46,7 @@ _CONVERSIONS = 1  # increment it when the codes of GGUF blocks change
 def choose_quantization(quantization: str, dtype: str, files: ModelFiles, spec: ModelSpec) -> str:
     """Return "auto" (the codes of the files), "none", "int8" or "int4". Raises ConfigError.
 
-    A given "auto" stays "auto" only for quantized GGUF files without a requested dtype, else it becomes "none".
+    If `quantization` is "auto", return "auto" for quantized GGUF files without a requested dtype, else "none".
     """
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization is {quantization!r}; give one of {', '.join(QUANTIZATIONS)}")
@@ -72,7 +72,7 @@ class WantedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor and its number of rows; with `is_raw` its GGUF blocks' codes are kept."""
+    """A tensor and its number of rows. `is_raw`: the codes of its GGUF blocks are kept."""
 
     name: str
     num_rows: int
@@ -110,7 +110,7 @@ def plan_runs(weights: Weights, rows: dict[str, int], inputs: int, wanted: Wante
 
 
 def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> tuple[tuple[WeightKind, int], bool]:
-    """Return kind and group, and whether the file's own codes are kept, which they are if they are as coarse."""
+    """Return kind and group, and whether the file's own codes are kept: they are unless fewer bits are requested."""
     plain = ((wanted.float_kind, 0), False)
     if wanted.quantization == "none" or name in wanted.float_names:
         return plain
@@ -126,7 +126,7 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> t
 
 
 def pack_runs(weights: Weights, runs: Iterable[WeightRun], num_threads: int) -> Generator[Bytes, None, None]:
-    """Pack the runs in order, yielding each one's buffer. Close the generator: it has threads. Raises NoCodesError."""
+    """Pack the runs in order; yield each run's buffer. Close the generator to end its threads. Raises NoCodesError."""
     with _one_torch_thread(), ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
         started: deque[tuple[Bytes, list[Future[None]]]] = deque()
         open_jobs: deque[Future[None]] = deque()
@@ -194,7 +194,7 @@ def _pack(shape: WeightShape, buffer: Bytes, first_row: int, name: str, convert:
 
 @cache
 def packing_version() -> str:
-    """Return a text that changes whenever this code packs equal weights differently: layout, codes, conversions."""
+    """Return a text that changes whenever this code packs the same weights to other bytes."""
     sample = np.sin(np.arange(17 * 64, dtype=np.float32) ** 2).reshape(17, 64)  # numpy.random takes 50 ms to load
     digest = hashlib.sha256(f"{_CONVERSIONS} {list(GGMLQuantizationType)}".encode())
     for kind in WeightKind:
@@ -205,7 +205,7 @@ def packing_version() -> str:
 
 
 def codes_of_floats(values_FE: Values, kind: WeightKind) -> Codes | None:
-    """Quantise or round rows to a kind, None if float16 cannot hold a scale. For codes, GROUP must divide E."""
+    """Convert rows to a kind; return None if float16 cannot represent a scale. For codes, GROUP must divide E."""
     if kind == WeightKind.FLOAT32:
         return Codes(kind, 0, values_FE)
     if kind == WeightKind.BFLOAT16:
@@ -217,7 +217,7 @@ def codes_of_floats(values_FE: Values, kind: WeightKind) -> Codes | None:
 
 
 def _bfloat16_bits(values: Values) -> npt.NDArray[np.uint16]:
-    """Round to nearest, ties to even; a NaN stays one. In numpy, so that no thread pool of torch is started."""
+    """Round to nearest, ties to even; a NaN stays NaN. NumPy computes this, so that torch starts no thread pool."""
     bits = values.view(np.uint32)
     rounded = bits >> 16 & 1
     rounded += bits
@@ -238,13 +238,13 @@ def _int8(groups_FGN: Values) -> Codes:
 
 
 def _int4(groups_FGN: Values) -> Codes:
-    """Quantise asymmetrically, with a search: first codes from several ranges, each refined once by least squares.
+    """Quantise asymmetrically: try several ranges, refine each by least squares, keep the best.
 
-    Given codes, the best scale and minimum are a linear regression; given those, the best codes are the nearest
-    (Lloyd's alternation). The result with the least squared error, computed with the stored scale and minimum, is kept.
+    For fixed codes, the best scale and minimum are a linear regression; for a fixed scale and minimum, the best codes
+    are the nearest ones (Lloyd's alternation). Errors are computed with the scale and minimum as stored.
     """
     num_rows, num_groups = groups_FGN.shape[:2]
-    x_NG = np.ascontiguousarray(groups_FGN.reshape(-1, GROUP).T)  # a group per column, so that sums run over whole rows
+    x_NG = np.ascontiguousarray(groups_FGN.reshape(-1, GROUP).T)  # one group per column, so that sums are over rows
     low_G, high_G = x_NG.min(axis=0), x_NG.max(axis=0)
     best_error = np.full(x_NG.shape[1], np.inf, np.float32)
     best_codes = np.zeros(x_NG.shape, np.float32)
@@ -268,7 +268,7 @@ def _int4(groups_FGN: Values) -> Codes:
 
 
 def _stored(scale_G: Values, minimum_G: Values) -> Halves:
-    """Round scale and minimum, [2, G], as they are stored."""
+    """Round scale and minimum to float16, as they are stored; return both, [2, G]."""
     return np.stack((scale_G, minimum_G)).astype(np.float16)
 
 
@@ -282,7 +282,7 @@ def _nearest(x_NG: Values, fit: Halves) -> Values:
 
 
 def _regression(x_NG: Values, codes_NG: Values) -> tuple[Values, Values]:
-    """Return scale and minimum of each group for its codes, by least squares; for equal codes, 0 and the mean."""
+    """Return the least-squares scale and minimum of each group for its codes; 0 and the mean if all codes are equal."""
     mean_x, mean_code = x_NG.mean(axis=0), codes_NG.mean(axis=0)
     spread = np.einsum("ng,ng->g", codes_NG, codes_NG) - GROUP * mean_code * mean_code
     joint = np.einsum("ng,ng->g", codes_NG, x_NG) - GROUP * mean_code * mean_x
@@ -291,6 +291,6 @@ def _regression(x_NG: Values, codes_NG: Values) -> tuple[Values, Values]:
 
 
 def _inverse(scales: Halves) -> Values:
-    """Return 1 / scale, 0 for scale 0."""
+    """Return 1 / scale, or 0 where the scale is 0."""
     wide = scales.astype(np.float32)
     return np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide != 0)

@@ -1,12 +1,12 @@
 """Cache of packed weights in files, mapped by every process that runs the same model.
 
 Owns: the file format, when a file is valid, and atomic writes of files.
-Does not: pack, or know what the sections mean. The folder and its bound: artifacts/cache_folder.py.
+Does not: pack, or know what the sections mean. artifacts/cache_folder.py owns the folder and its bound.
 Invariants: an opened file has the requested identity, an undamaged header, sections inside the file, and the first
-and last bytes of every section as they were written. A fault of file, folder or disk costs time, but is no error.
+and last bytes of every section as they were written. A failing file, folder or disk costs time but raises no error.
 
 Format: magic, length and CRC-32 of the header; the header in JSON; sections at multiples of 64 bytes. Only a section's
-edges are checked: a crash leaves those unwritten, and reading everything would defeat the purpose of the mapping.
+edges are checked: a crash leaves the edges unwritten, and reading all bytes would defeat the purpose of the mapping.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _PREAMBLE = struct.Struct("<8sQI")
 _MAX_HEADER = 1 << 26
 _ALIGNMENT = 64
 _PAGE = 4096
-_BLOCKS = 128  # pages of a model's files that are read to identify it; fewer of each if there are many files
+_BLOCKS = 128  # pages of a model's files that are read to identify it; with many files, fewer pages of each
 _LEAST_BLOCKS = 8
-_START_BYTES = 1 << 16  # of each file: headers, names, settings
+_START_BYTES = 1 << 16  # read from the start of each file, where headers, names and settings are
 _EDGE = 512  # bytes checked at each end of a section
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """The key of a cache file. `file_name` is its name; a file is valid only with this `identity`.
+    """The key of a cache file. `file_name` is the file's name; a file is valid only if it has this `identity`.
 
     `sources` are the files that the weights were made from.
     """
@@ -59,7 +59,7 @@ class CacheKey:
 
     @classmethod
     def of(cls, paths: Iterable[Path], *facts: object) -> CacheKey:
-        """Make the key of source files and of `facts` (of stable repr) about their conversion. Raises OSError."""
+        """Make the key from source files and from `facts` about their conversion (of stable repr). Raises OSError."""
         resolved = [path.resolve() for path in paths]
         file_name = hashlib.sha256(repr(([str(path) for path in resolved], facts)).encode()).hexdigest()[:32]
         num_blocks = max(_LEAST_BLOCKS, _BLOCKS // max(1, len(resolved)))
@@ -77,7 +77,7 @@ class StoredWeights:
 
 
 class UnfitError(Exception):
-    """The file is not valid; the text says why."""
+    """The file is not valid; the text is the reason."""
 
 
 class WeightCache:
@@ -94,7 +94,7 @@ class WeightCache:
 
     @classmethod
     def of(cls, model: ModelConfig) -> WeightCache | None:
-        """Return the cache of the settings, None if it is disabled."""
+        """Return the cache that the settings describe, or None if they disable it."""
         if not model.weight_cache_bytes:
             return None
         return cls(cache_folder(model.weight_cache_dir), model.weight_cache_bytes)
@@ -128,7 +128,7 @@ class WeightCache:
     ) -> StoredWeights | None:
         """Write the sections that `make` yields, in the order of `sizes`, and map them; return None if that failed.
 
-        Each array is written when it is yielded and not kept; the generator is closed. Its other errors propagate.
+        Each array is written when it is yielded, and not kept. The generator is closed; its other errors propagate.
         """
         header, offsets, total = _lay_out(key, about, sizes)
         if not self.min_bytes <= total <= self.max_bytes:
@@ -174,15 +174,15 @@ def remove_made_from(folder: Path, sources: Path) -> int:
                 path.unlink()
                 num_bytes += size
         except (OSError, UnfitError):
-            continue  # already deleted, or of another version, which the folder's bound removes
+            continue  # the file was already deleted, or is of another version, which the folder's bound removes
     return num_bytes
 
 
 def _lay_out(key: CacheKey, about: Any, sizes: Mapping[str, int]) -> tuple[dict[str, Any], list[int], int]:
-    """Place the sections after a header, whose checksums are still unknown; return header, offsets and file size."""
+    """Place the sections after a header without checksums; return header, offsets and file size."""
     sections = {name: [0, nbytes, 0] for name, nbytes in sizes.items()}
     header = {"identity": key.identity, "sources": key.sources, "about": about, "size": 0, "sections": sections}
-    room = _PREAMBLE.size + len(json.dumps(header)) + 32 * (len(sections) + 1)  # for digits of numbers still 0
+    room = _PREAMBLE.size + len(json.dumps(header)) + 32 * (len(sections) + 1)  # 32 for each number that is still 0
     position = -(-room // _PAGE) * _PAGE
     for entry in sections.values():
         entry[0] = position
@@ -192,13 +192,13 @@ def _lay_out(key: CacheKey, about: Any, sizes: Mapping[str, int]) -> tuple[dict[
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Allocate the whole file now, so that a full disk is an error before the work and not in a mapping."""
+    """Allocate the whole file now, so that a full disk is an error here rather than a fault in the mapping."""
     os.ftruncate(descriptor, size)
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # some file systems cannot
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot allocate ahead
                 raise
 
 
@@ -219,12 +219,12 @@ def _write_header(descriptor: int, header: dict[str, Any], edges: list[int]) -> 
 
 
 def _edges(name: str, array: Bytes) -> int:
-    """Return the checksum of a section's name and edges. With the name, a header that swaps two sections is invalid."""
+    """Return the checksum of a section's name and edges. The name makes a header that swaps two sections invalid."""
     return zlib.crc32(array[-_EDGE:].data, zlib.crc32(array[:_EDGE].data, zlib.crc32(name.encode())))
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    """Return a file's size, time of modification, and time of any change, which no program can set."""
+    """Return a file's size, modification time and change time; no program can set the change time."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

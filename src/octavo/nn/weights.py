@@ -1,8 +1,8 @@
 """The weights of a model by their canonical (Hugging Face) names, from files of any supported kind.
 
-Owns: the choice of the reader, the checks (present, of the right shape, none left over), and safetensors files,
-single or sharded, memory-mapped. Does not: keep tensors: each is converted directly into the caller's memory.
-Invariants: a failure is a ModelFileError that names the file, the tensor and the reason. Nothing is unpickled; a
+Owns: the choice of the reader; the checks (tensor present, right shape, no tensor unread); safetensors files, single
+or sharded, memory-mapped. Does not: keep tensors; each is converted directly into the caller's memory.
+Invariants: a failure is a ModelFileError that names the file, the tensor and the reason. Nothing is unpickled. A
 tensor is in one file.
 """
 
@@ -33,7 +33,7 @@ RawRows = tuple[npt.NDArray[np.uint8], GGMLQuantizationType]
 
 
 class WeightSource(Protocol):
-    """The interface of one kind of weight files. Names are canonical; shapes are torch's, [out, in]."""
+    """The interface to one kind of weight files. Names are canonical; shapes are torch's, [out, in]."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -41,7 +41,7 @@ class WeightSource(Protocol):
         ...
 
     def path(self, name: str) -> Path:
-        """Return the file that holds the tensor, or the place to name in an error if it is missing."""
+        """Return the file that holds the tensor; if the tensor is missing, the path to name in the error."""
         ...
 
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
@@ -76,7 +76,7 @@ class Weights:
         return shape
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ModelFileError for another shape, before memory is allocated for the configuration's shape."""
+        """Raise ModelFileError if the tensor has another shape. Call it before allocating memory for `shape`."""
         actual = self.shape(name)
         if actual != shape:
             reason = f"has shape {list(actual)}, the configuration needs {list(shape)}"
@@ -104,7 +104,7 @@ class Weights:
         return self._source.raw_rows(name)
 
     def check_all_read(self, ignored: frozenset[str] = frozenset()) -> None:
-        """Raise ModelFileError for tensors that were not read: a model with more tensors is of another architecture."""
+        """Raise ModelFileError for a tensor that was not read: a model with more tensors has another architecture."""
         for name in self._source.shapes:
             if name not in self._read and name not in ignored and not name.endswith(".rotary_emb.inv_freq"):
                 raise ModelFileError(self._source.path(name), "is not a part of this architecture", name)
@@ -141,7 +141,7 @@ class SafetensorsWeights:
         return self._paths.get(name, self._folder)
 
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Copy from the mapped file, converting."""
+        """Copy rows from the mapped file, converting them."""
         path = self._paths[name]
         try:
             out.copy_(self._handles[path].get_slice(name)[first_row : first_row + out.shape[0]])
@@ -161,7 +161,7 @@ def _open(path: Path) -> Any:
 
 
 def _weight_files(files: ModelFiles) -> tuple[Path, ...]:
-    """Return the shards that the index names; else the usual single file; else every file of the folder.
+    """Return the shards that the index names; without an index, the single file; without that, all weight files.
 
     Some folders hold the same weights twice, the second time with the names of another layout.
     """

@@ -1,13 +1,13 @@
-"""The interface between a model's layers and paged attention, and the slow twin of every backend.
+"""The interface between a model's layers and paged attention, and a slow reference backend.
 
-Owns: the KV memory (its allocation, null block, copies and clearing of blocks), a backend's inputs per step, and its
-two methods, the twin. Does not: optimise for speed, or know which sequences hold a block (core does).
+Owns: the KV memory (its allocation, null block, copies and clearing of blocks), a backend's two methods and its inputs
+per step, and ReferenceAttention. Does not: optimise for speed, or know which sequences hold a block (core does).
 Shapes: T tokens of the step, N rows, M table width, H query heads, K KV heads, D head size, L layers, B blocks, S block
 size, C context of one row.
-Invariants: rows of one token are first, in ascending context length, then longer ones; token t of row n is at
-row_start[n] + t; its query sees exactly the positions <= its own (and inside the window). Block `null_block` is all
-zero and is never written; a position that was not written since its block was cleared is zero, so masked values are
-finite and add exactly zero.
+Invariants: rows of one token are first, in ascending context length, before longer rows. Token t of row n is at
+row_start[n] + t. Its query sees exactly the positions up to its own (and inside the window). Block `null_block` is all
+zero and is never written. A position not written since its block was cleared is zero, so masked values are finite and
+add exactly zero.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KVPool:
         self.null_block = shape.num_blocks
         size = (2, shape.num_layers, shape.num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
         if device.type == "cpu":
-            # numpy's zeros is calloc, which touches no page; torch.zeros would write them all
+            # numpy's zeros is calloc, which touches no page; torch.zeros would write every page
             raw = np.zeros(int(np.prod(size)) * shape.dtype.itemsize, dtype=np.uint8)
             self._both_2LBSKD = torch.from_numpy(raw).view(shape.dtype).view(size)
         else:
@@ -81,12 +81,12 @@ class KVPool:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """Attention's inputs of one step; device tensors with host copies, so that no size needs a sync.
+    """Attention's inputs of one step: device tensors with host copies, so that reading a size needs no sync.
 
     `slot_mapping_T` is block * block_size + offset, the flat pool position of each token's KV.
-    `context_len_N` counts KV positions including this step's. `block_table_NM` holds block numbers;
-    entries after a row's last block are the pool's null block, those before a window may be any block of the pool,
-    with any content. Index tensors are int64.
+    `context_len_N` counts KV positions including this step's. `block_table_NM` holds block numbers. Entries after a
+    row's last block are the pool's null block; entries before a window may be any block of the pool, with any content.
+    Index tensors are int64.
     `counts` and `contexts` are host copies per row; rows [0, num_decodes) have one token each.
     """
 
@@ -115,7 +115,8 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """Paged attention over one pool. Call `begin` once per step, then `attend` once per layer, in order.
 
-    `reads_unwritten`: positions after a context are read (and masked), so a block must be cleared before its first use.
+    `reads_unwritten`: the backend reads (and masks) positions after a context, so a block must be cleared before its
+    first use.
     """
 
     reads_unwritten: bool
@@ -125,7 +126,7 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Write the step's K and V of `layer` into the pool, attend causally, return o_THD.
+        """Write the step's K and V of `layer` into the pool, attend causally, and return o_THD.
 
         The scale is D ** -0.5. The result may be a buffer that the next call overwrites.
         """
@@ -133,7 +134,7 @@ class AttentionBackend(Protocol):
 
 
 class GroupedAttention:
-    """An AttentionBackend over several cache groups: `places` has each model layer's backend and its index there."""
+    """An AttentionBackend over several cache groups. `places` has each layer's backend and the layer's index there."""
 
     reads_unwritten = True  # CacheGroups asks each group's own backend
 
@@ -141,7 +142,7 @@ class GroupedAttention:
         self.places = list(places)
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Raise AssertionError: each group has its own batch."""
+        """Raise AssertionError, because each group has its own batch."""
         raise AssertionError("each cache group's attention begins by itself")
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ class GroupedAttention:
 
 
 class ReferenceAttention:
-    """An AttentionBackend with a Python loop over rows; softmax and products in float32."""
+    """An AttentionBackend that loops over rows in Python; softmax and products are in float32."""
 
     reads_unwritten = True
 

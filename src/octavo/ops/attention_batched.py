@@ -1,10 +1,10 @@
 """Paged attention in torch, without a loop over sequences of one token each.
 
-Owns: buckets of decode rows by padded context, gather buffers, masks; all built once per step.
-Does not: own the pool. Longer rows (prompt chunks) take one call each, since they are few and large.
+Owns: buckets of decode rows by padded context, gather buffers and masks, all built once per step.
+Does not: own the pool. Each longer row (prompt chunk) takes one call, since such rows are few and large.
 Shapes: T tokens, N rows, H query heads = K KV heads x G, D head size, S block size, C padded context.
-Invariants: blocks before a row's window are not read. Padding reads the null block or zeros and is masked, so a
-row's values do not depend on it; C is a multiple of 32, so the vector loops of torch's kernels use the same lanes
+Invariants: blocks before a row's window are not read. Padding reads the null block or zeros and is masked, so padding
+does not change a row's values. C is a multiple of 32, so the vector loops of torch's kernels use the same lanes
 for any padding.
 """
 
@@ -21,12 +21,12 @@ from octavo.ops.attention import AttentionBatch, HostColumn, KVPool
 
 PAD_TOKENS = 32  # contexts are padded to multiples of this, for equal vector lanes
 MERGE_TOKENS = 512  # padding that is cheaper than another call: a call costs about 30 us, a token 0.08 us
-GATHER_TOKENS = 16384  # maximum of padded tokens in a bucket, so that its buffers stay in the shared cache
+GATHER_TOKENS = 16384  # most padded tokens in a bucket, so that its buffers stay in the shared cache
 
 
 @dataclass(slots=True)
 class _Decodes:
-    """Rows [first, end) of one token each, padded to one context length; buffers are views made once per step."""
+    """Rows [first, end) of one token each, padded to one context length. The buffers are views made once per step."""
 
     first: int
     end: int
@@ -49,7 +49,7 @@ class _Chunk:
 
 
 def padded_levels(longest: int, block_size: int) -> np.ndarray:
-    """Return padded contexts, multiples of PAD_TOKENS and the block size, at most a quarter or one multiple apart."""
+    """Return padded contexts, multiples of PAD_TOKENS and the block size; steps are a quarter or one multiple."""
     unit = int(np.lcm(PAD_TOKENS, block_size))
     levels = [unit]
     while levels[-1] < longest:
@@ -58,7 +58,7 @@ def padded_levels(longest: int, block_size: int) -> np.ndarray:
 
 
 def decode_buckets(contexts: np.ndarray, levels: np.ndarray) -> list[tuple[int, int, int]]:
-    """Split ascending contexts into (first, end, padded context), merging where padding is cheaper than a call."""
+    """Split ascending contexts into (first, end, padded context); merge buckets if padding is cheaper than a call."""
     if not len(contexts):
         return []
     level_of_row = np.searchsorted(levels, contexts)
@@ -101,7 +101,7 @@ class BatchedAttention:
     def begin(self, batch: AttentionBatch) -> None:
         """Build buckets, masks and index tensors for all layers of the step."""
         self._slots_T = batch.slot_mapping_T
-        # positions to gather for each row; ascending for decodes, as contexts are
+        # positions to gather for each row; ascending for decodes, as the contexts are
         spans = batch.contexts if self._window is None else self._spans(batch, self._window)
         longest = int(spans.max(initial=0))
         if self._levels[-1] < longest:
@@ -123,17 +123,17 @@ class BatchedAttention:
             self._buffers = torch.empty((2, size + size // 4), dtype=shape.dtype, device=self._pool.device)
 
     def _spans(self, batch: AttentionBatch, window: int) -> HostColumn:
-        """Return a bound of the positions from the first block in a row's window to the end of its context."""
+        """Return an upper bound of the positions from the first block in a row's window to the end of its context."""
         size = self._pool.shape.block_size
         return np.minimum(batch.contexts, batch.counts + window - 1 + size - 1)
 
     def _table(
         self, batch: AttentionBatch, first: int, end: int, padded: int, queries_N1: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return block numbers of rows [first, end) for `padded` positions, flat, and each row's first position.
+        """Return the block numbers of rows [first, end) for `padded` positions, flat, and each row's first position.
 
-        Without a window that is 0 (None); with one, it is the start of the first block in the window of the row's first
-        query: earlier blocks are no longer the row's. Beyond the table's width there are null blocks.
+        Without a window every first position is 0 (returned as None). With a window it is the start of the first block
+        in the window of the row's first query; the row no longer owns earlier blocks. Beyond the table are null blocks.
         """
         size = self._pool.shape.block_size
         width = padded // size
@@ -149,7 +149,7 @@ class BatchedAttention:
         return table_NM.masked_fill_(index_NM >= num_columns, self._pool.null_block).reshape(-1), begin_N1 * size
 
     def _mask(self, positions: Tensor, padded: int, begin: Tensor | None) -> Tensor:
-        """Return an additive mask [..., padded] over positions from `begin` on, for queries at positions [..., 1]."""
+        """Return an additive mask [..., padded] over the positions from `begin` on, for queries at `positions`."""
         where_C = torch.arange(padded, device=positions.device)
         if begin is not None:
             where_C = where_C + begin
@@ -217,7 +217,7 @@ class BatchedAttention:
         shape = self._pool.shape
         torch.index_select(self._key_blocks[layer], 0, decodes.blocks, out=decodes.k_blocks)
         torch.index_select(self._value_blocks[layer], 0, decodes.blocks, out=decodes.v_blocks)
-        # the G queries that share a KV head are the "length" of the call: no copy of K and V per head
+        # the G queries that share a KV head are the call's "length" dimension, so K and V are not copied per head
         q_NKGD = q_THD[decodes.first : decodes.end].reshape(rows, shape.num_kv_heads, -1, shape.head_dim)
         out_NKGD = functional.scaled_dot_product_attention(
             q_NKGD.to(shape.dtype), decodes.k_NKCD, decodes.v_NKCD, attn_mask=decodes.mask_N11C

@@ -1,12 +1,12 @@
 """Attention by the C++ kernels, which read the pool in place through the block tables.
 
-Owns: the structures that describe a group's layers, and the calls for the torch decoder; the native decoder reads
-`layers`, `step_address` and `slot_mapping_address` instead, after the same `begin`. Its torch twin is
-attention_batched. Does not: own the pool, or plan a step's work (attention_plan does).
+Owns: the structures that describe a group's layers, and the calls for the torch decoder. After the same `begin` the
+native decoder reads `layers`, `step_address` and `slot_mapping_address` instead. The torch twin is attention_batched.
+Does not: own the pool, or plan a step's work (attention_plan does).
 Shapes: T tokens, H query heads, K KV heads, D head size.
-Invariants: a token's result depends on its row alone, bit for bit: not on other rows, on how the prompt was split
-into chunks, on a cache hit or on threads. Parts before a token's window are skipped, and table entries before
-it are not read. Queries and results are float32 inside, for any dtype of pool and model.
+Invariants: a token's result depends on its row alone, bit for bit: not on other rows, the split of the prompt into
+chunks, cache hits or threads. Parts before a token's window are skipped, and table entries before the window are not
+read. Queries and results are float32 inside, for any dtype of pool and model.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def has_kernel(pool: KVPool, num_heads: int) -> bool:
 
 
 def is_faster() -> bool:
-    """Return True if the kernel is faster than its torch twin with this machine's instruction set.
+    """Return True if the kernel is faster than the torch twin with this machine's instruction set.
 
-    One layer, 9 heads of 64 over 3, one Zen 3 core, float32, ms against the twin's: 32 rows x 200 positions
-    1.7 / 4.1; 32 x 1000 7.3 / 18.9; a prompt of 512 5.9 / 10.9; 32 rows that share 384 of 500 1.4 / 8.4
-    (bench/kernel_attention.py). The portable path is not compared.
+    One layer, 9 heads of 64 over 3 KV heads, one Zen 3 core, float32, kernel / twin in ms: 32 rows x 200 positions
+    1.7 / 4.1; 32 x 1000 7.3 / 18.9; a prompt of 512 5.9 / 10.9; 32 rows that share 384 of 500 positions 1.4 / 8.4
+    (bench/kernel_attention.py). The portable instruction set was not measured.
     """
     return cpu.status().isa in ("avx2", "avx512")
 
 
 class KernelAttention:
-    """The AttentionBackend of CPUs where `has_kernel`.
+    """The AttentionBackend for CPUs where `has_kernel`.
 
-    `layers` are the structures of the pool's layers, for the native decoder. `scale` defaults to D ** -0.5;
-    with `soft_cap` c scores become c * tanh(score / c).
+    `layers` are the structures of the pool's layers, for the native decoder. `scale` defaults to D ** -0.5.
+    With `soft_cap` c, scores become c * tanh(score / c).
     """
 
     reads_unwritten = False
@@ -88,7 +88,7 @@ class KernelAttention:
 
     @property
     def step_address(self) -> int:
-        """Address of the planned struct AttentionStep; its content is the newest step's."""
+        """Address of the planned struct AttentionStep, which describes the newest step."""
         return addressof(self.plan.step)
 
     @property
@@ -98,7 +98,7 @@ class KernelAttention:
         return self._batch.slot_mapping_T.data_ptr()
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Plan the step, for all threads: the native decoder uses all of them for work of any size."""
+        """Plan the step for all threads, because the native decoder uses all threads for work of any size."""
         self._batch = batch
         shape = self._pool.shape
         elements = int(batch.contexts @ batch.counts) * shape.num_kv_heads * shape.head_dim
@@ -128,7 +128,7 @@ class KernelAttention:
 
 
 def _rows(x_THD: Tensor) -> Tensor:
-    """Return a float32 tensor whose rows are dense; the stride between rows may be any."""
+    """Return a float32 tensor whose rows are dense; the stride between rows may have any value."""
     x_THD = x_THD.float()
     is_dense = x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
     return x_THD if is_dense else x_THD.contiguous()

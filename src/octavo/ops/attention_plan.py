@@ -1,12 +1,12 @@
 """The work lists of a step's attention, which the C++ kernels read (csrc/attention.h).
 
-Owns: splitting the step's tokens into items, the items' costs, and the memory of both; ctypes twins of the structures.
+Owns: splitting the step's tokens into items, the items' costs, the memory of both, and ctypes twins of the structures.
 Does not: compute attention, or write keys and values.
 Shapes: T tokens, N rows, I tiles or items, H query heads, K KV heads.
-Invariants: the plan changes no bit of a token's result (csrc/attention_tile.h), only its speed. A tile is a run
-of tokens of one row; it is one item, or is split by heads and parts until all threads have work. Decode rows
-whose tables agree in whole parts attend those parts as one item, which reads their keys and values once. The positions
-of a few decodes are divided evenly, with as many heads of a part in one item as possible: they are adjacent in memory.
+Invariants: the plan changes only the speed, no bit of a token's result (csrc/attention_tile.h). A tile is a run of
+tokens of one row. It is one item, or is split by heads and parts until all threads have work. Decode rows whose tables
+agree in whole parts attend those parts as one item, which reads the keys and values once. For a few decodes, positions
+are divided evenly among threads, with as many heads of a part in one item as possible: their data is adjacent.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAX_ROWS = 96  # kMaxRows of csrc/attention.h
 TAIL = 8  # kTail of csrc/attention.h
 DIRECT = np.iinfo(np.int64).min  # kDirect of csrc/attention.h
 ITEMS_PER_THREAD = 4  # how evenly work is divided; each further item costs about a microsecond
-MIN_PARTS = 4  # of an item: joining a token's split parts needs another barrier
+MIN_PARTS = 4  # per item: joining the parts of a split token needs another barrier
 FEW = 4  # kPrivateRows of csrc/decoder_step.cpp: up to this many tokens are joined without a barrier
-MAX_ITEMS = 1 << 40  # of a thread: the factor of the thread in the costs of a few decodes
-TURNING = 8  # the cost of loading a part, in query rows
+MAX_ITEMS = 1 << 40  # per thread: the costs of a few decodes are thread * MAX_ITEMS + item
+TURNING = 8  # the cost of loading a part, in units of query rows
 Ints = NDArray[np.int64]
 
 
@@ -52,12 +52,12 @@ class AttentionStep(Structure):
 
 
 class AttentionPlan:
-    """Planner of one cache group's steps. `step` is the structure that C reads: valid until the next begin."""
+    """Planner of one cache group's steps. `step` is the structure that C reads; it is valid until the next begin."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None) -> None:
         self.step = AttentionStep()
-        self.shared_parts = 0  # of the step: parts that several rows attend together
-        self.num_parts = 0  # of the step: tiles and groups, each by the parts of its context
+        self.shared_parts = 0  # in the step: parts that several rows attend together
+        self.num_parts = 0  # in the step: the sum over tiles and groups of the parts of their context
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._slot_floats = num_heads * (head_dim + TAIL)
@@ -65,7 +65,7 @@ class AttentionPlan:
         self._window = window
         self._partial = np.empty(0, dtype=np.float32)
         self._columns: tuple[Ints, ...] = ()
-        self._table: object = None  # kept alive: the structure has its address
+        self._table: object = None  # kept alive, because the structure has its address
         self._num_items = self._num_joins = 0
         self._decodes: tuple[int, bytes] | None = None  # key of the last plan, if it can be reused
         self._grow(64)
@@ -76,7 +76,7 @@ class AttentionPlan:
         self.shared_parts = sum(end - first for _, first, end in shared)
         decodes = None
         if not shared and self._window is None and batch.num_decodes == batch.num_rows:
-            grain = PART if batch.num_rows > FEW else PART // 8  # a few are divided by positions
+            grain = PART if batch.num_rows > FEW else PART // 8  # a few decodes are divided by positions
             decodes = num_threads, ((batch.contexts + (grain - 1)) // grain).tobytes()
             if decodes == self._decodes:  # the same numbers of parts as last time give the same items
                 rows, _, *others = self._columns
@@ -88,7 +88,7 @@ class AttentionPlan:
         self._decodes = decodes
 
     def _grow(self, capacity: int) -> None:
-        """Make the columns of up to `capacity` decodes of one item each; each such step uses their first rows."""
+        """Make columns for up to `capacity` decodes of one item each; each such step uses their first rows."""
         self._order = np.arange(capacity)
         self._direct = np.full(capacity, DIRECT)
         self._alike = np.zeros((capacity, 6), dtype=np.int64)
@@ -120,7 +120,7 @@ class AttentionPlan:
         return True
 
     def _begin_few(self, batch: AttentionBatch, num_threads: int) -> bool:
-        """Plan a few decodes for several threads, each with a run of positions; return False for any other step."""
+        """Plan a few decodes, each thread with a run of positions; return False if the step is not of this kind."""
         num_rows, heads = batch.num_rows, self._num_kv_heads
         if num_rows > FEW or batch.num_decodes < num_rows or num_threads == 1 or self._group * heads > MAX_ROWS:
             return False
@@ -151,7 +151,7 @@ class AttentionPlan:
             self._partial = np.empty(count * self._slot_floats * 5 // 4, dtype=np.float32)
 
     def _describe(self, batch: AttentionBatch, num_items: int, num_joins: int, columns: tuple[Ints, ...]) -> None:
-        """Fill the structure; keep the columns alive because it has their addresses."""
+        """Fill the structure; keep the columns alive, because the structure has their addresses."""
         table_NM = batch.block_table_NM
         self._columns, self._table = columns, table_NM
         self._num_items, self._num_joins = num_items, num_joins
@@ -209,7 +209,7 @@ class AttentionPlan:
             lows_I = np.maximum(contexts_T[firsts_I] - self._window, 0) // PART
         private_I = lows_I
         if shared:
-            private_I = lows_I.copy()  # decode rows are the first tiles: a shared part is always in front
+            private_I = lows_I.copy()  # decode rows are the first tiles; a shared part is always before private parts
             for members, _, end in shared:
                 private_I[members] = np.maximum(private_I[members], end)
         parts_I = ends_I - private_I
@@ -236,7 +236,7 @@ class AttentionPlan:
         num_tokens: int,
         shared: list[tuple[Ints, int, int]],
     ) -> tuple[Ints, Ints, Ints, int]:
-        """Assign slots to the tokens of split tiles, and put the items of shared parts in front."""
+        """Assign slots to the tokens of split tiles, and put the items of shared parts before all others."""
         firsts_I, sizes_I, lows_I, ends_I = tiles
         tile_T = np.repeat(np.arange(len(firsts_I)), sizes_I)
         joins = np.flatnonzero(is_cut_I[tile_T])
@@ -261,7 +261,7 @@ class AttentionPlan:
         return items, first_slots_T, joins, int(after_J[-1]) if len(after_J) else 0
 
     def _shared(self, batch: AttentionBatch) -> list[tuple[Ints, int, int]]:
-        """Return groups of decode rows with equal blocks in parts [first, end): (rows, first, end), inner ones last."""
+        """Return groups of decode rows with equal blocks in parts [first, end): (rows, first, end), subgroups last."""
         short = int(np.searchsorted(batch.contexts[: batch.num_decodes], PART))  # contexts ascend
         if batch.num_decodes - short < 2:
             return []
@@ -292,7 +292,7 @@ class AttentionPlan:
 
 
 def _rectangles(units: list[tuple[int, int, int]], heads: int) -> tuple[Ints, Ints]:
-    """Return items [., 6] and their threads, from (thread, row, part) of each head of each part, in order."""
+    """Return items [., 6] and their threads. `units` is (thread, row, part) for each head of each part, in order."""
     items: list[list[int]] = []
     owners: list[int] = []
     for index, (owner, row, part) in enumerate(units):
@@ -305,7 +305,7 @@ def _rectangles(units: list[tuple[int, int, int]], heads: int) -> tuple[Ints, In
             owners.append(owner)
         if head == heads - 1 and len(items) > 1 and owners[-2] == owner and items[-2][0] == row:
             before, whole = items[-2], items[-1]
-            if before[4:] == whole[4:] == [0, heads]:  # extend the item of all heads
+            if before[4:] == whole[4:] == [0, heads]:  # extend the previous item, which has all heads
                 before[3] = part + 1
                 items.pop()
                 owners.pop()
@@ -313,7 +313,7 @@ def _rectangles(units: list[tuple[int, int, int]], heads: int) -> tuple[Ints, In
 
 
 def _cut(firsts_I: Ints, sizes_I: Ints, parts: tuple[Ints, Ints, Ints], heads: int, runs_I: Ints) -> Ints:
-    """Return items [., 6] of tiles: their parts [low, end) in runs of `cut` parts and of `runs_I` KV heads."""
+    """Split tiles into items [., 6] of up to `cut` parts and `runs_I` KV heads. `parts` is (low, end, cut) per tile."""
     lows_I, ends_I, cut_I = parts
     turns_I = -(-heads // runs_I)
     cuts_I = np.where(ends_I > lows_I, -(-(ends_I - lows_I) // np.maximum(cut_I, 1)), 0)

@@ -1,9 +1,9 @@
 """Load the library of C++ kernels, after torch, and report its status.
 
-Owns: loading, the ABI check, the one-OpenMP-pool check, the choice of thread count.
+Owns: loading, the check of the ABI, the check for a second OpenMP pool, and the choice of the thread count.
 Does not: compute; each operation's file declares and calls its own functions.
-Invariants: torch is loaded first, so that the library binds to torch's libgomp; with a second libgomp
-mapped every kernel runs on one thread (two pools would compete for the cores).
+Invariants: torch is loaded first, so that the library binds to torch's libgomp. If a second libgomp is
+mapped, every kernel runs on one thread, because two pools would compete for the cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_ELEMENTS_PER_THREAD = 32_768  # with fewer, waking a second thread costs mor
 
 @dataclass(frozen=True, slots=True)
 class KernelStatus:
-    """The library's status. `reason` says why the kernels are absent or serial, "" if they are neither."""
+    """The library's status. `reason` says why the kernels are absent or serial; "" if they are loaded and parallel."""
 
     is_loaded: bool
     is_parallel: bool
@@ -63,7 +63,7 @@ def _warned(status: KernelStatus) -> KernelStatus:
 
 
 def mapped_openmp_pools() -> tuple[str, ...]:
-    """Return the paths of the libgomp copies in this process, sorted; () if the system has no /proc."""
+    """Return the paths of the libgomp copies mapped in this process, sorted; () if the system has no /proc."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -77,7 +77,7 @@ def status() -> KernelStatus:
 
 
 def function(name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any] | None:
-    """Return a kernel, or None without the library; `result` is its C type. Look it up once, not per call."""
+    """Return a kernel, or None without the library. `result` is its C type. Look a kernel up once, not per call."""
     library, _ = _load()
     if library is None:
         return None
@@ -88,7 +88,7 @@ def function(name: str, *argument_types: Any, result: Any = None) -> Callable[..
 
 
 def num_threads(num_elements: int) -> int:
-    """Return the number of threads for a kernel over `num_elements`: torch's own if that is faster, else one.
+    """Return the number of threads for a kernel over `num_elements`: torch's number if that is faster, else one.
 
     Never a number in between: changing the size of OpenMP's pool between calls rebuilds it.
     """
@@ -99,7 +99,7 @@ def num_threads(num_elements: int) -> int:
 
 
 def use_isa(name: str) -> str:
-    """Restrict the kernels to an instruction set, at most the machine's best; returns the one in use. For tests."""
+    """Restrict the kernels to an instruction set, at most the machine's best; return the one in use. For tests."""
     library, _ = _load()
     if library is None:
         return ""

@@ -1,9 +1,10 @@
 """Gated product of a fused gate and up projection, with SiLU or with the tanh form of GELU.
 
 Owns: the operations. Does not: multiply by weights. Invariants: a token's result depends on that token alone.
-Shapes: T tokens, I intermediate size, G = 2 I: first the gate, then up.
+Shapes: T tokens, I intermediate size, G = 2 I: the gate first, then the up projection.
 
-Source: Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU, GEGLU), rounded as transformers does: the gate first.
+Source: Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU, GEGLU). As in transformers, the activated gate is
+rounded before the product.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Linear layers over packed weights: direct calls of the C++ kernels (a decoder's step calls them in C++), and a twin.
+"""Linear layers over packed weights: direct calls of the C++ kernels, and a torch twin. A decoder's step calls in C++.
 
 Owns: the binding of octavo_linear and octavo_linear_prepare; the twin's arithmetic.
 Does not: pack, or own weights (nn/packed_weight.py does; these functions take its descriptor).
-Invariants: an output depends on its row and its weight alone, bit for bit; quantised kinds give equal bits on every
+Invariants: an output depends on its row and its weight alone, bit for bit. Quantised kinds give equal bits on every
 instruction set. Shapes: T tokens, E inputs, F outputs, G groups of 32 inputs.
 """
 
@@ -21,7 +21,7 @@ from octavo.ops import cpu
 
 ACTIVATION_GROUP = 32
 _ALIGNMENT = 64
-_FIRST_QUANTISED = 2  # of csrc/linear.h's WeightKind
+_FIRST_QUANTISED = 2  # the first quantised value of csrc/linear.h's WeightKind
 
 
 class Descriptor(Protocol):
@@ -33,7 +33,7 @@ class Descriptor(Protocol):
 
 
 def prepare(x_TE: Tensor, kind: int, num_threads: int = 1) -> Tensor:
-    """Return the rows in the form that `linear` reads for weights of this kind: bytes [T, prepared size], aligned."""
+    """Convert rows to the form that `linear` reads for weights of this kind: bytes [T, prepared size], aligned."""
     assert x_TE.dtype is torch.float32 and x_TE.dim() == 2 and x_TE.stride(1) == 1, "float32 rows"
     size, prepare_rows, _ = _kernels()
     num_rows, inputs = x_TE.shape
@@ -46,7 +46,7 @@ def prepare(x_TE: Tensor, kind: int, num_threads: int = 1) -> Tensor:
 
 
 def linear(weight: Any, prepared: Tensor, out_TF: Tensor, *, accumulate: bool = False, num_threads: int = 1) -> None:
-    """Write x W^T + b into out_TF, or add it. `weight` is a Descriptor whose memory the caller keeps alive."""
+    """Write x W^T + b into out_TF, or add it to out_TF. `weight` is a Descriptor; the caller keeps its memory alive."""
     assert out_TF.dtype is torch.float32 and out_TF.stride(1) == 1, "float32 rows"
     assert out_TF.shape == (len(prepared), weight.outputs), "a row for each prepared one"
     address = ctypes.addressof(weight)
@@ -55,14 +55,14 @@ def linear(weight: Any, prepared: Tensor, out_TF: Tensor, *, accumulate: bool = 
 
 
 def linear_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, kind: int) -> Tensor:
-    """Compute the kernels' result in float64; for quantised kinds the activations are rounded to codes first."""
+    """Compute the kernels' result in float64. For quantised kinds, round the activations to codes first."""
     seen_TE = round_activations(x_TE) if kind >= _FIRST_QUANTISED else x_TE
     out_TF = seen_TE.double() @ weight_FE.double().T
     return (out_TF if bias_F is None else out_TF + bias_F.double()).float()
 
 
 def round_activations(x_TE: Tensor) -> Tensor:
-    """Round to int8 with a scale per 32: ties to even; a group with a NaN or an infinity becomes NaN."""
+    """Round to int8 with one scale per 32 values, ties to even; a group with a NaN or an infinity becomes NaN."""
     groups_TGI = x_TE.view(*x_TE.shape[:-1], -1, ACTIVATION_GROUP)
     largest_TG1 = groups_TGI.abs().amax(-1, keepdim=True)
     is_scaled = (largest_TG1 >= 1e-30) & largest_TG1.isfinite()

@@ -6,8 +6,8 @@ Invariants: a row's result depends on that row alone; kernel and twin agree with
 tests/ops/test_rms_norm.py states. Shapes: T tokens, E hidden size.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, rounded as transformers'
-LlamaRMSNorm does: normalise in float32, round to the dtype, multiply by the weight in the dtype. A weight of
-another dtype (float32) is multiplied before rounding, as in Gemma3RMSNorm.
+LlamaRMSNorm does: normalise in float32, round to the dtype, multiply by the weight in the dtype. If the weight has
+another dtype (float32), the product is computed before rounding, as in Gemma3RMSNorm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KERNELS = {torch.float32: "octavo_add_rms_norm_f32", torch.bfloat16: "octavo_ad
 
 
 def rms_norm_reference(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add in the dtype, then normalise: the slow twin that the kernel is tested against."""
+    """Add in the dtype, then normalise. Slow; the kernel is tested against this function."""
     sum_TE = x_TE if residual_TE is None else x_TE + residual_TE
     wide_TE = sum_TE.to(torch.float32)
     scale_T1 = torch.rsqrt(wide_TE.pow(2).mean(-1, keepdim=True) + eps)
@@ -36,10 +36,10 @@ def rms_norm_reference(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tenso
 
 
 def add_rms_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (norm(x + residual) * weight, x + residual); without a residual the second is x itself.
+    """Return (norm(x + residual) * weight, x + residual); without a residual, the second tensor is x itself.
 
-    Writes to neither argument. Leading dimensions may be any; the last one is normalised. The kernel
-    takes two-dimensional float32 and bfloat16 tensors on the CPU, the twin everything else.
+    Writes to neither argument. x may have any leading dimensions; the last one is normalised. The kernel
+    takes two-dimensional float32 and bfloat16 tensors on the CPU, and the torch twin takes all others.
     """
     kernel = _kernel(x_TE.dtype) if x_TE.is_cpu else None
     if kernel is None or not _fits_kernel(x_TE, residual_TE, weight_E):

@@ -13,6 +13,6 @@ from torch import Tensor
 
 
 def apply_rope(x_THD: Tensor, cos_T1D: Tensor, signed_sin_T1D: Tensor) -> Tensor:
-    """Return the rotated heads, contiguous. The first half of `signed_sin` is negated, so one multiply-add suffices."""
+    """Return the rotated heads, contiguous. `signed_sin` has its first half negated, so one multiply-add suffices."""
     out_THD = x_THD * cos_T1D
     return out_THD.addcmul_(x_THD.roll(x_THD.shape[-1] // 2, -1), signed_sin_T1D)

@@ -1,7 +1,7 @@
 """The C++ sampler: one id per row of float32 logits, all rows in one call.
 
-Owns: the call, and the addresses of the columns it reads. Does not: edit logits, support typical-p, or run on other
-devices. The definition of a draw, and the torch twin, are in sampling/selection.py; both give the same ids.
+Owns: the call, and the addresses of the columns that the kernel reads. Does not: edit logits, support typical-p, or run
+on other devices. sampling/selection.py defines a draw and has the torch twin; kernel and twin give the same ids.
 Shapes: R rows, V vocabulary.
 """
 
@@ -21,12 +21,12 @@ from torch import Tensor
 from octavo.ops import cpu
 
 Ints = NDArray[np.int64]
-MAX_VOCAB_SIZE = 1 << 19  # up to this, sums of weights are exact
+MAX_VOCAB_SIZE = 1 << 19  # with at most this many ids, sums of weights are exact
 
 
 @dataclass(frozen=True, slots=True)
 class SampleColumns:
-    """The parameters of each slot; inverse_temperature 0 = the best id, top_k 0 = all. The arrays must not move."""
+    """The parameters of each slot. inverse_temperature 0: the best id. top_k 0: all ids. The arrays must not move."""
 
     inverse_temperature: NDArray[np.float32]
     floor: NDArray[np.float32]
@@ -37,7 +37,7 @@ class SampleColumns:
 
 
 class SampleKernel:
-    """Sampler of rows with the parameters of their slots."""
+    """Samples rows with the parameters of their slots."""
 
     def __init__(self, columns: SampleColumns) -> None:
         function = _kernel()
@@ -49,7 +49,7 @@ class SampleKernel:
         self._address = self._addresses.ctypes.data
 
     def sample(self, logits_RV: Tensor, slots: Ints, positions: Ints) -> tuple[Ints, NDArray[np.float32]]:
-        """Return each row's id, drawn or the first of the best, and its best logit. `fits` must be true of the logits.
+        """Return each row's id (drawn, or the first of the best) and its best logit. `fits` must hold for the logits.
 
         `positions` are the indices that the ids will have in their sequences.
         """

@@ -1,9 +1,9 @@
-"""What a slot's sampling keeps on the host: parameters by slot, and the copies of them to the device.
+"""The host's sampling parameters of every slot, and their upload to the device.
 
-Owns: the columns that say what a row must return, the rows of a step, state rows for the slots that need them, uploads.
-Does not: know what a parameter does to logits (processors, dry) or to a draw (selection).
-Invariants: a slot's entries are those of its last `put`; decisions about a step's rows are made with numpy on the
-host, so that nothing waits for the device.
+Owns: the columns that say what a slot's rows must return, the rows of a step, state rows for slots that need device
+state, and uploads. Does not: know what a parameter does to logits (processors, dry) or to a draw (selection).
+Invariants: a slot's entries are those of its last `put`. NumPy decides about a step's rows on the host, so nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class SequenceIds:
-    """A new sequence's known ids, and the model's ids that end a text."""
+    """A new sequence's known ids, and the model's end-of-text ids."""
 
     prompt: Ints
     output: Ints = field(default_factory=lambda: NO_IDS)
@@ -47,31 +47,31 @@ class SequenceIds:
 
 
 class SamplingColumns:
-    """What the rows of all slots must return, one entry per slot in each column."""
+    """What each slot's rows must return; every column has one entry per slot."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_prompt: Ints = np.zeros(num_slots, dtype=np.int64)
         self.logprobs: Ints = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
         self.prompt_logprobs: Ints = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
-        self.num_candidates: Ints = np.zeros(num_slots, dtype=np.int64)  # that a beam's row must return
+        self.num_candidates: Ints = np.zeros(num_slots, dtype=np.int64)  # candidates that a beam's row must return
         self.has_grammar: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # its rows sample only with a mask
-        self.wants_more: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # than an id from unedited logits
+        self.wants_more: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # more than an id from unedited logits
 
     def put(self, slot: int, params: SamplingParams, ids: SequenceIds, has_edits: bool) -> None:
-        """Set a slot's entries. `has_edits`: logits processors edit its rows."""
+        """Set a slot's entries. `has_edits`: logits processors edit the slot's rows."""
         self.num_prompt[slot] = len(ids.prompt)
         self.logprobs[slot] = NO_LOGPROBS if params.num_logprobs is None else params.num_logprobs
         self.prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
-        # enough that beam_width candidates are left if each beam's best ones end it
+        # enough that beam_width candidates remain even if each beam's best candidates end it
         self.num_candidates[slot] = max(2, 1 + len(set(ids.stops(params)))) * params.beam_width
         self.has_grammar[slot] = bool(params.grammar)
         self.wants_more[slot] = has_edits or params.num_logprobs is not None or params.typical_p < 1
 
 
 class SlotState:
-    """Device tensors with a row for each slot that needs one; slots without one take no memory.
+    """Device tensors with one row for each slot that needs state; other slots take no memory.
 
-    `rows[slot]` is the slot's row in each of `tensors`, -1 for none.
+    `rows[slot]` is the slot's row in each of `tensors`, or -1 if it has none.
     """
 
     def __init__(self, num_slots: int, *tensors: Tensor) -> None:
@@ -80,7 +80,7 @@ class SlotState:
         self._free: list[int] = []
 
     def reserve(self, slot: int) -> int:
-        """Give a slot without a row one, of any content; the tensors may be replaced by longer ones."""
+        """Assign a row to a slot that has none. The row may have any content; longer tensors may replace `tensors`."""
         assert self.rows[slot] < 0, "a slot without a row"
         if not self._free:
             held = len(self.tensors[0])
@@ -98,15 +98,15 @@ class SlotState:
 
 
 def distinct(ids: Sequence[int], vocab_size: int) -> Ints:
-    """Return the ids that the model has, ascending: a stop id of another vocabulary can never be sampled."""
+    """Return the distinct ids below `vocab_size`, ascending: an id of another vocabulary can never be sampled."""
     return np.asarray(sorted({token for token in ids if token < vocab_size}), dtype=np.int64)
 
 
 def upload(device: torch.device, *columns: NDArray[Any]) -> list[Tensor]:
-    """Return each column as a tensor on `device`, without waiting for it; on a CPU it shares the array's memory.
+    """Return each column as a tensor on `device`, without waiting for the copy; a CPU tensor shares the array's memory.
 
-    Columns of one call share a dtype and one transfer. The pinned staging memory comes from torch's caching host
-    allocator, which reuses it only after the copy is done; so several steps may be in flight.
+    Columns of one call share a dtype and one transfer. Torch's caching host allocator provides the pinned staging
+    memory and reuses it only after the copy is done, so several steps may be in flight.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(column)) for column in columns]

@@ -1,12 +1,12 @@
 """The DRY penalty: an id that would extend a repetition is penalised, more for a longer repetition.
 
-Owns: for each slot with the penalty, how much of the sequence's end is repeated at each earlier position.
-Does not: wait for the device, where alone the last id may be known. Slots without the penalty hold no state.
+Owns: for each slot with the penalty, the length of the repetition that ends at each earlier position.
+Does not: wait for the device, which may be the only one to know the last id. Other slots hold no state.
 Source: p-e-w, "DRY: a modern repetition penalty that reliably prevents looping", text-generation-webui, 2024.
-Invariants: matches[row of slot, i] = how many ids at the end of the first known[slot] ids equal those that end at i,
-back to a breaker; another id changes it to the left neighbour's + 1 where the id is equal, else to 0. So a step
-costs O(C); ids that the host chose are added in the next `apply`.
-Shapes: D rows with the penalty, C longest context of these, P state rows, W positions of a slot, V vocabulary.
+Invariants: matches[row of slot, i] is how many ids at the end of the first known[slot] ids equal the ids that end at i,
+back to a breaker. A new id sets the entry to the left neighbour's + 1 where the ids are equal, else to 0. A step
+therefore costs O(C). Ids that the host chose are added in the next `apply`.
+Shapes: D rows with the penalty, C their longest context, P state rows, W positions of a slot, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from octavo.core.request import SamplingParams
 from octavo.sampling.columns import Floats, Ints, SamplingRows, SequenceIds, SlotState, distinct, upload
 
 ALWAYS, OFF = 1 << 62, 0  # see processors.LogitsProcessor.put
-LARGEST = 1e30  # of a penalty: the probability becomes 0, and logits stay finite
+LARGEST = 1e30  # largest penalty: the probability becomes 0, and logits stay finite
 
 
 class DryPenalty:
-    """The penalty's state and edit (a `processors.LogitsProcessor`), by the `dry_*` parameters."""
+    """The penalty's state and its edit of logits (a `processors.LogitsProcessor`), by the `dry_*` parameters."""
 
     def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
         self._ids_SW = ids_SW
@@ -61,7 +61,7 @@ class DryPenalty:
         self._state.release(slot)
 
     def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
-        """Edit the logits of the rows, in place, after adding the ids known since the last call."""
+        """Add the ids known since the last call, then edit the logits of the chosen rows in place."""
         chosen = chosen[rows.positions[chosen] > 1]
         if not len(chosen):
             return
@@ -86,12 +86,12 @@ class DryPenalty:
         penalty_DC = torch.where(is_hit_DC, penalty_DC, 0.0).clamp_(max=LARGEST).float()
         where_DC = row_D[:, None] * logits_RV.shape[1] + next_DC
         flat = logits_RV.view(-1)
-        # an id with several penalties gets the largest
+        # an id with several penalties gets the largest one
         new_DC = flat[where_DC] - penalty_DC
         flat.scatter_reduce_(0, where_DC.view(-1), new_DC.view(-1), "amin")
 
     def _add_next(self, slots: Ints) -> None:
-        """Add the next known id of each of the slots."""
+        """Add the next known id of each of these slots."""
         self._known[slots] += 1
         matches_PW, is_breaker_PV = self._state.tensors
         device, width = self._ids_SW.device, int(self._known[slots].max())
@@ -106,7 +106,7 @@ class DryPenalty:
 
 
 def matching_ends(ids: Sequence[int], breakers: Sequence[int]) -> list[int]:
-    """Return, for each position, how many ids that end there equal those that end the sequence, back to a breaker.
+    """Return, for each position, how many ids that end there equal the ids that end the sequence, back to a breaker.
 
     The last position is always 0. Linear: the Z algorithm (Gusfield 1997) from the end.
     """

@@ -1,10 +1,10 @@
 """Edits of logits before selection: penalties, DRY, biases, banned words, min_tokens, allowed ids, masks.
 
-Owns: the processors and their order. Does not: select. A new sampling parameter that edits logits is a class here (or
-a module of its own, as DRY) and its line in `PROCESSORS`; one that changes the draw is a column of selection.py.
-Every edit changes only the rows that have it, and no bit of any other row. Nothing waits for the device: ids that only
-the device knows are read there.
-Shapes: R rows that sample, V vocabulary, P rows with a penalty, C longest context of these, B entries (row, id), L
+Owns: the processors and their order. Does not: select. To add a sampling parameter that edits logits, add a class here
+(or in its own module, like DRY) and a line in `PROCESSORS`; one that changes the draw is a column of selection.py.
+An edit changes no bit of a row without it. Nothing waits for the device: the device itself reads ids that only it
+knows.
+Shapes: R rows that sample, V vocabulary, P rows with a penalty, C their longest context, B entries (row, id), L
 longest prefix, M masked rows, S slots, W positions of a slot.
 """
 
@@ -26,12 +26,12 @@ from octavo.sampling.dry import ALWAYS, OFF, DryPenalty
 
 
 class LogitsProcessor(Protocol):
-    """An edit by some sampling parameters. Made with (number of slots, the executor's known ids [S, W], vocabulary)."""
+    """An edit by sampling parameters. Arguments: (number of slots, the executor's known ids [S, W], vocabulary)."""
 
     def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
-        """Read a slot's parameters; return up to which position its rows are edited: OFF for neutral values, ALWAYS.
+        """Read a slot's parameters. Return the position before which its rows are edited: OFF for none, ALWAYS for all.
 
-        The slot was released before. Slots that are off hold no state, and their rows cost nothing.
+        The slot was released before. A slot whose parameters are neutral holds no state and costs nothing.
         """
         ...
 
@@ -40,14 +40,15 @@ class LogitsProcessor(Protocol):
         ...
 
     def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
-        """Edit these of the rows in place. A banned id gets -inf."""
+        """Edit the chosen rows in place. A banned id gets -inf."""
         ...
 
 
 class Penalties:
-    """`repetition_penalty`, `frequency_penalty`, `presence_penalty`: counts[row of slot, id] are generated tokens.
+    """`repetition_penalty`, `frequency_penalty`, `presence_penalty`; counts[row of slot, id] counts generated tokens.
 
-    Repetition as in CTRL (Keskar et al. 2019), over prompt and outputs; the others as in the OpenAI API, over outputs.
+    Repetition is as in CTRL (Keskar et al. 2019), over prompt and outputs. The other two are as in the OpenAI API, over
+    outputs.
     """
 
     def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
@@ -75,9 +76,9 @@ class Penalties:
         self._state.release(slot)
 
     def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
-        """Edit the ids in the sequences: work is O(C), not O(V)."""
+        """Edit the logits of ids in the sequences. The work is O(C), not O(V)."""
         slots, lengths = rows.slots[chosen], rows.positions[chosen]
-        # A shorter row repeats its last position, and an id that occurs twice is written twice with the same value.
+        # A shorter row repeats its last position. An id that occurs twice is written twice with the same value.
         where_PC = (
             np.minimum(np.arange(lengths.max())[None], lengths[:, None] - 1) + slots[:, None] * self._ids_SW.shape[1]
         )
@@ -99,7 +100,7 @@ class Penalties:
             self._count(states, sampled_R[chosen].long())
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
-        """Count ids that the host chose, each one more output of its slot. The caller writes them to the id buffer."""
+        """Count ids that the host chose; each is its slot's next output. The caller writes them to the id buffer."""
         counted = np.flatnonzero(self._state.rows[slots] >= 0)
         if len(counted):
             rows = self._state.rows[slots[counted]]
@@ -118,7 +119,7 @@ class LogitBias:
         self._entries: dict[int, tuple[Ints, Floats]] = {}
 
     def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
-        """Keep the slot's pairs."""
+        """Keep the slot's (id, bias) pairs."""
         if not params.logit_bias:
             return OFF
         pairs = [(token, bias) for token, bias in params.logit_bias if token < self._vocab_size]
@@ -141,7 +142,7 @@ class LogitBias:
 
 @dataclass(slots=True)
 class _Words:
-    """Banned id sequences: their last ids, the sizes of the prefixes before these, and the prefixes, padded with -1."""
+    """Banned id sequences: each one's last id, the size of the prefix before it, and the prefix, padded with -1."""
 
     last_ids: Ints
     prefix_sizes: Ints
@@ -162,7 +163,7 @@ class _Words:
 
 
 class BannedWords:
-    """`bad_words_ids`: the last id of each sequence whose other ids end the row's context is banned."""
+    """`bad_words_ids`: ban a sequence's last id in each row whose context ends with the sequence's other ids."""
 
     def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
         self._ids_SW = ids_SW
@@ -170,7 +171,7 @@ class BannedWords:
         self._words: dict[int, _Words] = {}
 
     def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
-        """Keep the slot's sequences, but those with ids that the model does not have."""
+        """Keep the slot's sequences, without those that have an id outside the vocabulary."""
         if not params.bad_words_ids:
             return OFF
         self._words[slot] = _Words.of([word for word in params.bad_words_ids if max(word) < self._vocab_size])
@@ -194,7 +195,7 @@ class BannedWords:
         at_BL = np.maximum(ends_B1 - width + np.arange(width), 0) + rows.slots[row_B][:, None] * self._ids_SW.shape[1]
         row, last, prefix, at = upload(logits_RV.device, row_B, last_B, prefix_BL, at_BL)
         is_match_B = ((self._ids_SW.view(-1)[at] == prefix) | (prefix < 0)).all(dim=1)
-        # added, so that a word that does not match keeps the bans of other words
+        # the ban is added, so that a word that does not match leaves other words' bans unchanged
         logits_RV.index_put_((row, last), torch.where(is_match_B, float("-inf"), 0.0), accumulate=True)
 
 
@@ -213,13 +214,13 @@ class _IdLists:
         self._ids[slot] = distinct(ids, self._vocab_size)
 
     def _entries(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> list[Tensor]:
-        """Return (row, id) of all ids of the chosen rows' slots."""
+        """Return the rows and the ids of all (row, id) pairs of the chosen rows."""
         parts = [self._ids[slot] for slot in rows.slots[chosen].tolist()]
         return upload(logits_RV.device, np.repeat(chosen, [len(part) for part in parts]), np.concatenate(parts))
 
 
 class MinTokens(_IdLists):
-    """`min_tokens`: ids that end the sequence are banned below this number of outputs."""
+    """`min_tokens`: ban the ids that end the sequence until it has this number of outputs."""
 
     def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
         """Keep the ids that end the sequence."""
@@ -229,13 +230,13 @@ class MinTokens(_IdLists):
         return len(ids.prompt) + params.min_tokens
 
     def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
-        """Ban them."""
+        """Ban the slots' ids."""
         row_B, id_B = self._entries(logits_RV, rows, chosen)
         logits_RV.index_put_((row_B, id_B), logits_RV.new_full((), float("-inf")))
 
 
 class AllowedIds(_IdLists):
-    """`allowed_token_ids`: all other ids are banned."""
+    """`allowed_token_ids`: ban all other ids."""
 
     def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
         """Keep the ids."""
@@ -252,14 +253,14 @@ class AllowedIds(_IdLists):
         logits_RV[row_B, id_B] = kept_B
 
 
-# In the order in which they edit a row. Beams have biases first, as in transformers' beam search.
+# In the order in which they edit a row. For beams, biases are first, as in transformers' beam search.
 PROCESSORS: tuple[Callable[[int, Tensor, int], LogitsProcessor], ...] = (
     Penalties, DryPenalty, LogitBias, BannedWords, MinTokens, AllowedIds,
 )  # fmt: skip
 
 
 class LogitsProcessors:
-    """All processors, and which of them each slot has."""
+    """All processors, and the positions up to which each one edits each slot."""
 
     def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
         self._processors = tuple(make(num_slots, ids_SW, vocab_size) for make in PROCESSORS)
@@ -279,7 +280,7 @@ class LogitsProcessors:
             processor.release(slot)
 
     def edits(self, rows: SamplingRows) -> list[tuple[LogitsProcessor, Ints]]:
-        """Return the processors that edit rows of the step, in order, with the indices of those rows."""
+        """Return the processors that edit rows of the step, in order, each with the indices of its rows."""
         is_edited = rows.positions < self._ends[:, rows.slots]
         return [
             (self._processors[index], np.flatnonzero(is_edited[index])) for index in np.flatnonzero(is_edited.any(1))
@@ -292,21 +293,21 @@ class LogitsProcessors:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Masks of the ids that the rows at `rows` (ascending) may sample; other rows are free. `bits_MW` is int32."""
+    """Masks of ids that the rows `rows` (ascending) may sample; other rows may sample all. `bits_MW` is int32."""
 
     rows: Ints
     bits_MW: NDArray[np.int32]
 
     def among(self, rows: Ints) -> TokenMasks | None:
-        """Return the masks of a subset of the rows (ascending), re-indexed to it; None if it has none."""
+        """Return the masks of a subset of the rows (ascending), re-indexed to the subset; None if it has no mask."""
         at = np.searchsorted(rows, self.rows)
         is_in = rows[np.minimum(at, len(rows) - 1)] == self.rows if len(rows) else np.zeros(len(at), dtype=np.bool_)
         return TokenMasks(at[is_in], self.bits_MW[is_in]) if is_in.any() else None
 
     def apply(self, logits_RV: Tensor) -> None:
-        """Set the logits of ids that are not allowed to -inf, in place; those of allowed ids keep their bits, even NaN.
+        """Set the logits of forbidden ids to -inf, in place. Logits of allowed ids keep their bits, even NaN.
 
-        The addends of eight ids at a time are looked up in a table: twenty times as fast as unpacking words.
+        A table gives the addends of eight ids at a time, which is twenty times as fast as unpacking words.
         """
         device, (num_rows, size) = logits_RV.device, logits_RV.shape
         octets = upload(device, self.bits_MW.view(np.uint8).reshape(-1))[0]
@@ -319,6 +320,6 @@ class TokenMasks:
 
 @cache
 def _addends(device: torch.device) -> Tensor:
-    """Return, for each value of eight bits, the addends of its ids: 0 or -inf."""
+    """Return, for each value of eight bits, the addends of the eight ids: 0 if allowed, -inf if not."""
     is_set = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 > 0
     return torch.where(is_set, 0.0, float("-inf")).to(device)

@@ -1,10 +1,10 @@
 """Sample one token per row: raw log-probabilities, edits, then greedy choice or a draw.
 
-Owns: the order of these, the split of a step's rows by their parameters, and log-probabilities of the model's own
-distribution (before penalties, bias and temperature). Does not: wait for the device.
+Owns: the order of these three, the split of a step's rows by their parameters, and log-probabilities of the model's
+own distribution (before penalties, bias and temperature). Does not: wait for the device.
 Invariants: a row's token depends on its own logits, parameters, history and (seed, choice, position) only. Rank 1 is
-the best; equal logits rank by ascending id, so ranks are unique and the greedy token has rank 1.
-Shapes: R rows that sample, V vocabulary, K best requested.
+the best. Equal logits rank by ascending id, so ranks are unique and the greedy token has rank 1.
+Shapes: R rows that sample, V vocabulary, K requested number of best ids.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from octavo.sampling.columns import NO_IDS, NO_LOGPROBS, Ints, SamplingColumns, 
 from octavo.sampling.processors import LogitsProcessors, TokenMasks
 from octavo.sampling.selection import SelectionColumns, draw, sorted_candidates
 
-_RANKED_TOGETHER = 1 << 18  # logits; their sum as int64 takes 2 MiB
+_RANKED_TOGETHER = 1 << 18  # logits per pass; their sum as int64 takes 2 MiB
 
 
 @dataclass(slots=True)
 class RawDistribution:
-    """Log-probabilities of some rows, kept while their logits are edited. `num_top`: how many best each row needs."""
+    """Log-probabilities of some rows, from before the edits. `num_top`: how many of the best ids each row returns."""
 
     log_probs_RV: Tensor
     num_top: Ints
 
     def columns(self, token_ids_R: Tensor) -> SampledLogprobs:
-        """Return the log-probabilities and ranks of these tokens and of the best ones; stays on the device."""
+        """Return the log-probabilities and ranks of these ids and of the best ids, without leaving the device."""
         own_R1 = self.log_probs_RV.gather(1, token_ids_R[:, None])
         ranks_R = _ranks(self.log_probs_RV, own_R1, token_ids_R)
         num_best = int(self.num_top.max(initial=0))
@@ -48,7 +48,7 @@ class RawDistribution:
 
 
 def _ranks(log_probs_RV: Tensor, own_R1: Tensor, token_ids_R: Tensor) -> Tensor:
-    """Return the rank of each row's id. On a CPU a few rows at a time, to bound the memory of the int64 sums."""
+    """Return the rank of each row's id. On a CPU, rank a few rows at a time to bound the memory of the int64 sums."""
     num_rows, size = log_probs_RV.shape
     ids_V = torch.arange(size, device=token_ids_R.device)
     together = max(1, _RANKED_TOGETHER // size) if log_probs_RV.is_cpu else max(1, num_rows)
@@ -93,7 +93,8 @@ class SampledLogprobs:
 class Sampled:
     """The result of a step: ids of all rows; each row's best raw logit; log-probabilities of some rows.
 
-    A row whose best is not finite is unusable: -inf = every id is banned, else the model's logits were not finite.
+    A row whose best logit is not finite is unusable: -inf means that every id is banned; any other value means that the
+    model's logits were not finite.
     """
 
     ids_R: Tensor
@@ -103,7 +104,7 @@ class Sampled:
 
 
 class Sampler:
-    """Sampler of a step's rows with the parameters of their slots: the C++ kernel on CPUs, else its torch twin.
+    """Samples a step's rows with the parameters of their slots: by the C++ kernel on CPUs, else by its torch twin.
 
     `ids_SW` is the executor's buffer of known ids, one row per slot.
     """
@@ -129,7 +130,7 @@ class Sampler:
         self.processors.release(slot)
 
     def sample(self, logits_RV: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
-        """Sample one id per row. `logits_RV` (float32) is edited in place, after log-probabilities are taken."""
+        """Sample one id per row. `logits_RV` (float32) is edited in place after log-probabilities are taken."""
         wants_more = bool(self.columns.wants_more[rows.slots].any())
         if not wants_more and masks is None:
             ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=False)
@@ -155,11 +156,11 @@ class Sampler:
         return Sampled(ids_R, best_R, wanted, raw.columns(ids_R[upload(ids_R.device, wanted)[0]]))
 
     def distribution(self, logits_RV: Tensor, num_top: Ints) -> RawDistribution:
-        """Return the distribution of raw logits, which the next call overwrites. `num_top`: best ids needed per row."""
+        """Return the raw logits' distribution; the next call overwrites it. `num_top`: best ids needed per row."""
         return RawDistribution(self._log_softmax(logits_RV), num_top)
 
     def _log_softmax(self, logits_RV: Tensor) -> Tensor:
-        """Compute, on a CPU into a kept buffer: new pages would cost more than the work on them."""
+        """Return log-softmax; on a CPU in a reused buffer, since page faults of a new one cost more than the work."""
         if not logits_RV.is_cpu or logits_RV.dtype is not torch.float32:
             return torch.log_softmax(logits_RV, dim=1)
         num_rows, size = logits_RV.shape
@@ -168,11 +169,12 @@ class Sampler:
         return torch.log_softmax(logits_RV, dim=1, out=self._log_probs[:num_rows])
 
     def candidates(self, logits_RV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """Return the best continuations of beams: ids and log-probabilities [R, C], best first, ties to the lower id.
+        """Return the best next ids of beams: ids and log-probabilities [R, C], best first, the lower id first at ties.
 
-        As in transformers' beam search: log-softmax, then the processors; no temperature and no top-k or top-p. C is
-        that of the widest search among the rows; a narrower one may read fewer. Nothing is counted or written to slots.
-        A row whose first log-probability is not finite is unusable: NaN = the logits were NaN, -inf = no id may follow.
+        As in transformers' beam search, log-softmax precedes the processors, without temperature, top-k or top-p. C is
+        the number that the widest search among the rows needs; a narrower search may read fewer. Nothing is counted or
+        written to slots. A row whose first log-probability is not finite is unusable: NaN means that the logits were
+        NaN, -inf that no id may follow.
         """
         log_probs_RV = self._log_softmax(logits_RV.float())
         for processor, edited in self.processors.beam_edits(rows):
@@ -182,9 +184,9 @@ class Sampler:
         return ids_RC[:, :count], values_RC[:, :count]
 
     def _choose(self, logits_RV: Tensor, rows: SamplingRows, may_be_typical: bool = True) -> tuple[Tensor, Tensor]:
-        """Return an id per row, drawn or the lowest of the best, and the best logit, which is NaN if any logit is.
+        """Return an id per row (drawn, or the lowest of the best ids) and the best logit, which is NaN if any logit is.
 
-        If the best is not finite, the id is the first that has it.
+        If the best logit is not finite, the id is the lowest id with that logit.
         """
         columns, is_drawn = self.selection, None
         if self._kernel is not None and sample_kernel.fits(logits_RV):
@@ -205,7 +207,7 @@ class Sampler:
 
 
 def _take(logits_RV: Tensor, rows: Ints) -> Tensor:
-    """Return these rows: the tensor itself if they are all of them, else a copy."""
+    """Return these rows: the tensor itself if they are all rows, else a copy."""
     if len(rows) == logits_RV.shape[0]:
         return logits_RV
     return logits_RV.index_select(0, upload(logits_RV.device, rows)[0])

@@ -1,13 +1,13 @@
 """Pick one token per row from edited logits: temperature, top-k, top-p, min-p, typical-p, then an inverse-CDF draw.
 
 Owns: the parameters of selection, the random numbers, the definition of a draw, and the torch twin of the C++ kernel
-(ops/sample_kernel.py), which gives the same ids. Does not: edit logits. Nothing is consumed: a draw is a function of
-(seed, choice, position), equal on every device and in every batch, so a preempted or resumed row draws the same.
-Definition, R rows, V vocabulary, K candidates: scaled = (logit - best) * inverse temperature, in float32; weight =
-e^scaled by `_exponential`, rounded to a multiple of 2^-34, in float64, so that a vocabulary of at most 2^19 ids has
-exact sums in any order. Candidates are in the order (logit descending, id ascending). top_k keeps the first k, top_p
-those preceded by less than its share of these weights, min_p those whose scaled logit is at least log(min_p). Rows
-with top_k or top_p draw among their candidates in this order; the others in id order, unsorted.
+(ops/sample_kernel.py), which gives the same ids. Does not: edit logits. A draw is a function of (seed, choice,
+position), equal on every device and in every batch, so a preempted or resumed row draws the same id.
+Definition, with R rows, V vocabulary, K candidates: scaled = (logit - best) * inverse temperature, in float32. weight =
+e^scaled by `_exponential`, rounded to a multiple of 2^-34, in float64, so sums over at most 2^19 ids are exact in any
+order. Candidates are sorted by (logit descending, id ascending). top_k keeps the first k; top_p keeps those preceded by
+less than its share of the kept weights; min_p keeps those whose scaled logit is at least log(min_p). A row with top_k
+or top_p draws among its candidates in sorted order; any other row draws in id order, unsorted.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from octavo.sampling.columns import Floats, Ints, upload
 MIN_TOP_P = 1e-9  # keeps the most likely token, as a top_p of 0 should
 WIDTHS = (64, 512, 4096)  # numbers of candidates tried, in turn, before a full sort
 _MIN_EXPONENT = -30.0  # weights are already 0 here
-_ROUND = 1.5 * 2.0**18  # whose last place in float64 is 2^-34
+_ROUND = 1.5 * 2.0**18  # a float64 of this size has a last place of 2^-34
 _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
-_BITS = 48  # of a draw: u <= 1 - 2**-48, so that u * total stays below total in float64
+_BITS = 48  # bits of a draw: u <= 1 - 2**-48, so that u * total stays below total in float64
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionColumns:
     """The parameters of selection, one entry per slot in each column. The arrays never move: the kernel reads them.
 
-    `inverse_temperature` 0 = the best id; `floor` is of scaled logits, log(min_p); `top_k` 0 = all.
+    `inverse_temperature` 0: take the best id. `floor` bounds scaled logits: log(min_p). `top_k` 0: keep all ids.
     """
 
     inverse_temperature: NDArray[np.float32]
@@ -63,7 +63,7 @@ class SelectionColumns:
         )
 
     def put(self, slot: int, params: SamplingParams, choice: int) -> None:
-        """Set a slot's entries. `params.seed` None counts as 0: the front end draws seeds."""
+        """Set a slot's entries. A `params.seed` of None counts as 0; the front end draws seeds."""
         # a temperature that rounds to 0 in float32 would divide by 0
         divisor = np.maximum(np.float32(params.temperature), np.finfo(np.float32).tiny)
         self.inverse_temperature[slot] = np.float32(1) / divisor if params.temperature > 0 else 0
@@ -75,7 +75,7 @@ class SelectionColumns:
         self.choice[slot] = choice
 
     def draws(self, slots: Ints, positions: Ints) -> Draws:
-        """Return the draws of rows of these slots, at these positions."""
+        """Return the draws for these slots at these positions, one per row."""
         return Draws(
             self.inverse_temperature[slots],
             self.floor[slots],
@@ -105,9 +105,9 @@ class Draws:
 def splitmix64(states: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return output `indices` of the generators with `states`, elementwise, modulo 2**64.
 
-    Output i of the generator with state s is mix(s + (i + 1) * GAMMA). Choice c of a seed has the generator whose state
-    is output c of the seed's own; the draw at position p is output p of that. Source: Steele, Lea, Flood, "Fast
-    splittable pseudorandom number generators", OOPSLA 2014.
+    Output i of the generator with state s is mix(s + (i + 1) * GAMMA). Choice c of a seed has its own generator, whose
+    state is output c of the seed's generator. The draw at position p is output p of the choice's generator. Source:
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     z: NDArray[np.uint64] = states + (indices + np.uint64(1)) * _GAMMA
     z = (z ^ (z >> np.uint64(30))) * _FIRST
@@ -125,7 +125,7 @@ def uniforms(
 
 
 def scale(logits_RV: Tensor, draws: Draws) -> Tensor:
-    """Return the scaled logits. Rows whose best logit is not finite have NaN."""
+    """Return the scaled logits. A row whose best logit is not finite contains NaN."""
     inverse_R1 = upload(logits_RV.device, draws.inverse_temperature[:, None])[0]
     scaled_RV = logits_RV - logits_RV.amax(dim=1, keepdim=True)
     return scaled_RV.mul_(inverse_R1)
@@ -151,7 +151,7 @@ def _exponential(x: Tensor) -> Tensor:
 
 
 def draw(logits_RV: Tensor, draws: Draws) -> Tensor:
-    """Draw one id per row; for a row whose best logit is not finite the id is arbitrary."""
+    """Draw one id per row. The id is arbitrary for a row whose best logit is not finite."""
     ids_R = torch.zeros(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
     is_typical = draws.typical_p < 1
     is_cut = ((draws.top_k > 0) | (draws.top_p < 1)) & ~is_typical
@@ -177,7 +177,7 @@ def draw_in_id_order(logits_RV: Tensor, draws: Draws) -> Tensor:
 def draw_from_best(logits_RV: Tensor, draws: Draws) -> Tensor:
     """Draw among the candidates that top-k, top-p and min-p keep.
 
-    On a CPU the best 64 candidates suffice for most rows; only the other rows are tried again with more.
+    On a CPU the best 64 candidates suffice for most rows; only the other rows are repeated with more candidates.
     """
     size = logits_RV.shape[1]
     scaled_RV = scale(logits_RV, draws)
@@ -198,21 +198,21 @@ def draw_from_best(logits_RV: Tensor, draws: Draws) -> Tensor:
 
 
 def draw_typical(logits_RV: Tensor, draws: Draws) -> Tensor:
-    """Draw among the locally typical ones of the candidates that are kept. Sorts the vocabulary twice."""
+    """Draw among the kept candidates that are locally typical. Sorts the vocabulary twice."""
     scaled_RV = scale(logits_RV, draws)
     return _draw_from(sorted_whole(logits_RV), scaled_RV, weigh(scaled_RV), draws)[0]
 
 
 def sorted_whole(scores_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all scores and ids of each row in candidate order."""
+    """Return all scores and ids of each row, sorted by (score descending, id ascending)."""
     return _best(scores_RV, scores_RV.shape[1])
 
 
 def sorted_candidates(scores_RV: Tensor, num_needed: int) -> tuple[Tensor, Tensor]:
-    """Return at least the `num_needed` best scores and ids of each row, in candidate order, exact at ties.
+    """Return at least the `num_needed` best scores and ids of each row, by (score descending, id ascending).
 
-    On a CPU a top-k widens until the last needed score is strictly above the last found, so no tie is cut; on
-    other devices, where that test would wait for the device, it is one stable sort.
+    Ties are never cut: on a CPU a top-k widens until the last needed score is strictly above the last found. On other
+    devices that test would wait for the device, so one stable sort is used instead.
     """
     size = scores_RV.shape[1]
     if scores_RV.device.type == "cpu":
@@ -225,7 +225,7 @@ def sorted_candidates(scores_RV: Tensor, num_needed: int) -> tuple[Tensor, Tenso
 
 
 def _best(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the best `width` scores and ids in candidate order; ties of the last score may be cut."""
+    """Return the `width` best scores and ids, by (score descending, id ascending); ties of the last may be cut."""
     if width == scores_RV.shape[1]:
         values_RV, ids_RV = torch.sort(scores_RV, dim=1, descending=True, stable=True)
         return values_RV, ids_RV
@@ -240,7 +240,7 @@ def _column(like: Tensor, values: NDArray[np.float32] | Floats | Ints) -> Tensor
 
 
 def _first_above(weights_RK: Tensor, uniform_R1: Tensor) -> Tensor:
-    """Find the first entry whose cumulative weight exceeds uniform * total, which is less than the total."""
+    """Find the first entry whose cumulative weight exceeds uniform * total; uniform is below 1."""
     cumulative_RK = weights_RK.cumsum(dim=1)
     index_R1 = torch.searchsorted(cumulative_RK, uniform_R1 * cumulative_RK[:, -1:], right=True)
     return index_R1.clamp_(max=weights_RK.shape[1] - 1)  # a row of NaN finds none
@@ -249,9 +249,9 @@ def _first_above(weights_RK: Tensor, uniform_R1: Tensor) -> Tensor:
 def _draw_from(
     candidates: tuple[Tensor, Tensor], scaled_RV: Tensor, weights_RV: Tensor, draws: Draws
 ) -> tuple[Tensor, Tensor]:
-    """Draw from the best candidates; also return for which rows these include every id that may be drawn.
+    """Draw from the best candidates; also return which rows' candidates include every id that may be drawn.
 
-    If typical_p is below 1, the candidates must be the whole vocabulary.
+    If any typical_p is below 1, the candidates must be the whole vocabulary.
     """
     values_RK, ids_RK = candidates
     size, width = weights_RV.shape[1], ids_RK.shape[1]
@@ -270,7 +270,7 @@ def _draw_from(
     drawn_R = ids_RK.gather(1, index_R1)[:, 0]
     if width == size:
         return drawn_R, torch.ones(len(ids_RK), dtype=torch.bool, device=ids_RK.device)
-    # settled: the cut is among candidates strictly above the last, so that no tie is missed
+    # settled: the cut is among candidates strictly above the last candidate, so no tie is missed
     is_above_RK = values_RK > values_RK[:, -1:]
     has_mass_R = ((cumulative_RK >= mass_R1) & is_above_RK).any(dim=1) & is_whole_R1[:, 0]
     has_count_R = is_above_RK.sum(dim=1) >= limit_R1[:, 0]
@@ -278,12 +278,12 @@ def _draw_from(
 
 
 def _is_typical(probs_RK: Tensor, mass_R1: Tensor) -> Tensor:
-    """Return which candidates are among those nearest in information to the entropy that together reach the mass.
+    """Return which candidates are typical: those with information nearest to the entropy that together reach the mass.
 
-    Candidates as near as the last of them are included. Weights need not sum to 1; those of 0 are not candidates.
+    Candidates as near as the last of these are included. Weights need not sum to 1. A weight of 0 is no candidate.
     Source: Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2022.
     """
-    # cumulative sums: a plain sum over one long row may be split among threads, and then depends on the batch
+    # cumulative sums, because a plain sum over a long row may be split among threads and then depends on the batch
     probs_RK = probs_RK / probs_RK.cumsum(dim=1)[:, -1:]
     information_RK = -probs_RK.log()
     entropy_R1 = (probs_RK * information_RK).nan_to_num_(nan=0.0).cumsum(dim=1)[:, -1:]
