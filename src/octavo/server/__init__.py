@@ -1,1 +1,1 @@
-"""The HTTP side: OpenAI's endpoints over Sessions. Needs no torch."""
+"""The HTTP server: the APIs of OpenAI, Anthropic and Ollama over Sessions. Needs no torch."""

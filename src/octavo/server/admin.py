@@ -1,9 +1,9 @@
 """The admin socket: a Unix socket for the operator, apart from the clients' port.
 
-Owns: the socket, the check of the peer's user, the protocol (one JSON line in, one out), bounds. Does not: know the
-verbs' meaning.
-Invariants: only this user (and root) is answered; an overlong line, a slow one or a connection too many ends that
-connection and nothing else; a file at the path is replaced only if it is this user's socket without a listener.
+Owns: the socket, the check of the peer's user, the protocol (one JSON line per question, one per answer), bounds.
+Does not: know what the verbs do.
+Invariants: only this user and root get answers. A line that is too long or too slow, or a connection above the limit,
+closes that connection only. A file at the path is replaced only if it is a socket of this user without a listener.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class AdminQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a client: a verb and its argument."""
+    """One line from a client: a verb and its argument."""
 
     verb: str
     argument: str = ""
@@ -77,7 +77,7 @@ class AdminServer:
                     writer.write(msgspec.json.encode(await self._answer(line)) + b"\n")
                     await writer.drain()
         except (OSError, ValueError, TimeoutError, RuntimeError, asyncio.CancelledError):
-            pass  # a slow, overlong or closed connection (uvloop's RuntimeError), or shutdown: no answer
+            pass  # slow, overlong or closed connection (uvloop raises RuntimeError), or shutdown: send no answer
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -103,7 +103,7 @@ class AdminServer:
 
 
 def bind(path: Path) -> socket.socket:
-    """Return a listening socket of mode 0600; replace the file of one without a listener. Raises ConfigError."""
+    """Return a listening socket of mode 0600; replace a socket file without a listener. Raises ConfigError."""
     _clear(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -120,7 +120,7 @@ def bind(path: Path) -> socket.socket:
 
 
 def _clear(path: Path) -> None:
-    """Remove the file of this user's socket that no process listens to. Raises ConfigError for anything else."""
+    """Remove a socket file of this user that no process listens to. Raises ConfigError for any other file."""
     try:
         status = path.lstat()
     except OSError:
@@ -143,7 +143,7 @@ def _clear(path: Path) -> None:
 
 
 def _is_own(connection: socket.socket) -> bool:
-    """Return True if the peer is this user or root; where the system cannot tell, the file's mode is the check."""
+    """Return True if the peer is this user or root. Without SO_PEERCRED, only the file's mode protects the socket."""
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return True

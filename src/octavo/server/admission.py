@@ -1,13 +1,13 @@
 """Admission: accept a request now, or refuse it and say when it can be sent again.
 
-Owns: the counts of waiting and running sequences by key and priority, the engine's last forecast and the changes since;
-the order of the checks, the load levels, shares of the queue, the meters of keys, the messages of refusals.
-Does not: order anything (the scheduler does), forecast (observe.forecast does), read bodies or know HTTP.
-A request is checked three times: `check_arrival` before its body is read, by counts alone; `admit` once the body is
-checked and before anything is tokenized; `check_tokens` when the prompts' tokens are counted.
-Invariants: a refusal reserves nothing and costs only counting; every ticket is released. Sequences wait if they have no
-token and the engine has no slot or KV room for them now, so a bound of N means N in addition to those that run. Until
-the engine has answered, waits are unknown.
+Owns: the numbers of waiting and running sequences by key and priority, the engine's last forecast and the changes
+since; the order of the checks, the load levels, each key's share of the queue, the keys' meters, refusal messages.
+Does not: order requests (the scheduler does), forecast (observe.forecast does), read bodies or know HTTP.
+A request is checked three times: `check_arrival` before its body is read, by counts only; `admit` when the body was
+checked, before tokenization; `check_tokens` when the prompts' tokens are counted.
+Invariants: a refusal reserves nothing and costs only counting; every ticket is released. A sequence waits if it has no
+token and the engine has no slot or KV room for it; a bound of N allows N waiting sequences besides the running ones.
+Until the engine's first forecast, wait times are unknown.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from octavo.observe.forecast import WaitModel
 from octavo.server.http.keys import ANONYMOUS, KeyInfo
 from octavo.server.http.limits import Meter
 
-MIN_AGE_S = 5.0  # before a new answer is requested: making one takes the step loop 9 to 40 ms, under 1 % of this
-UNKNOWN_AGE_S = 0.1  # the same while there is no model: an answer without one costs nothing
-MAX_AGE_S = 15.0  # of an answer; then only the model is used
+MIN_AGE_S = 5.0  # minimum time between two forecasts: one takes the step loop 9 to 40 ms, under 1 % of 5 s
+UNKNOWN_AGE_S = 0.1  # the minimum while the engine has no WaitModel: a forecast without a model costs nothing
+MAX_AGE_S = 15.0  # older answers are ignored; waits are computed by the model alone
 ANSWER_S = 5.0
 _UNKNOWN_SLOTS = 256
 
@@ -63,7 +63,7 @@ class QueuedWork:
     output_tokens: float = 0
 
     def add(self, other: QueuedWork, times: float = 1) -> None:
-        """Add another's counts `times` times."""
+        """Add the counts of `other`, multiplied by `times`."""
         self.num_sequences += times * other.num_sequences
         self.prompt_tokens += times * other.prompt_tokens
         self.output_tokens += times * other.output_tokens
@@ -78,7 +78,7 @@ Queue = tuple[QueuedWork, int] | None  # queued work and running sequences; None
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The engine's answer, and the server's queue at that moment."""
+    """The engine's forecast, and the server's queue when the forecast arrived."""
 
     wait_s: float
     queue: tuple[QueuedWork, int]
@@ -86,7 +86,7 @@ class _Answer:
 
 
 class QueueForecast:
-    """The engine's last forecast. `ask` calls the engine's verb `forecast` ("model": the model only); None: no call."""
+    """The engine's last forecast. `ask` requests a new forecast, or with "model" the WaitModel only."""
 
     def __init__(
         self, ask: Callable[[str], Awaitable[object]] | None = None, now: Callable[[], float] = time.monotonic
@@ -99,9 +99,9 @@ class QueueForecast:
         self._asking: asyncio.Task[None] | None = None
 
     def update(self, answer: Mapping[str, Any], queue: Queue) -> None:
-        """Store an answer of the engine, with the server's current queue.
+        """Store a forecast of the engine, with the server's current queue.
 
-        The wait is used only if both see a full engine: just admitted requests are counted here first.
+        Its wait is used only if engine and server both see a full engine: the server counts admitted requests first.
         """
         self._set_model(answer)
         wait_s = answer["new_request_s"]
@@ -137,7 +137,7 @@ class QueueForecast:
             self.model = None if answer["model"] is None else WaitModel(**answer["model"])
 
     def wait_s(self, ahead: QueuedWork, num_running: int) -> float | None:
-        """Return the seconds until a request queued after `ahead` starts at a full engine; None if unknown."""
+        """Return the seconds until a request behind `ahead` starts at a full engine; None if unknown."""
         answer = self._answer
         if answer is not None and self._now() - answer.at <= MAX_AGE_S:
             return max(0.0, answer.wait_s + self._model_s(ahead, num_running) - self._model_s(*answer.queue))
@@ -149,7 +149,7 @@ class QueueForecast:
         return self.model.expected_wait_s(ahead.prompt_tokens, ahead.output_tokens, num_running)
 
     def prefill_s(self, num_tokens: int) -> float | None:
-        """Return the seconds that `num_tokens` prompt tokens add to steps; None if unknown."""
+        """Return the seconds that computing `num_tokens` prompt tokens adds to the engine's steps; None if unknown."""
         return None if self.model is None else self.model.steps_s(0, num_tokens)
 
     def answer_s(self, num_running: int) -> float | None:
@@ -166,7 +166,7 @@ class QueueForecast:
 
 
 class EngineQueue:
-    """Counts of sequences and tokens; `num_slots` sequences and `num_kv_tokens` tokens fit the engine (0 = unknown)."""
+    """Counts of sequences and tokens. The engine's bounds are `num_slots` and `num_kv_tokens` (0: unknown)."""
 
     def __init__(self, num_slots: int = 0, num_kv_tokens: int = 0, forecast: QueueForecast | None = None) -> None:
         self.forecast = QueueForecast() if forecast is None else forecast
@@ -175,29 +175,29 @@ class EngineQueue:
         self.num_requests = 0  # HTTP requests with a ticket
         self.num_pending = 0  # sequences without a token
         self.num_running = 0  # sequences with a token
-        self.num_tokens_held = 0  # by those
-        self.new_share = 1.0  # of prompt tokens that need KV room of their own, from the last prompts
-        self._new_tokens = DecayedMean(16_384)  # the share of prompt tokens not in the prefix cache
-        self.pending = QueuedWork()  # of all prompts without a token
+        self.num_tokens_held = 0  # of the running sequences, in the KV pool
+        self.new_share = 1.0  # the share of prompt tokens that the prefix cache lacks, from the last prompts
+        self._new_tokens = DecayedMean(16_384)  # the mean behind new_share; its half-life is 16,384 prompt tokens
+        self.pending = QueuedWork()  # the work of all sequences without a token
         self.by_key: Counter[str] = Counter()  # sequences without a token
         self.tokens_by_key: Counter[str] = Counter()
         self._by_priority: dict[int, QueuedWork] = {}
 
     def prompt_done(self, num_tokens: int, num_cached: int) -> None:
-        """Count an ended prompt of `num_tokens` tokens, `num_cached` of them from the prefix cache."""
+        """Count a finished prompt of `num_tokens` tokens, `num_cached` of which came from the prefix cache."""
         if num_tokens > 0:
             self._new_tokens.add(num_tokens - num_cached, num_tokens)
             self.new_share = self._new_tokens.value or 0.0
         self.forecast.refresh(self.state)
 
     def state(self) -> Queue:
-        """Return the queued work and the running sequences; None if a new request could start at once."""
+        """Return the queued work and the number of running sequences; None if a new request could start at once."""
         return None if self.num_free > self.num_pending else (self.ahead_of(None), self.num_busy)
 
     def wait_s(self, priority: int | None = None) -> float | None:
-        """Return the seconds that a new request of this priority, or (None) after all others, would wait.
+        """Return the seconds that a new request of this priority would wait; None for `priority`: behind all requests.
 
-        0 if it could start at once; None if unknown.
+        Return 0 if the request could start at once, and None if the wait is unknown.
         """
         if self.num_free > self.num_pending:
             return 0.0
@@ -206,7 +206,7 @@ class EngineQueue:
 
     @property
     def num_free(self) -> int:
-        """Sequences that could start at once."""
+        """The number of sequences that could start at once."""
         free = max(0, self.num_slots - self.num_running)
         if self.num_kv_tokens and self.num_pending:
             room = max(0, self.num_kv_tokens - self.num_tokens_held)
@@ -216,21 +216,21 @@ class EngineQueue:
 
     @property
     def num_busy(self) -> int:
-        """Sequences that the engine works on, including those that compute their prompt."""
+        """The number of sequences that the engine works on, including those whose prompt is being computed."""
         return self.num_running + min(self.num_free, self.num_pending)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a slot or for KV room."""
+        """The number of sequences that wait for a slot or for KV room."""
         return max(0, self.num_pending - self.num_free)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of all sequences without a token."""
+        """The prompt tokens of all sequences without a token."""
         return round(self.pending.prompt_tokens)
 
     def ahead_of(self, priority: int | None) -> QueuedWork:
-        """Return the queued work that precedes a new request of this priority (None: all, in order of arrival)."""
+        """Return the queued work ahead of a new request of this priority; None for `priority`: all queued work."""
         if priority is None:
             chosen = self.pending
         else:
@@ -242,7 +242,7 @@ class EngineQueue:
         return chosen.scaled(share)
 
     def add(self, key: str, priority: int, work: QueuedWork, num_prompts: int) -> None:
-        """Add `num_prompts` prompts to the queue, each of this work; a negative number removes them."""
+        """Add `num_prompts` prompts to the queue, each with this work. A negative number removes prompts."""
         if not num_prompts:
             return
         num_sequences = round(num_prompts * work.num_sequences)
@@ -257,31 +257,32 @@ class EngineQueue:
         if self.by_key[key] <= 0:
             del self.by_key[key], self.tokens_by_key[key]
         if not self.num_pending:
-            self.pending = QueuedWork()  # drop rounding errors of the sums
+            self.pending = QueuedWork()  # drop the sums' rounding errors
 
 
 MAX_RETRY_S = 60.0
 DEFAULT_PRIORITY = 0  # smaller is more urgent
-_RESERVED = 8  # with several keys, one place in 8 is reserved for keys without waiting requests
+_RESERVED = 8  # with several keys, an eighth of the queue is reserved for keys without waiting sequences
 _BOUNDS = (0.5, 0.75, 1.0)  # shares of the queue at which the load levels begin
 _FIRST_TOKENS_PER_CHARACTER = 0.3
-MAX_METERS = 4096  # at this number, the meters without open requests are dropped
+MAX_METERS = 4096  # at this number of meters, those without open requests are dropped
 
 
 class Load(IntEnum):
-    """How full the queue is, in sequences or tokens, whichever is fuller."""
+    """How full the queue is, by sequences or by tokens: the larger share counts."""
 
     NORMAL = 0
-    BUSY = 1  # half
-    CROWDED = 2  # three quarters
+    BUSY = 1  # at least half full
+    CROWDED = 2  # at least three quarters full
     FULL = 3
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """The size and limits of a checked body, before anything is tokenized; `num_ids` counts the token ids given.
+    """The size and limits of a checked body, before tokenization.
 
-    `max_wait_s` is the longest that it may wait: its queue timeout or its timeout.
+    `width` is the number of sequences per prompt. `num_ids` counts the prompt tokens that the client sent as ids.
+    `max_wait_s` is the longest wait in the queue: the shorter of the queue timeout and the timeout.
     """
 
     key: KeyInfo = ANONYMOUS
@@ -295,7 +296,7 @@ class AdmissionRequest:
 
 
 class AdmissionTicket:
-    """An admitted request's share of the queue, and its place among its key's open requests."""
+    """What one admitted request holds: its counts in the queue, and one of its key's open requests."""
 
     def __init__(
         self, queue: EngineQueue, request: AdmissionRequest, meter: Meter | None, now: Callable[[], float]
@@ -303,12 +304,12 @@ class AdmissionTicket:
         self.request = request
         self.num_waiting = request.num_prompts  # prompts without a token
         self.num_started = 0  # prompts that have a token and have not ended
-        self.work = QueuedWork(request.width)  # of one prompt, on average
+        self.work = QueuedWork(request.width)  # of one prompt, as the mean of all prompts
         self._place = (request.key.name, request.priority)
         self._queue = queue
         self.meter = meter
         self._now = now
-        self._held = 0  # tokens in the KV pool, as far as known
+        self._held = 0  # tokens in the KV pool, approximately
         self._is_open = True
         queue.num_requests += 1
         self._queue.add(*self._place, self.work, request.num_prompts)
@@ -316,14 +317,14 @@ class AdmissionTicket:
             meter.num_open += 1
 
     def expect(self, prompt_tokens: float, output_tokens: float) -> None:
-        """Set the tokens of all its prompts, and the output tokens expected of each of its sequences."""
+        """Set the total tokens of the request's prompts, and the expected output tokens of each sequence."""
         self._queue.add(*self._place, self.work, -self.num_waiting)
         width = self.request.width
         self.work = QueuedWork(width, prompt_tokens / max(1, self.request.num_prompts), width * output_tokens)
         self._queue.add(*self._place, self.work, self.num_waiting)
 
     def generated(self, num_tokens: int, is_first: bool = False) -> None:
-        """Charge tokens that were generated; `is_first`: a prompt's first."""
+        """Count generated tokens. `is_first`: they include a prompt's first token, so that prompt stops waiting."""
         queue, num_held = self._queue, num_tokens
         if is_first and self.num_waiting:
             self._queue.add(*self._place, self.work, -1)
@@ -338,7 +339,7 @@ class AdmissionTicket:
             self.meter.use_tokens(num_tokens, self._now())
 
     def ended(self, num_prompt_tokens: int, num_cached: int) -> None:
-        """Remove one of its prompts, which finished, and record its prompt tokens and cached tokens."""
+        """Count one finished prompt: its tokens, and the tokens that came from the prefix cache."""
         queue = self._queue
         if self.num_started:
             num_held = self._held // self.num_started
@@ -352,7 +353,7 @@ class AdmissionTicket:
         queue.prompt_done(num_prompt_tokens, num_cached)
 
     def leave(self) -> None:
-        """Release what the ticket still holds. Idempotent."""
+        """Release all counts that the ticket still holds. Idempotent."""
         if not self._is_open:
             return
         self._queue.add(*self._place, self.work, -self.num_waiting)
@@ -367,7 +368,7 @@ class AdmissionTicket:
 
 
 class AdmissionControl:
-    """The checks that accept or refuse requests. `is_by_priority`: the scheduler runs more urgent requests first."""
+    """The checks that accept or refuse requests. `is_by_priority`: the scheduler runs urgent requests first."""
 
     def __init__(
         self,
@@ -382,10 +383,10 @@ class AdmissionControl:
         self._tokens_per_character = DecayedMean(65_536)
         self.now = now
         self._is_by_priority = is_by_priority
-        self.meters: dict[str, Meter] = {}  # by the name of the key
+        self.meters: dict[str, Meter] = {}  # by the key's name
 
     def meter(self, key: KeyInfo) -> Meter | None:
-        """Return the key's meter, a new one if needed; None if there are no keys."""
+        """Return the key's meter, created on first use; None for a request without a key."""
         if not key.name:
             return None
         meter = self.meters.get(key.name)
@@ -403,13 +404,13 @@ class AdmissionControl:
 
     @property
     def load(self) -> Load:
-        """How full the queue is."""
+        """The current load level."""
         return Load(bisect_right(_BOUNDS, self._share(self.queue.num_waiting, self.queue.num_waiting_tokens)))
 
     def check_arrival(self, key: KeyInfo, *, needs_place: bool = True) -> None:
-        """Count a request before its body is read, or refuse it at a full queue or its key's limits (BusyError).
+        """Count a request before its body is read. Raises BusyError if the queue is full or the key is at a limit.
 
-        `needs_place`: it takes a place in the queue; a retry may ask for an answer that exists already.
+        `needs_place`: the request takes room in the queue. A retry may not: its answer may exist already.
         """
         meter = self._current_meter(key)
         if needs_place and self.queue.num_pending:
@@ -420,13 +421,13 @@ class AdmissionControl:
             meter.begin(self.now())
 
     def charge(self, key: KeyInfo, num_tokens: int) -> None:
-        """Charge a key for tokens that were counted or decoded for it, and not generated."""
+        """Charge a key for tokens that were only counted, tokenized or detokenized for it."""
         meter = self.meter(key)
         if meter is not None:
             meter.use_tokens(num_tokens, self.now())
 
     def admit(self, request: AdmissionRequest) -> AdmissionTicket:
-        """Return a ticket for a checked body. Raises BusyError."""
+        """Return a ticket for a request whose body was checked. Raises BusyError."""
         meter = self.meter(request.key)
         num_tokens = request.num_ids + self.tokens_of(request.num_characters)
         if self.queue.num_pending:  # else nothing waits
@@ -448,11 +449,11 @@ class AdmissionControl:
         return ticket
 
     def readmit(self, request: AdmissionRequest) -> AdmissionTicket:
-        """Return a ticket for a request that was admitted by a former server."""
+        """Return a ticket for a request that an earlier server process admitted."""
         return AdmissionTicket(self.queue, request, self.meter(request.key), self.now)
 
     def check_tokens(self, ticket: AdmissionTicket, num_tokens: int) -> None:
-        """Check the counted tokens of all prompts, and charge them. Raises BusyError."""
+        """Check the number of tokens in all prompts, and charge the key for them. Raises BusyError."""
         request = ticket.request
         if request.num_characters > 0:
             self._tokens_per_character.add(num_tokens - request.num_ids, request.num_characters)
@@ -470,7 +471,7 @@ class AdmissionControl:
         return round(num_characters * (_FIRST_TOKENS_PER_CHARACTER if mean is None else mean))
 
     def _check_tokens(self, key: KeyInfo, num_tokens: int) -> None:
-        """Refuse a request with more tokens than other requests leave of the queue. Raises BusyError."""
+        """Refuse a request whose tokens exceed the room that other requests leave in the queue. Raises BusyError."""
         others, bound = self.queue.num_waiting_tokens, self.config.max_waiting_tokens
         if others and others + num_tokens > bound:
             wait_s = self._seconds_until_computed(others + num_tokens - bound)
@@ -480,7 +481,7 @@ class AdmissionControl:
             raise self._counted(key, QueueFullError(message, retry_after_s=wait_s))
 
     def snapshot(self) -> dict[str, object]:
-        """Return the current figures, for metrics."""
+        """Return the current counts and waits, for metrics."""
         keys = {
             name: {"requests": m.num_requests, "tokens": m.num_tokens, "refused": m.num_refused, "open": m.num_open}
             for name, m in self.meters.items()
@@ -507,7 +508,7 @@ class AdmissionControl:
         waiting, bound = self.queue.num_waiting, self.config.max_waiting
         kept = ""
         if len(self.meters) > 1 and key.name in self.queue.by_key:
-            # Otherwise the key that fills the queue takes each free place before another key asks for it.
+            # Otherwise the key that fills the queue would take each slot that becomes free before another key asks.
             bound -= bound // _RESERVED
             kept = f" ({self.config.max_waiting - bound} more places are for keys of which nothing waits)"
         if waiting and waiting + num_sequences > bound:
@@ -533,7 +534,7 @@ class AdmissionControl:
             raise self._counted(request.key, LoadShedError(message, retry_after_s=wait_s))
 
     def _check_share(self, key: KeyInfo, num_sequences: int, num_tokens: int) -> None:
-        """Refuse a request that takes its key over its share while several keys wait in a queue at least half full."""
+        """Refuse a request that exceeds its key's share, if several keys wait and the queue is at least half full."""
         queue = self.queue
         mine = queue.by_key.get(key.name, 0)
         if not mine or len(queue.by_key) == 1 or self.load < Load.BUSY:
@@ -571,16 +572,16 @@ class AdmissionControl:
             raise self._counted(meter.info, RateLimitError(message, retry_after_s=wait_s))
 
     def _counted(self, key: KeyInfo, error: BusyError) -> BusyError:
-        """Count a refusal for the key, and return the error."""
+        """Count a refusal for the key; return the error."""
         meter = self.meter(key)
         if meter is not None:
             meter.num_refused += 1
         return error
 
     def _seconds_until_started(self, num_sequences: float) -> float | None:
-        """Return the seconds until `num_sequences` have started; None if unknown.
+        """Return the seconds until `num_sequences` more sequences have started; None if unknown.
 
-        In `wait_s` seconds, all waiting sequences and one more start.
+        All waiting sequences and a new one start within `wait_s()` seconds; the result is that time in proportion.
         """
         wait_s = self.wait_s()
         if wait_s is None:
@@ -588,7 +589,7 @@ class AdmissionControl:
         return min(MAX_RETRY_S, wait_s * max(0.0, num_sequences) / (self.queue.num_waiting + 1))
 
     def _seconds_until_computed(self, num_tokens: int) -> float | None:
-        """Return the seconds until prompts of `num_tokens` tokens have slots and are computed."""
+        """Return the seconds until prompts of `num_tokens` tokens have slots and are computed; None if unknown."""
         prefill_s = self.queue.forecast.prefill_s(num_tokens)
         if prefill_s is None or not self.queue.num_waiting:
             return None if prefill_s is None else min(MAX_RETRY_S, prefill_s)

@@ -1,9 +1,10 @@
 """create_app: the HTTP application over Sessions.
 
-Owns: assembling endpoints, middleware and error handlers; the gate before each endpoint.
-Does not: start a server or an engine, or name an endpoint (endpoints finds their modules).
-Order from outside: root path (if set), request (id, limits, last catch), trusted hosts, CORS (if set: a preflight needs
-no key), auth (default deny), router, gate (rates, room for new work), endpoint.
+Owns: putting endpoints, middleware and error handlers together; the admission gate in front of each endpoint.
+Does not: start a server or an engine, or name an endpoint (`find_endpoints` finds the modules that declare them).
+Order from the outermost layer: root path (if set), RequestMiddleware (id, header limits, catch-all for errors),
+trusted hosts, CORS (if set; a preflight needs no key), auth (refuses by default), router, gate (rates, room in the
+queue), endpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
 
 _RETRY_HEADER = b"idempotency-key"
-_EXPOSED_HEADERS = ("X-Request-Id", "Retry-After", "X-Should-Retry", "X-Octavo-Ignored")  # to pages of other sites
+_EXPOSED_HEADERS = ("X-Request-Id", "Retry-After", "X-Should-Retry", "X-Octavo-Ignored")  # for pages of other sites
 
 
 def create_app(
@@ -49,7 +50,7 @@ def create_app(
     limits: HttpLimits | None = None,
     lifecycle: Lifecycle | None = None,
 ) -> Starlette:
-    """Return the application; its shared parts are `app.state.context` and `app.state.endpoints`."""
+    """Return the application. `app.state` has its `context` and its `endpoints`."""
     context = build_context(
         sessions,
         text,
@@ -95,7 +96,7 @@ def create_app(
 
 
 class EndpointRoute(Route):
-    """The route of an endpoint. It has the endpoint's method alone: Starlette would add HEAD to GET."""
+    """The route of one endpoint, for the endpoint's method only: Starlette's Route would add HEAD to GET."""
 
     def __init__(self, endpoint: Endpoint, allowed: Sequence[str], gate: RequestGate) -> None:
         super().__init__(endpoint.path, endpoint.handler)
@@ -105,7 +106,7 @@ class EndpointRoute(Route):
         self._gate = gate
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the endpoint if the gate admits the request; raise HTTPException (405) for another method."""
+        """Call the endpoint if the gate admits the request. Raises HTTPException (405) for any other method."""
         scope[ENDPOINT] = self._endpoint
         if scope["method"] != self._endpoint.method:
             raise HTTPException(405, headers={"Allow": ", ".join(self._allowed)})
@@ -114,20 +115,20 @@ class EndpointRoute(Route):
 
 
 class RequestGate:
-    """The first admission check, before a body is read: rates, room for new work, the tenant's open requests.
+    """The first admission check, before a body is read: rates, room in the queue, the tenant's open connections.
 
-    It does not know the body; admission's later checks do.
+    The body's size and fields are checked later, by AdmissionControl.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._shares = Shares(context.keys)
-        self._open: Counter[str] = Counter()  # requests with a connection, by tenant
+        self._open: Counter[str] = Counter()  # requests that came over a connection, by tenant
 
     @contextmanager
     def admitted(self, scope: Scope, limit: Limit) -> Iterator[None]:
-        """Count a request as open. Raises ApiError or BusyError for one that exceeds a limit."""
-        tenant = scope[KEY].tenant if CUT in scope else None  # requests of batches have no connection
+        """Count a request as open while the block runs. Raises ApiError or BusyError if a limit is exceeded."""
+        tenant = scope[KEY].tenant if CUT in scope else None  # a batch's requests have no connection
         if tenant is not None:
             self._check_connections(tenant)
         self._check_limit(scope, limit)
@@ -143,7 +144,7 @@ class RequestGate:
                 del self._open[tenant]
 
     def _check_connections(self, tenant: str) -> None:
-        """Refuse a request whose tenant has its share of the connections open (ApiError)."""
+        """Refuse a request whose tenant uses its whole share of the connections. Raises ApiError."""
         bound = max_connections(self._context.limits)
         if self._open.total() < bound // 2 or len(self._context.keys.tenants) < 2:
             return
@@ -152,14 +153,14 @@ class RequestGate:
             raise ApiError(429, f"{message}; wait for one to end", code="too_many_connections", retry_after_s=1)
 
     def _check_limit(self, scope: Scope, limit: Limit) -> None:
-        """Check the rates of the request's key, and the room for new work. Raises ApiError, BusyError."""
+        """Check the rates of the request's key, and the room in the queue. Raises ApiError, BusyError."""
         if limit is Limit.NONE or (limit is Limit.RATE_WITH_QUERY and not scope["query_string"]):
             return
         context, key = self._context, scope[KEY]
         if limit is Limit.QUEUE:
             context.lifecycle.check_ready()
         scope[METER] = context.admission.meter(key)
-        # A retry's answer may be running or done: that is known only when its Idempotency-Key is looked up.
+        # The answer of a retry may exist already; only the lookup of its Idempotency-Key shows that.
         is_retry = _RETRY_HEADER in dict(scope["headers"])
         context.admission.check_arrival(key, needs_place=limit is Limit.QUEUE and not is_retry)
 

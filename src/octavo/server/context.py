@@ -1,6 +1,6 @@
 """Context: the objects that the routes of one app share.
 
-Owns: the bundle and its construction from the settings. Does not: hold anything of a single request.
+Owns: the Context and its construction from the settings. Does not: hold the state of a single request.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that a route needs in addition to its request.
+    """All that routes share. A route gets it in addition to its request.
 
-    `models` are the names of the one model that is served. `fine_sessions` yield a delta for each token.
+    `models` are the names of the single served model. `fine_sessions` yield one delta per token.
     """
 
     sessions: Sessions
@@ -73,16 +73,16 @@ class Context:
     grammars: GrammarReader
     batches: BatchService
     tracer: Tracer = field(default_factory=lambda: Tracer(None))
-    cache_info: Mapping[str, str] = field(default_factory=dict)  # how the KV pool is set up, for metrics
-    explain_kept: str = ""  # which ended requests can be explained, in words
+    cache_info: Mapping[str, str] = field(default_factory=dict)  # the KV pool's settings, as labels for metrics
+    explain_kept: str = ""  # how many ended requests can be explained and for how long, as text
 
     @property
     def model(self) -> str:
-        """The model's first name: in metrics, and in answers to requests that name none."""
+        """The model's first name. Metrics use it, and so do answers to requests without a model name."""
         return self.models[0]
 
     def check_model(self, name: str | None) -> str:
-        """Return the model's name for the answer: `name`, or the first. Refuse a name that is not served (404)."""
+        """Return the answer's model name: `name`, or the first name if None. Raises ApiError (404) if not served."""
         if name is None:
             return self.model
         if name not in self.models:
@@ -151,7 +151,7 @@ def build_context(
 
 
 def _max_len(config: Config, text: TextModel, sessions: Sessions) -> int:
-    """Return the tokens that a request can use: the smaller of the model's length and the KV pool's."""
+    """Return the most tokens of one request: the smallest of the model's, --max-model-len's and the KV pool's bound."""
     lengths = [text.spec.max_model_len, config.model.max_model_len]
     lengths.append(None if sessions.capacity is None else sessions.capacity.usable_len)
     return min(length for length in lengths if length)

@@ -1,8 +1,8 @@
-"""The interface of an API's encoder: AnswerSpec, AnswerEncoder, StreamFormat; and what several encoders share.
+"""The types of an answer's encoder: AnswerSpec, AnswerEncoder, StreamFormat; and the code that several APIs share.
 
-Owns: these types, the choices to encode, the table of encoders to which each API adds its own, log-probabilities and
-timings as objects, a call's arguments. Does not: know any API.
-Invariant: the same spec and deltas give the same bytes, so that another server can encode the answer again.
+Owns: these types, Choice, the table of encoders (each API registers its own), the JSON of log-probabilities, timings
+and a call's arguments. Does not: know any API.
+Invariant: the same spec and deltas give the same bytes, so that another server process can encode the answer again.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """The choice's whole text."""
         return "".join(delta.text for delta in self.deltas)
 
     @property
     def usage(self) -> Usage | None:
-        """The usage that its last delta carries, if it was its prompt's last choice to end."""
+        """The usage in the last delta; None unless this choice was the last of its prompt to end."""
         return self.deltas[-1].usage if self.deltas else None
 
 
 class AnswerSpec(Struct, frozen=True, array_like=True):
-    """Plain data that the journal stores. `kind` names the encoder; `facts` holds the data of this kind only.
+    """The description of an answer, as plain data for the journal. `kind` names the encoder; `facts` is for that kind.
 
-    The fact "format" is an AnswerFormat, or its plain form if read from the journal.
+    The fact "format" is an AnswerFormat, or the plain data of one if it was read from the journal.
     """
 
     kind: str
@@ -70,10 +70,10 @@ class AnswerSpec(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """The bytes around a stream's events. `error` encodes a failure; an empty `keep_alive` means none is sent.
+    """The bytes around a stream's events. `error` encodes a failure. With an empty `keep_alive` none is sent.
 
     `done` ends every stream, including a failed one. `has_ids`: a line with an event's id may precede the event.
-    `by_token`: each token has events of its own, so that all readers of an answer get the same events.
+    `by_token`: each token has its own events, so that all readers of an answer get the same events.
     """
 
     media_type: str
@@ -94,7 +94,7 @@ class AnswerEncoder(Protocol):
 
     @property
     def head(self) -> bytes:
-        """The events before any delta, b"" for none. Read once."""
+        """The events before the first delta; b"" for none. Read once."""
         ...
 
     def whole(self, choices: Sequence[Choice]) -> Json:
@@ -102,7 +102,7 @@ class AnswerEncoder(Protocol):
         ...
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return the events of a delta, b"" for none yet."""
+        """Return the events of a delta; b"" if this delta completes no event."""
         ...
 
     def last(self) -> bytes:
@@ -110,12 +110,12 @@ class AnswerEncoder(Protocol):
         ...
 
 
-ENCODERS: dict[str, Callable[[AnswerSpec, Pieces], AnswerEncoder]] = {}  # by the kind in an AnswerSpec
+ENCODERS: dict[str, Callable[[AnswerSpec, Pieces], AnswerEncoder]] = {}  # by AnswerSpec.kind
 E = TypeVar("E", bound=AnswerEncoder)
 
 
 def encodes(kind: str) -> Callable[[type[E]], type[E]]:
-    """Return a decorator that registers the encoder of a kind of answer."""
+    """Return a decorator that registers an encoder for this kind of AnswerSpec."""
 
     def add(encoder: type[E]) -> type[E]:
         make: Callable[[AnswerSpec, Pieces], AnswerEncoder] = encoder
@@ -129,7 +129,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class IdPieces:
-    """Pieces that show a token by its id, for return_tokens_as_token_ids."""
+    """Pieces whose bytes are a token's id, for return_tokens_as_token_ids."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the id in vLLM's spelling."""
@@ -137,7 +137,7 @@ class IdPieces:
 
 
 def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:
-    """Return `logprobs` of a chat choice or chunk; None if there are none."""
+    """Return the `logprobs` of a chat choice or chunk; None without log-probabilities."""
     entries = entries_of(deltas)
     if not entries:
         return None
@@ -145,7 +145,7 @@ def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:
 
 
 def entries_of(deltas: Iterable[TextDelta]) -> list[TokenLogprobs]:
-    """Return the log-probabilities of deltas, one entry per token."""
+    """Return the log-probabilities of the deltas' tokens, one entry per token."""
     return [entry for delta in deltas for entry in delta.logprobs or () if entry is not None]
 
 
@@ -160,14 +160,14 @@ def _one(token_id: int, logprob: float, pieces: Pieces) -> Json:
 
 
 def finite(logprob: float) -> float:
-    """Return the log-probability, at least LOWEST_LOGPROB: JSON has no infinity."""
+    """Return the log-probability, or LOWEST_LOGPROB if it is lower: JSON has no infinity."""
     return max(logprob, LOWEST_LOGPROB)
 
 
 def timings_json(usages: Iterable[Usage | None]) -> Json:
-    """Return the seconds of each phase (the slowest prompt's), which add up to the total, and the rates.
+    """Return the slowest prompt's seconds in each phase, which add up to its total, and the token rates of all prompts.
 
-    Time in preemption counts as neither prefill nor decode.
+    Seconds in preemption count as neither prefill nor decode.
     """
     last: Usage | None = None
     computed = decoded = 0
@@ -179,7 +179,7 @@ def timings_json(usages: Iterable[Usage | None]) -> Json:
                 last = usage
     if last is None:
         return {}
-    out_before = out_after = 0.0  # seconds that it was out of the batch, before its first token and after it
+    out_before = out_after = 0.0  # seconds of preemption, before the first token and after it
     for out, back in last.preempted:
         out_before += max(0.0, min(back, last.ttft_s) - max(out, 0.0))
         out_after += max(0.0, min(back, last.e2e_s) - max(out, last.ttft_s))
@@ -197,12 +197,12 @@ def timings_json(usages: Iterable[Usage | None]) -> Json:
 
 
 def reader_of(spec: AnswerSpec) -> AnswerReader:
-    """Return a new reader of the only choice."""
+    """Return a new AnswerReader for an answer of one choice."""
     return AnswerReader(msgspec.convert(spec.facts.get("format"), AnswerFormat | None), f"{spec.identity[0]}:0")
 
 
 def call_input(text: str) -> Json:
-    """Return a call's arguments; text that is no JSON object is kept under INVALID_JSON, as Anthropic advises."""
+    """Return a call's arguments. Text that is no JSON object is put under INVALID_JSON, as Anthropic advises."""
     try:
         value = json.loads(text) if text else {}
     except (ValueError, RecursionError):

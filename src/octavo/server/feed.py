@@ -1,10 +1,10 @@
-"""The feed: frames of the engine (docs/statistics.md) for watchers such as the dashboard.
+"""The feed: the engine's frames (docs/statistics.md) for watchers such as the dashboard.
 
-Owns: requesting frames from the engine while there are watchers, once for all watchers at the same cursor; the
-watchers, their number and their unread events.
+Owns: requesting frames while there are watchers, once for all watchers with the same cursor; the watchers, their
+number and their unread events.
 Does not: send events (reply does), make frames (observe.frames does), or decide which keys may watch (keys does).
-Invariants: without a watcher the engine is not asked; a watcher that does not read is cut and delays no other; watchers
-do not keep a server from draining.
+Invariants: without a watcher the engine gets no request. A watcher that does not read is cut and delays no other
+watcher. Watchers do not keep a server from draining.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.server.http.lifecycle import Lifecycle, ServerPhase
 from octavo.server.http.limits import HttpLimits, largest_user
 
 MAX_WATCHERS = 16
-MAX_UNREAD_BYTES = 8 << 20  # for one watcher: some seconds of a busy engine, or twice all frames that it keeps
+MAX_UNREAD_BYTES = 8 << 20  # per watcher: some seconds of a busy engine's frames, or twice all stored frames
 POLL_S = 0.2
 TROUBLE_S = 1.0  # between two calls to an engine that does not answer
 ANSWER_S = 5.0
@@ -60,7 +60,7 @@ class Watcher:
         return found
 
     def end(self) -> None:
-        """Mark the end of the events."""
+        """Mark the watcher as ended: no more events follow."""
         self.is_over = True
         self.has_events.set()
 
@@ -82,7 +82,7 @@ class Feed:
         return len(self._watchers)
 
     def watch(self, holder: KeyInfo) -> Watcher:
-        """Add a watcher. Raises ApiError for a key without the right, or if there are too many watchers."""
+        """Add a watcher. Raises ApiError if the key may not watch, or if there are too many watchers."""
         if not self._keys.can_watch(holder):
             message = f"the key {holder.name!r} may not watch the engine: give it dashboard = true in --api-key-file"
             raise ApiError(403, message, code="dashboard_not_allowed")
@@ -96,7 +96,7 @@ class Feed:
         return watcher
 
     def _end_oldest(self, tenant: str) -> bool:
-        """End the oldest watcher of the tenant with most, if `tenant` has at least two fewer; return True if so."""
+        """End the oldest watcher of the tenant with most watchers, if `tenant` has at least two fewer; return if so."""
         used = Counter(watcher.holder.tenant for watcher in self._watchers)
         most = largest_user(used)
         if used[most] <= used[tenant] + 1:
@@ -123,7 +123,7 @@ class Feed:
                 if not has_trouble:
                     self._tell_all(_trouble("the engine does not answer"))
                 has_trouble, wait_s = True, TROUBLE_S
-            except Exception:  # the shell of the feed: it ends, the server continues
+            except Exception:  # one failure ends the feed; the server continues
                 _log.exception("the feed of the dashboard failed")
                 for watcher in self._watchers:
                     watcher.end()
@@ -131,7 +131,7 @@ class Feed:
             await asyncio.sleep(wait_s)
 
     async def _round(self) -> bool:
-        """Request frames once per cursor, all at once, so that cursors become equal; return True if there are more."""
+        """Request frames for all cursors concurrently, so that cursors become equal; return True if there are more."""
         groups: dict[str, list[Watcher]] = {}
         for watcher in self._watchers:
             groups.setdefault(watcher.cursor, []).append(watcher)
@@ -148,7 +148,7 @@ class Feed:
         return is_more
 
     def _end_some(self) -> None:
-        """End watchers whose key lost its right, and all if a draining server has no other open request."""
+        """End watchers whose key may no longer watch; end all if a draining server has no other open request."""
         is_last = self.lifecycle.phase is not ServerPhase.READY and self.lifecycle.num_open <= len(self._watchers)
         for watcher in self._watchers:
             holder = self._keys.find_by_digest(watcher.holder.digest) if watcher.holder.digest else watcher.holder

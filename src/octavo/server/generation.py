@@ -1,9 +1,9 @@
-"""Generation: from a GenerationRequest of any API to the deltas of its answer.
+"""Generation: from any API's GenerationRequest to the deltas of its answer.
 
-Owns: the sequence (admission, prompts, grammar, submission), submitting all prompts or none, merging their deltas, the
-request's metrics and OpenTelemetry trace, and the release of all resources after a failure.
-Does not: know an API (each makes its GenerationRequest) or send anything.
-Invariant: after `close` no session of a generation is open in the engine.
+Owns: the order of the steps (admission, prompts, grammar, submission); submitting all prompts of a request or none;
+merging the sessions' deltas; the request's metrics and OpenTelemetry trace; releasing its resources after a failure.
+Does not: know an API (each builds its own GenerationRequest) or send anything.
+Invariant: after `close`, no session of a Generation is open in the engine.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from octavo.server.idempotency import IdempotentRequest
 
 _PARENT = ("traceparent", "tracestate")
-_MAX_HEADER = 512  # of each; the standard requires up to this to be accepted
+_MAX_HEADER = 512  # characters per header; W3C Trace Context asks for at least 512 of tracestate
 
 
 def open_trace(request: Request, context: Context, answer_id: str, params: SamplingParams) -> RequestTrace:
-    """Open a request's trace."""
+    """Return a new OpenTelemetry trace of a request."""
     operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
     given_parent = {name: request.headers.get(name, "") for name in _PARENT}
     parent = {name: value for name, value in given_parent.items() if 0 < len(value) <= _MAX_HEADER}
@@ -73,7 +73,7 @@ def open_trace(request: Request, context: Context, answer_id: str, params: Sampl
 
 
 def send_at_end(trace: RequestTrace, context: Context, closing: ExitStack) -> None:
-    """Send the trace when the stack closes, with the code of the error if there is one."""
+    """Send the trace when `closing` closes, with the error's code if an error closes it."""
 
     def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
@@ -90,12 +90,12 @@ GIVEN_UP = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
 
 @dataclass(kw_only=True)
 class GenerationRequest(ABC):
-    """A request of any API: its checked body and parameters. Each API's own class reads the prompts and gives the
-    AnswerSpec.
+    """A request of any API: its checked body and its parameters.
 
-    `id_prefix` begins the answer's id, unless it has a `name` already; `prompt_param` is the field that holds the
-    prompt. `num_characters` counts those of all prompts that are texts, `num_ids` the ids of the other prompts.
-    `can_continue`: each delta makes one event, so that a stream can continue after any of them.
+    Each API has a subclass that reads the prompts and gives the AnswerSpec. `id_prefix` begins the answer's id, unless
+    `name` is the whole id. `prompt_param` is the field that holds the prompt. `num_characters` counts the characters of
+    all prompts given as text, `num_ids` the ids of all other prompts.
+    `can_continue`: each delta makes one event, so that a stream can continue after any event.
     """
 
     body: ServedFields
@@ -109,35 +109,35 @@ class GenerationRequest(ABC):
     stream: bool = False
     can_continue: bool = True
     is_constrained: bool = False  # the answer must obey a grammar
-    wants: Want | None = None  # what is computed, if it is no text
-    prepare: Callable[[AnswerEncoder], None] | None = None  # called with the encoder, before it is used
+    wants: Want | None = None  # what to compute instead of text, such as embeddings
+    prepare: Callable[[AnswerEncoder], None] | None = None  # called with the new encoder before its first use
 
     @abstractmethod
     async def read_prompts(self) -> Sequence[Sequence[int]]:
-        """Return the ids of each prompt. Raises ApiError."""
+        """Return the token ids of each prompt. Raises ApiError."""
 
     @abstractmethod
     def answer_spec(self, identity: Identity) -> AnswerSpec:
         """Return the spec of the answer's encoder; call after `read_prompts`."""
 
     async def read_grammar(self) -> str:
-        """Return the compiled grammar that the answer must obey, empty for none. Raises ApiError."""
+        """Return the compiled grammar that the answer must obey; "" for none. Raises ApiError."""
         return ""
 
     def field_names(self) -> dict[str, str]:
-        """Return the client's names of fields, by the engine's names."""
+        """Return a map from the engine's field names to the client's field names."""
         return dict.fromkeys(("prompt_token_ids", "prompt", "messages"), self.prompt_param)
 
 
 async def start(
     request: Request, wanted: GenerationRequest, run: IdempotentRequest | None = None
 ) -> tuple[Generation, AnswerSpec]:
-    """Admit the request, read its prompts and submit them. Raises ApiError; then all it took is released."""
+    """Admit the request, read its prompts and submit them. On ApiError, all its resources are released."""
     context, scope, params = context_of(request), request.scope, wanted.params
     key: KeyInfo = scope[KEY]
     given: str | None = scope[GIVEN_ID]
     name = given or wanted.name or f"{wanted.id_prefix}-{scope[REQUEST_ID]}"
-    # No two requests have the same id in the engine, whatever their clients call them.
+    # The random part keeps ids in the engine unique, even if clients send the same X-Request-Id.
     engine_id = name if given is None else f"{given}{MARK}{secrets.token_hex(6)}"
     options = options_of(key, context, wanted)
     with ExitStack() as undo:
@@ -161,7 +161,7 @@ async def start(
             undo.callback(ticket.leave)
             prompts: list[array[int]] = []
             for read in await wanted.read_prompts():
-                prompts.append(array("i", read))  # a ninth of the memory of a list
+                prompts.append(array("i", read))  # a ninth of a list's memory
             context.admission.check_tokens(ticket, sum(map(len, prompts)))
             if wanted.is_constrained:
                 params = replace(params, grammar=await wanted.read_grammar())
@@ -190,7 +190,7 @@ async def start(
 
 
 def options_of(key: KeyInfo, context: Context, wanted: GenerationRequest) -> RequestOptions:
-    """Return the request's options. Raises ApiError if its key may not have this priority."""
+    """Return the request's options. Raises ApiError if the key may not use the body's priority."""
     body = wanted.body
     priority = key.priority if body.priority is None else body.priority
     if body.priority is not None and key.max_priority is not None and priority < key.max_priority:
@@ -211,13 +211,13 @@ def options_of(key: KeyInfo, context: Context, wanted: GenerationRequest) -> Req
 
 
 def cache_salt(key: KeyInfo, given: str | None) -> bytes:
-    """Return the prefix cache's salt: with keys, tenants never share; a client's own salt narrows sharing further."""
+    """Return the prefix-cache salt. With keys, tenants never share prefixes; the client's salt restricts sharing."""
     own = (given or "").encode()
     return hmac.digest(key.salt, own, "sha256") if key.salt else own
 
 
 def shorter(one: float | None, other: float | None) -> float | None:
-    """Return the shorter of two bounds in seconds, each of which may be absent."""
+    """Return the shorter of two bounds in seconds; None is no bound."""
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)
@@ -225,37 +225,37 @@ def shorter(one: float | None, other: float | None) -> float | None:
 
 @dataclass(kw_only=True)
 class Generation:
-    """The open sessions of one request, one for each prompt; the choices of the first prompt come first.
+    """The sessions of one request, one per prompt. Choices are numbered prompt by prompt.
 
-    `name` is its id in the engine; `closing` releases everything taken for it, including the ticket.
+    `name` identifies the request in logs. `closing` releases all resources of the request, including the ticket.
     """
 
     name: str
     params: SamplingParams
     prompt_lengths: Sequence[int]
-    arrival: float  # at the server, on the monotonic clock
+    arrival: float  # when the request arrived at the server, on the monotonic clock
     sessions: list[Session]
     metrics: RequestMetrics
     ticket: AdmissionTicket
     closing: ExitStack
     trace: RequestTrace | None = None
-    _started: set[int] = field(default_factory=set)  # sessions with a token
-    _ended: set[int] = field(default_factory=set)  # sessions that have ended
-    _last_at: dict[int, float] = field(default_factory=dict)  # when a choice had its last token
-    _num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice
+    _started: set[int] = field(default_factory=set)  # indexes of sessions with a token
+    _ended: set[int] = field(default_factory=set)  # indexes of sessions that have ended
+    _last_at: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
+    _num_tokens: Counter[int] = field(default_factory=Counter)  # generated tokens, by choice
 
     @property
     def num_choices(self) -> int:
-        """The choices of all prompts."""
+        """The number of choices of all prompts."""
         return len(self.sessions) * self.params.n
 
     @property
     def unread_bytes(self) -> int:
-        """Approximate bytes of unread ids, and of log-probabilities if requested."""
+        """The approximate bytes of unread token ids, and of their log-probabilities if requested."""
         return token_bytes(self.params.num_logprobs) * sum(session.num_unread for session in self.sessions)
 
     def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Yield (index, delta) until every choice has its finish reason. Raises ApiError for a failed one."""
+        """Yield (choice index, delta) until every choice has a finish reason. Raises ApiError if a choice fails."""
         return self._merged() if len(self.sessions) > 1 else self._deltas_of(0)
 
     async def _deltas_of(self, session: int) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -277,7 +277,7 @@ class Generation:
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         queue: Merged = asyncio.Queue()
-        room = asyncio.Semaphore(len(self.sessions))  # without room, outputs wait in the ledger
+        room = asyncio.Semaphore(len(self.sessions))  # without room, outputs stay in the ledger
         tasks = [asyncio.create_task(self._forward(index, queue, room)) for index in range(len(self.sessions))]
         for task in tasks:
             task.add_done_callback(queue.put_nowait)
@@ -317,7 +317,7 @@ class Generation:
         self._last_at[index] = now
 
     def _note_end(self, session: int, reason: FinishReason, delta: TextDelta) -> None:
-        """Count the end of a choice and, with the last one, of its prompt. Raises ApiError if it failed."""
+        """Count a choice's end, and its prompt's end if the delta has usage. Raises ApiError if the choice failed."""
         usage, trace, now = delta.usage, self.trace, time.monotonic()
         if usage is not None:
             self._ended.add(session)
@@ -330,7 +330,7 @@ class Generation:
                 self.metrics.ended_early("abort" if reason in GIVEN_UP else "error")
             raise failure_of(reason, delta.error)
         if usage is not None:
-            if session not in self._started:  # no tokens were requested: the answer is made of the prompt
+            if session not in self._started:  # the request asked for no tokens: its answer comes from the prompt alone
                 self.metrics.prompt_only(usage.prompt_tokens)
             n = self.params.n
             end = Finished(
@@ -357,7 +357,7 @@ class Generation:
         return choices
 
     async def close(self) -> None:
-        """Cancel the sessions that have not ended, and release everything taken. Idempotent."""
+        """Cancel unfinished sessions, and release all resources of the request. Idempotent."""
         if len(self._ended) < len(self.sessions) and self.trace is not None:
             self.trace.error = self.trace.error or "cancelled"
         self.closing.close()
@@ -382,7 +382,7 @@ def _timed(usage: Usage, now: float) -> Timed:
 
 
 def failure_of(reason: FinishReason, error: FinishError | None) -> ApiError:
-    """Return the ApiError of a request that ended for this reason, with the engine's error."""
+    """Return the ApiError for a finish reason and the engine's error, if any."""
     kind = ErrorKind.ENGINE if error is None else error.kind
     if reason is FinishReason.TIMEOUT and kind is ErrorKind.QUEUE_TIMEOUT:
         return ApiError(408, "the request did not start within its queue timeout", code="queue_timeout")
@@ -396,9 +396,9 @@ def failure_of(reason: FinishReason, error: FinishError | None) -> ApiError:
 async def _open(
     sessions: Sessions, params: SamplingParams, options: RequestOptions, prompts: Sequence[tuple[str, Sequence[int]]]
 ) -> list[Session]:
-    """Submit every prompt under its id, or none: when one is refused the others are cancelled.
+    """Submit every prompt under its id, or none: if one is refused, the others are cancelled.
 
-    They are submitted together, in order: an engine that answers between steps would else accept one per step.
+    All are submitted concurrently, in order: an engine that answers between steps would otherwise accept one per step.
     """
     if len(prompts) == 1:
         [(request_id, ids)] = prompts

@@ -1,11 +1,11 @@
 """IdempotentRequests: requests with an Idempotency-Key, each executed once for all its retries.
 
-Owns: the table from (tenant, key) to a run, its bounds in number, bytes and age, running a request independently of the
-connections that read it, and cancelling a request without readers.
-Does not: submit (reply does), restore the runs of a former server (reply does), write files, or choose
-the tenant that loses a run (shares does).
-Invariants: a run that is active or succeeded is never started again while it is kept; a failure that may be retried is
-not kept; an end is journaled before a client sees it.
+Owns: the table from (tenant, key) to a run; the table's bounds in number, bytes and age; running a request
+independently of the connections that read its answer; cancelling a run without readers.
+Does not: submit requests or restore an earlier server's runs (reply does both), write files, or define which tenant
+loses a run (limits does).
+Invariants: while a run that is active or succeeded is in the table, no retry starts it again. A failure that may be
+retried is not kept. A run's end is journaled before a client sees the end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetryKey:
-    """The identity of a retry: its tenant, its key, its body's hash, and the last event that it has.
+    """What identifies a retry (tenant, Idempotency-Key, body's hash), and the last event that the client has.
 
     `is_lasting`: the journal, if there is one, restores the run after a restart.
     """
@@ -58,7 +58,7 @@ class RetryKey:
 
     @property
     def name(self) -> tuple[str, str]:
-        """The key of the run in the table."""
+        """The run's key in the table of runs."""
         return self.tenant, self.key
 
 
@@ -83,14 +83,14 @@ def _only(request: Request, header: bytes, spelled: str) -> str | None:
 
 
 class GenerationSource(Protocol):
-    """A source of deltas; `close` is always called at the end."""
+    """A run's source of deltas. `close` is always called at the end."""
 
     def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
-        """Yield (index, delta) until every choice has ended. Raises ApiError."""
+        """Yield (choice index, delta) until every choice has ended. Raises ApiError."""
         ...
 
     async def close(self) -> None:
-        """Cancel what has not ended. Idempotent."""
+        """Cancel the requests that have not ended. Idempotent."""
         ...
 
 
@@ -104,7 +104,10 @@ class StartedRun:
 
 
 class IdempotentRequest:
-    """One execution and its TokenLog, `log`. `started` is set once the engine has accepted it."""
+    """One run: a request that is executed once, and its answer so far in `log`.
+
+    `started` is set once the engine has accepted the request.
+    """
 
     def __init__(self, key: RetryKey) -> None:
         self.key = key
@@ -115,15 +118,15 @@ class IdempotentRequest:
         self.num_bytes = 0
         self.orphaned: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
-        self.number: int | None = None  # in the journal
-        self.why: ApiError | None = None  # why it was cancelled, other than by the server's shutdown
+        self.number: int | None = None  # the run's number in the journal
+        self.why: ApiError | None = None  # why the run was cancelled; None if the server shuts down
         self.restore_source: Callable[[], StartedRun] | None = (
-            None  # for a former server's result, until its first reader
+            None  # of an earlier server's result: makes the StartedRun for the first reader
         )
 
     @property
     def is_ended(self) -> bool:
-        """True once it has ended."""
+        """True once the run has ended."""
         return self.ended_at is not None
 
 
@@ -146,8 +149,8 @@ class IdempotentRequests:
         self._now = now
         self._runs: OrderedDict[tuple[str, str], IdempotentRequest] = OrderedDict()  # least recently requested first
         self._num_runs: Counter[str] = Counter()  # by tenant
-        self._num_running: Counter[str] = Counter()  # of these, those that have not ended
-        self._kept_bytes: Counter[str] = Counter()  # of ended runs, by tenant
+        self._num_running: Counter[str] = Counter()  # runs that have not ended, by tenant
+        self._kept_bytes: Counter[str] = Counter()  # bytes of ended runs, by tenant
         self._sweeper: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -156,12 +159,12 @@ class IdempotentRequests:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of all runs in memory."""
+        """The approximate bytes of all runs in memory."""
         running = (run.log.num_bytes for run in self._runs.values() if run.log is not None and not run.is_ended)
         return self._kept_bytes.total() + sum(running)
 
     def report(self) -> dict[str, object]:
-        """Return the figures for /health and /metrics."""
+        """Return the counts and the journal's state, for /health and /metrics."""
         running = sum(not run.is_ended for run in self._runs.values())
         return {
             "kept": len(self._runs) - running,
@@ -174,7 +177,7 @@ class IdempotentRequests:
         }
 
     async def replay(self, key: RetryKey, begin: BeginRun) -> ResumableStream:
-        """Return a reader of the run of this key; start the run if there is none. Raises ApiError."""
+        """Return a reader of this key's run; start a run if the key has none. Raises ApiError."""
         run = self._runs.get(key.name)
         if run is None:
             run = await self._begin(key, begin)
@@ -201,39 +204,39 @@ class IdempotentRequests:
         except BaseException as error:
             self._drop(run)
             run.started.set_exception(error if isinstance(error, ApiError) else draining_error())
-            run.started.exception()  # mark it as retrieved: there may be no waiter
+            run.started.exception()  # mark the exception as retrieved: there may be no waiter
             raise
         self.start(run, started)
         return run
 
     def has(self, key: RetryKey) -> bool:
-        """Return True if the run of this key is kept."""
+        """Return True if the table has a run of this key."""
         return key.name in self._runs
 
     def announce(self, run: IdempotentRequest, spec: AnswerSpec, request_ids: Sequence[str]) -> None:
-        """Write a run and its engine ids to the journal, before it is submitted."""
+        """Write a run and its engine ids to the journal, before the request is submitted."""
         key = run.key
         if self.journal is not None and key.is_lasting:
             began = Began(0, key.tenant, key.key, key.body_hash, msgpack.encode(spec), len(request_ids), self._now())
             run.number = self.journal.begin(began, request_ids)
 
     def give_up(self, key: RetryKey, why: ApiError) -> None:
-        """Cancel the run of this key, if it has not ended; its readers get `why`."""
+        """Cancel this key's run if it has not ended. Its readers get `why`."""
         run = self._runs.get(key.name)
         if run is not None and not run.is_ended and run.task is not None:
             run.why = why
             self._drop(run)
-            # Not at once: a task that has not started would end without informing its readers.
+            # Cancel in the next iteration: a task cancelled before its start would not inform its readers.
             asyncio.get_running_loop().call_soon(run.task.cancel)
 
     def start(self, run: IdempotentRequest, started: StartedRun) -> None:
-        """Start the task that runs it, independent of any connection."""
+        """Start the task that copies the run's deltas to its log, independent of any connection."""
         run.log = TokenLog(started.num_choices)
         run.started.set_result(started)
         run.task = asyncio.create_task(self._pump(run, started, run.log))
 
     def keep(self, run: IdempotentRequest) -> None:
-        """Add a run of a former server."""
+        """Add a run of an earlier server process."""
         self.start_sweeping()
         self._put(run)
         if run.is_ended:
@@ -292,7 +295,7 @@ class IdempotentRequests:
             self._await_reader(run)
 
     def _await_reader(self, run: IdempotentRequest) -> None:
-        """Cancel a run without readers after orphan_timeout_s: its client may reconnect until then."""
+        """Cancel the run after orphan_timeout_s without readers: its client may reconnect until then."""
         loop = asyncio.get_running_loop()
         run.orphaned = loop.call_later(self._config.orphan_timeout_s, self._give_up, run)
 
@@ -316,7 +319,7 @@ class IdempotentRequests:
             failure = from_exception(error)
         except asyncio.CancelledError:
             failure = run.why or draining_error()
-        except Exception:  # the shell of a run: its readers get an error, the log the details
+        except Exception:  # one failure ends only this run: its readers get an error, the log has the details
             _log.exception("request %s failed", started.spec.identity[0])
         finally:
             with suppress(OctavoError):
@@ -336,7 +339,7 @@ class IdempotentRequests:
             run.orphaned = None
         if failure is not None and not failure.is_final:
             if failure.code == "engine_unavailable":
-                run.number = None  # the journal keeps it, for a server with an engine
+                run.number = None  # keep the run in the journal, for a server with a working engine
             self._drop(run)
         log.finish(failure)
         self._make_room()
@@ -346,7 +349,7 @@ class IdempotentRequests:
         self._count(run, 1)
 
     def _count(self, run: IdempotentRequest, sign: int) -> None:
-        """Add (`sign` 1) or subtract (-1) a run in its tenant's counts."""
+        """Add a run to its tenant's counts (`sign` 1), or subtract it (`sign` -1)."""
         tenant = run.key.tenant
         changes = ((self._num_runs, 1), (self._num_running, int(not run.is_ended)),
                    (self._kept_bytes, run.num_bytes if run.is_ended else 0))  # fmt: skip
@@ -363,7 +366,7 @@ class IdempotentRequests:
             self.journal.forget(run.number)
 
     def _check_running(self, tenant: str) -> None:
-        """Refuse another run if its tenant's share of active runs is used up (ApiError)."""
+        """Refuse another run if its tenant's share of active runs is used up. Raises ApiError."""
         running, most = self._num_running, self._config.max_kept
         if running.total() >= most // 2 and self._shares.free(tenant, running, most) < 1:
             message = (
@@ -373,7 +376,7 @@ class IdempotentRequests:
             raise ApiError(429, message, code="too_many_idempotency_keys", retry_after_s=RETRY_FULL_S)
 
     def _make_room(self) -> None:
-        """Drop ended runs beyond the bounds: of the tenant that keeps most, the least recently requested first."""
+        """Drop ended runs beyond the bounds; the tenant that keeps most loses its least recently used run first."""
         config = self._config
         while len(self._runs) > config.max_kept:
             tenants = [tenant for tenant, number in self._num_runs.items() if number > self._num_running[tenant]]
@@ -387,7 +390,7 @@ class IdempotentRequests:
         self._drop(next(run for run in self._runs.values() if run.is_ended and run.key.tenant == tenant))
 
     def start_sweeping(self) -> None:
-        """Start the task that drops old runs and ticks the journal, about once a second. Idempotent."""
+        """Start the task that drops old runs and calls the journal's `tick`, about once a second. Idempotent."""
         if self._sweeper is None and not self._is_closed:
             self._sweeper = asyncio.create_task(self._sweep())
 

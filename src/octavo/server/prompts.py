@@ -1,12 +1,12 @@
 """From messages and prompts to token ids, without blocking the event loop.
 
-Owns: the choice of the loop, a thread or a sandbox process for work, and the refusal of texts that cannot fit.
+Owns: where work is done (the event loop, a thread or a sandbox process), and the refusal of texts that cannot fit.
 Does not: know templates or vocabularies (TextModel does).
-Invariant: work in the event loop itself is bounded: a short text, a short conversation.
+Invariant: the event loop itself handles only short texts and small conversations.
 
-Tokenizing releases the interpreter's lock, so a thread is enough; a template does not, and one operation of it can take
-minutes inside C. So it is rendered in another process, which can be killed, unless it is trusted and the
-conversation is small.
+Tokenizing releases the interpreter's lock, so a thread is enough. Rendering a template does not release it, and one
+operation of a template can take minutes inside C. So templates are rendered in a sandbox process, which can be killed,
+unless the template is trusted and the conversation is small.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 HERE_CHARS = 4096  # a text of this length is tokenized in 2 ms
 HERE_JSON = 65_536  # characters of JSON that are parsed in under a millisecond
-HERE_WORK = 16_384  # of a conversation, as `_work_of` counts it: a millisecond or two
+HERE_WORK = 16_384  # of a conversation, as `_work_of` counts: 1 to 2 ms of rendering
 THREAD_WORK = 131_072
 SLOW_RENDER_S = 0.05  # a template that took longer is rendered in the sandbox process from then on
 RENDER_LIMIT_S = 5.0
@@ -45,7 +45,7 @@ _ROLES = {"developer": "system"}
 
 
 class PromptReader:
-    """A maker of prompt ids for one model. `max_len` is the most tokens that a prompt may have."""
+    """Makes prompt token ids for one model. `max_len` is the most tokens that a prompt may have."""
 
     def __init__(self, text: TextModel, max_len: int, sandbox: Sandbox, dialect: Dialect) -> None:
         self._text = text
@@ -57,7 +57,7 @@ class PromptReader:
     async def chat(self, body: ChatBody, num_kept: int | None = None) -> list[int]:
         """Render the conversation with the model's template and tokenize it. Raises ApiError, EngineError.
 
-        `num_kept`: the number of last tokens to keep, None for all.
+        `num_kept`: keep this number of last tokens; None keeps all.
         """
         if body.continue_final_message and body.add_generation_prompt:
             message = "continue_final_message goes on with the last message; leave add_generation_prompt out"
@@ -92,14 +92,14 @@ class PromptReader:
                 prompt = conversation.cut_at_continuation(prompt)
             ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept, conversation.mark)
         except RequestError as error:
-            error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as in other messages of this server
+            error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as in this server's other messages
             raise from_exception(error) from None
         if not ids:
             raise bad_field("messages", "messages make an empty prompt")
         return ids
 
     def _documents(self, body: ChatBody) -> object:
-        """Return the documents for the template. Raises ApiError if the template does not show any."""
+        """Return the documents for the template. Raises ApiError if the template does not use documents."""
         template = self._text.chat_template
         if template is None or "documents" not in template.source:
             message = "documents: the chat template of this model shows none; give their text in a message"
@@ -145,14 +145,14 @@ class PromptReader:
             probe = self._text.conversation([{"role": "user", "content": "x"}])
             await self._render_elsewhere(template, probe)
         except RequestError:
-            pass  # the template refuses these messages, but is compiled
+            pass  # the template refuses the probe, but is compiled now
         except OctavoError as error:
             _log.warning("chat templates cannot be rendered now: %s", error)
 
     async def completion(
         self, prompts: Sequence[str | list[int]], num_kept: int | None = None, add_special_tokens: bool = True
     ) -> list[Sequence[int]]:
-        """Return the ids of each prompt, given as text or ids; of each at most the last `num_kept`. Raises ApiError."""
+        """Return the token ids of prompts given as text or ids, at most the last `num_kept` each. Raises ApiError."""
         return [await self._one(prompt, num_kept, add_special_tokens) for prompt in prompts]
 
     async def _one(self, prompt: str | list[int], num_kept: int | None, add_special_tokens: bool) -> Sequence[int]:
@@ -192,7 +192,7 @@ class PromptReader:
         return await off_loop(encode, len(text))
 
     def _check_size(self, param: str, num_characters: int, text: str | None = None) -> None:
-        """Refuse a text that cannot fit, by its length or by the tokens of its first parts. Raises ApiError."""
+        """Refuse a text that cannot fit, by its length or (given `text`) by its first tokens. Raises ApiError."""
         tokenizer = self._text.tokenizer
         if text is None:
             min_tokens: int | None = num_characters // tokenizer.longest_piece
@@ -204,7 +204,7 @@ class PromptReader:
 
 
 def _work_of(size: int, conversation: Conversation) -> int:
-    """Return the approximate work to render a conversation, in characters."""
+    """Return the approximate work of rendering a conversation, in characters."""
     work = size + _PER_MESSAGE * len(conversation.messages)
     pending: list[Any] = [conversation.variables, *(conversation.tools or ())]
     for message in conversation.messages:

@@ -1,11 +1,11 @@
 """Send an answer, whole or as a stream of events; requests with the same Idempotency-Key share one execution.
 
-Owns: a stream's keep-alives, error and end, cutting a client that does not read; restoring a former server's runs from
-the journal, so that open requests continue and finished answers serve retries.
+Owns: a stream's keep-alives, its error event and its end; cutting a client that does not read; restoring an earlier
+server's runs from the journal: open requests continue, finished answers serve retries.
 Does not: generate (generation does), encode (each API's encoder does), or keep runs (idempotency does).
-Invariants: a stream that a client can still read ends as its format requires, never with a bare cut; a finished answer
-is never computed again, and its text is not made before its first reader; a run that cannot be restored is removed
-from the journal, so that a retry starts it again.
+Invariants: a stream that its client can still read ends as its format requires, never with a bare cut. A finished
+answer is never computed again, and is decoded when its first reader needs the text. A run that cannot be restored is
+removed from the journal, so that a retry starts it again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from octavo.server.resumable_stream import ResumableStream
 
 RETRY_NOTE = "With a header `Idempotency-Key` the request runs once, however often it is sent."
 RESUME_NOTE = f"{RETRY_NOTE} With `Last-Event-ID` beside it, its stream continues after that event."
-LOOK_S = 0.25  # between checks of a client that does not read
+LOOK_S = 0.25  # seconds between two checks of a client that does not read
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = logging.getLogger(__name__)
 
@@ -60,20 +60,20 @@ class DeltaSource(Protocol):
 
     @property
     def name(self) -> str:
-        """The request's name in the log."""
+        """The request's name in log messages."""
         ...
 
     @property
     def unread_bytes(self) -> int:
-        """Approximate bytes that this reader has not read."""
+        """The approximate bytes that wait for this reader."""
         ...
 
     def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Yield (index, delta) until every choice has ended. Raises ApiError."""
+        """Yield (choice index, delta) until every choice has ended. Raises ApiError."""
         ...
 
     async def collect(self) -> list[Choice]:
-        """Return every choice, whole. Raises ApiError."""
+        """Wait for the end and return all choices. Raises ApiError."""
         ...
 
     async def close(self) -> None:
@@ -82,7 +82,7 @@ class DeltaSource(Protocol):
 
 
 async def reply(request: Request, wanted: GenerationRequest) -> Response:
-    """Answer: generate, or read the run of the same Idempotency-Key. Raises ApiError."""
+    """Answer a request: generate, or read the run of its Idempotency-Key. Raises ApiError."""
     context = context_of(request)
     source: DeltaSource
     encoder: AnswerEncoder
@@ -99,9 +99,9 @@ async def reply(request: Request, wanted: GenerationRequest) -> Response:
 
 
 async def _resume(request: Request, context: Context, wanted: GenerationRequest) -> ResumableStream:
-    """Return a reader of the Idempotency-Key's run, which continues without this connection. Raises ApiError."""
+    """Return a reader of the Idempotency-Key's run, which does not need this connection. Raises ApiError."""
     key, event = key_of(request)
-    assert key is not None  # an event alone is refused
+    assert key is not None  # key_of refuses a Last-Event-ID without a key
     if wanted.params.prompt_logprobs is not None:
         message = "answers with log-probabilities of the prompt are not kept; leave Idempotency-Key or those out"
         raise bad_field("Idempotency-Key", message)
@@ -114,7 +114,10 @@ async def _resume(request: Request, context: Context, wanted: GenerationRequest)
 
 
 async def open_run(request: Request, context: Context, wanted: GenerationRequest, retry: RetryKey) -> ResumableStream:
-    """Return a reader of the key's run, started if there is none; the run needs no connection. Raises ApiError."""
+    """Return a reader of the key's run, and start the run if there is none. Raises ApiError.
+
+    The run needs no connection.
+    """
 
     async def begin(run: IdempotentRequest) -> StartedRun:
         generation, spec = await start(request, wanted, run)
@@ -127,7 +130,7 @@ async def open_run(request: Request, context: Context, wanted: GenerationRequest
 
 
 async def body_hash(wanted: GenerationRequest) -> bytes:
-    """Return a hash of the endpoint and the given fields, independent of the JSON's formatting."""
+    """Return a hash of the endpoint and the fields that the client sent, independent of the JSON's formatting."""
 
     def digest() -> bytes:
         return hashlib.sha256(
@@ -153,7 +156,7 @@ async def _whole(request: Request, source: DeltaSource, encoder: AnswerEncoder) 
 
 
 async def _encoded(encoder: AnswerEncoder, choices: Sequence[Choice]) -> bytes:
-    """Return the answer as JSON; it is encoded on another thread if it has many log-probabilities."""
+    """Return the answer as JSON. An answer with many log-probabilities is encoded on another thread."""
 
     def encode() -> bytes:
         return msgspec.json.encode(encoder.whole(choices))
@@ -167,18 +170,18 @@ async def _encoded(encoder: AnswerEncoder, choices: Sequence[Choice]) -> bytes:
 
 
 class SlowReaderError(Exception):
-    """The client has not read for too long."""
+    """The client did not read its stream for too long, or too much of the stream is unread."""
 
 
 class StreamedResponse(Response):
-    """A response written in parts; a client that does not read them is cut."""
+    """A response written in parts. A connection whose client does not read is cut."""
 
     def __init__(self, media_type: str, lifecycle: Lifecycle, limits: HttpLimits) -> None:
         super().__init__(headers=_HEADERS, media_type=media_type)
         del self.headers["content-length"]
         self._lifecycle = lifecycle
         self._limits = limits
-        self._last_event = b""  # of every stream, including a failed one
+        self._last_event = b""  # the last part of every stream, including a failed one
         self._num_writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -210,26 +213,26 @@ class StreamedResponse(Response):
         raise NotImplementedError
 
     def _failure_event(self, error: Exception) -> bytes:
-        """Return the part that ends a stream which failed."""
+        """Return the part that ends a failed stream."""
         raise error
 
     def _slow_event(self) -> bytes:
-        """Return what ends a stream whose client does not read."""
+        """Return the part that ends a stream whose client does not read."""
         return b""
 
     def _is_behind(self) -> bool:
-        """Return True if more is unread than this client may leave."""
+        """Return True if more is unread than the limits allow."""
         raise NotImplementedError
 
     def _note(self, code: str) -> None:
-        """Note a client that left or did not read."""
+        """Count a client that left or did not read."""
 
     async def _close(self) -> None:
-        """Release what the stream was made of."""
+        """Release the source of the parts."""
         raise NotImplementedError
 
     async def _write(self, send: Send, data: bytes) -> None:
-        """Send; while the client does not read, check every LOOK_S how much waits for it. Raises SlowReaderError.
+        """Send `data`; while the client does not read, check every LOOK_S how much is unread. Raises SlowReaderError.
 
         A send that times out has not written anything yet, so it can be retried.
         """
@@ -275,7 +278,7 @@ class EventStream(StreamedResponse):
             await asyncio.gather(ticker, return_exceptions=True)
 
     def _failure_event(self, error: Exception) -> bytes:
-        """Return the error event: the client gets the error, the log the details."""
+        """Return the error event. The client gets the error; the log has the details."""
         if not isinstance(error, (ApiError, OctavoError)):
             _log.exception("request %s failed in mid-stream", self._source.name)
         failure = from_exception(error)
@@ -283,7 +286,7 @@ class EventStream(StreamedResponse):
         return self._format.error(failure)
 
     def _slow_event(self) -> bytes:
-        """Return the error event and the end."""
+        """Return the error event and the end of the stream."""
         slow = ApiError(408, "the client did not read what was sent to it", code="slow_reader")
         return self._format.error(slow) + self._format.done
 
@@ -297,7 +300,7 @@ class EventStream(StreamedResponse):
         await self._source.close()
 
     async def _keep_alive(self, send: Send) -> None:
-        """Write a keep-alive after each `keep_alive_s` without a write."""
+        """Write a keep-alive whenever `keep_alive_s` passed without a write."""
         while True:
             seen = self._num_writes
             await asyncio.sleep(self._limits.keep_alive_s)
@@ -306,7 +309,7 @@ class EventStream(StreamedResponse):
 
 
 class FeedResponse(StreamedResponse):
-    """A response that sends a watcher's events until either side ends it."""
+    """The response that sends a watcher's events until the client or the server ends the stream."""
 
     def __init__(self, feed: Feed, watcher: Watcher) -> None:
         super().__init__("text/event-stream", feed.lifecycle, feed.limits)
@@ -329,7 +332,7 @@ class FeedResponse(StreamedResponse):
             raise SlowReaderError
 
     def _failure_event(self, error: Exception) -> bytes:
-        """Return nothing for a server that stops: watchers do not keep it from draining."""
+        """Return nothing if the server stops: watchers do not keep a server from draining. Else raise the error."""
         if isinstance(error, ServerStoppingError):
             return b""
         raise error
@@ -345,9 +348,9 @@ RestoreEntries = Callable[[Iterable[OpenRequest]], None]
 
 
 def restore_runs(context: Context, journal: Journal, restore: RestoreEntries) -> tuple[int, int]:
-    """Continue open runs in the engine, and keep ended ones; return the number of runs of each kind.
+    """Continue the journal's open runs in the engine, and keep its ended runs; return the number of each.
 
-    Call it in the event loop, before anything is served. `restore` is EngineSupervisor.restore. Raises EngineDeadError.
+    Call in the event loop, before anything is served. `restore` is EngineSupervisor.restore. Raises EngineDeadError.
     """
     runs = context.runs
     runs.journal = journal
@@ -357,7 +360,7 @@ def restore_runs(context: Context, journal: Journal, restore: RestoreEntries) ->
     latest = {(journaled.began.tenant, journaled.began.key): journaled for journaled in journal.recovered}
     for journaled in journal.recovered:
         spec = _read_spec(journaled)
-        # A key may be used again once its run was dropped.
+        # Once a run is dropped, its key may be used again: the journal can have several runs of a key.
         is_latest = latest[journaled.began.tenant, journaled.began.key] is journaled
         if spec is None or not is_latest or not _is_worth_keeping(journaled):
             journal.forget(journaled.began.run)
@@ -391,7 +394,7 @@ def _num_choices(journaled: JournaledRun) -> int:
 
 
 def _is_worth_keeping(journaled: JournaledRun) -> bool:
-    """Return True if no request of it failed in a way that may be retried."""
+    """Return True unless a request of the run failed in a way that may be retried."""
     for request in journaled.requests.values():
         end = request.end
         if end is None or end.finish_reason is None or end.finish_reason in REASONS:
@@ -427,7 +430,7 @@ def _session(context: Context, journaled: JournaledRequest, client: OutputClient
 
 
 def _generation(context: Context, journaled: JournaledRun) -> Generation:
-    """Return the Generation of an open run, with a new ticket: it was admitted before."""
+    """Return the Generation of an open run. Its new ticket is not checked: an earlier server admitted the run."""
     requests = [each.request for each in _requests(journaled)]
     first = requests[0]
     wanted = AdmissionRequest(priority=first.priority, num_prompts=len(requests), width=first.params.num_sequences)
@@ -449,7 +452,7 @@ def _generation(context: Context, journaled: JournaledRun) -> Generation:
 
 
 class _StoredOutputs:
-    """The outputs of requests that have ended."""
+    """The stored outputs of requests that have ended."""
 
     def __init__(self, entries: Mapping[str, OpenRequest]) -> None:
         self._entries = entries
@@ -478,7 +481,7 @@ class _StoredAnswer:
         self._sessions = _sessions(context, journaled, _StoredOutputs(entries))
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Yield (index, delta), one request after the other. Raises ApiError for one that failed."""
+        """Yield (choice index, delta), one request after the other. Raises ApiError if a request failed."""
         for number, (journaled, session) in enumerate(zip(self._held, self._sessions, strict=True)):
             async for delta in session:
                 if delta.usage is not None:

@@ -1,9 +1,10 @@
-"""ResumableStream: one connection's reader of a TokenLog, from the position where an earlier connection ended.
+"""ResumableStream: reads a TokenLog for one connection, from the position where an earlier connection ended.
 
-Owns: the TokenLog (`log`), positions in it (the event ids of a stream), cutting it into events.
-Does not: run a request (idempotency does), or know the form of an event (each API's encoder does).
-Invariants: a position counts tokens, not events, so it does not depend on how the text was cut, and is valid after a
-restart; each event moves one choice's position, and connections with successive positions get one whole answer.
+Owns: TokenLog; positions in a TokenLog, which are a stream's event ids; cutting a TokenLog into events.
+Does not: run a request (idempotency does), or know an event's format (each API's encoder does).
+Invariants: a position counts tokens, not events, so it does not depend on how the text was cut, and it is valid after a
+restart. Each event advances the position of one choice. Connections that each continue at the last one's position get
+one whole answer together.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from octavo.frontend.outputs import TextDelta, slice_tokens, token_bytes
 from octavo.server.encoding import AnswerEncoder, Choice, Json, StreamFormat
 from octavo.server.http.errors import ApiError, bad_field
 
-MAX_IDENTIFIED = 64  # choices; streams of more have no event ids: each id would list all choices
+MAX_IDENTIFIED = 64  # streams with more choices have no event ids, since an id lists all choices
 _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
 _STARTED, _TAIL, _ENDED = 0, 1, 2
 ChoicePosition = tuple[
     int, int
-]  # tokens sent (-1: not begun), then _STARTED, _TAIL (text after the last token sent), _ENDED
+]  # (tokens sent, or -1 before the first event; _STARTED, _TAIL if the text after the last token was sent, or _ENDED)
 
 _NOTHING: ChoicePosition = (-1, _STARTED)
 
 
 @dataclass(slots=True)
 class Position:
-    """The part of an answer that a client has: a place per choice, and whether it has the usage."""
+    """The part of an answer that a client has: a ChoicePosition per choice, and whether the client has the usage."""
 
     places: list[ChoicePosition]
     has_usage: bool = False
 
     @classmethod
     def start(cls, num_choices: int) -> Position:
-        """Return the position before anything was sent."""
+        """Return the position of a client that has nothing yet."""
         return cls([_NOTHING] * num_choices)
 
     @classmethod
     def parse(cls, text: str, num_choices: int) -> Position:
-        """Return the position of an event id. Raises ApiError."""
+        """Return the position that an event id describes. Raises ApiError."""
         places, mark, usage = text.partition(";")
         found = [_PLACE.fullmatch(place) for place in places.split(",", num_choices)]
         read = [place for match in found if match and (place := _read_choice(match[1], match[2])) is not None]
@@ -67,15 +68,15 @@ def _read_choice(tokens: str, mark: str) -> ChoicePosition | None:
 
 @dataclass(slots=True)
 class LoggedChoice:
-    """One choice: its text as UTF-8, and for each token where its text ends."""
+    """One choice: its text as UTF-8, and for each token the byte offset at which the token's text ends."""
 
     text: bytearray = field(default_factory=bytearray)
     ends: array[int] = field(default_factory=lambda: array("i"))
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    last: TextDelta | None = None  # without its text
+    last: TextDelta | None = None  # the delta with the finish reason, without its text
 
     def add(self, delta: TextDelta) -> None:
-        """Add the next delta. Text of several tokens counts with the last of them."""
+        """Add the next delta. If it has several tokens, its text belongs to the last of them."""
         begin = len(self.text)
         self.text += delta.text.encode()
         num_tokens = len(delta.token_ids)
@@ -90,7 +91,7 @@ class LoggedChoice:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes in memory."""
+        """The approximate bytes in memory."""
         return len(self.text) + 4 * len(self.ends) + len(self.logprobs) * token_bytes(self._num_tops)
 
     @property
@@ -101,7 +102,7 @@ class LoggedChoice:
         return len(self.logprobs[0].top_ids) if self.logprobs[0] is not None else 0
 
     def next_piece(self, index: int, at: ChoicePosition, stop: int) -> tuple[TextDelta, ChoicePosition] | None:
-        """Return the piece after a place, and the place after the piece; no piece crosses `stop` tokens."""
+        """Return the piece after a position, and the position after that piece. No piece crosses `stop` tokens."""
         tokens, stage = at
         if tokens < 0:
             return TextDelta(index, "", array("i")), (0, _STARTED)
@@ -118,7 +119,7 @@ class LoggedChoice:
         return replace(self.last, choice=index), (tokens, _ENDED)
 
     def whole(self, index: int) -> TextDelta:
-        """Return the whole choice as one delta; it must have ended."""
+        """Return the whole choice as one delta. The choice must have ended."""
         assert self.last is not None
         return replace(self.last, choice=index, text=self.text.decode(), logprobs=tuple(self.logprobs) or None)
 
@@ -128,7 +129,7 @@ class LoggedChoice:
 
 
 class TokenLog:
-    """The answer so far. `failure` is its error, if it failed."""
+    """The answer so far. `failure` is the error of a failed answer."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [LoggedChoice() for _ in range(num_choices)]
@@ -164,7 +165,7 @@ class TokenLog:
             self._waiters.discard(waiter)
 
     async def collect(self) -> list[Choice]:
-        """Wait for the end, and return every choice whole. Raises ApiError if it failed."""
+        """Wait for the end and return all choices. Raises ApiError if the answer failed."""
         while not self.is_done:
             await self.wait_for_more()
         if self.failure is not None:
@@ -172,7 +173,7 @@ class TokenLog:
         return [Choice([choice.whole(index)]) for index, choice in enumerate(self.choices)]
 
     def has_position(self, position: Position) -> bool:
-        """Return True if a client can have this position: an answer that still runs may reach any."""
+        """Return True if a client can have this position. A running or failed answer allows every position."""
         if not self.is_done or self.failure is not None:
             return True
         return all(tokens <= len(c.ends) for c, (tokens, _) in zip(self.choices, position.places, strict=True))
@@ -184,7 +185,7 @@ class TokenLog:
 
 
 class ResumableStream:
-    """One connection's reader of a TokenLog from a position on: a source of deltas, and an encoder with event ids."""
+    """One connection's reader of a TokenLog: a source of deltas, and an encoder that adds event ids."""
 
     def __init__(
         self, log: TokenLog, encoder: AnswerEncoder, name: str, seen: Position | None, on_close: Callable[[], None]
@@ -193,17 +194,17 @@ class ResumableStream:
         self._log = log
         self.encoder = encoder
         self._at = [_NOTHING] * len(log.choices)
-        self._has = seen or Position.start(len(log.choices))  # the client, after reading all that was sent
+        self._has = seen or Position.start(len(log.choices))  # what the client has after reading all that was sent
         self._is_identified = len(log.choices) <= MAX_IDENTIFIED and encoder.stream_format.has_ids
         self._on_close: Callable[[], None] | None = on_close
 
     @property
     def unread_bytes(self) -> int:
-        """0: nothing is held for this reader alone, since the TokenLog is kept anyway."""
+        """0: the TokenLog is kept anyway, so no bytes wait for this reader alone."""
         return 0
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Yield the answer in pieces of one event each. Raises ApiError if it failed."""
+        """Yield the answer in pieces, each of which makes one event. Raises ApiError if the answer failed."""
         log = self._log
         while True:
             for index in range(len(log.choices)):
@@ -217,7 +218,7 @@ class ResumableStream:
             raise log.failure
 
     async def collect(self) -> list[Choice]:
-        """Return the whole answer. Raises ApiError if it failed."""
+        """Wait for the end and return all choices. Raises ApiError if the answer failed."""
         return await self._log.collect()
 
     async def close(self) -> None:
@@ -233,12 +234,12 @@ class ResumableStream:
 
     @property
     def head(self) -> bytes:
-        """The events before any delta, unless the client has some of what follows."""
+        """The events before the first delta; b"" if the client has a part of the answer."""
         event = self.encoder.head
         return event if all(place == _NOTHING for place in self._has.places) else b""
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return the event of a piece of deltas(); b"" if the client has it."""
+        """Return the event of a piece from `deltas`; b"" if the client has this event."""
         event, place = self.encoder.chunk(index, delta), self._at[index]
         if not event or place <= self._has.places[index]:
             return b""
@@ -246,7 +247,7 @@ class ResumableStream:
         return self._identified(event)
 
     def last(self) -> bytes:
-        """Return the usage chunk, unless the client has it."""
+        """Return the events after the last delta; b"" if the client has them."""
         event = self.encoder.last()
         if not event or self._has.has_usage:
             return b""
@@ -261,7 +262,7 @@ class ResumableStream:
         return b"id: %b\n%b" % (self._has.text().encode(), event) if self._is_identified else event
 
     def _pieces(self, index: int) -> Iterator[TextDelta]:
-        """Yield a choice's next unread piece, after its empty first piece; one per call, so that choices take turns."""
+        """Yield a choice's next piece, after its empty first piece. One piece per call, so that choices take turns."""
         choice, by_token = self._log.choices[index], self.stream_format.by_token
         while True:
             stop = max(0, self._at[index][0]) + 1 if by_token else self._has.places[index][0]
