@@ -121,9 +121,11 @@ class Endpoints:
 
     @cached_property
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, without servers."""
+        """The OpenAPI document, without servers: endpoints that generate first, OpenAI's before others."""
         paths: dict[str, dict[str, object]] = {}
-        for each in sorted(self._all, key=lambda each: each.path):
+        for each in sorted(
+            self._all, key=lambda each: (each.limit is not Limit.QUEUE, not each.path.startswith("/v1/"), each.path)
+        ):
             if each.is_documented:
                 paths.setdefault(each.shown_path, {})[each.method.lower()] = each.operation()
         return {"openapi": "3.1.0", "info": {"title": "Octavo", "version": "0.1.0"}, "paths": paths}
