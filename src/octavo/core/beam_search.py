@@ -1,12 +1,12 @@
-"""Beam search: which continuations stay live, which ended ones are kept, and when the search is over.
+"""Beam search: chooses the beams that stay live, keeps the best ended beams, and decides when the search is over.
 
-Owns: one request's beams as numbers: scores, parents, the pool of ended hypotheses. Does not: know slots, blocks or
-plans, or make candidates (the sampler does).
-Invariants: at most `width` beams are live and at most `width` hypotheses kept, both best first; equal scores keep
-their order (earlier beam, then its better candidate; a kept hypothesis before a new one). Sums and quotients are
-rounded to float32 after each operation, so they equal those of transformers' beam search (version 5), whose rules
-these are: of a step's max(2, 1 + number of stop ids) * width best continuations, those among the first `width`
-that end enter the pool if they are among its best, and the first `width` that do not end stay live.
+Owns: the scores of one request's live beams, and its pool of ended hypotheses. Does not: know slots, blocks or plans,
+or make candidates (the sampler does).
+Invariants: at most `width` beams are live, and the pool has at most `width` hypotheses; both are sorted best first.
+Equal scores are ordered by beam, then by candidate; an old hypothesis precedes a new one. Sums and quotients are
+rounded to float32 after each operation, so they equal those of transformers' beam search (version 5). The rules are
+also transformers': a step looks at the best max(2, 1 + number of stop ids) * width continuations. Of the first `width`
+of them, those that end enter the pool. Of all of them, the first `width` that do not end stay live.
 Source of the search: Lowerre, "The Harpy speech recognition system", 1976; score: sum / length ** length_penalty.
 """
 
@@ -27,9 +27,9 @@ def _rounded(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An ended beam: its output ids, its score (length penalty applied), the sum of its log-probabilities.
+    """An ended beam: its output ids, its score (length penalty applied), and the sum of its log-probabilities.
 
-    `stop_token_id` is the id that ended it; None when it ended at its greatest length.
+    `stop_token_id` is the id that ended the beam, or None if the beam ended at its length limit.
     """
 
     token_ids: array[int]
@@ -39,9 +39,9 @@ class Hypothesis:
 
 
 class BeamGroup:
-    """The beams of one request. `scores` are the sums of log-probabilities of the live ones, best first.
+    """The beams of one request. `scores` has each live beam's sum of log-probabilities, best first.
 
-    A beam has at most `max_outputs` ids; `stop_ids` are all that end one, the model's own included.
+    A beam has at most `max_outputs` output ids. `stop_ids` are all ids that end a beam, the model's own included.
     """
 
     def __init__(self, params: SamplingParams, max_outputs: int, stop_ids: frozenset[int]) -> None:
@@ -58,11 +58,11 @@ class BeamGroup:
     def advance(
         self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]], paths: Sequence[array[int]]
     ) -> list[tuple[int, int]]:
-        """Take one more token; return the beams that stay live, best first, and none when the search is over.
+        """Extend the beams by one token; return the live beams as (parent index, token id), best first.
 
-        Given for each live beam, in order: its candidates (ids, log-probabilities), best first and at least as many as
-        the step looks at or as there are ids; and its output ids so far, which are copied. Returned beams are pairs of
-        a parent (an index among those given) and a token id, fewer than the width only where too few ids may follow.
+        The list is empty when the search is over, and shorter than the width only if too few ids may follow.
+        `candidates` and `paths` have one entry per live beam, in order. Candidates are (ids, log-probabilities), best
+        first: as many as the step looks at, or the whole vocabulary. A path is the beam's output ids; it is copied.
         """
         assert not self.is_over and len(candidates) == len(paths) == len(self.scores), "one entry per live beam"
         self._num_steps += 1
@@ -86,7 +86,7 @@ class BeamGroup:
         return [(parent, token_id) for _, parent, token_id in live]
 
     def best(self, num: int) -> list[Hypothesis]:
-        """Return the best ended hypotheses, best first; fewer where there are fewer."""
+        """Return the `num` best ended hypotheses, or all if there are fewer; best first."""
         return self._pool[:num]
 
     def _best_continuations(
@@ -119,10 +119,10 @@ class BeamGroup:
         return -math.inf if divisor == 0.0 else _rounded(total / divisor)
 
     def _may_improve(self) -> bool:
-        """Return True if the best live beam may still enter a full pool.
+        """Return True if the best live beam may still enter the pool.
 
-        With `early_stopping` other than True this is a guess: that the beam ends now, or, for "never" with a penalty
-        that favours length, at the greatest length.
+        If the pool is full and `early_stopping` is not True, the answer is an estimate. It takes the score that the
+        beam would have if it ended now or, for "never" with a positive length_penalty, at the greatest length.
         """
         if len(self._pool) < self.width:
             return True

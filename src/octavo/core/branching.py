@@ -1,11 +1,11 @@
-"""The sequences of one request with several: choices that fork or enter late, and beams.
+"""Requests with several sequences (n > 1, or beam search): how choices fork or enter late, and how beams move.
 
-Owns: when a choice enters a plan and which blocks it shares; how a step of beam search moves sequences, blocks and
-slots. Does not: decide between requests (run, start), or choose beams (beam_search). A request with one sequence uses
-none of this.
-Invariants: a fork shares every block of its parent and samples from the same logits; a choice that could not fork
-enters after its siblings by a prefix match, as after a preemption; all forks of a beam step share their parents'
-blocks before any beam is dropped or grows, so that no order of forks overwrites a live beam.
+Owns: when a choice enters a plan, and which blocks it shares; how a beam search step moves sequences, blocks and slots.
+Does not: decide between requests (run, start), or choose beams (beam_search). A request with one sequence never gets
+here.
+Invariants: a fork shares every block of its parent and samples from the same logits. A choice that could not fork
+enters after its siblings, by a prefix match; so does a choice after a preemption. In a beam step all forks take their
+parents' blocks before any beam is dropped or grows, so that no live beam is overwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.core.step import Step
 
 
 def add_sequences(request: RequestState, root: Sequence) -> None:
-    """Give a new request with several choices the others; a beam search begins with its root alone."""
+    """Add the other choices to a new request with n > 1; for beam search, add the beam group and no sequence."""
     params = request.request.params
     if not params.beam_width:
         request.sequences += [root.fork(choice) for choice in range(1, params.num_sequences)]
@@ -35,14 +35,17 @@ def add_sequences(request: RequestState, root: Sequence) -> None:
 
 
 def fork_choices(step: Step, request: RequestState, root: Sequence) -> bool:
-    """Fork the choices that have not entered from a root which samples its first token; return True if they did."""
+    """Fork the choices that have not entered from `root`, whose row samples its first token.
+
+    Return False if no choice was forked.
+    """
     state, cache = step.state, step.state.cache
     children = [child for child in request.sequences if not child.is_entered]
     children = [child for child in children if child.num_committed == root.num_prompt]
     if not children or not cache.sharing:
         return False
-    if cache.num_free() < len(children):  # each will write a block of its own
-        state.set_decoding(request, False)  # until they have entered late
+    if cache.num_free() < len(children):  # each child will write a block of its own
+        state.set_decoding(request, False)  # until every child has entered late
         step.defer(request, WaitReason.FORK_BLOCKS, len(children), cache.num_free())
         return False
     for child in children:
@@ -56,9 +59,10 @@ def fork_choices(step: Step, request: RequestState, root: Sequence) -> bool:
 
 
 def ready_choices(step: Step, request: RequestState) -> list[Sequence]:
-    """Return the sequences of a running request, with room for the next token of each made at once.
+    """Make room for the next token of every sequence of a running request; return the sequences.
 
-    So a request that has to be preempted for lack of room is preempted before it has any row; then there are none.
+    Return no sequences if the request has to wait, or was itself preempted to make room. The room is made at once, so
+    that a request is preempted before it has any row.
     """
     if not request.can_run_ahead and request.in_flight:
         return []
@@ -72,7 +76,10 @@ def ready_choices(step: Step, request: RequestState) -> list[Sequence]:
 
 
 def enter_late(step: Step, request: RequestState, sequence: Sequence) -> bool:
-    """Enter a choice that was not forked, once its siblings have computed the tokens that it shares with them."""
+    """Enter a choice that was not forked, once its siblings have computed the shared tokens.
+
+    Return False if the choice has to wait.
+    """
     siblings = [other for other in request.sequences if other.is_entered]
     if any(other.num_scheduled < other.num_committed for other in siblings):
         reserve_room(step, sequence)
@@ -82,7 +89,7 @@ def enter_late(step: Step, request: RequestState, sequence: Sequence) -> bool:
         reserve_room(step, sequence)
         return False
     while match is None:
-        if siblings:  # they will end, and then there is room
+        if siblings:  # when a sibling ends, its blocks make room
             step.defer(request, WaitReason.FORK_BLOCKS, 1, step.state.cache.num_free())
             reserve_room(step, sequence)
             return False
@@ -101,14 +108,14 @@ def reserve_room(step: Step, sequence: Sequence) -> None:
 
 
 def own_blocks(cache: KVCache, sequence: Sequence) -> list[int]:
-    """Return the blocks per group that a choice needs beside those of its prompt that it will share: at least one."""
+    """Return the blocks per group that a choice needs for itself, without the shared prompt blocks: at least one."""
     shared = sequence.num_prompt - 1 if cache.sharing else 0
     own = cache.num_blocks_for(sequence.num_known) - shared // cache.block_size
     return [max(1, own)] * cache.num_groups
 
 
 def _match(step: Step, sequence: Sequence) -> Match | None:
-    """Return what a choice finds in the cache, if there is room for its next chunk after that."""
+    """Return the cached prefix of a choice, or None if the pool lacks room for the choice's next chunk."""
     cache = step.state.cache
     match = cache.match(sequence, sequence.request.match_cap(sequence), use_host=cache.may_load)
     end = match.num_tokens + step.chunk(sequence.num_known - match.num_tokens)
@@ -116,7 +123,7 @@ def _match(step: Step, sequence: Sequence) -> Match | None:
 
 
 def _is_one_too_many(step: Step, sequence: Sequence, match: Match) -> bool:
-    """Return True if the choice would be computed in parts, and enough sequences are already."""
+    """Return True if the choice needs several chunks, and max_partial_prefills sequences already prefill."""
     cap, todo = step.state.limits.max_partial_prefills, sequence.num_known - match.num_tokens
     if not cap or step.chunk(todo) == todo:
         return False
@@ -125,7 +132,7 @@ def _is_one_too_many(step: Step, sequence: Sequence, match: Match) -> bool:
 
 
 def _is_promised(step: Step, sequence: Sequence, match: Match) -> bool:
-    """Return True if a row of another request in this plan writes a block of the match: the row may be taken back."""
+    """Return True if another request's row in this plan writes a block of the match; the plan may yet drop the row."""
     request = sequence.request
     promised = {(made.group, made.block) for made in step.effects.published if made.owner.request is not request}
     return any((group, block) in promised for group, blocks in enumerate(match.blocks) for block in blocks)
@@ -135,9 +142,9 @@ def _is_promised(step: Step, sequence: Sequence, match: Match) -> bool:
 
 
 def advance_beams(state: State, request: RequestState) -> list[Hypothesis] | None:
-    """Take one more token of a beam search; every beam has its candidates.
+    """Extend a beam search by one token; every beam must have its candidates.
 
-    Return the requested number of beams, best first, when the search is over, else None.
+    When the search is over, return its n best hypotheses, best first; else return None.
     """
     group, parents = request.beams, tuple(request.sequences)
     assert group is not None
@@ -167,7 +174,7 @@ def advance_beams(state: State, request: RequestState) -> list[Hypothesis] | Non
 
 
 def _fork_beams(state: State, parents: tuple[Sequence, ...], chosen: list[tuple[int, int]]) -> list[Sequence]:
-    """Return one sequence for each beam chosen: a parent itself for its first child, a fork for every other."""
+    """Return one sequence for each chosen beam: a parent's first child reuses the parent, every other is a fork."""
     beams: list[Sequence] = []
     for index, _ in chosen:
         parent = parents[index]
@@ -182,7 +189,7 @@ def _fork_beams(state: State, parents: tuple[Sequence, ...], chosen: list[tuple[
 
 
 def finish_beams(state: State, request: RequestState, best: list[Hypothesis], now: float) -> None:
-    """End a search's choices and then the request. Without any hypothesis (every id was barred) it ends empty."""
+    """Log the end of each choice, then finish the request; without a hypothesis (all ids barred) it has no output."""
     ends = [_end_of(request, beam) for beam in best] or [(FinishReason.LENGTH, None)]
     for choice, (beam, (reason, stop_id)) in enumerate(zip(best[1:], ends[1:], strict=True), start=1):
         state.log(
@@ -194,7 +201,7 @@ def finish_beams(state: State, request: RequestState, best: list[Hypothesis], no
 
 
 def _end_of(request: RequestState, beam: Hypothesis) -> tuple[FinishReason, int | None]:
-    """Return why a beam ended, and the stop id to report: only one of the request's stop_token_ids."""
+    """Return why a beam ended, and its stop id if the request's stop_token_ids has that id, else None."""
     stop_id = beam.stop_token_id
     reason = FinishReason.LENGTH if stop_id is None else FinishReason.STOP
     return reason, stop_id if stop_id in request.request.params.stop_token_ids else None

@@ -1,8 +1,8 @@
-"""Commits one step: tokens, ends, blocks that can be found from now on, and failures.
+"""Commits one step: appends tokens, ends requests, confirms published blocks and handles failures.
 
 Owns: the pass over the rows of the oldest plan in flight. Does not: plan, or undo what failed (recover).
-Invariants: plans are committed in the order made; a token is appended once; a row of a sequence that ended, or was
-discarded since, changes nothing; blocks that a failed step or row wrote cannot be found.
+Invariants: plans are committed in the order made. A token is appended once. A row changes nothing if its sequence has
+ended or been discarded since it was planned. Blocks that a failed step or row wrote cannot be found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLAIN = (ROW_SAMPLE, ROW_SAMPLE | ROW_CARRY)  # flags of rows whose result is o
 
 
 def commit_step(state: State, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
-    """Commit the oldest plan in flight. Raises InvariantError if `plan` is another."""
+    """Commit the oldest plan in flight. Raises InvariantError if `plan` is not that plan."""
     if not state.flight or state.flight[0].plan.step != plan.step:
         expected = f"step {state.flight[0].plan.step}" if state.flight else "none"
         raise InvariantError(f"step {plan.step} is committed, expected is {expected}: commit each plan once, in order")
@@ -46,9 +46,9 @@ def commit_step(state: State, plan: StepPlan, outcome: StepResult | StepFailure,
 
 
 class StepCommit:
-    """The results of one step on their way into the state and into Events.
+    """Applies the results of one step to the state, and collects the step's Events.
 
-    Row i was given the ids [begins[i], begins[i + 1]) of the result's, and the log-probabilities at the same places.
+    Row i has the entries [begins[i], begins[i + 1]) of the result's token ids and log-probabilities.
     """
 
     __slots__ = (
@@ -65,13 +65,13 @@ class StepCommit:
         self.positions: list[int] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs | None] | None = None
-        self.searching: list[RequestState] = []  # beam searches that may have the candidates of all beams now
+        self.searching: list[RequestState] = []  # beam searches of which some beam got candidates in this step
 
     def take(self, result: StepResult) -> None:
         """Append tokens, end finished requests, confirm published blocks."""
         state, flight = self.state, self.flight
         bad = recover.retry_bad_rows(state, flight, result.errors, self.now) if result.errors else {}
-        for index, error in result.dead_ends:  # what these rows computed is sound, but no token can follow
+        for index, error in result.dead_ends:  # the row's KV is valid, but no token can follow
             if not flight.rows[index].is_void:
                 state.finish(flight.rows[index].request, self.now, FinishReason.ERROR, error=error)
         state.cache.confirm(flight.effects)
@@ -95,7 +95,7 @@ class StepCommit:
         totals.num_drafted_tokens += len(flight.plan.draft_token_ids)
 
     def close(self) -> Events:
-        """Return what became known: the columns of tokens, and all decisions since the last plan or commit."""
+        """Return the step's Events: the columns of tokens, and all decisions since the last plan or commit."""
         state, events = self.state, self.events
         state.report_ended()
         events.choices = array("i", self.choices)
@@ -109,7 +109,7 @@ class StepCommit:
     # --- rows -----------------------------------------------------------------------------------------
 
     def _take_rows(self, result: StepResult, is_regular: bool) -> None:
-        """Take the result of each row; in a regular step every sampling row gave one token."""
+        """Take the result of each row. `is_regular`: every sampling row has exactly one token."""
         rows, counts, flags = self.flight.rows, self.flight.plan.counts, self.flight.plan.flags
         is_plain = is_regular and sum(map(flags.count, _PLAIN)) == len(flags)
         begins = self.begins = range(len(flags) + 1) if is_plain else self._find_begins(result)
@@ -133,7 +133,7 @@ class StepCommit:
                 self._take_row(index)
 
     def _find_begins(self, result: StepResult) -> list[int]:
-        """Return where each row's part of the result begins, and the end; only rows that sample have a part."""
+        """Return the begin of each row's entries in the result, then the end. Rows that do not sample have none."""
         plan, lengths = self.flight.plan, result.num_token_ids
         num_sampling = sum(flag & ROW_SAMPLE for flag in plan.flags)
         if lengths is not None and len(lengths) != num_sampling:
@@ -144,9 +144,9 @@ class StepCommit:
         return begins
 
     def _take_plain_rows(self, entries: Iterable[tuple[int, Sequence, int, int]]) -> None:
-        """Take rows (index, sequence, count, token) of one sampled token: the hot path, inline for the common case.
+        """Take rows of one sampled token each, as (index, sequence, count, token).
 
-        Rows that fill a block, may stop, or are void take the general way.
+        The hot path: the common case is inline. `_take_row` handles a row that fills a block, may stop or is void.
         """
         add_name, add_choice = self.events.request_ids.append, self.choices.append
         add_position, add_id = self.positions.append, self.token_ids.append
@@ -178,7 +178,7 @@ class StepCommit:
             sequence.num_pending -= 1
 
     def _take_row(self, index: int) -> None:
-        """Take the result of a row of any kind. The tokens of a request that was preempted in flight count."""
+        """Take the result of a row of any kind; tokens of a request that was preempted in flight are kept."""
         plan, sequence = self.flight.plan, self.flight.rows[index]
         request, flags, logprobs = sequence.request, plan.flags[index], self.given_logprobs
         begin, ids = self.begins[index], self.ids[self.begins[index] : self.begins[index + 1]]
@@ -187,13 +187,13 @@ class StepCommit:
             sequence.stale = max(0, sequence.stale - 1)
             return
         if flags & ROW_SAMPLE and not ids:
-            recover.discard(self.state, sequence, self.now)  # to be sampled again: its logits no longer exist
+            recover.discard(self.state, sequence, self.now)  # computed again, because its logits no longer exist
             return
         num_drafts = plan.num_drafts[index] if plan.num_drafts else 0
         if num_drafts:
             self._take_drafts(sequence, index, ids)
-        elif request.status == Status.RUNNING or request.is_swapped:  # a swap copies what plans in flight write
-            # A fork computes nothing itself: its parent's row did.
+        elif request.status == Status.RUNNING or request.is_swapped:  # a swap also copies what plans in flight write
+            # A fork's row computes nothing; its parent's row computed the shared positions.
             computed = plan.starts[index] if flags & ROW_FORK else sequence.num_computed
             sequence.num_computed = computed + plan.counts[index]
         if flags & ROW_BEAM:
@@ -205,11 +205,11 @@ class StepCommit:
             if self._append(sequence, token, None if logprobs is None else logprobs[begin + offset]):
                 return
         if not request.samples and plan.starts[index] + plan.counts[index] >= sequence.num_known:
-            # also a request that was preempted in flight: all its results are known
+            # also if the request was preempted in flight, because all its results are known
             self.state.finish(request, self.now, FinishReason.STOP)
 
     def _take_drafts(self, sequence: Sequence, index: int, ids: array[int]) -> None:
-        """Check that a row gave accepted drafts and one draw, and drop the KV of the rejected ones."""
+        """Check that a row's ids are accepted drafts and one draw, and drop the KV of the rejected drafts."""
         plan = self.flight.plan
         first, num_drafts = sum(plan.num_drafts[:index]), plan.num_drafts[index]
         if len(ids) > 1 + num_drafts or ids[:-1] != plan.draft_token_ids[first : first + len(ids) - 1]:
@@ -217,7 +217,7 @@ class StepCommit:
         drafts.take_result(self.state, sequence, plan.starts[index], num_drafts, len(ids))
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """Append a sampled token, publish the block it closes; return True if it ends its choice."""
+        """Append a sampled token and publish the block that it fills; return True if the token ends its choice."""
         request = sequence.request
         self.events.request_ids.append(request.name)
         self.choices.append(sequence.choice)
@@ -243,13 +243,13 @@ class StepCommit:
     # --- blocks ---------------------------------------------------------------------------------------
 
     def _publish(self, sequence: Sequence) -> None:
-        """Make the blocks findable that are full and computed now."""
+        """Publish the sequence's full, computed blocks in the prefix cache."""
         cache = self.state.cache
         if sequence.slot >= 0 and sequence.num_computed >= (sequence.num_published + 1) * cache.block_size:
             self._deduplicate(cache.publish(sequence, sequence.num_computed, None))
 
     def _deduplicate(self, published: list[Publication]) -> None:
-        """Replace full blocks by equal ones that were cached before; the next plan has the edits (K04)."""
+        """Replace duplicate blocks by the equal cached blocks; the next plan has the table edits (K04)."""
         state = self.state
         for made in published:
             if not made.is_duplicate or made.owner.slot < 0:
@@ -264,7 +264,7 @@ class StepCommit:
     # --- beams, scores, service -----------------------------------------------------------------------
 
     def _take_candidates(self, sequence: Sequence, given: TokenLogprobs | None) -> None:
-        """Keep what may follow a beam until all beams of its request have their candidates."""
+        """Store a beam's candidates until every beam of its request has candidates."""
         request = sequence.request
         sequence.num_pending -= 1
         if given is not None:
@@ -277,7 +277,7 @@ class StepCommit:
             self.searching.append(request)
 
     def _advance(self, request: RequestState) -> None:
-        """Take the next token of a beam search; when it is over, give the best beams' tokens and end the request."""
+        """Extend a beam search by one token; when the search is over, report the best beams and finish the request."""
         if request.status != Status.RUNNING or any(beam.candidates is None for beam in request.sequences):
             return
         best = branching.advance_beams(self.state, request)
@@ -294,7 +294,7 @@ class StepCommit:
         branching.finish_beams(self.state, request, best, self.now)
 
     def _take_outputs(self, result: StepResult, bad: dict[int, str]) -> None:
-        """Give scores that were not given before, and pooled states, of rows whose results count."""
+        """Report the new scores and the pooled states of the rows that are neither bad nor void."""
         requests = {
             index: sequence.request
             for index, sequence in enumerate(self.flight.rows)
@@ -312,13 +312,13 @@ class StepCommit:
         self.events.pooled = tuple((requests[index].name, data) for index, data in result.pooled if index in requests)
 
     def _commit_media(self) -> None:
-        """Drop the needs of media items whose positions are computed."""
+        """Release the encoder outputs of media items whose positions are computed."""
         for sequence in self.flight.rows:
             if sequence.request.request.spans:
                 self.state.encoder.commit(sequence.request.name, sequence.num_computed)
 
     def _charge(self) -> None:
-        """Notify the policy of the tokens of each request."""
+        """Notify the policy how many tokens each request got."""
         requests = {sequence.request.name: sequence.request for sequence in self.flight.rows}
         for name, count in Counter(self.events.request_ids).items():
             self.state.policy.notify("served", requests[name], count)

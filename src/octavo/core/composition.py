@@ -1,9 +1,9 @@
-"""Composition: which kinds of row may share a step (S12, S13), where the configuration separates kinds.
+"""Composition: which kinds of row may share a step, if the configuration separates kinds (S12, S13).
 
 Owns: the alternation of text and media, and of prefills and decodes. Does not: plan. Without separation the state has
 no Composition, and a step has no Turn.
-Invariants: work of one modality waits for at most one step of the other, and decodes for at most `max_prefill_run`
-steps of prefills; when the kind that is due has nothing to run, the next kind gets the step.
+Invariants: work of one modality waits for at most one step of the other. Decodes wait for at most `max_prefill_run`
+prefill steps. If the kind that is due has nothing to run, the next kind gets the step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from octavo.core.request_state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a step may contain; None is anything."""
+    """The kind of rows that a step may contain; None means any."""
 
     has_media: bool | None = None
     is_decoding: bool | None = None
 
     def refusal(self, request: RequestState, is_decoding: bool) -> WaitReason | None:
-        """Return why a row of this request may not be in the step; None when it may."""
+        """Return why the step may not have a row of this request; None if it may."""
         if self.has_media is not None and bool(request.request.spans) is not self.has_media:
             return WaitReason.MODALITY
         if self.is_decoding is not None and is_decoding is not self.is_decoding:
@@ -39,10 +39,10 @@ class Composition:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._media_next = False
-        self._num_prefills = 0  # steps of prefills since the last one of decodes
+        self._num_prefills = 0  # prefill steps since the last decode step
 
     def turns(self) -> list[Turn]:
-        """Return the kinds of step in the order to try them: the first that has a row is planned."""
+        """Return the kinds of step in the order to try; the scheduler plans the first kind that has a row."""
         media = (self._media_next, not self._media_next) if self._limits.separate_modalities else (None,)
         decode_first = self._num_prefills >= self._limits.max_prefill_run
         phases = (decode_first, not decode_first) if self._limits.composition == "separate" else (None,)

@@ -1,10 +1,10 @@
-"""Speculation by prompt lookup: which rows of a plan carry drafts, how many, and what became of them.
+"""Speculative decoding by prompt lookup: gives drafts to the rows of a plan, and takes the results.
 
-Owns: the choice of drafts for rows that are granted, and the result of a row with drafts. Does not: sample, or accept
-(the executor does: a draft is accepted if it is the token that plain sampling draws at its position, P02).
-Invariants: drafts take only what a plan has left (tokens, reads, blocks beyond the headroom and one for each running
-sequence), and nothing is preempted for them; their positions are held, not scheduled: num_scheduled and num_known
-count positions that are sure, and tables reach ceil((num_scheduled + num_drafts) / block size) until the commit.
+Owns: the choice of drafts for granted rows, and the result of a row with drafts. Does not: sample, or accept drafts.
+The executor accepts a draft if plain sampling draws the same token at that position (P02).
+Invariants: drafts use only the plan's spare tokens, reads and blocks; the headroom and one block for each running
+sequence stay free. No request is preempted for drafts. num_scheduled and num_known do not count draft positions; until
+the commit a block table covers num_scheduled + num_drafts positions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from octavo.core.request_state import RequestState, Sequence, Status
 from octavo.core.state import State
 from octavo.core.step import Step
 
-CATCH_UP = 1024  # ids indexed in one plan: a long prompt is indexed over several
+CATCH_UP = 1024  # most ids of a sequence indexed in one plan; a long prompt takes several plans
 
 
 class Drafter:
-    """Source of drafts: what followed the same ids earlier in the sequence."""
+    """Proposes as drafts the ids that followed the same ids earlier in the sequence."""
 
     __slots__ = ()
 
     def knows(self, request: Request) -> bool:
-        """Return True if it can draft for a request: not for one known by length only."""
+        """Return True if the request's prompt ids are known, so that drafts can be proposed."""
         return request.prompt_token_ids is not None
 
     def propose(self, sequence: Sequence, count: int) -> array[int]:
-        """Return at most `count` ids (maybe none) that may follow a sequence's committed ids."""
+        """Return up to `count` ids that may follow a sequence's committed ids."""
         history, ids = sequence.draft_history, sequence.token_ids
         assert history is not None and ids is not None
         assert len(ids) == sequence.num_scheduled, "drafts continue ids that the host knows"
@@ -41,10 +41,10 @@ class Drafter:
 
 
 def allows(request: Request) -> bool:
-    """Return True if a request may have drafts at all.
+    """Return True if a request may have drafts: no beam search, no penalties, no DRY.
 
-    Not a beam search; nor one whose draws depend on counts of ids that a draft would have to join: penalties and DRY.
-    What depends on the ids themselves (bad words) sees the drafts before it.
+    Penalties and DRY depend on counts of ids, which would have to include the drafts. Bad words are allowed: they
+    depend on the preceding ids, which include the drafts.
     """
     params = request.params
     return (
@@ -56,7 +56,10 @@ def allows(request: Request) -> bool:
 
 
 def must_wait(state: State, request: RequestState) -> bool:
-    """Return True if a request's next row waits for a commit: of its drafts, or of the id that drafts would follow."""
+    """Return True if a request's next row must wait for a commit.
+
+    The commit is that of its drafts in flight, or of the sampled id that new drafts would follow.
+    """
     is_quiet = state.num_sequences <= state.limits.max_draft_rows
     for sequence in request.sequences:
         if sequence.num_drafts:
@@ -71,7 +74,7 @@ def _is_due(sequence: Sequence) -> bool:
 
 
 def add_drafts(step: Step, drafter: Drafter) -> None:
-    """Give drafts to the rows that decode from ids the host knows, within the rest of the plan's budgets."""
+    """Add drafts to decode rows whose ids the host knows, within what is left of the plan's budgets."""
     if not 0 < len(step.rows) <= step.state.limits.max_draft_rows:
         return
     for index, sequence in enumerate(step.rows):
@@ -91,12 +94,12 @@ def _propose(step: Step, drafter: Drafter, sequence: Sequence) -> array[int]:
     drafts = drafter.propose(sequence, min(wanted, _num_that_fit(step, sequence)))
     for index, token in enumerate(drafts):
         if token in sequence.request.stop_ids:
-            return drafts[: index + 1]  # nothing follows a stop
+            return drafts[: index + 1]  # nothing follows a stop id
     return drafts
 
 
 def _num_that_fit(step: Step, sequence: Sequence) -> int:
-    """Return how many drafts there are tokens, reads, positions and blocks for."""
+    """Return the number of drafts for which the plan has tokens, reads, positions and blocks."""
     state, end = step.state, sequence.num_scheduled
     count = min(step.tokens_left, sequence.limit - sequence.num_known)
     if step.has_read_limit:
@@ -113,7 +116,7 @@ def take_result(state: State, sequence: Sequence, start: int, num_drafted: int, 
     assert sequence.draft_history is not None
     sequence.draft_history.learn(num_drafted, num_ids - 1, sequence.num_known)
     if sequence.request.status != Status.RUNNING:
-        return  # preempted in flight: its blocks are released, its ids count
+        return  # preempted in flight: its blocks are released, and its ids are kept
     sequence.num_drafts = 0
     sequence.num_computed = sequence.num_scheduled = start + num_ids
     for group, index in state.cache.trim(sequence):

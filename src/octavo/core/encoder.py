@@ -1,9 +1,9 @@
-"""Encoder outputs of media items, by content: which exist, which have to be encoded or may be dropped (E01, E02).
+"""The cache of encoder outputs, keyed by media content: which outputs exist, and which to encode or drop (E01, E02).
 
 Owns: the encoder budget of a step, the space of the cache, and which requests need which output. Ids only, no tensors.
 Does not: encode, or know positions beyond a request's spans. A request without media never gets here.
-Invariants: the outputs fit the capacity; one that is needed stays; a plan never frees a key that it also encodes or
-uses, so that frees can run before encode jobs. Sizes are in media tokens.
+Invariants: the outputs fit the capacity. An output that a request needs is not evicted. A plan never frees a key that
+it also encodes or uses, so that frees can run before encode jobs. Sizes are in media tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.core.request import Span
 
 @dataclass(slots=True)
 class _Output:
-    """An output that exists once the plans in flight ran, and how many needs there are of it."""
+    """An output that exists once the plans in flight have run, and the number of requests' needs for it."""
 
     size: int
     num_needs: int = 0
@@ -25,7 +25,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """One request's need of an output: the item's key, the position after it, and the slot that has its data."""
+    """One request's need for an output: the item's key, the position after the item, and the request's slot."""
 
     key: bytes
     end: int
@@ -33,7 +33,7 @@ class _Need:
 
 
 class EncoderCache:
-    """Outputs by content key, shared by all requests; unneeded ones are evicted least recently used first."""
+    """Outputs by content key, shared by all requests. Outputs that no request needs are evicted in LRU order."""
 
     __slots__ = ("_capacity", "_frees", "_jobs", "_left", "_limit", "_lost", "_needs", "_outputs")
 
@@ -41,15 +41,15 @@ class EncoderCache:
         self._limit = budget
         self._capacity = capacity
         self._left = budget
-        self._outputs: OrderedDict[bytes, _Output] = OrderedDict()  # those without needs: least recently used first
+        self._outputs: OrderedDict[bytes, _Output] = OrderedDict()  # outputs without needs are in LRU order
         self._needs: dict[str, dict[int, _Need]] = {}  # request -> index of its span -> need
-        self._jobs: list[EncodeJob] = []  # of the plan in the making
-        self._frees: list[bytes] = []  # evicted by the plan in the making: they exist until it runs
-        self._lost: list[bytes] = []  # outputs that failed plans encoded or freed: they may exist or not
+        self._jobs: list[EncodeJob] = []  # jobs of the plan in the making
+        self._frees: list[bytes] = []  # keys that the plan in the making evicts; they exist until the plan runs
+        self._lost: list[bytes] = []  # keys that failed plans encoded or freed; their outputs may or may not exist
 
     @property
     def num_needs(self) -> int:
-        """Needs of all requests."""
+        """The number of needs of all requests."""
         return sum(output.num_needs for output in self._outputs.values())
 
     def begin_plan(self) -> None:
@@ -59,7 +59,7 @@ class EncoderCache:
     def end_plan(self) -> tuple[tuple[EncodeJob, ...], tuple[bytes, ...]]:
         """Return what the plan encodes, and the keys of outputs that it drops.
 
-        After a failed plan these include keys that may have no output.
+        After a failed plan the dropped keys include keys that may have no output.
         """
         lost = [key for key in dict.fromkeys(self._lost) if key not in self._outputs]
         jobs, frees = tuple(self._jobs), (*self._frees, *lost)
@@ -67,9 +67,10 @@ class EncoderCache:
         return jobs, frees
 
     def grant(self, name: str, slot: int, spans: tuple[Span, ...], start: int, count: int) -> int:
-        """Return how many of positions [start, start + count) may be granted: up to the first item that has to wait.
+        """Return how many of the positions [start, start + count) may be granted: up to the first item that must wait.
 
-        Items that are missing are scheduled whole; every item touched is needed until its last position is committed.
+        A missing item is encoded whole. The request needs each item in the range until the item's last position is
+        committed.
         """
         held = self._needs.setdefault(name, {})
         for index, span in enumerate(spans):
@@ -87,10 +88,10 @@ class EncoderCache:
         return count
 
     def _provide(self, span: Span, job: EncodeJob) -> bool:
-        """Provide an output for this plan. Return False, and change nothing, without budget or space."""
+        """Make an output available to this plan. Return False, and change nothing, if budget or space is lacking."""
         if span.key in self._outputs:
             return True
-        exists = span.key in self._frees  # evicted by this very plan, so not dropped yet
+        exists = span.key in self._frees  # evicted by this plan, so not dropped yet
         if not exists and span.length > self._left:
             return False
         if not self._make_space(span.length):
@@ -116,7 +117,7 @@ class EncoderCache:
         return True
 
     def commit(self, name: str, end: int) -> None:
-        """Drop a request's needs of items before `end`: these positions are computed."""
+        """Drop a request's needs for items before position `end`, because those positions are computed."""
         held = self._needs.get(name, {})
         for index in [index for index, need in held.items() if need.end <= end]:
             self._drop(held.pop(index))
@@ -124,7 +125,7 @@ class EncoderCache:
             self._needs.pop(name, None)
 
     def release(self, name: str) -> None:
-        """Drop all needs of a request, and the jobs of the plan in the making that were for it alone."""
+        """Drop all needs of a request, and the current plan's jobs that only this request needed."""
         held = self._needs.pop(name, {})
         for need in held.values():
             self._drop(need)
@@ -138,7 +139,7 @@ class EncoderCache:
             self._outputs.move_to_end(need.key)
 
     def _pass_on(self, job: EncodeJob) -> tuple[EncodeJob, ...]:
-        """Give the job of a released request to another that needs the output, or cancel it."""
+        """Give a released request's job to another request that needs the output, or cancel the job."""
         for held in self._needs.values():
             for index, need in held.items():
                 if need.key == job.key:
@@ -148,9 +149,9 @@ class EncoderCache:
         return ()
 
     def undo(self, jobs: tuple[EncodeJob, ...], frees: tuple[bytes, ...]) -> None:
-        """Undo a plan that failed: outputs that it was to encode or drop count as absent, and the next plan drops them.
+        """Undo a failed plan: the outputs that it encoded or freed count as absent, and the next plan drops them.
 
-        Of several plans the last is undone first. Requests that needed the outputs are computed again.
+        Undo several plans in reverse order. The caller computes the requests that needed the outputs again.
         """
         self._lost += [*(job.key for job in jobs), *frees]
         void = [job.key for job in jobs if self._outputs.pop(job.key, None) is not None]

@@ -1,9 +1,9 @@
-"""Explanations: where a request is, why it waits, and the numbers of that, as typed facts.
+"""Explanations: a request's state and queue position, why it waits, and the numbers behind the wait, as typed facts.
 
-Owns: the record and how it is read off the state. Does not: change anything, put it into words (observe.explainer
-does), or know the past (observe.history does). For people: O(waiting log waiting), never called by a step.
-Invariants: the room of a waiting request is counted as admission does, so a request that was refused for
-blocks is short of blocks here until one is released. Other requests are named in `behind` and `ahead` only.
+Owns: the record, and how it is read from the state. Does not: change anything, turn facts into sentences
+(observe.explainer does), or know the past (observe.history does). Costs O(waiting log waiting); no step calls it.
+Invariants: a waiting request's blocks are counted as admission counts them, so a request that was refused for
+blocks is short of blocks here until one is released. Other requests are named only in `behind` and `ahead`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.core.request_state import RequestState, Status
 from octavo.core.start import growth_blocks, needed_blocks, swapped_blocks
 from octavo.core.state import State
 
-NUM_AHEAD = 5  # requests named of those ahead
+NUM_AHEAD = 5  # most requests listed in `ahead`
 _BLOCKS = frozenset({WaitReason.KV_BLOCKS, WaitReason.HEADROOM, WaitReason.SWAP_SPACE})
 
 
@@ -27,8 +27,8 @@ class Standing(Enum):
     """What a request is doing."""
 
     WAITING = "waiting"  # never ran
-    PREEMPTED = "preempted"  # waits again, and will be computed anew
-    SWAPPED = "swapped"  # waits again, its KV on the host
+    PREEMPTED = "preempted"  # waits again, and will be recomputed
+    SWAPPED = "swapped"  # waits again; its KV is on the host
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
@@ -36,9 +36,9 @@ class Standing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What a request was refused for when admission last looked at it, in step `step`.
+    """The resource that a request lacked when admission last looked at the request, in step `step`.
 
-    `limit` is how much of it there is in all; 0 if that means nothing.
+    `limit` is the resource's total; 0 if it has none.
     """
 
     reason: WaitReason
@@ -50,11 +50,11 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """One group of the KV pool, as available to a waiting request now, in blocks.
+    """What one group of the KV pool has for a waiting request now, in blocks.
 
-    The request needs `needed` beside the `found` that it would share. Of `total`, `free` hold nothing and `evictable`
-    an unused prefix (not this request's). `promised` are for prompts in progress; `headroom` and `growth` stay free for
-    running requests.
+    The request would share `found` cached blocks and needs `needed` more. Of `total` blocks, `free` are empty, and
+    `evictable` hold an unused prefix that is not this request's. `promised` blocks are reserved for prompts in
+    progress. `headroom` and `growth` blocks stay free for running requests.
     """
 
     group: int
@@ -69,13 +69,13 @@ class Room:
 
     @property
     def short(self) -> int:
-        """Blocks that are lacking; 0 or less if the request would fit."""
+        """The number of missing blocks; 0 or less if the request would fit."""
         return self.needed + self.promised + self.headroom + self.growth - self.free - self.evictable
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A request before this one in the queue, and what gives it that place."""
+    """A request before the explained one in the queue. `why` is the policy's text for its queue position."""
 
     name: str
     tenant: str
@@ -84,16 +84,16 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where one request is. Times are in seconds on the scheduler's clock.
+    """The state of one open request. Times are in seconds on the scheduler's clock.
 
-    `position` counts from 1 among `num_waiting`, and is 0 for a request that runs. `reason` is why it waits, None until
-    admission first looked at it; `shortage` has the numbers: its own, or those of the request that it waits for
-    (`is_first_short`). `behind` is the request right before it, or the barrier that no other may pass; `ahead` are the
-    first few in the queue. `why` is its place in the policy's order, which is `rule`. `num_bypassed` counts steps in
-    which a later request was admitted before it; at `max_bypass` none is.
-    Tokens and blocks are summed over all sequences, blocks that they share counted once: `num_computed` of `num_known`
-    tokens (prompt and outputs) are in the KV pool; `cached_tokens` were found there at its first admission.
-    `num_outputs` are out, of at most `max_tokens` for each choice.
+    `position` counts from 1 among `num_waiting`, and is 0 for a running request. `reason` is why the request waits.
+    `shortage` has the numbers: the request's own or, if `is_first_short`, those of the request that it waits for.
+    `behind` is the request directly before it, or the barrier that no request may pass; `ahead` lists the first few of
+    the queue. `rule` is the policy's order, and `why` gives the request's place in that order. `num_bypassed` counts
+    the steps that admitted a later request first; at `max_bypass` no later request is admitted first.
+    Tokens and blocks are summed over all sequences; a shared block counts once. Of `num_known` tokens (prompt and
+    outputs), `num_computed` have KV; `cached_tokens` were found in the prefix cache at the first admission.
+    `num_outputs` tokens were sampled; `max_tokens` bounds each choice.
     """
 
     name: str
@@ -140,9 +140,9 @@ def explain(state: State, request_id: str) -> Explanation | None:
 
 
 def explain_all(state: State, max_requests: int | None = None) -> list[Explanation]:
-    """Explain every open request: those that wait, in order, then those that run; `max_requests` of each.
+    """Explain open requests: the first `max_requests` waiting, then the first `max_requests` running; None means all.
 
-    O(requests log requests), and a look into the cache for each that lacked blocks.
+    O(requests log requests), plus one cache lookup for each request that lacked blocks.
     """
     order = state.waiting.in_order()
     waiting = [_explain(state, entry, order, position) for position, entry in enumerate(order[:max_requests], 1)]
@@ -150,7 +150,7 @@ def explain_all(state: State, max_requests: int | None = None) -> list[Explanati
 
 
 def shortage_of(state: State, entry: RequestState) -> Shortage | None:
-    """Return what an open request was last refused for, or None. O(1)."""
+    """Return the last shortage of an open request, or None. O(1)."""
     if entry.wait_reason < 0:
         return None
     reason = WaitReason(entry.wait_reason)
@@ -168,7 +168,7 @@ def reason_of(state: State, entry: RequestState, barrier: RequestState | None) -
 
 
 def find_barrier(state: State) -> RequestState | None:
-    """Return the first request that was passed over too often: no other is admitted before it."""
+    """Return the first request that was bypassed `max_bypass` times: no other is admitted before it. None if none."""
     bound = state.limits.max_bypass
     overdue = [one for one in state.overdue if one.status == Status.WAITING and one.num_bypassed >= bound]
     return min(
@@ -177,7 +177,7 @@ def find_barrier(state: State) -> RequestState | None:
 
 
 def _explain(state: State, entry: RequestState, order: Many[RequestState], position: int) -> Explanation:
-    """Explain a request at its position in the order of the waiting ones; 0 if it runs."""
+    """Explain a request. `position` is its place among the waiting requests, from 1; 0 if it runs."""
     request, sequences = entry.request, entry.sequences
     histories = [one.draft_history for one in sequences if one.draft_history is not None]
     shortage, behind, is_first_short = shortage_of(state, entry), None, False
@@ -253,7 +253,7 @@ def _wait(
 
 
 def _rooms(state: State, entry: RequestState) -> tuple[Room, ...]:
-    """Return the blocks available to a waiting request, counted as admission does."""
+    """Return the blocks available to a waiting request, counted as admission counts them."""
     cache, root = state.cache, entry.sequences[0]
     has_company = bool(state.running.requests)
     found, unreferenced = [0] * cache.num_groups, [0] * cache.num_groups

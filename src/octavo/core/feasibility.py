@@ -1,6 +1,6 @@
-"""Checks that a request can run alone on this engine, or refuses it with the numbers and the remedy.
+"""Checks that this engine can run a request alone; refuses the request, with numbers and a remedy, if it cannot.
 
-Owns: every check at submission. Does not: look at what else is running: a request that passes here can finish.
+Owns: every check at submission. Does not: consider other requests. A request that passes can run to its end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.errors import AdmissionError, InvalidRequestError, PromptTooLongErro
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """An accepted request: the `max_tokens` in force; `capped` if it was unset and is what fits."""
+    """An accepted request's max_tokens. `capped`: the request set none, so it is the most that fits."""
 
     max_tokens: int
     capped: bool
@@ -59,7 +59,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
 
 
 def _check_keys(request: Request, keys: tuple[bytes, ...], block_size: int) -> None:
-    """Refuse more keys than full blocks. A request known by length may have keys for its outputs too."""
+    """Refuse more keys than full blocks. A request without token ids may also have keys for its outputs."""
     tokens, what = request.num_prompt_tokens, "prompt tokens"
     if request.prompt_token_ids is None:
         tokens, what = tokens + (request.params.max_tokens or 0), "tokens of prompt and max_tokens"
@@ -140,7 +140,7 @@ def _check_spans(request: Request, limits: Limits) -> None:
 
 
 def _check_room(request: Request, limits: Limits) -> Admission:
-    """Refuse a request whose longest run does not fit the pools, and find the max_tokens of one without."""
+    """Refuse a request that does not fit the pools at full length; choose max_tokens if the request has none."""
     prompt, emitted = request.num_prompt_tokens, len(request.emitted_token_ids or ())
     max_tokens = request.params.max_tokens
     if not request.wants & Want.SAMPLE:
@@ -175,9 +175,9 @@ def _most_tokens(request: Request, limits: Limits) -> int:
 
 
 def worst_blocks(request: Request, positions: int, limits: Limits) -> list[int]:
-    """Return the most blocks per group that all sequences of a request hold when each has `positions`.
+    """Return the most blocks per group that a request holds when each of its sequences has `positions` positions.
 
-    What their prompts share counts once if it is sure to be found again after a preemption.
+    Prompt blocks that the sequences share count once, if a preempted request is sure to find them again.
     """
     count, size = request.params.num_sequences, limits.block_size
     shared = (request.num_prompt_tokens - 1) // size if limits.block_sharing and count > 1 else 0
@@ -192,7 +192,7 @@ def worst_blocks(request: Request, positions: int, limits: Limits) -> list[int]:
 
 
 def _pool_error(request: Request, positions: int, group: int, need: int, limits: Limits) -> AdmissionError:
-    """Return the refusal of a request that needs more blocks of a group than there are, with the field to change."""
+    """Return the error for a request that needs more blocks of a group than exist; it names the field to change."""
     params, prompt, have = request.params, request.num_prompt_tokens, limits.num_blocks[group]
     held, most = have * limits.block_size, "enlarge the KV pool (--kv-cache-tokens)"
     if limits.groups[group].peak_blocks(prompt, limits.max_batch_tokens, limits.block_size) > have:

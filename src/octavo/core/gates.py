@@ -1,8 +1,8 @@
-"""Gates: what a request needs to run beside tokens and blocks, and holds while it runs.
+"""Gates: bounded resources other than tokens and blocks that a request holds while it runs (adapter slots).
 
-Owns: one small object for each such thing. Does not: order requests, look at the cache, or own the executor's slots
+Owns: one object per resource. Does not: order requests, look at the cache, or own the executor's slots
 (`State.free_slots`), which every request needs.
-To add one: a class with these five members, and its place in `State.gates`, the passable ones first.
+To add a gate, write a class with Gate's five members and add it to `State.gates`, passable gates first.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from octavo.errors import InvariantError
 
 
 class Gate(Protocol):
-    """Something bounded that running requests hold.
+    """A bounded resource that running requests hold.
 
-    A request that waits at a passable gate is skipped for as long as it takes: it never holds back another request.
-    At any other gate it is bypassed like a request that lacks blocks: at most `max_bypass` times, then all wait for it.
+    A request that waits at a passable gate never holds back another request. A request that waits at any other gate is
+    bypassed at most `max_bypass` times, like a request that lacks blocks; after that, all others wait for it.
     """
 
     reason: WaitReason
@@ -38,7 +38,7 @@ class Gate(Protocol):
 
 
 class AdapterSlots:
-    """Slots for adapters: one is held while running requests use its adapter. Adapter 0 is the base model: no slot."""
+    """Slots for adapters: each adapter that running requests use holds one. Adapter 0 is the base model: no slot."""
 
     reason = WaitReason.ADAPTER_SLOTS
     is_passable = False

@@ -1,8 +1,8 @@
 """Limits: the sizes, budgets, switches and policy of one scheduler, and the cache groups of its model.
 
-A group is the layers that share one kind of attention, and so one block table.
-Owns: these settings and their ranges, and which blocks a group's attention needs.
-Does not: derive them (config and assembly do) or spend them (step does).
+A cache group is the layers with one kind of attention; they share a block table.
+Owns: the settings and their ranges, and which blocks a group's attention needs.
+Does not: derive the settings (engine.limits and executors do), or count what a step uses (step does).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GroupKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One cache group: its kind, window (tokens, 0 = none), bytes of one block over all its layers, and layers.
+    """One cache group: its kind, window (tokens, 0 = none), bytes of one block over all its layers, and its layers.
 
     A token at position p of a sliding group attends to positions p - window + 1 to p.
     """
@@ -33,17 +33,17 @@ class GroupSpec:
     layers: tuple[int, ...] = ()
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Index of the first block that a token at `position` reads or writes."""
+        """Return the index of the first block that a token at `position` reads or writes."""
         if self.kind == GroupKind.FULL:
             return 0
         return max(0, position - self.window + 1) // block_size
 
     def peak_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Most blocks that `num_tokens` positions hold at once when at most `chunk` of them are granted in a step."""
+        """Return the most blocks that `num_tokens` positions hold at once, if a step computes at most `chunk`."""
         total = -(-num_tokens // block_size)
         if self.kind == GroupKind.FULL:
             return total
-        span = self.window - 1 + chunk  # positions that one grant reads or writes, anywhere against the blocks' edges
+        span = self.window - 1 + chunk  # positions that one chunk reads or writes; it may begin anywhere in a block
         return min(total, (span + block_size - 2) // block_size + 1)
 
 
@@ -51,14 +51,15 @@ class GroupSpec:
 class Limits:
     """The scheduler's settings, in tokens, sequences and blocks as named; `headroom` is a share of the pool.
 
-    `num_blocks` and `host_blocks` have one entry per group (no `host_blocks`: no host tier). 0 means no bound for
-    `max_partial_prefills`, `long_prefill_threshold` and `max_kv_read` (tokens of context read per step), and none
-    available for `encoder_budget` (media tokens encoded per step), `encoder_cache` (media tokens kept) and
-    `adapter_slots`. `headroom=None` means the policy's own default. `preemption` is auto, recompute or swap.
-    `composition` is mixed or separate (steps of prefills only, at most `max_prefill_run` in a row while anything
-    decodes, or of decodes only). `tenant_weights` are shares under the fair policy; 1 for those not named.
-    `find_shared_prefixes` fills the plan's shared_prefixes. A row gets at most `max_draft_tokens` drafts (0 = no
-    speculation), and none in a plan of more than `max_draft_rows` rows.
+    `num_blocks` and `host_blocks` have one entry per group; an empty `host_blocks` means no host tier.
+    `max_partial_prefills`, `long_prefill_threshold` and `max_kv_read` (tokens of context read per step) have no bound
+    if they are 0. `encoder_budget` (media tokens encoded per step), `encoder_cache` (media tokens cached) and
+    `adapter_slots` are 0 if the engine has no encoder or no adapters. `headroom=None` means the policy's default.
+    `preemption` is auto, recompute or swap. `composition` is mixed or separate; if separate, a step has only prefills
+    or only decodes, and at most `max_prefill_run` prefill steps run in a row while a request decodes. `tenant_weights`
+    are shares under the fair policy; a tenant not named has weight 1. `find_shared_prefixes` fills the plan's
+    shared_prefixes. A row gets at most `max_draft_tokens` drafts (0 = no speculation), and no drafts in a plan of more
+    than `max_draft_rows` rows.
     """
 
     block_size: int

@@ -1,9 +1,9 @@
-"""Prompt lookup: an index of the pairs of ids in a sequence, and what followed the best match of its end.
+"""Prompt lookup: indexes the pairs of ids in a sequence, and drafts what followed the best match of the last ids.
 
-Owns: the index of one sequence, and how good its drafts were. Does not: decide when to draft (see drafts), or
-store the ids.
-Invariants: each id costs one entry; a draft looks at MAX_LOOKS places at most; a pair is found only
-once an id follows it, so a sequence never matches its own end.
+Owns: the index of one sequence, and the share of its drafts that was accepted. Does not: decide when to draft (see
+drafts), or store the ids.
+Invariants: each id costs one entry. A draft looks at MAX_LOOKS positions at most. A pair is found only after an id
+follows it, so the last pair of a sequence never matches itself.
 Source: Saxena, "Prompt Lookup Decoding", 2023. Equal pairs are chained, newest first, as in DEFLATE (RFC 1951, 4).
 """
 
@@ -11,26 +11,26 @@ from __future__ import annotations
 
 from array import array
 
-MAX_MATCH = 4  # ids compared; a longer match predicts no better
+MAX_MATCH = 4  # most ids compared; a longer match predicts no better
 MAX_LOOKS = 32
-FIRST_RATE = 0.5  # assumed share of accepted drafts of a new sequence
-PROBE_RATE = 0.3  # the same after a pause
-WORTH = 0.2  # below this share of accepted drafts they cost more than they save
+FIRST_RATE = 0.5  # assumed share of accepted drafts for a new sequence
+PROBE_RATE = 0.3  # assumed share of accepted drafts after a pause
+WORTH = 0.2  # below this share of accepted drafts, drafts cost more than they save
 LEARNING = 0.3  # weight of the latest result
 PAUSES = (16, 512)  # tokens without drafts, the first time and at most; each failed probe doubles them
 
 
 class NgramIndex:
-    """Pairs of one sequence's ids by their last position, newest first."""
+    """Index of the pairs of adjacent ids in one sequence. Equal pairs are linked, newest first."""
 
     __slots__ = ("_before", "_newest")
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
-        self._before = array("i")  # per position, where the pair that ends there ended before; negative: nowhere
+        self._before = array("i")  # per position, the earlier position where the same pair ended; negative: none
 
     def add(self, ids: array[int], most: int) -> bool:
-        """Index at most `most` further ids; return True once only the last id is left out."""
+        """Index at most `most` further ids; return True once every id but the last is indexed."""
         newest, before = self._newest, self._before
         begin = len(before)
         end = min(len(ids) - 1, begin + most)
@@ -44,9 +44,9 @@ class NgramIndex:
         return len(before) >= len(ids) - 1
 
     def draft(self, ids: array[int], count: int) -> array[int]:
-        """Return `count` ids that followed the longest match of the end, the newest of those as long; or none.
+        """Return `count` ids that followed the longest earlier match of the last ids; of equal matches, the newest.
 
-        At least two ids must match. A match that overlaps the end repeats its own draft, like a period.
+        Return no ids if fewer than two match. If the match overlaps the end, the draft repeats itself periodically.
         """
         at = self._find(ids)
         if at is None:
@@ -79,7 +79,7 @@ class NgramIndex:
 
 
 class DraftHistory:
-    """One sequence's drafts: the index, the share accepted lately, and until when there are none."""
+    """One sequence's draft index, its recent share of accepted drafts, and the end of its pause from drafts."""
 
     __slots__ = ("index", "num_accepted", "num_drafted", "pause", "rate", "resume_at")
 
@@ -87,16 +87,16 @@ class DraftHistory:
         self.index = NgramIndex()
         self.rate = FIRST_RATE
         self.pause = PAUSES[0]
-        self.resume_at = 0  # known tokens from which on it is drafted for
+        self.resume_at = 0  # known tokens at which drafting starts or resumes
         self.num_drafted = 0
         self.num_accepted = 0
 
     def num_wanted(self, most: int) -> int:
-        """Return the number of drafts to make: more if more of the last ones were accepted."""
+        """Return the number of drafts to make, which grows with the share of recently accepted drafts."""
         return min(most, 1 + int(self.rate * most))
 
     def learn(self, num_drafted: int, num_accepted: int, num_known: int) -> None:
-        """Note a result; after too many rejections there are no drafts for a while."""
+        """Record how many drafts were accepted; after too many rejections, pause drafting for this sequence."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.rate += (num_accepted / num_drafted - self.rate) * LEARNING

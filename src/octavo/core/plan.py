@@ -1,11 +1,11 @@
-"""What crosses between scheduler and executor: StepPlan, StepResult, and the events of a commit.
+"""The data that scheduler and executor exchange: StepPlan, StepResult, and the Events of a commit.
 
-Owns: the columns, their meaning and their digest. Row is a lazy view for policies and tests.
-Does not: decide or compute. A plan is never written to after plan() returned it.
-Effects of a plan run in this order: freed slots, new sequences, id edits, swap-out, host load, block copy,
-then table edits, encoder frees, encode jobs and the forward pass with its KV writes. Copies read the blocks as they
-were before the step. Freeing a free slot is harmless, and a new sequence resets its slot, so that effects of a failed
-step can be sent again.
+Owns: the columns, their meaning and their digest. Row is a lazy view of one row, for code off the hot path.
+Does not: decide or compute. A plan is never changed after plan() has returned it.
+An executor applies a plan in this order: freed slots, new sequences, id edits, swap-outs, host loads, block copies,
+table edits, encoder frees, encode jobs, then the forward pass with its KV writes. Copies read the blocks as they were
+before the step's KV writes. Freeing a free slot is harmless, and a new sequence resets its slot, so that a failed
+step's effects can be sent again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from operator import attrgetter
 from octavo.core.request import FinishError, FinishReason, SamplingParams
 
 ROW_SAMPLE = 1  # sample one token from the logits of the row's last position
-ROW_CARRY = 2  # the row's single input id is the one its slot sampled last, maybe still on the device
+ROW_CARRY = 2  # the row's only input id is the id that its slot sampled last, maybe still on the device
 ROW_SCORE = 4  # give log-probabilities of the prompt tokens after the row's positions
 ROW_POOL = 8  # give the pooled hidden state at the row's last position
 ROW_FORK = 16  # no tokens of its own: samples from the logits of the nearest row before it that has tokens
-ROW_BEAM = 32  # with ROW_SAMPLE: give candidates only; the ids chosen from them are in id_edits of the next plan
+ROW_BEAM = 32  # with ROW_SAMPLE: return candidates; the next plan's id_edits have the ids that the beam search chose
 DROP_BLOCK = -1  # block number of a table edit that drops the entry
 
 
@@ -73,13 +73,13 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One decision about one request. Fields beyond the first four are set where the kind has them.
+    """One decision about one request. Each kind sets the first four fields and these:
 
     ADMITTED, RESUMED: num_tokens = granted, cached_tokens. CHUNKED: num_tokens = granted, needed = left.
     DEFERRED: reason, needed, available. PREEMPTED: by, num_tokens = tokens to recompute, reason.
-    SWAPPED: by, num_tokens = positions kept on the host. FINISHED: finish_reason, stop_token_id, num_tokens =
-    outputs, cached_tokens, error; it ends the request and every choice that has not ended before.
-    CHOICE_FINISHED: one choice ends before its request: choice, finish_reason, stop_token_id, num_tokens.
+    SWAPPED: by, num_tokens = positions kept on the host. FINISHED: finish_reason, stop_token_id, num_tokens = outputs,
+    cached_tokens, error. CHOICE_FINISHED: choice, finish_reason, stop_token_id, num_tokens = outputs.
+    FINISHED ends the request and every choice that is still open; CHOICE_FINISHED ends one choice before its request.
     """
 
     kind: EventKind
@@ -99,7 +99,7 @@ class Event:
 
     @property
     def message(self) -> str | None:
-        """The text of its error."""
+        """The text of the event's error, or None."""
         return None if self.error is None else self.error.message
 
 
@@ -115,9 +115,9 @@ class EncodeJob:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that enters the executor (new or resumed), in full; its table is in the plan's edits.
+    """All data of a new or resumed sequence for the executor; the plan's edits have its block table.
 
-    `token_ids` are all known ids (None for a request known by length only); outputs begin at num_prompt.
+    `token_ids` are all known ids, or None if the request has no token ids; outputs begin at num_prompt.
     """
 
     slot: int
@@ -148,22 +148,21 @@ int_column: Callable[[], array[int]] = partial(array, "i")  # an empty one
 class StepPlan:
     """One step as packed int32 columns.
 
-    Rows: slots, starts, counts, flags, one entry per row; num_drafts is empty or one entry per row. The last
-    num_drafts of a row's positions hold drafts, not known ids: draft_token_ids has them, row by row. Such a row begins
-    with one known id, has ROW_SAMPLE alone, and samples after each of its positions, with that position's draw. It
-    gives the drafts that equal the draws before them, from the first on, and then one draw: 1 to 1 + num_drafts ids.
-    The next row of its sequence begins after these ids; positions that it wrote beyond them are written again.
-    edits: flat (slot, group, index, block); index = the table's length appends, a lower one replaces,
-    block DROP_BLOCK drops. id_edits: flat (slot, position, token id): known ids that the host chose, each after
-    its sequence's last. copies: flat (group, source, destination). swap_outs: flat (group, device block, host
+    slots, starts, counts and flags have one entry per row; num_drafts is empty or has one entry per row.
+    A row with k drafts has the flag ROW_SAMPLE alone and k + 1 positions: one known id, then its k drafts, which are in
+    draft_token_ids, row by row. The executor samples after each position. It returns the drafts that equal the samples
+    before them, up to the first difference, and then one sample: 1 to k + 1 ids. The sequence's next row begins after
+    the returned ids and overwrites the positions of rejected drafts.
+    edits: flat (slot, group, index, block); an index equal to the table's length appends, a lower index replaces, and
+    the block DROP_BLOCK drops the entry. id_edits: flat (slot, position, token id): ids that the host chose, each
+    appended to its sequence. copies: flat (group, source, destination). swap_outs: flat (group, device block, host
     block). host_loads: flat (group, host block, device block). A plan has swap-outs or host loads, never both.
     encode_jobs run before the rows; encoder_frees are keys whose outputs may be dropped.
-    shared_prefixes, if requested: (leading blocks, indices of the rows that share them), for cascade attention;
-    num_common_blocks: leading blocks that all rows share, per group 0.
-    num_query_tokens and num_kv_read are totals over rows, in tokens. `is_fast_path`: every row is one
-    token within the captured range (S14). `waits`: (reason, requests) pairs of an empty plan, `wake_at`
-    the next deadline in seconds. `events` are the decisions taken since the last commit or plan; they
-    are not part of the digest.
+    shared_prefixes, if requested: (leading blocks, indices of the rows that share them), for cascade attention.
+    num_common_blocks: leading blocks that all rows share. Both describe cache group 0.
+    num_query_tokens and num_kv_read are totals over rows, in tokens. `is_fast_path`: every row has one token, within
+    the captured range (S14). `waits`: an empty plan's (reason, number of requests) pairs. `wake_at`: the time of the
+    next deadline, in seconds. `events`: the decisions since the last commit or plan, not part of the digest.
     """
 
     step: int
@@ -196,7 +195,7 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows in this step."""
+        """The number of rows in this step."""
         return len(self.slots)
 
     @property
@@ -216,10 +215,10 @@ class StepPlan:
             yield tuple(islice(ids, count))
 
     def digest(self, with_ids: bool = True) -> bytes:
-        """Return 16 bytes over everything an executor acts on; equal on every rank, run and replay.
+        """Return a 16-byte digest of everything that an executor acts on; equal on every rank, run and replay.
 
-        Without ids the digest covers the decisions alone, so that a replay which knows requests by their lengths and
-        block keys has the same: it leaves out what the tokens and media are, and how they are sampled.
+        Without ids the digest leaves out token ids, media keys and sampling parameters, so that a replay which knows
+        only the requests' lengths and block keys has the same digest.
         """
         state = blake2b(digest_size=16)
         columns = list(_COLUMNS(self))
@@ -258,7 +257,7 @@ def _without_every_third(flat: array[int]) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the token's own, its rank (1 = best), and the best ones."""
+    """Log-probabilities at one position: the token's own, its rank (1 = best), and those of the best ids."""
 
     token_id: int
     logprob: float
@@ -269,7 +268,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepTimings:
-    """Seconds that a step spent in its parts."""
+    """Seconds that a step took to prepare, to run the forward pass, and to sample."""
 
     prepare_s: float = 0.0
     forward_s: float = 0.0
@@ -280,16 +279,16 @@ class StepTimings:
 class StepResult:
     """What a step produced.
 
-    `token_ids`: the sampled ids of the rows that wanted one, in row order, one each unless
-    `num_token_ids` (one entry per sampling row) differs: 0 where a row has to be repeated, more than one for
-    accepted drafts (an executor that gives one for each row is right too). None from an executor that knows only
-    durations. `logprobs` is None or aligned with `token_ids`. `scores`: (row index, first position,
-    entries) for rows with ROW_SCORE. `pooled`: (row index, float32 bytes). `errors`: (row index, reason)
-    for rows whose own result is unusable: their tokens are ignored, and they are computed again once. `dead_ends`: the
-    same for rows whose numbers are sound but leave nothing to sample: their requests end with that error. A row with
-    ROW_BEAM has its candidates in `logprobs`: top_ids and top_logprobs, best first, at least twice the beam width,
-    log-probabilities after the processors (penalties, biases, bans) as transformers' beam search has them; its token
-    id is the best one's.
+    `token_ids`: the sampled ids of the rows with ROW_SAMPLE, in row order; None if the executor knows only durations.
+    `num_token_ids`: the number of ids of each sampling row; None means one each. 0 means that the row has to be
+    computed again; a row with accepted drafts has more than one. An executor may also ignore drafts and return one id.
+    `logprobs` is None or aligned with `token_ids`. `scores`: (row index, first position, entries) for rows with
+    ROW_SCORE. `pooled`: (row index, float32 bytes).
+    `errors`: (row index, reason) for rows with an unusable result; their tokens are ignored, and the row is computed
+    again once. `dead_ends`: (row index, error) for rows with valid logits that allow no token; the request ends with
+    that error. A row with ROW_BEAM returns its candidates in `logprobs` as top_ids and top_logprobs, best first: at
+    least twice the beam width. Their log-probabilities are computed after penalties, biases and bans, as in
+    transformers' beam search. The row's token id is that of the best candidate.
     """
 
     token_ids: array[int] | None
@@ -304,9 +303,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """A step that produced nothing: commit it in place of a result, and everything is put back.
+    """The failure of a step. Committed instead of a result, it undoes the step's plan and all later plans in flight.
 
-    `is_memory`: the executor ran out of memory; a smaller step may work.
+    `is_memory`: the executor ran out of memory; a smaller step may succeed.
     """
 
     message: str
@@ -315,10 +314,10 @@ class StepFailure:
 
 @dataclass(slots=True)
 class Events:
-    """What a commit made known, in order: tokens as columns, then decisions.
+    """The results of a commit, in order: new tokens as columns, then decisions.
 
-    Columns have one entry per new token: request_ids, choices, positions (0 = the first output),
-    token_ids; `logprobs` is None or aligned. `scores` and `pooled` are (request id, ...) entries.
+    request_ids, choices, positions (0 = the first output) and token_ids have one entry per new token; `logprobs` is
+    None or has one entry per new token. `scores` and `pooled` are (request id, ...) entries.
     """
 
     step: int
@@ -334,5 +333,5 @@ class Events:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing became known, and nothing was decided."""
+        """True if there are no tokens, scores, pooled states or decisions."""
         return not (self.request_ids or self.decisions or self.scores or self.pooled)

@@ -1,9 +1,9 @@
 """Undoes what a failed row or a failed step did.
 
-Owns: which requests a failure touches, and putting them back in the queue. Does not: decide which request caused a
-failed step (the engine's loop does).
-Invariants: nothing that a failed step or row wrote can be found in the cache; sequences that may have read it are
-computed again; what a failed plan sent to the executor is sent again.
+Owns: the choice of requests that a failure touches, and their return to the waiting queue. Does not: decide which
+request caused a failed step (engine.suspects does).
+Invariants: no block that a failed step or row wrote can be found in the cache. Sequences that may have read such a
+block are computed again. The slots and request ids that a failed plan freed are sent to the executor again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.errors import ErrorKind
 
 
 def discard(state: State, sequence: Sequence, now: float) -> None:
-    """Put a sequence back as if it had just been preempted; its rows in flight are void."""
+    """Preempt a sequence's request, or drop its host blocks if it waits; the sequence's rows in flight are void."""
     request = sequence.request
     sequence.stale = sequence.in_flight
     sequence.num_pending = 0
@@ -30,10 +30,10 @@ def discard(state: State, sequence: Sequence, now: float) -> None:
 
 
 def retry_bad_rows(state: State, flight: Flight, errors: tuple[tuple[int, str], ...], now: float) -> dict[int, str]:
-    """Put the requests of bad rows back to be computed again, and end those that failed at the same token before.
+    """Requeue the requests of bad rows to be computed again; fail a request whose row failed at the same token before.
 
-    Call it before the step's rows are taken. A choice that got further since its last failure is tried again.
-    Return the rows without a usable result, with the reasons: forks share the KV and logits of their root row.
+    Call this before the step's rows are taken. A sequence that has new tokens since its last failure is tried again.
+    Return the reason for each row without a usable result, forks included: a fork shares its root row's KV and logits.
     """
     bad = dict(errors)
     for index, reason in errors:
@@ -61,7 +61,7 @@ def retry_bad_rows(state: State, flight: Flight, errors: tuple[tuple[int, str], 
 
 
 def _forks_of(flight: Flight, index: int) -> range:
-    """Return the rows that a plan forks from this one."""
+    """Return the indices of the rows that fork from row `index`."""
     flags, stop = flight.plan.flags, index + 1
     while stop < len(flags) and flags[stop] & ROW_FORK:
         stop += 1
@@ -69,7 +69,7 @@ def _forks_of(flight: Flight, index: int) -> range:
 
 
 def _forks_ahead(state: State, root: Sequence) -> list[Sequence]:
-    """Return the choices that a plan in flight forks from a sequence whose prompt it continues."""
+    """Return the choices that a plan in flight forks from `root`."""
     for flight in state.flight:
         if root in flight.rows:
             forks = _forks_of(flight, flight.rows.index(root))
@@ -79,10 +79,10 @@ def _forks_ahead(state: State, root: Sequence) -> list[Sequence]:
 
 
 def _withdraw_all(state: State, flight: Flight, first: Sequence, now: float) -> None:
-    """Withdraw the blocks that a bad row's sequence published or found; discard the sequences that may have read them.
+    """Withdraw the blocks that a bad row's sequence published or found, and discard the readers of published blocks.
 
-    Blocks that it found may have caused the fault. Other sequences that hold those continue: if the blocks are bad,
-    their own rows will fail, too.
+    A block that the sequence found in the cache may have caused the fault. Other sequences that hold a found block
+    continue: if the block is bad, their own rows fail too.
     """
     state.cache.withdraw(first)
     flights = [flight, *state.flight]
@@ -95,12 +95,12 @@ def _withdraw_all(state: State, flight: Flight, first: Sequence, now: float) -> 
         for other in _readers(state, flights, blocks):
             if other is not sequence and other is not first:
                 doubtful.append(other)
-                # If it has a row in this step, too, the commit drops that later, because the sequence is stale.
+                # If this sequence also has a row in this step, the commit drops that row, because it is now stale.
                 discard(state, other, now)
 
 
 def _withdraw(state: State, flights: list[Flight], sequence: Sequence) -> set[tuple[int, int]]:
-    """Unpublish what a sequence published in flight; return those blocks and the copies made of them."""
+    """Unpublish the blocks that plans in flight publish for a sequence; return the blocks and their copies."""
     blocks: set[tuple[int, int]] = set()
     for flight in flights:
         blocks.update((made.group, made.block) for made in state.cache.unpublish(flight.effects, [sequence]))
@@ -112,7 +112,10 @@ def _withdraw(state: State, flights: list[Flight], sequence: Sequence) -> set[tu
 
 
 def _readers(state: State, flights: list[Flight], blocks: set[tuple[int, int]]) -> list[Sequence]:
-    """Return sequences in flight that hold one of these blocks, or no longer hold all that they read."""
+    """Return the sequences in flight that may have read one of these blocks.
+
+    They hold such a block, or no longer hold every block that they read (preempted, or sliding windows).
+    """
     found = []
     for sequence in dict.fromkeys(sequence for flight in flights for sequence in flight.rows):
         if sequence.request.status != Status.RUNNING:
@@ -128,7 +131,10 @@ def _readers(state: State, flights: list[Flight], blocks: set[tuple[int, int]]) 
 
 
 def undo_steps(state: State, first: Flight, now: float) -> None:
-    """Undo a plan and every later one: their sequences are put back, and their effects are sent again."""
+    """Undo a plan and every later plan in flight.
+
+    Cache effects are undone, touched requests are preempted, and freed slots and ended requests go into the next plan.
+    """
     flights, updates = [first, *state.flight], state.updates
     state.flight.clear()
     state.totals.num_failed_steps += 1
@@ -139,7 +145,7 @@ def undo_steps(state: State, first: Flight, now: float) -> None:
             state.unswap(request)
         for sequence in flight.rows:
             sequence.in_flight = sequence.stale = sequence.num_pending = 0
-    for plan in [flight.plan for flight in reversed(flights)]:  # earlier updates precede later ones
+    for plan in [flight.plan for flight in reversed(flights)]:  # so that earlier plans' updates precede later ones
         state.encoder.undo(plan.encode_jobs, plan.encoder_frees)
         updates.finished_ids[:0] = plan.finished_ids
         updates.preempted_ids[:0] = plan.preempted_ids

@@ -1,10 +1,9 @@
-"""Repeats decode steps: many steps in which every running request only decodes are made as one.
+"""Repeats decode steps for simulations: many steps in which every running request only decodes are made in one call.
 
 Owns: when steps repeat (find_repeat), and the state after them (repeat). Does not: know how long a step takes, or how
-many of them are wanted (the simulator's fast_forward does).
-Invariant: the state equals the one after as many calls of plan and commit with results of unknown ids, as an executor
-that knows only durations gives them; blocks are taken in the order of those steps. The slow twin is the scheduler
-itself (tests/core/test_repeat.py).
+many steps to repeat (the simulator's fast_forward does).
+Invariant: the state afterwards is the same as after that many calls of plan and commit with results that have no token
+ids. Blocks are allocated in the order of the single steps. tests/core/test_repeat.py compares with the scheduler.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _MOST_STEPS = 2**31
 
 @dataclass(slots=True)
 class Repeat:
-    """The decode steps that are certain to come next: one row for each running request, at most `max_steps` times.
+    """The next decode steps: up to `max_steps` steps, each with one row for every running request.
 
-    The first step reads `kv_sum` positions, its longest row `kv_max`; each later one a position more for each row. A
-    plan whose `now` reaches `wake_at` is not one of them. `ending` are the requests and choices that reach their length
-    after `max_steps`; the caller ends them.
+    The first step reads `kv_sum` positions, and its longest row reads `kv_max`; in each later step every row reads one
+    position more. Steps whose `now` reaches `wake_at` must not be repeated. `ending` has the (request, choice) that
+    reach their length limit after `max_steps`; the caller ends them.
     """
 
     num_rows: int
@@ -39,9 +38,9 @@ class Repeat:
 
 
 def find_repeat(state: State) -> Repeat | None:
-    """Find the steps that repeat, between two turns with at most one plan in flight. O(running).
+    """Find decode steps that can be repeated, with at most one plan in flight. O(running).
 
-    None where a step may do anything else: admit, preempt, rank anew, publish a block.
+    Return None if the next step may do anything else: admit, preempt, change a rank or publish a block.
     """
     running = state.running.requests
     depth = len(state.flight)
@@ -76,9 +75,9 @@ def find_repeat(state: State) -> Repeat | None:
 
 
 def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
-    """Steps of a running request that only decode and make no block findable; 0 if not even the next.
+    """Return for how many steps a running request only decodes and publishes no block; 0 if not even in the next.
 
-    Where each plan is committed before the next is made, the last of them may be its last.
+    If each plan is committed before the next is made, the last of these steps may end the request.
     """
     start, committed = sequence.num_scheduled, sequence.num_committed
     if (
@@ -102,7 +101,7 @@ def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
 
 
 def _is_calm(state: State) -> bool:
-    """Return True if the next plan reports nothing but rows and ended requests, and no step does more than its rows."""
+    """Return True if the next plan has only rows, freed slots and ended requests, and no optional feature acts."""
     limits, cache, updates = state.limits, state.cache, state.updates
     return not (
         updates.sequences
@@ -122,7 +121,7 @@ def _is_calm(state: State) -> bool:
 
 
 def _is_whole_flight(state: State) -> bool:
-    """Return True if the only plan in flight has one token of each running request, and nothing to undo or release."""
+    """Return True if the only plan in flight has one token for each running request, and nothing to undo or release."""
     flight, running = state.flight[0], state.running.requests
     effects = flight.effects
     return (
@@ -135,7 +134,10 @@ def _is_whole_flight(state: State) -> bool:
 
 
 def _is_stuck(state: State) -> bool:
-    """Return True if the first waiting request lacks what no decode step frees, and none after it is looked at."""
+    """Return True if no waiting request can start during decode steps.
+
+    The first one lacks a resource that decode steps do not free, and admission considers none after it.
+    """
     if state.is_paused:
         return True
     policy, waiting = state.policy, state.waiting
@@ -159,9 +161,9 @@ def _is_stuck(state: State) -> bool:
 
 
 def _steps_that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
-    """Return how many steps of these rows, up to `max_steps`, have all their blocks free."""
+    """Return a number of steps, at most `max_steps`, for which the pool has enough free blocks."""
     free, size = state.cache.num_free(), state.cache.block_size
-    while max_steps and len(rows) * (max_steps // size + 1) > free:  # the most that they need; usually far below `free`
+    while max_steps and len(rows) * (max_steps // size + 1) > free:  # an upper bound, usually far below `free`
         needed = sum(max(0, -(-(row.num_scheduled + max_steps - row.capacity) // size)) for row in rows)
         if needed <= free:
             break
@@ -170,10 +172,10 @@ def _steps_that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
 
 
 def repeat(state: State, num_steps: int, planned: float) -> None:
-    """Make `num_steps` of the steps just found, the last of them planned then. O(rows + blocks taken).
+    """Make `num_steps` of the steps that find_repeat found; `planned` is the last one's time. O(rows + new blocks).
 
-    A plan in flight is replaced by the last of these. A policy that tracks service gets each token. Requests that
-    have their length by it are left to be ended.
+    A plan in flight is replaced by the last repeated step. A policy that tracks service is notified of each token. The
+    caller ends the requests that reach their length limit.
     """
     rows, cache = [request.sequences[0] for request in state.running.requests], state.cache
     state.step += num_steps
@@ -206,7 +208,7 @@ def repeat(state: State, num_steps: int, planned: float) -> None:
 
 
 def _note_shortage(state: State) -> None:
-    """Note what the first waiting request lacked in the last step, where each step looked at it (see start)."""
+    """Update the wait numbers of the first waiting request if every repeated step would have looked at it."""
     if not len(state.waiting) or state.is_paused or state.free_slots:
         return
     head = state.waiting.peek()
@@ -215,7 +217,7 @@ def _note_shortage(state: State) -> None:
 
 
 def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
-    """Count totals, and call the hook of a policy that tracks service."""
+    """Update the totals, and notify a policy that tracks service."""
     num_tokens = len(rows) * num_steps
     totals = state.totals
     totals.num_steps += num_steps
@@ -229,7 +231,7 @@ def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
 
 
 def _replace_flight(state: State, now: float, is_first: bool) -> None:
-    """The plan in flight is the last of the steps; the first of them reported the requests that ended."""
+    """Replace the plan in flight by the last repeated step. Only the first step reports freed slots and ended ids."""
     flight = state.flight[0]
     starts = array("i", [row.num_scheduled - 1 for row in flight.rows])
     counts = array("i", [1]) * len(starts)

@@ -1,7 +1,7 @@
-"""What is submitted: SamplingParams, how a request is sampled, and Request. Both are frozen and check their fields.
+"""Request and SamplingParams: what a client submits. Both are frozen and check their fields.
 
-Owns: the fields, each declared with its default, its range and the remedy; how a request ends.
-Does not: sample, know a vocabulary (see feasibility and the front end), hold text, or know how far a request is
+Owns: the fields, each declared with its default, its range and the remedy in its error; the reasons why requests end.
+Does not: sample, know a vocabulary (see feasibility and the front end), hold text, or track a request's progress
 (request_state).
 """
 
@@ -21,9 +21,9 @@ _MAX_SHOWN = 200  # characters of a value in a message
 _INT32 = 2**31 - 1  # integers are sent and kept as 32-bit columns
 MAX_GRAMMAR = 1 << 20  # characters
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's completions and vLLM's SamplingParams
-MODEL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation config may set
+MODEL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # a generation config may set these
 
-# Names that other libraries use, or fields that only they have -> the remedy.
+# Field names of other libraries that SamplingParams does not have -> the remedy.
 _OTHER_NAMES = {
     "structured_outputs": "give grammar=grammar_from(json_schema=...)",
     "guided_decoding": "give grammar=grammar_from(json_schema=...)",
@@ -49,8 +49,8 @@ def check(ok: bool, param: str, value: object, remedy: str) -> None:
 def sampling_defaults(generation: Mapping[str, float]) -> dict[str, Any]:
     """Return the sampling fields that a model's generation config sets; all others keep SamplingParams' defaults.
 
-    The command line, the HTTP interfaces and the library all take what a request leaves out from here.
-    Raises InvalidRequestError when a value is out of range.
+    The command line, the HTTP interfaces and the library use these values for fields that a request does not set.
+    Raises InvalidRequestError if a value is out of range.
     """
     defaults: dict[str, Any] = {name: generation[name] for name in MODEL_FIELDS if generation.get(name) is not None}
     if "top_k" in defaults:
@@ -79,7 +79,7 @@ _TRUNCATE_REMEDY = "give how many of the prompt's last tokens to keep, or -1 for
 
 @dataclass(frozen=True, slots=True)
 class _Integer:
-    """An integer from `minimum` to `maximum`; None too where the field's type has it."""
+    """Check of an integer from `minimum` to `maximum`."""
 
     minimum: int
     remedy: str
@@ -94,7 +94,7 @@ class _Integer:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A finite number from `minimum` to `maximum`."""
+    """Check of a finite number from `minimum` to `maximum`."""
 
     minimum: float
     maximum: float
@@ -107,7 +107,7 @@ class _Number:
 
 
 def _entries(name: str, value: Any, entries: str) -> Any:
-    """Return a list field's value as a tuple or list; None is an empty one."""
+    """Return a list field's value as a tuple or list; None becomes an empty tuple."""
     value = () if value is None else value
     if not isinstance(value, (tuple, list)):
         check(False, name, value, f"give a tuple of {entries}")
@@ -158,22 +158,21 @@ _TokenIds = Annotated[tuple[int, ...], _accept_ids]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one request. Every field is checked when the object is made.
+    """How to sample one request. The constructor checks every field; it raises InvalidRequestError with the field name.
 
-    `max_tokens=None` means as many as fit; 0, with prompt_logprobs, nothing else is generated. `temperature=0` is
-    greedy. `top_k=0` means off. `truncate_prompt_tokens=k` keeps the last k tokens of the prompt, -1 all that fit.
-    `logprobs=k` requests the sampled token's log-probability and the k best.
-    `seed=None` is replaced by a drawn seed in the frontend, so that every request can be replayed.
-    `bad_words_ids`: sequences of ids that must not be completed; `allowed_token_ids`: the only ids that may be
-    sampled (empty = all). `dry_*`: the DRY penalty against repetition: an id that would prolong
-    a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
-    `stop` may be one string, `logit_bias` a dict; None is an empty list everywhere.
-    `n` choices are returned; with `best_of` > n that number is generated and the n of highest mean log-probability
-    are kept.
-    `beam_width` > 0 is beam search: n of its beams are returned, `length_penalty` and `early_stopping`
-    (True, False or "never") as in transformers. `shown_special_ids` are in the text although special tokens are
-    skipped. `grammar` is what the output must obey, in the form that the grammar
-    unit compiles to ("" = anything); an output that completes it ends. Raises InvalidRequestError naming the field.
+    `max_tokens=None` means as many tokens as fit; 0 is allowed with prompt_logprobs and generates nothing.
+    `temperature=0` is greedy. `top_k=0` means off. `truncate_prompt_tokens=k` keeps the last k tokens of the prompt;
+    -1 keeps as many as fit. `logprobs=k` requests the log-probabilities of the sampled token and of the k best tokens.
+    If `seed` is None, the front end draws a seed, so that every request can be replayed.
+    The output must not contain any sequence in `bad_words_ids`. `allowed_token_ids` are the only ids that may be
+    sampled; if it is empty, all may. The `dry_*` fields set the DRY penalty against repetition: an id that would
+    prolong a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
+    `stop` may be one string, and `logit_bias` may be a dict. For a list field, None means an empty list.
+    `n` choices are returned. If `best_of` > n, `best_of` choices are generated, and the n choices of highest mean
+    log-probability are returned. `beam_width` > 0 is beam search, which returns the n best beams; `length_penalty` and
+    `early_stopping` (True, False or "never") work as in transformers. `shown_special_ids` appear in the text even if
+    special tokens are skipped. The output obeys `grammar`, the text of a compiled grammar ("" = no grammar), and ends
+    when it completes the grammar.
     """
 
     max_tokens: Annotated[int | None, _Integer(0, "give at least 1")] = DEFAULT_MAX_TOKENS
@@ -212,7 +211,7 @@ class SamplingParams:
     grammar: str = ""
 
     def __new__(cls, *_: object, **fields: object) -> Self:
-        """Refuse unknown fields with what to give instead; Python's own error would only name them."""
+        """Refuse unknown fields with an error that names the field to use instead."""
         for name in fields:
             if name not in cls.__dataclass_fields__:
                 remedy = _OTHER_NAMES.get(name, f"give {', '.join(cls.__dataclass_fields__)}")
@@ -232,7 +231,7 @@ class SamplingParams:
             self._check_grammar()
 
     def _check_together(self) -> None:
-        """Check fields whose range depends on others."""
+        """Check the fields whose range depends on other fields."""
         check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, _TRUNCATE_REMEDY)
         if self.max_tokens == 0:
             check(self.prompt_logprobs is not None, "max_tokens", 0, "give at least 1")
@@ -255,9 +254,9 @@ class SamplingParams:
         check(not self.ignore_eos, "ignore_eos", self.ignore_eos, "leave it out; the grammar says when an output ends")
 
     def num_kept(self, max_model_len: int) -> int | None:
-        """Return how many of a prompt's last tokens truncate_prompt_tokens keeps, None for all.
+        """Return how many of a prompt's last tokens truncate_prompt_tokens keeps, or None for all.
 
-        -1 leaves room for max_tokens, or for one token where that is None.
+        For -1 the kept tokens leave room for max_tokens, or for one token if max_tokens is None.
         """
         if self.truncate_prompt_tokens != -1:
             return self.truncate_prompt_tokens
@@ -265,12 +264,15 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run: beams, or choices made."""
+        """The number of sequences that run: beams, or generated choices."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def num_logprobs(self) -> int | None:
-        """Log-probabilities that the executor must give with each token: best_of ranks by the token's own."""
+        """How many best log-probabilities the executor returns with each token; None: not even the token's own.
+
+        It is 0 with best_of > n and no `logprobs`, because best_of ranks choices by their tokens' log-probabilities.
+        """
         if self.logprobs is None and (self.best_of or self.n) > self.n:
             return 0
         return self.logprobs
@@ -282,7 +284,7 @@ _ACCEPT: dict[str, tuple[Callable[[str, Any], object], object]] = {  # each fiel
     for entry in fields(SamplingParams)
     if get_origin(_HINTS[entry.name]) is Annotated
 }
-NUMBER_FIELDS: Mapping[str, type[int | float]] = {  # fields that are one number each -> its type
+NUMBER_FIELDS: Mapping[str, type[int | float]] = {  # each field that is one number -> its type
     name: int if isinstance(accept, _Integer) else float
     for name, (accept, _) in _ACCEPT.items()
     if isinstance(accept, _Integer | _Number)
@@ -294,25 +296,25 @@ _OPTIONAL = frozenset(name for name in _ACCEPT if NoneType in get_args(_HINTS[na
 
 
 class FinishReason(IntEnum):
-    """Why a request ended; exactly one per request."""
+    """Why a request, or one of its choices, ended."""
 
     STOP = 0  # end-of-sequence id, a stop id or a stop string
     LENGTH = 1
     CANCELLED = 2
-    TIMEOUT = 3  # queue_timeout or deadline passed
+    TIMEOUT = 3  # its queue_timeout or its deadline has passed
     ERROR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FinishError:
-    """The error of a request that failed: a kind for programs, a message for people."""
+    """The error of a failed request: a kind for programs, and a message for people."""
 
     kind: ErrorKind
     message: str
 
 
 class Want(IntFlag):
-    """What a request wants computed."""
+    """What the engine computes for a request."""
 
     SAMPLE = 1
     SCORE = 2  # log-probabilities of its own prompt
@@ -332,14 +334,14 @@ class Span:
 class Request:
     """One prompt with its parameters, as the scheduler sees it.
 
-    Carries token ids (`prompt_token_ids`), or only `num_prompt_tokens` and `block_keys` (recordings, simulation,
-    public traces). `block_keys` holds the key of each full prompt block if the frontend computed them, else None: they
-    are computed on admission; without ids they may include the outputs' blocks. `emitted_token_ids` are outputs of an
-    earlier epoch: the request resumes after them, with the prompt's boundary kept. Times are seconds on the
-    scheduler's clock: `deadline` is a point in time, `queue_timeout` counts from `arrival` to the first admission.
-    `cache_salt` separates tenants in the prefix cache. `score_from` is the first prompt position whose log-
-    probability a SCORE request wants. `ttft_objective` and `tpot_objective` are the targets of the deadline
-    policy: seconds to the first token, and for each token after it.
+    A request has token ids (`prompt_token_ids`), or only `num_prompt_tokens` and `block_keys` (recordings, simulations,
+    public traces). `block_keys` has the key of each full prompt block if the front end computed the keys, else None,
+    and the scheduler computes them; a request without token ids may also have the keys of its outputs' blocks.
+    `emitted_token_ids` are outputs of an earlier engine process: the request resumes after them, and they still count
+    as outputs. Times are seconds on the scheduler's clock: `deadline` is a point in time; `queue_timeout` counts from
+    `arrival` to the first admission. Requests with different `cache_salt` share no cached prefixes. `score_from` is
+    the first prompt position whose log-probability a SCORE request returns. `ttft_objective` and `tpot_objective` are
+    the deadline policy's targets: seconds to the first token, and seconds for each later token.
     """
 
     request_id: str
@@ -374,7 +376,7 @@ class Request:
 
     @property
     def queue_until(self) -> float | None:
-        """The time at which its queue timeout ends it unless it was admitted; None for a request that has outputs."""
+        """When the queue timeout ends the request unless it was admitted before; None if the request has outputs."""
         if self.queue_timeout is None or self.emitted_token_ids:
             return None
         return self.arrival + self.queue_timeout

@@ -1,11 +1,11 @@
-"""How far the scheduler is with a request: RequestState with its Sequences, and the orders of waiting and running.
+"""The progress of requests: RequestState with its Sequences, the waiting queue, the running list and the deadlines.
 
-Owns: the counters of each sequence, which the scheduler moves; the waiting queue (a heap per line), the running list
-(sorted by rank), and their deadlines. Does not: decide anything, or which request moves between the orders.
-Invariants: num_computed <= num_scheduled <= num_known; num_known = num_committed + num_pending; a sequence that is not
-running holds no blocks and no slot. Each open request is in exactly one of waiting and running; ranks are unique, so
-the order is total and equal on every machine. Operations on an order are O(log n), except for moving the pointers of
-one list when a request is removed from the running list; the cap on sequences bounds that.
+Owns: the counters of each sequence, which the scheduler updates; the waiting queue (a heap per line); the running list
+(sorted by rank); the heap of deadlines. Does not: decide which request waits or runs.
+Invariants: num_computed <= num_scheduled <= num_known; num_known = num_committed + num_pending. A sequence that is not
+running holds no device blocks and no slot. Each open request is in either the waiting queue or the running list. Ranks
+are unique, so the order is total and equal on every machine. Queue operations are O(log n). Adding to or removing from
+the running list also moves its later entries; the cap on sequences bounds their number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SAMPLE, _SCORE, _POOL = (want.value for want in (Want.SAMPLE, Want.SCORE, Want.
 
 
 class Status(IntEnum):
-    """Which queue a request is in."""
+    """Whether a request waits, runs or has finished."""
 
     WAITING = 0
     RUNNING = 1
@@ -39,11 +39,11 @@ class Status(IntEnum):
 class Sequence:
     """One live continuation of a request: its counters, block tables and executor slot.
 
-    `token_ids` holds committed ids (prompt and outputs), or None for a request known by length only.
-    `num_pending` counts ids sampled by plans still in flight, without drafts. Positions [0, num_computed) have
-    committed KV; [num_computed, num_scheduled) are being written by plans in flight. `is_entered`: the executor
-    knows it. `host_tables` hold its blocks while it is swapped out. `candidates` wait for a beam's siblings.
-    `num_drafts`: positions after num_scheduled that drafts in flight write; `draft_history` is the source of drafts.
+    `token_ids` has the committed ids (prompt and outputs), or None if the request has no token ids. `num_pending`
+    counts ids that plans in flight sample, without drafts. Positions [0, num_computed) have committed KV; plans in
+    flight write [num_computed, num_scheduled). `is_entered`: the executor knows the sequence. `host_tables` has the
+    host blocks of a swapped sequence. `candidates` are those of a beam whose siblings have none yet. `num_drafts` is
+    the number of draft positions after num_scheduled that a plan in flight writes; `draft_history` proposes drafts.
     """
 
     __slots__ = (
@@ -74,8 +74,8 @@ class Sequence:
         self.capacity = 0
         self.in_flight = 0
         self.stale = 0  # rows in flight whose results must be dropped
-        self.retried_at = -1  # committed ids when a row of it failed last
-        self.in_place_end = 0  # below it a decode needs no block, writes no shared one and ends nothing by length
+        self.retried_at = -1  # num_committed when a row of this sequence last failed
+        self.in_place_end = 0  # a decode below this position needs no new block and no copy, and is not the last token
         self.limit = 0
         self.keys: list[bytes] = []
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
@@ -85,21 +85,21 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Prompt and output tokens, those still in flight included."""
+        """The number of prompt and output tokens, including outputs still in flight."""
         return self.num_committed + self.num_pending
 
     @property
     def num_outputs(self) -> int:
-        """Output tokens committed."""
+        """The number of committed output tokens."""
         return self.num_committed - self.num_prompt
 
     @property
     def is_void(self) -> bool:
-        """Return True if its rows in flight change nothing: its request has ended, or they were discarded."""
+        """True if the sequence's rows in flight must change nothing: its request has ended, or it was discarded."""
         return self.stale > 0 or self.request.status == Status.FINISHED
 
     def reset_tables(self) -> None:
-        """Note that the sequence holds no blocks, so none of its tokens are computed."""
+        """Reset the counters of a sequence that holds no blocks any more: none of its tokens is computed."""
         self.capacity = self.in_place_end = self.num_published = 0
         self.num_scheduled = self.num_computed = self.num_drafts = 0
         self.first_live = [0] * len(self.tables)
@@ -117,7 +117,7 @@ class Sequence:
 class BlockShortage:
     """Why admission had no room for a request: `deficit` blocks were missing in `group`.
 
-    `freed` is the pool's count of freed blocks at that time, `kept` the blocks that had to stay free.
+    `freed` is the pool's num_freed at that time; `kept` is the number of blocks that had to stay free.
     """
 
     reason: int
@@ -128,7 +128,7 @@ class BlockShortage:
 
 
 class PrefixSeen(NamedTuple):
-    """What the cache had of a request when it was last looked up: tokens, the key that ended the match.
+    """The result of a request's last prefix lookup: `num_tokens` were cached; the key `missing` ended the match.
 
     `num_published` is the cache's count of published blocks at that time.
     """
@@ -142,12 +142,12 @@ class RequestState:
     """The scheduler's state of one request. `rank` = (the policy's key, order of arrival), unique among open requests.
 
     `sequences` are those that have not ended, oldest choice first. `num_scored` is the first prompt position whose
-    log-probability must still be returned. `seen` is the last look into the cache, `shortage` what
-    it lacked then: until that can have changed, no look is needed.
-    `num_bypassed` counts the steps since its last admission in which a later request was admitted before it.
-    `is_passable`: it waits at a gate that lets others be admitted before it (see gates).
-    `can_run_ahead`: a row may be planned while the id before it is in flight; not for beams, and not where a grammar
-    decides which ids may follow.
+    log-probability must still be returned. `seen` is the result of the last prefix lookup, and `shortage` the blocks
+    that were missing after it; admission repeats the lookup only if either can have changed.
+    `num_bypassed` counts the steps of the current wait in which a later request was admitted first.
+    `is_passable`: the request waits at a gate that lets other requests be admitted first (see gates).
+    `can_run_ahead`: a row may be planned while the preceding id is still in flight. False for a beam search and for a
+    request with a grammar, because their next row depends on that id.
     """
 
     __slots__ = (
@@ -167,10 +167,10 @@ class RequestState:
         self.status = Status.WAITING
         self.sequences: list[Sequence] = []
         self.beams: BeamGroup | None = None
-        self.spare_slots: list[int] = []  # slots of beams that do not exist yet, or no longer
+        self.spare_slots: list[int] = []  # slots for beams that do not exist now
         params = request.params
         self.has_several = params.num_sequences > 1 or params.beam_width > 0
-        # Looked at for every row, and a flag of an enum costs ten times as much.
+        # Plain bools, because every row reads them, and testing an enum flag costs ten times as much.
         wants = int(request.wants)
         self.samples = bool(wants & _SAMPLE)
         self.scores = bool(wants & _SCORE)
@@ -186,13 +186,13 @@ class RequestState:
         self.num_scored = request.score_from
         self.cached_tokens = 0
         self.num_preemptions = 0
-        self.num_ended_outputs = 0  # of choices that ended
+        self.num_ended_outputs = 0  # output tokens of choices that have ended
         self.first_scheduled_at: float | None = None
-        self.wait_numbers = (0, 0, 0)  # needed, available, step: as of the last look
+        self.wait_numbers = (0, 0, 0)  # (needed, available, step) when admission last looked at the request
         self.forget_waiting()
 
     def forget_waiting(self) -> None:
-        """Reset what concerns one stay in the waiting queue: it starts, or ends."""
+        """Reset the fields that describe one stay in the waiting queue. Called when a stay begins or ends."""
         self.num_bypassed = 0
         self.wait_reason = -1
         self.seen: PrefixSeen | None = None
@@ -200,24 +200,27 @@ class RequestState:
 
     @property
     def in_flight(self) -> int:
-        """Rows of this request in plans not yet committed."""
+        """The number of this request's rows in plans not yet committed."""
         return sum(sequence.in_flight for sequence in self.sequences)
 
     @property
     def num_slots(self) -> int:
-        """Slots that it takes while it runs: one for each sequence, and for each beam that does not exist yet."""
+        """The number of slots that the request takes while it runs: one per sequence, or one per beam if more."""
         return max(len(self.sequences), self.request.params.beam_width)
 
     def awaits_id(self, sequence: Sequence) -> bool:
-        """Return True if no row may follow the id in flight.
+        """Return True if no row of a sequence may be planned before a commit.
 
-        It is the last one (the sequence ends by length), or the next row depends on it.
+        The id in flight ends the sequence by length, or the next row depends on that id.
         """
         is_last = sequence.num_known >= sequence.limit and self.samples
         return is_last or (sequence.num_pending > 0 and not self.can_run_ahead)
 
     def match_cap(self, sequence: Sequence) -> int:
-        """Return the longest usable prefix match: a score needs the logits before the first position to be scored."""
+        """Return the longest usable prefix match in tokens.
+
+        A SCORE request must compute the position before the first one to be scored.
+        """
         if self.scores and self.num_scored < sequence.num_prompt:
             return self.num_scored - 1
         return sequence.num_known
@@ -230,7 +233,7 @@ _Entry = tuple[Rank, int, RequestState]  # rank and ticket are unique, so reques
 
 
 class _Line:
-    """Requests of one line by rank. Removal is lazy: an entry is dead unless it has its request's latest ticket."""
+    """A heap of one line's requests, by rank. Removal is lazy: an entry without its request's latest ticket is dead."""
 
     __slots__ = ("heap", "num_dead", "number")
 
@@ -249,7 +252,7 @@ class _Line:
         return None
 
     def first(self, count: int) -> list[RequestState]:
-        """Return the first requests in order without sorting the rest: a child in a heap is never before its parent."""
+        """Return the first `count` requests in order, without sorting the rest of the heap."""
         heap, found = self.heap, list[RequestState]()
         candidates = [(heap[0][:2], 0)] if heap else []
         while candidates and len(found) < count:
@@ -262,7 +265,7 @@ class _Line:
         return found
 
     def note_dead(self) -> None:
-        """Count a dead entry; when most are dead, drop them in bulk."""
+        """Count a dead entry; when most entries are dead, drop the dead ones in bulk."""
         self.num_dead += 1
         if self.num_dead > 64 and self.num_dead * 2 > len(self.heap):
             self.heap = [entry for entry in self.heap if entry[2].ticket == entry[1]]
@@ -271,10 +274,10 @@ class _Line:
 
 
 class WaitingQueue:
-    """Waiting requests: lines in the order of the policy's `lane_key`, and each line by rank.
+    """Waiting requests: lines are ordered by the policy's `lane_key`, and requests within a line by rank.
 
-    A line's key may only grow while requests wait in it, so the heap of lines is corrected as it is read: the first
-    line whose noted key is still right is the first.
+    A line's key may only grow while requests wait in the line. So `peek` corrects the heap of lines as it reads: it
+    stops at the first line whose stored key is up to date.
     """
 
     __slots__ = ("_lane_key", "_lines", "_num_lines", "_order", "_size")
@@ -282,8 +285,8 @@ class WaitingQueue:
     def __init__(self, lane_key: Callable[[str], float]) -> None:
         self._lane_key = lane_key
         self._lines: dict[str, _Line] = {}
-        self._order: list[tuple[float, int, str]] = []  # (noted key, number, name) of each line
-        self._num_lines = 0  # since the start
+        self._order: list[tuple[float, int, str]] = []  # (stored key, number, name) of each line
+        self._num_lines = 0  # lines created since the start
         self._size = 0
 
     def __len__(self) -> int:
@@ -307,7 +310,7 @@ class WaitingQueue:
 
     def peek(self) -> RequestState | None:
         """Return the first request, or None."""
-        num_looks = 2 * len(self._order)  # keys that only grow never use it up
+        num_looks = 2 * len(self._order)  # a bound that is reached only if a policy's keys do not merely grow
         while self._order:
             noted, number, name = self._order[0]
             line = self._lines[name]
@@ -331,7 +334,7 @@ class WaitingQueue:
         return heappop(self._lines[self._order[0][2]].heap)[2]
 
     def remove(self, request: RequestState) -> None:
-        """Remove a waiting request anywhere in the queue. Its entry is dropped at the head of its line, or in bulk."""
+        """Remove any waiting request. Its entry is dropped when it is first in its line, or in bulk."""
         line = self._lines[request.lane]
         self._size -= 1
         if line.heap[0][2] is request and line.heap[0][1] == request.ticket:
@@ -386,7 +389,7 @@ class RunningList:
 
 
 class Deadlines:
-    """Deadlines and queue timeouts of open requests; those that no longer matter are dropped lazily."""
+    """Deadlines and queue timeouts of open requests; entries that no longer matter are dropped lazily."""
 
     __slots__ = ("_heap",)
 
@@ -394,7 +397,7 @@ class Deadlines:
         self._heap: list[tuple[float, int, bool, RequestState]] = []  # (time, order, is a queue timeout, request)
 
     def add(self, request: RequestState) -> None:
-        """Enter a request's deadline and the end of its queue timeout, if it has them."""
+        """Add a request's deadline and the end of its queue timeout, if it has them."""
         deadline, queue_until = request.request.deadline, request.request.queue_until
         if deadline is not None:
             heappush(self._heap, (deadline, request.order, False, request))
@@ -411,7 +414,7 @@ class Deadlines:
         return None
 
     def expired(self, now: float) -> tuple[RequestState, bool] | None:
-        """Remove and return a request that is past its time, with True if that was its queue timeout; or None."""
+        """Remove and return an expired request, with True if its queue timeout expired; None if none has expired."""
         time = self.next()
         if time is None or time > now:
             return None

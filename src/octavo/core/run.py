@@ -1,7 +1,8 @@
 """Grants rows to running requests, in the policy's order.
 
-Owns: the pass over running requests of one step. Does not: start waiting requests (start), or keep the columns (step).
-Invariant: a request that is preempted is preempted whole; rows that it had in this plan are taken back.
+Owns: the pass over the running requests of one step. Does not: start waiting requests (start), or build the plan's
+columns (step).
+Invariant: a preemption covers all sequences of a request and removes their rows from this plan.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ _DECODE_AHEAD = ROW_SAMPLE | ROW_CARRY
 
 
 def grant_running(step: Step) -> None:
-    """Give the running requests their rows, in rank order.
+    """Grant rows to the running requests, in rank order.
 
-    The hot path: a row that decodes inside its last block is added to the columns right here, because a call for
-    each would cost more than the rest of the step. All other rows take `grant_row`.
+    The hot path: this function itself adds a row that decodes inside its last block, because a call per row would cost
+    more than the rest of the step. `grant_row` grants all other rows.
     """
     state, has_read_limit = step.state, step.has_read_limit
     has_drafts_in_flight = bool(state.limits.max_draft_tokens and state.flight)
@@ -65,15 +66,15 @@ def grant_running(step: Step) -> None:
 
 
 def _in_order(step: Step) -> list[RequestState]:
-    """Return the running requests by rank; those that were bypassed too often are first."""
+    """Return the running requests by rank, but requests that were bypassed `max_bypass` times first."""
     bound = step.state.limits.max_bypass
     return sorted(step.state.running.requests, key=lambda request: request.num_bypassed < bound)
 
 
 def _skips(step: Step, request: RequestState) -> bool:
-    """Return True if no row of a request may be in this step.
+    """Return True if this step must not have a row of a request.
 
-    One that still computes its prompt is not skipped here, so that its blocks are reserved.
+    A request that still prefills is not skipped here, so that `grant_row` reserves its blocks.
     """
     if step.only is not None and request.name not in step.only:
         return True
@@ -88,7 +89,7 @@ def _skips(step: Step, request: RequestState) -> bool:
 
 
 def _take_read(step: Step, request: RequestState, start: int) -> bool:
-    """Take what the next token of a row reads, if this step may read it."""
+    """Take the KV reads of a row's next token from the step's budget; return False if the budget is too small."""
     cost = step.read_cost(start, 1)
     if not step.may_read(cost):
         return False
@@ -98,7 +99,10 @@ def _take_read(step: Step, request: RequestState, start: int) -> bool:
 
 
 def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
-    """Grant a row that needs a block, or has several tokens, or other conditions. Return True if it forked."""
+    """Grant a row that is not on the hot path: it needs a block, has several tokens, or is bound by other limits.
+
+    Return True if other choices forked from the row.
+    """
     if request.status != Status.RUNNING or not step.tokens_left or request.awaits_id(sequence):
         return False
     if not sequence.is_entered and (step.refusal(request, False) or not branching.enter_late(step, request, sequence)):
@@ -122,7 +126,7 @@ def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
 
 
 def _fit_chunk(step: Step, request: RequestState, sequence: Sequence, todo: int) -> tuple[int, WaitReason | None]:
-    """Return how many of `todo` tokens may run in this step, or 0 and what the row waits for."""
+    """Return how many of `todo` tokens may run in this step, and None; or 0 and the reason why none may."""
     start = sequence.num_scheduled
     reason = step.refusal(request, request.is_decoding or (todo == 1 and sequence.num_known > sequence.num_prompt))
     if reason is not None:

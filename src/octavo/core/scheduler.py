@@ -1,13 +1,13 @@
 """The scheduler: admit, cancel, plan, commit, statistics.
 
-Owns: the verbs, the only interface of the core. Does not: read a clock, start a thread, touch a file or a
+Owns: the public methods, the only interface of the core. Does not: read a clock, start a thread, or touch a file or a
 tensor; `now` is an argument.
-Read the package in this order: request and plan (the data), this file, step, run, start (how a plan is made), commit,
-recover (what its results change), state, then kv/cache. branching, beam_search, drafts, encoder, composition and gates
-are features that a request without them never enters: read each when you need it.
-Invariants: two schedulers given the same calls make the same plans; with work pending and nothing in flight the next
-plan has a row, an effect, or a typed external wait; every admitted request ends with exactly one FINISHED event; after
-the last one no block is held.
+Read the package in this order: request and plan (the data); this file; step, run and start (how a plan is made); commit
+and recover (how results are applied); state; kv/cache. branching, beam_search, drafts, encoder, composition and gates
+are optional features: a request that does not use a feature never runs its code.
+Invariants: the same calls give the same plans. If requests are open and no plan is in flight, the next plan has a row,
+an effect, or a wait for something outside the scheduler. Every admitted request ends with exactly one FINISHED event;
+after the last one no block is held.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
 
 
 class Scheduler:
-    """Decides every step. Not thread-safe: one caller owns it."""
+    """Decides what every step computes. Not thread-safe: one caller owns the scheduler."""
 
     __slots__ = ("_drafter", "_noted", "_source", "_state", "_tap")
 
@@ -54,9 +54,9 @@ class Scheduler:
                 self._drafter = calls.GivenDrafts(source)
 
     def admit(self, request: Request, now: float) -> Admission:
-        """Take a request, which will end with exactly one FINISHED event, and queue it.
+        """Check a request and put it in the waiting queue. It will end with exactly one FINISHED event.
 
-        Raises InvalidRequestError, AdmissionError or DuplicateRequestError, and changes nothing then.
+        Raises InvalidRequestError, AdmissionError or DuplicateRequestError; a refused request changes nothing.
         """
         state = self._state
         if state.is_draining:
@@ -88,9 +88,10 @@ class Scheduler:
         return admission
 
     def end_choice(self, request_id: str, choice: int, now: float, reason: FinishReason = FinishReason.STOP) -> bool:
-        """End one choice of a request in any state; the last one ends the request. Return False if it has ended.
+        """End one choice of a waiting or running request; ending its last choice ends the request.
 
-        The choices of a beam search are known only at its end, so none of them can be ended alone.
+        Return False if the choice has ended or is unknown. No choice of a beam search can be ended alone, because the
+        choices are known only at the end of the search.
         """
         request = self._state.requests.get(request_id)
         sequences = [] if request is None or request.beams is not None else request.sequences
@@ -109,7 +110,7 @@ class Scheduler:
         reason: FinishReason = FinishReason.CANCELLED,
         error: FinishError | None = None,
     ) -> int:
-        """End requests in any state, in flight too; ignore unknown and finished ids. Return how many ended."""
+        """End requests, even if they have rows in flight; ignore unknown and finished ids. Return how many ended."""
         names, count = tuple(request_ids), 0
         for name in names:
             request = self._state.requests.get(name)
@@ -122,9 +123,9 @@ class Scheduler:
         return count
 
     def plan(self, now: float, only: frozenset[str] | None = None) -> StepPlan:
-        """Make the next step's plan; with `only`, from these requests alone. An empty plan has the reasons.
+        """Make the next step's plan; with `only`, the plan has rows of these requests alone.
 
-        A plan that is not empty must be submitted and committed, in the order made.
+        An empty plan's `waits` say why it is empty. Every other plan must be submitted and committed, in order.
         """
         while (late := self._state.deadlines.expired(now)) is not None:
             self._expire(late[0], late[1], now)
@@ -135,7 +136,7 @@ class Scheduler:
             step.begin_turn(turn)
             grant_running(step)
             start_waiting(step)
-            if step.rows or step.num_started:  # a request swapped in may have its row in another turn
+            if step.rows or step.num_started:  # a request that was swapped in may get its row in another turn
                 if composition is not None and turn is not None:
                     composition.count(turn)
                 break
@@ -147,10 +148,10 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
-        """Commit what the oldest plan in flight produced, and return what that made known.
+        """Commit the outcome of the oldest plan in flight; return its new tokens and the decisions.
 
-        A StepFailure discards that plan and every later one in flight: do not commit those.
-        Raises InvariantError on a plan that is not the oldest in flight.
+        A StepFailure also undoes every later plan in flight: do not commit those plans.
+        Raises InvariantError if `plan` is not the oldest in flight.
         """
         events = commit_step(self._state, plan, outcome, now)
         if self._tap is not None:
@@ -158,7 +159,7 @@ class Scheduler:
         return events
 
     def take_events(self) -> tuple[Event, ...]:
-        """Return the decisions made since the last plan or commit, without waiting for the next."""
+        """Return the decisions made since the last plan or commit; the next plan or commit does not repeat them."""
         events = tuple(self._state.events)
         self._state.events = []
         return events
@@ -182,12 +183,12 @@ class Scheduler:
         self._controlled("resume")
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those taken are served to their end."""
+        """Refuse new requests from now on; open requests are served to their end."""
         self._state.is_draining = True
         self._controlled("drain")
 
     def limit_step(self, num_tokens: int | None) -> None:
-        """Grant at most `num_tokens` in a step, as after one that ran out of memory; None = as configured."""
+        """Limit each step to `num_tokens` tokens, for example after one ran out of memory; None removes the limit."""
         configured = self._state.limits.max_batch_tokens
         self._state.max_step_tokens = configured if num_tokens is None else max(1, min(num_tokens, configured))
         self._controlled("limit_step", num_tokens)
@@ -200,31 +201,31 @@ class Scheduler:
 
     @property
     def limits(self) -> Limits:
-        """The limits it was made with."""
+        """The limits that were given to the constructor."""
         return self._state.limits
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, preempted ones included."""
+        """The number of waiting requests, including preempted ones."""
         return len(self._state.waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences that run."""
+        """The number of slots in use by running requests."""
         return self._state.num_sequences
 
     @property
     def has_work(self) -> bool:
-        """Return True if any request is unfinished."""
+        """True if any request is open."""
         return bool(self._state.requests)
 
     @property
     def is_paused(self) -> bool:
-        """Return True during a pause: nothing is admitted from the queue."""
+        """True during a pause: nothing is admitted from the queue."""
         return self._state.is_paused
 
     def gauges(self) -> snapshots.Gauges:
-        """Return levels and totals. O(groups): cheap enough for every step."""
+        """Return current levels and totals since the start. O(groups), cheap enough for every step."""
         state = self._state
         cache, totals = state.cache, state.totals
         cached = [len(pool.cached) for pool in cache.pools]
@@ -255,11 +256,11 @@ class Scheduler:
         return snapshots.read_statistics(self._state)
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Explain where an open request is and why it waits; None for one that is unknown or has ended. For people."""
+        """Explain an open request's state and why it waits; return None if the request is unknown or has ended."""
         return explain(self._state, request_id)
 
     def explain_all(self, max_requests: int | None = None) -> list[Explanation]:
-        """Explain every open request: those that wait first, in order, then those that run; `max_requests` of each."""
+        """Explain open requests: the first `max_requests` waiting, then the first `max_requests` running."""
         return explain_all(self._state, max_requests)
 
     def first_waiting(self, max_requests: int) -> list[snapshots.RequestView]:
@@ -275,22 +276,22 @@ class Scheduler:
         return snapshots.sample_pools(self._state, max_blocks)
 
     def read_tables(self, first_slot: int, max_blocks: int) -> list[snapshots.SlotTables]:
-        """Return the block tables of the sequences from a slot on, until they have `max_blocks` together."""
+        """Return the block tables of the sequences in slots from `first_slot` on, up to about `max_blocks` entries."""
         return snapshots.read_tables(self._state, first_slot, max_blocks)
 
     # --- steps made as one, for simulations ------------------------------------------------------------
 
     def find_repeat(self) -> Repeat | None:
-        """Find decode steps that are certain to come next; None where a step may do anything else. O(running)."""
+        """Find decode steps that can be repeated; None if the next step may do anything else. O(running)."""
         return find_repeat(self._state)
 
     def repeat(self, num_steps: int, planned: float) -> StepPlan | None:
-        """Make `num_steps` of the steps just found, the last one at `planned`; return the plan in flight, if any."""
+        """Make `num_steps` steps that find_repeat found, the last at time `planned`; return the plan in flight."""
         repeat(self._state, num_steps, planned)
         return self._state.flight[0].plan if self._state.flight else None
 
     def _expire(self, late: RequestState, is_queue: bool, now: float) -> None:
-        """End a request that is past its deadline, or its queue timeout."""
+        """End a request whose deadline, or whose queue timeout (`is_queue`), has passed."""
         request = late.request
         if is_queue:
             kind = ErrorKind.QUEUE_TIMEOUT

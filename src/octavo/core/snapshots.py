@@ -1,7 +1,7 @@
 """Snapshots of the scheduler's state: gauges, statistics, requests and block tables.
 
 Owns: the records, and how they are read from the state. Does not: change anything, explain a wait (explain does), or
-keep history (observe does). Only `gauges` is cheap enough for every step.
+keep history (observe does). Only Scheduler.gauges is cheap enough for every step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.core.state import State, Totals
 
 
 class Gauges(NamedTuple):
-    """What may change with every step: levels now, and totals since the start. Block levels are per group."""
+    """Numbers that may change with every step: current levels, and totals since the start. Block levels are per group."""
 
     num_running: int  # sequences
     num_running_requests: int
@@ -41,10 +41,10 @@ class Gauges(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Statistics(Totals):
-    """Gauges now, and the totals since the start. Blocks are summed over groups; hits and swaps are in tokens.
+    """Current levels, and totals since the start. Blocks are summed over groups; hits and swaps are in tokens.
 
-    `waiting_by_reason` has the names of the reasons for which requests wait; `num_swapped` of the waiting have their KV
-    on the host. Of the host's blocks, `used` counts those that hold a swapped sequence or a prefix.
+    `waiting_by_reason` maps each reason's name to the number of requests that wait for it. `num_swapped` waiting
+    requests have their KV on the host. `num_host_blocks_used` counts host blocks with a swapped sequence or a prefix.
     """
 
     step: int
@@ -90,7 +90,7 @@ def read_statistics(state: State) -> Statistics:
 
 
 def _waiting_by_reason(state: State) -> dict[str, int]:
-    """Count waiting requests by their last reason; those that admission did not reach yet count as `behind`."""
+    """Count waiting requests by their last reason; a request that admission has not reached counts as `behind`."""
     counts = [0] * len(WaitReason)
     for request in state.requests.values():
         if request.status == Status.WAITING:
@@ -99,11 +99,12 @@ def _waiting_by_reason(state: State) -> dict[str, int]:
 
 
 class RequestView(NamedTuple):
-    """One open request, as lists and forecasts need it.
+    """One open request, for lists and forecasts.
 
-    `reason` is why it waits, None if it runs; `needed` and `available` are the numbers of that, 0 where it has none.
-    `num_todo`: tokens to compute before its next one. `num_blocks` of the smallest group: needed if it waits, held if
-    it runs. `max_tokens` is 0 if nothing is sampled. Known tokens and outputs are those of its longest sequence.
+    `reason` is why the request waits, or None if it runs. `needed` and `available` are the reason's numbers, or 0.
+    `num_todo`: tokens to compute before the next sampled token. `num_blocks`: blocks of the smallest cache group that a
+    waiting request needs, or that a running request holds. `max_tokens` is 0 if the request samples nothing.
+    `num_known` and `num_outputs` are those of the longest sequence.
     """
 
     name: str
@@ -123,14 +124,14 @@ class RequestView(NamedTuple):
 
 
 class OpenWork(NamedTuple):
-    """All open requests in the scheduler's order, and the free blocks of the smallest group."""
+    """All open requests in the scheduler's order, and the free slots and blocks (of the smallest cache group)."""
 
     running: list[RequestView]
     waiting: list[RequestView]
     block_size: int
     max_step_tokens: int
     num_free_slots: int
-    num_free_blocks: int  # beside the headroom
+    num_free_blocks: int  # without the headroom
 
 
 def first_waiting(state: State, max_requests: int) -> list[RequestView]:
@@ -158,7 +159,7 @@ def _smallest_group(state: State) -> int:
 
 
 def _view(state: State, entry: RequestState, group: int, reason: WaitReason | None) -> RequestView:
-    """Return the view of a request that waits for a reason, or runs (None)."""
+    """Return the view of a request. `reason` is why it waits, or None if it runs."""
     sequences, request = entry.sequences, entry.request
     if reason is None:
         todo = sum(one.num_known - one.num_scheduled for one in sequences)
@@ -186,7 +187,7 @@ def _view(state: State, entry: RequestState, group: int, reason: WaitReason | No
 
 
 class PoolSample(NamedTuple):
-    """Every `stride`-th block of one group's pool, a byte each: its references (up to 255), and if it has a key."""
+    """Every `stride`-th block of one group's pool: one byte each for its references (up to 255) and its has_key flag."""
 
     num_blocks: int
     stride: int
@@ -195,7 +196,7 @@ class PoolSample(NamedTuple):
 
 
 def sample_pools(state: State, max_blocks: int) -> list[PoolSample]:
-    """Read at most `max_blocks` blocks of the pools together. O(max_blocks)."""
+    """Sample about `max_blocks` blocks in all, evenly over the pools. O(max_blocks)."""
     samples, pools = [], state.cache.pools
     per_pool = max(1, max_blocks // len(pools))
     for pool in pools:
@@ -209,7 +210,7 @@ def sample_pools(state: State, max_blocks: int) -> list[PoolSample]:
 
 
 class SlotTables(NamedTuple):
-    """The block tables of the sequence in a slot, from entry `first_index` on, one of each for each group."""
+    """The block tables of the sequence in a slot, one per group, each from entry `first_index` of that group on."""
 
     slot: int
     num_scheduled: int
@@ -218,7 +219,7 @@ class SlotTables(NamedTuple):
 
 
 def read_tables(state: State, first_slot: int, max_blocks: int) -> list[SlotTables]:
-    """Copy the tables of the sequences in the slots from `first_slot` on, until they have `max_blocks` together."""
+    """Copy the block tables of the sequences in slots from `first_slot` on, until they have `max_blocks` entries."""
     found, left = [], max_blocks
     for sequence in state.slot_owner[first_slot:]:
         if sequence is not None:

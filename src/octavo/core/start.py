@@ -1,10 +1,10 @@
 """Starts waiting requests in one step: in order, while budgets, blocks and headroom allow.
 
-Owns: the pass over the waiting queue of one step, the room that a waiting request needs, the starvation bound, and
+Owns: the pass over the waiting queue of one step, the blocks that a waiting request needs, the starvation bound, and
 swap-ins. Does not: check that a request can ever run (feasibility), or grant running requests (run).
-Invariants: a start leaves the headroom free unless the batch is otherwise empty or the request was bypassed too often;
-a step that preempted starts nothing, unless it would otherwise be empty; nothing starts past a request that
-was bypassed too often; no request is preempted for one of later rank.
+Invariants: a start leaves the headroom free, unless no request runs or the request was bypassed `max_bypass` times. A
+step that preempted a request starts nothing, unless the step would otherwise be empty. No later request starts before
+one that was bypassed `max_bypass` times. No waiting request preempts a request of earlier rank.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from octavo.core.step import Step
 
 MAX_CANDIDATES = 64  # how far a step looks past requests that do not fit (S23)
 
-# Reasons of this one request: the next may still fit. After any other no request is considered, unless the policy skips
-# ahead. TOKEN_BUDGET with tokens left means an unchunked prompt that is longer than the rest.
+# Reasons that concern one request only: the next may still fit. After any other reason no request is considered, unless
+# the policy skips ahead. TOKEN_BUDGET with tokens left means an unchunked prompt that is longer than the tokens left.
 _NEXT_MAY_FIT = frozenset(
     {
         WaitReason.TOKEN_BUDGET,
@@ -36,7 +36,7 @@ _NEXT_MAY_FIT = frozenset(
 )
 # Lack of something that running requests hold: a preemption could help, and a policy may skip ahead.
 _ROOM = frozenset({WaitReason.KV_BLOCKS, WaitReason.HEADROOM, WaitReason.SEQUENCE_CAP, WaitReason.SWAP_SPACE})
-# Not a lack of anything: a request passed over for these does not count as bypassed.
+# Reasons that are no shortage: a request passed over for one of them does not count as bypassed.
 _NOT_ITS_TURN = frozenset({WaitReason.MODALITY, WaitReason.COMPOSITION, WaitReason.UNCOMMITTED})
 
 
@@ -44,7 +44,7 @@ _NOT_ITS_TURN = frozenset({WaitReason.MODALITY, WaitReason.COMPOSITION, WaitReas
 
 
 def needed_blocks(cache: KVCache, request: RequestState) -> list[int]:
-    """Return blocks per group for all known tokens of all sequences, shared blocks counted once."""
+    """Return the blocks per group for all known tokens of all sequences; shared blocks count once."""
     if request.is_swapped:
         return swapped_blocks(cache, request, 1)
     root = request.sequences[0]
@@ -57,9 +57,9 @@ def needed_blocks(cache: KVCache, request: RequestState) -> list[int]:
 
 
 def swapped_blocks(cache: KVCache, request: RequestState, growth: int) -> list[int]:
-    """Return blocks per group to swap a request in: those on the host, and those that its next rows write.
+    """Return the blocks per group to swap a request in: its host blocks, and the new blocks of its next rows.
 
-    That is at least `growth` for each sequence.
+    Each sequence counts at least `growth` new blocks.
     """
     total = cache.host.num_swapped_blocks(request.sequences)
     for sequence in request.sequences:
@@ -72,10 +72,11 @@ def swapped_blocks(cache: KVCache, request: RequestState, growth: int) -> list[i
 
 
 def growth_blocks(state: State, request: RequestState, group: int) -> int:
-    """Return the blocks of a group by which running requests must be able to grow before a preempted one is resumed.
+    """Return how many blocks of a group must stay free for the growth of running requests when this one resumes.
 
-    A block each, and two after the second preemption, or it would be preempted again at once; after MAX_RETURNS
-    preemptions also all blocks that the request may still need itself, since it is then the last to be preempted.
+    After the first preemption that is one block per running sequence, and two after the second, or the request would be
+    preempted again at once. After MAX_RETURNS preemptions, all blocks that the request itself may still need are added,
+    because it is from then on the last to be preempted.
     """
     blocks = min(request.num_preemptions, 2) * state.num_sequences
     if request.num_preemptions < MAX_RETURNS:
@@ -85,7 +86,7 @@ def growth_blocks(state: State, request: RequestState, group: int) -> int:
 
 
 def is_still_short(state: State, outstanding: list[int], request: RequestState, shortage: BlockShortage) -> bool:
-    """Return True if too little can have changed since a request lacked room for another look at the cache."""
+    """Return True if a request that lacked blocks still lacks them, so that no new prefix lookup is needed."""
     cache, group = state.cache, shortage.group
     if request.num_bypassed >= state.limits.max_bypass:
         return False
@@ -96,17 +97,17 @@ def is_still_short(state: State, outstanding: list[int], request: RequestState, 
 
 
 def _kept_free(state: State, outstanding: list[int], request: RequestState, reason: WaitReason, group: int) -> int:
-    """Return the blocks of a group that must stay free beside a request which lacked room for `reason`."""
+    """Return the blocks of a group that must stay free if a request that lacked room for `reason` starts."""
     return outstanding[group] + (_floors(state, request)[group] if reason == WaitReason.HEADROOM else 0)
 
 
 def _floors(state: State, request: RequestState) -> list[int]:
-    """Return the blocks of each group that a request leaves free when it starts (S05)."""
+    """Return the blocks of each group that must stay free when this request starts (S05)."""
     return [floor + growth_blocks(state, request, group) for group, floor in enumerate(state.headroom)]
 
 
 def _fits_without(step: Step, request: RequestState, victims: list[RequestState], floors: list[int]) -> bool:
-    """Return True if a waiting request would fit beside the floors if these running requests were preempted."""
+    """Return True if a waiting request would fit, with `floors` blocks left free, once these victims are preempted."""
     state, cache = step.state, step.state.cache
     if len(state.free_slots) + sum(victim.num_slots for victim in victims) < request.num_slots:
         return False
@@ -122,7 +123,7 @@ def _fits_without(step: Step, request: RequestState, victims: list[RequestState]
         left = pool.num_free + sum(1 for block, count in held.items() if pool.references[block] == count)
         left -= needed[group] + step.outstanding[group]
         left += sum(step.reserved[victim.name][group] for victim in victims if victim.name in step.reserved)
-        # Shared blocks are not allocated again; those that no other sequence holds are then no longer free.
+        # `needed` counts the matched blocks, too. Matched blocks that a non-victim holds need no allocation.
         for block in match.blocks[group] if match is not None else ():
             left += block != NO_BLOCK and pool.references[block] > held.get(block, 0)
         if left < floors[group]:
@@ -134,7 +135,7 @@ def _fits_without(step: Step, request: RequestState, victims: list[RequestState]
 
 
 def start_waiting(step: Step) -> None:
-    """Start the waiting requests that fit, and note why the others wait."""
+    """Start the waiting requests that fit, and record why the others wait."""
     state = step.state
     if not len(state.waiting):
         return
@@ -159,12 +160,12 @@ def start_waiting(step: Step) -> None:
             preferred = _preferred(state)
             _consider_all(step, preferred)
         if not preferred or all(request.is_passable for request in preferred):
-            step.waits.clear()  # all that were considered are considered again
+            step.waits.clear()  # the requests considered so far are considered again
             _consider_queue(step)
 
 
 def _start_overdue(step: Step) -> bool:
-    """Start the requests that were bypassed too often; return False if one of them has to wait."""
+    """Start the requests that were bypassed `max_bypass` times; return False if one of them has to wait."""
     state, bound = step.state, step.state.limits.max_bypass
     state.overdue = [one for one in state.overdue if one.status == Status.WAITING and one.num_bypassed >= bound]
     return all(one.in_flight or _consider(step, one) for one in sorted(state.overdue, key=lambda one: one.rank))
@@ -188,7 +189,7 @@ def _consider_all(step: Step, requests: list[RequestState]) -> None:
 
 
 def _preferred(state: State) -> list[RequestState]:
-    """Return the first candidates in the order that the policy prefers, given the cached tokens of each."""
+    """Return the first `lookahead` waiting requests in the policy's order of preference, by their cached tokens."""
     ranked = []
     for request in state.waiting.first(min(state.policy.lookahead, MAX_CANDIDATES)):
         seen = request.seen
@@ -203,7 +204,7 @@ def _preferred(state: State) -> list[RequestState]:
 
 
 def _consider(step: Step, request: RequestState) -> bool:
-    """Try to start a request, and make room for it where it may; return True if the next may be considered."""
+    """Try to start a request, if allowed by preempting others; return True if the next request may be considered."""
     state = step.state
     reason = _try_start(step, request)
     if reason is None:
@@ -216,7 +217,7 @@ def _consider(step: Step, request: RequestState) -> bool:
     has_made_room = False
     if reason in _ROOM and (is_overdue or state.policy.preempt_on_arrival):
         has_made_room = _preempt_for(step, request, WaitReason.BARRIER if is_overdue else reason)
-        # The step would be empty without it, so it may start at once (S07).
+        # The step would be empty without this request, so the request may start at once (S07).
         if has_made_room and not step.rows and _try_start(step, request) is None:
             _count_bypasses(step)
     if is_overdue and request.status == Status.WAITING:
@@ -230,7 +231,7 @@ def _consider(step: Step, request: RequestState) -> bool:
 
 
 def _count_bypasses(step: Step) -> None:
-    """Count a start past the requests considered before: once per step and request."""
+    """Count one bypass for each request that was considered before the one that starts; at most one per step."""
     for request, reason in step.passed_over:
         if reason not in _NOT_ITS_TURN:
             request.num_bypassed += 1
@@ -241,9 +242,9 @@ def _count_bypasses(step: Step) -> None:
 
 
 def _preempt_for(step: Step, request: RequestState, reason: WaitReason) -> bool:
-    """Preempt running requests of later rank until a waiting one would fit. Return False if that cannot be.
+    """Preempt running requests of later rank until a waiting request would fit.
 
-    Not in a step that started a request: then the next step does it.
+    Return False, and preempt none, if that cannot make enough room or if this step has started a request.
     """
     state, rank_of = step.state, step.state.policy.victim_rank
     if step.num_started:
@@ -277,7 +278,7 @@ def _try_start(step: Step, request: RequestState) -> WaitReason | None:
 
 
 def _refusal(step: Step, request: RequestState) -> WaitReason | None:
-    """Defer a request where that needs no look at the cache; return the reason, None if it may be tried."""
+    """Defer a request for a reason that needs no prefix lookup; return the reason, or None if there is none."""
     num_free = len(step.state.free_slots)
     request.is_passable = False
     if request.in_flight:
@@ -297,7 +298,7 @@ def _refusal(step: Step, request: RequestState) -> WaitReason | None:
 
 
 def _start_from_cache(step: Step, request: RequestState) -> WaitReason | None:
-    """Start a request with what the cache has of it, or return why it waits."""
+    """Start a request from its cached prefix, or return why it waits."""
     state = step.state
     match = _look_up(state, request)
     if match.loads and not state.cache.may_load:
@@ -318,7 +319,7 @@ def _start_from_cache(step: Step, request: RequestState) -> WaitReason | None:
 
 
 def _look_up(state: State, request: RequestState) -> Match:
-    """Return what the cache has of a request."""
+    """Return the cached prefix of a request, and record the lookup in `seen`."""
     root = request.sequences[0]
     match = state.cache.match(root, request.match_cap(root))
     request.seen = PrefixSeen(match.num_tokens, match.missing, state.cache.num_published)
@@ -326,8 +327,11 @@ def _look_up(state: State, request: RequestState) -> Match:
 
 
 def _encode(step: Step, request: RequestState, match: Match, count: int) -> tuple[int, WaitReason | None]:
-    """Have the media of the first chunk encoded; the chunk ends before an item that has to wait."""
-    encoder, slot = step.state.encoder, step.state.free_slots[-1]  # the slot that it will get
+    """Schedule the encoding of the first chunk's media; the chunk ends before an item that has to wait.
+
+    Return the chunk's tokens and None, or 0 and the reason to wait.
+    """
+    encoder, slot = step.state.encoder, step.state.free_slots[-1]  # the slot that the request will get
     granted = encoder.grant(request.name, slot, request.request.spans, match.num_tokens, count)
     if granted == count:
         return count, None
@@ -339,7 +343,10 @@ def _encode(step: Step, request: RequestState, match: Match, count: int) -> tupl
 
 
 def _lacks_room(step: Step, request: RequestState, needed: list[int], free: list[int]) -> WaitReason | None:
-    """Defer a request that needs these blocks and would leave those free; return the reason, None when it fits."""
+    """Defer a request that does not fit; return the reason, or None if it fits.
+
+    Per group, `needed` are the blocks that it would allocate, and `free` those left after that.
+    """
     state, has_company = step.state, bool(step.state.running.requests)
     left = list(map(sub, free, step.outstanding))
     group = left.index(min(left))
@@ -381,7 +388,10 @@ def _start(step: Step, request: RequestState, match: Match, count: int) -> None:
 
 
 def _swap_in(step: Step, request: RequestState) -> WaitReason | None:
-    """Swap a request in: its blocks, one more for each sequence, and the headroom (S09); or return why it waits."""
+    """Swap a request in, or return why it waits.
+
+    It needs its host blocks, at least one new block for each sequence, and the headroom (S09).
+    """
     state, cache = step.state, step.state.cache
     has_company = bool(state.running.requests)
     needed = swapped_blocks(cache, request, 1 if has_company else 0)
@@ -392,7 +402,7 @@ def _swap_in(step: Step, request: RequestState) -> WaitReason | None:
         step, request, needed, [pool.num_free - n for pool, n in zip(cache.pools, needed, strict=True)]
     )
     if reason is not None and not has_company:
-        # It is alone, and its copies need more than the pool has: computed again it fits, as feasibility checked.
+        # No request runs, but its unshared copies do not fit the pool. If recomputed it fits, as feasibility checked.
         state.unswap(request)
         return _start_from_cache(step, request)
     if reason is not None:

@@ -1,9 +1,9 @@
-"""Everything the scheduler knows between two calls, and the moves that keep it whole.
+"""The scheduler's whole state between two calls, and the operations that keep the state consistent.
 
-Owns: requests, queues, cache, slots, plans in flight, the event log; finish, end_choice and preempt, the ways out
-of the running list. Does not: make plans (step) or read their results (commit).
-Invariants: a request is in exactly one of the queue, the running list and the finished; a freed block or slot has no
-owner (tests/core/invariants.py checks these and more).
+Owns: requests, queues, cache, slots, plans in flight, and the event log; the methods that move requests between queues
+or end them. Does not: make plans (step) or read their results (commit).
+Invariants: a request waits, runs or has finished, and is in exactly one queue or in none once finished. A freed block
+or slot has no owner. (tests/core/invariants.py checks these invariants and others.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNBOUNDED = 2**62
 class Flight:
     """A plan in flight: the sequences of its rows, and what must be undone if it fails.
 
-    `releases` are (group, block) freed when this plan is committed; it was the newest one when they were given up.
+    `releases` are (group, block) to free when this plan is committed: it was the newest plan that could still use them.
     """
 
     plan: StepPlan
@@ -43,9 +43,9 @@ class Flight:
 
 @dataclass(slots=True)
 class Updates:
-    """Decisions since the last plan that the next one sends to the executor, beside rows and blocks.
+    """Changes since the last plan that the next plan sends to the executor, apart from its rows and blocks.
 
-    `sequences` have got a slot (forked beams) and are sent in full; the columns are as in StepPlan.
+    `sequences` are forked beams that got a slot and are sent in full. The columns are those of StepPlan.
     """
 
     freed_slots: array[int] = field(default_factory=int_column)
@@ -58,30 +58,30 @@ class Updates:
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since the start: steps committed, tokens computed, sampled and recomputed, and so on."""
+    """Counters since the start."""
 
     num_steps: int = 0
     num_failed_steps: int = 0
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_drafted_tokens: int = 0  # verified
-    num_accepted_tokens: int = 0  # of those, given out
-    num_preemptions: int = 0  # for lack of room
-    num_requeued: int = 0  # put back after a failed row or step
+    num_drafted_tokens: int = 0  # drafts that were verified
+    num_accepted_tokens: int = 0  # verified drafts that became output tokens
+    num_preemptions: int = 0  # preemptions for lack of room
+    num_requeued: int = 0  # requests that wait again after a failed row or step
     num_admitted: int = 0
     num_swapped_out_tokens: int = 0
     num_swapped_in_tokens: int = 0
     num_host_hit_tokens: int = 0
     num_forks: int = 0
     num_copies: int = 0
-    num_adopted_blocks: int = 0  # full blocks given up for an equal one that was there before
+    num_adopted_blocks: int = 0  # full blocks replaced by an equal block that was cached before
     num_bypasses: int = 0
     finished: dict[str, int] = field(default_factory=lambda: {reason.name.lower(): 0 for reason in FinishReason})
 
 
 class State:
-    """The scheduler's memory."""
+    """The scheduler's whole state."""
 
     __slots__ = (
         "adapters", "cache", "composition", "deadlines", "encoder", "ended", "events", "flight", "free_slots", "gates",
@@ -97,9 +97,9 @@ class State:
         self.waiting = WaitingQueue(self.policy.lane_key)
         self.running = RunningList()
         self.deadlines = Deadlines()
-        self.max_step_tokens = limits.max_batch_tokens  # lower after a step ran out of memory
+        self.max_step_tokens = limits.max_batch_tokens  # reduced after a step ran out of memory
         has_full_group = any(group.kind == GroupKind.FULL for group in limits.groups)
-        # The most tokens of context that a row reads before its own.
+        # The most tokens of context that a row reads before its own tokens.
         self.read_window = UNBOUNDED if has_full_group else max(group.window for group in limits.groups) - 1
         share = self.policy.headroom if limits.headroom is None else limits.headroom
         # Blocks of each group that an admission leaves free (S05); 0.07 * 100 is 7.000000000000001.
@@ -110,12 +110,12 @@ class State:
         is_mixed = limits.composition == "mixed" and not limits.separate_modalities
         self.composition = None if is_mixed else Composition(limits)
         self.flight: deque[Flight] = deque()
-        self.overdue: list[RequestState] = []  # bypassed too often: nothing is admitted before them (S10)
+        self.overdue: list[RequestState] = []  # bypassed max_bypass times: no other is admitted before them (S10)
         self.free_slots = list(range(limits.max_sequences - 1, -1, -1))
         self.slot_owner: list[Sequence | None] = [None] * limits.max_sequences
         self.updates = Updates()
-        self.num_swapped = 0  # requests on the host
-        self.ended: list[RequestState] = []  # the policy was not notified of them yet
+        self.num_swapped = 0  # requests whose KV is on the host
+        self.ended: list[RequestState] = []  # ended requests of which the policy has not been notified
         self.events: list[Event] = []
         self.totals = Totals()
         self.step = 0
@@ -125,15 +125,15 @@ class State:
 
     @property
     def num_sequences(self) -> int:
-        """Slots in use: running sequences, and beams of running requests that do not exist yet."""
+        """The number of slots in use: one per running sequence, and one per beam that does not exist yet."""
         return self.limits.max_sequences - len(self.free_slots)
 
     def log(self, kind: EventKind, request: RequestState, now: float, **fields: Any) -> None:
-        """Log a decision, to be returned with the next plan or commit."""
+        """Add a decision to the event log, which the next plan or commit returns."""
         self.events.append(Event(kind, request.name, now, self.step, **fields))
 
     def report_ended(self) -> None:
-        """Notify the policy of requests that ended, after it was notified of their tokens."""
+        """Notify the policy of ended requests. Call this after notifying it of their last tokens."""
         for request in self.ended:
             self.policy.notify("finished", request)
         self.ended.clear()
@@ -148,7 +148,7 @@ class State:
         stop_id: int | None = None,
         error: FinishError | None = None,
     ) -> None:
-        """End a request: everything it holds is free at once, and its one terminal event is logged."""
+        """End a request: free its slots and blocks at once, and log its FINISHED event."""
         was_scheduled = request.first_scheduled_at is not None
         if request.status == Status.RUNNING:
             self._leave_running(request)
@@ -159,7 +159,7 @@ class State:
         if was_scheduled:
             self.updates.finished_ids.append(request.name)
         outputs = request.num_ended_outputs
-        if request.beams is None:  # nothing of a beam was given before the search ended
+        if request.beams is None:  # a beam search outputs nothing before it ends
             outputs += sum(sequence.num_outputs for sequence in request.sequences)
         del self.requests[request.name]
         self.totals.finished[reason.name.lower()] += 1
@@ -170,7 +170,7 @@ class State:
         )  # fmt: skip
 
     def end_choice(self, sequence: Sequence, now: float, reason: FinishReason, stop_id: int | None = None) -> None:
-        """End one choice; the last one ends its request. Its rows in flight are void."""
+        """End one choice, whose rows in flight become void; ending the last choice ends the request."""
         request, outputs = sequence.request, sequence.num_outputs
         if len(request.sequences) == 1:
             self.finish(request, now, reason, stop_id)
@@ -183,14 +183,17 @@ class State:
         )  # fmt: skip
 
     def drop_sequence(self, sequence: Sequence, keep_slot: bool = False) -> None:
-        """Remove a sequence from its request: its blocks are free, its rows in flight void; a beam's slot is kept."""
+        """Remove a sequence from its request: free its blocks, and void its rows in flight.
+
+        With `keep_slot` (beam search) the request keeps the slot for another beam.
+        """
         request = sequence.request
         request.sequences.remove(sequence)
         sequence.stale = sequence.in_flight
         sequence.num_pending = 0
         self.cache.release(sequence)
         if request.request.spans:
-            self.encoder.release(request.name)  # the other choices take theirs again
+            self.encoder.release(request.name)  # the other choices need their outputs again in later plans
         slot = sequence.slot
         if slot >= 0:
             self._leave_slot(sequence)
@@ -202,7 +205,7 @@ class State:
     # --- running -------------------------------------------------------------------------------------
 
     def enter_running(self, request: RequestState, now: float) -> EventKind:
-        """Move a waiting request to the running list, with slots; return ADMITTED, or RESUMED if it has run before."""
+        """Move a waiting request to the running list and give it slots; return ADMITTED, or RESUMED if it ran before."""
         self.waiting.remove(request)
         request.status = Status.RUNNING
         request.forget_waiting()
@@ -224,7 +227,7 @@ class State:
         return EventKind.ADMITTED
 
     def set_decoding(self, request: RequestState, is_decoding: bool) -> None:
-        """Note whether all known tokens of a running request are scheduled; its rank may change."""
+        """Set whether a running request decodes (all its known tokens are scheduled), and update its rank."""
         request.is_decoding = is_decoding
         rank = self.policy.rank(request)
         if rank != request.rank:
@@ -235,10 +238,10 @@ class State:
     def preempt(
         self, request: RequestState, now: float, by: str | None, reason: WaitReason | None, may_swap: bool = False
     ) -> None:
-        """Put a running request back at its place in the waiting order; its outputs and counters stay.
+        """Move a running request back to the waiting queue, at its rank; it keeps its outputs.
 
-        `by` is the request that needs the room; None after a failed row or step, which is not counted as a preemption.
-        With `may_swap`, and where the configuration and the host tier allow it, its KV moves to the host.
+        `by` is the request that needs the room, or None after a failed row or step, which does not count as a
+        preemption. With `may_swap`, its KV is moved to the host if the configuration and the host tier allow it.
         """
         num_tokens = sum(sequence.num_scheduled for sequence in request.sequences)
         is_swapped = may_swap and self._swaps(request) and self.cache.swap_out(request.sequences)
@@ -250,7 +253,7 @@ class State:
         request.forget_waiting()
         for sequence in request.sequences:
             sequence.candidates = None
-            if not request.can_run_ahead:  # its rows in flight would give results of a choice that is made again
+            if not request.can_run_ahead:  # rows in flight are void: their positions will be sampled again
                 sequence.stale = sequence.in_flight
                 sequence.num_pending = 0
         request.rank = self.policy.rank(request)
@@ -268,7 +271,7 @@ class State:
             self.log(EventKind.SWAPPED, request, now, num_tokens=num_tokens, by=by)
 
     def swap_in(self, request: RequestState) -> list[Sequence]:
-        """Move a running request from the host to the device, where there is room; return its sequences."""
+        """Move a running request's KV from the host to the device, which must have room; return its sequences."""
         sequences = [sequence for sequence in request.sequences if sequence.host_tables]
         self.cache.swap_in(sequences)
         request.is_swapped = False
@@ -277,7 +280,7 @@ class State:
         return sequences
 
     def unswap(self, request: RequestState) -> None:
-        """Drop what a request has on the host: it will be recomputed, or has ended."""
+        """Drop a request's host blocks, because it will be recomputed or has ended."""
         if request.is_swapped:
             request.is_swapped = False
             self.num_swapped -= 1
@@ -285,14 +288,14 @@ class State:
                 self.cache.release(sequence)
 
     def defer_release(self, group: int, block: int) -> None:
-        """Release a block once the last plan in flight, which may name it, is committed."""
+        """Release a block once the newest plan in flight is committed, because that plan may still use the block."""
         if self.flight:
             self.flight[-1].releases.append((group, block))
         else:
             self.cache.pools[group].release(block)
 
     def release_deferred(self, flight: Flight) -> None:
-        """Release the blocks that a plan was the last to name."""
+        """Release the blocks whose release waited for this plan."""
         for group, block in flight.releases:
             self.cache.pools[group].release(block)
         flight.releases = []
@@ -300,8 +303,8 @@ class State:
     def _swaps(self, request: RequestState) -> bool:
         """Return True if a preemption of this request should swap (S09).
 
-        Never if its next row is half made, or has drafts in flight; nor if a choice has not entered: blocks on the
-        host have no keys, so the choice would not find the shared ones.
+        False if a row in flight is void, has drafts, or has given candidates to some beams only. False also if a choice
+        has not entered: blocks on the host have no keys, so the choice would not find the shared blocks.
         """
         mode = self.limits.preemption
         if mode == "recompute" or (mode == "auto" and len(request.sequences) < 2):
@@ -326,7 +329,7 @@ class State:
             self.encoder.release(request.name)
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        """Have the executor drop a sequence with the next plan; updates not yet sent of it are dropped."""
+        """Free a sequence's slot with the next plan, and drop its updates that were not sent yet."""
         slot, updates = sequence.slot, self.updates
         updates.freed_slots.append(slot)
         self.slot_owner[slot] = None

@@ -1,9 +1,9 @@
-"""One step in the making: the plan's columns and budgets, and every change to them.
+"""Builds the plan of one step: the plan's columns, its budgets, and every change to them.
 
-Owns: the rows of the plan and the updates sent with it; what the step may still use; the blocks it reserves for
-running requests; preemption, which also takes back what this plan gave its victim.
-Does not: choose which running requests get rows (run) or which waiting ones start (start), or keep anything between
-steps (state).
+Owns: the rows of the plan and the updates sent with it; the remaining budgets; the blocks reserved for running
+requests; preemption, which also removes the victim's rows and effects from this plan.
+Does not: choose which running requests get rows (run), choose which waiting requests start (start), or keep state
+between steps (state).
 Invariants: granted tokens <= token budget; running sequences <= sequence cap.
 """
 
@@ -32,10 +32,10 @@ from octavo.errors import InvariantError
 
 
 class Step:
-    """A plan in the making, one object for each plan; `finish` returns the plan and enters it in flight.
+    """Builds one plan; `finish` returns the plan and adds it to the plans in flight.
 
-    `waits` counts the waiting requests that are left out, by reason, and `skipped` the running ones. `reserved` has the
-    blocks per group that each running request still needs for tokens it knows, and `outstanding` their sum.
+    `waits` counts the waiting requests without a row by reason, and `skipped` the running ones. `reserved` has, for
+    each running request, the blocks per group that it still needs for its known tokens; `outstanding` is their sum.
     """
 
     __slots__ = (
@@ -61,7 +61,7 @@ class Step:
             state.encoder.begin_plan()
         self.num_started = 0
         self.has_preempted = False
-        self.has_made_room = False  # a request was preempted for a waiting one, which starts in the next step
+        self.has_made_room = False  # a request was preempted for a waiting request
         self.new_sequences: list[NewSequence] = []
         self.forked_slots: frozenset[int] = frozenset()
         updates = state.updates
@@ -76,11 +76,11 @@ class Step:
             updates.table_edits = array("i")
 
     def begin_turn(self, turn: Turn | None) -> None:
-        """Begin a pass over all requests for rows of this kind (None: of any); an earlier pass made no row."""
+        """Begin a pass over all requests for rows of this kind (None: any kind). No earlier pass has made a row."""
         self.turn = turn
         self.waits: dict[WaitReason, int] = {}
         self.skipped: dict[WaitReason, int] = {}
-        self.passed_over: list[tuple[RequestState, WaitReason]] = []  # waiting requests since the last that started
+        self.passed_over: list[tuple[RequestState, WaitReason]] = []  # requests refused since the last one started
         self.outstanding = [0] * self.state.cache.num_groups
         self.reserved: dict[str, list[int]] = {}
         self.num_partial_left = self.state.limits.max_partial_prefills or UNBOUNDED
@@ -88,24 +88,24 @@ class Step:
     # --- requests that are left out ---------------------------------------------------------------------
 
     def refusal(self, request: RequestState, is_decoding: bool) -> WaitReason | None:
-        """Return why this kind of step may have no row of a request; None if it may."""
+        """Return why a step of this kind must not have a row of a request; None if it may."""
         return None if self.turn is None else self.turn.refusal(request, is_decoding)
 
     def count_waiting(self, reason: WaitReason, count: int) -> None:
-        """Count waiting requests that are left out for `reason`."""
+        """Count `count` waiting requests that get no row for `reason`."""
         if count > 0:
             self.waits[reason] = self.waits.get(reason, 0) + count
 
     def count_rest(self, reason: WaitReason) -> None:
-        """Count all waiting requests that are left out and not counted yet, for `reason`."""
+        """Count all waiting requests that are not counted yet, for `reason`."""
         self.count_waiting(reason, len(self.state.waiting) - sum(self.waits.values()))
 
     def skip(self, reason: WaitReason) -> None:
-        """Count a running request, or a choice of one, that is left out for `reason`."""
+        """Count a running request, or one of its choices, that gets no row for `reason`."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def defer(self, request: RequestState, reason: WaitReason, needed: int = 0, available: int = 0) -> WaitReason:
-        """Note why a request is left out, as an event where the reason is new; return the reason."""
+        """Record why a request gets no row, and log an event if the reason is new; return the reason."""
         if request.status == Status.RUNNING:
             self.skip(reason)
         else:
@@ -121,22 +121,22 @@ class Step:
     # --- rows ---------------------------------------------------------------------------------------------
 
     def chunk(self, todo: int) -> int:
-        """Return how many of `todo` tokens the budget allows now; of a long prompt, no more than the threshold."""
+        """Return how many of `todo` tokens the token budget and long_prefill_threshold allow now."""
         limits = self.state.limits
         if limits.long_prefill_threshold and limits.chunked_prefill and len(self.state.requests) > 1:
             todo = min(todo, limits.long_prefill_threshold)
         return min(todo, self.tokens_left)
 
     def may_split(self, todo: int) -> bool:
-        """Return True if `todo` tokens may be computed in parts: prompts are chunked, or no step could hold them."""
+        """Return True if `todo` tokens may be computed in chunks: prompts are chunked, or no step could hold them."""
         return self.state.limits.chunked_prefill or todo > self.state.max_step_tokens
 
     def fit_chunk(
         self, start: int, todo: int, may_be_partial: bool = True
     ) -> tuple[int, tuple[WaitReason, int, int] | None]:
-        """Return how many of `todo` tokens, beginning at position `start`, the budgets allow in this step.
+        """Return how many of `todo` tokens, from position `start` on, the budgets allow in this step, and None.
 
-        If it is none: also the reason, and the amounts needed and available.
+        If the budgets allow none, return 0 and (reason, amount needed, amount available).
         """
         count = self.chunk(todo)
         if count < todo and not self.may_split(todo):
@@ -150,21 +150,24 @@ class Step:
         return count, None
 
     def read_cost(self, start: int, count: int) -> int:
-        """Return the context that a row of positions [start, start + count) reads, its own tokens included (S04)."""
+        """Return how many tokens a row of positions [start, start + count) reads, including its own (S04)."""
         return min(start, self.state.read_window) + count if count else 0
 
     def may_read(self, cost: int) -> bool:
-        """Return True if a row may read `cost`; one above the whole limit fits an unused budget, and fills it."""
+        """Return True if the budget allows a row to read `cost` tokens.
+
+        A row above the whole limit is allowed if the budget is unused, and uses it up.
+        """
         return cost <= self.reads_left or self.reads_left == self.state.limits.max_kv_read
 
     def take_reads(self, cost: int) -> None:
-        """Use `cost` of the read budget, or all that is left."""
+        """Take `cost` from the read budget, or all of it if less is left."""
         self.reads_left -= min(cost, self.reads_left)
 
     def add_row(self, sequence: Sequence, count: int) -> bool:
-        """Grant a sequence its next `count` positions: blocks, budgets, columns, and keys of blocks that it fills.
+        """Add a row with a sequence's next `count` positions: allocate blocks, take budgets, publish full blocks.
 
-        Return True if the row samples the first token of a request with several choices, which can fork from it.
+        Return True if the row samples the first token of a request with several choices, so that they can fork from it.
         """
         state, request = self.state, sequence.request
         start = sequence.num_scheduled
@@ -187,12 +190,12 @@ class Step:
         if known >= (sequence.num_published + 1) * state.limits.block_size and start < known:
             self.effects.published += state.cache.publish(sequence, known, state.step)
         if request.beams is not None:
-            sequence.in_place_end = 0  # never granted by the short way of run.grant_running
+            sequence.in_place_end = 0  # so that run.grant_running never grants a beam's row on its fast path
             return False
         return request.has_several and bool(flags & ROW_SAMPLE) and end == sequence.num_prompt
 
     def add_fork(self, child: Sequence) -> None:
-        """Add a row that samples from the logits of the row before it, which has the same positions."""
+        """Add a row that has no positions, and samples from the logits of the row before it."""
         self.rows.append(child)
         self.starts.append(child.num_scheduled)
         self.counts.append(0)
@@ -201,7 +204,7 @@ class Step:
         child.in_flight += 1
 
     def add_drafts(self, index: int, drafts: array[int]) -> None:
-        """Add drafts to a row that has its one token: more positions, which are written but not yet scheduled."""
+        """Add drafts to a row of one token: the row also writes their positions, which do not count as scheduled."""
         sequence, count = self.rows[index], len(drafts)
         self.draft_ids.extend(drafts)
         self.counts[index] += count
@@ -213,7 +216,7 @@ class Step:
             self.state.cache.extend(sequence, end)
 
     def _flags(self, sequence: Sequence, start: int, end: int) -> int:
-        """Return what the row of positions [start, end) takes and gives; the token it samples becomes pending."""
+        """Return the flags of the row of positions [start, end). If the row samples, count its token as pending."""
         request = sequence.request
         flag = ROW_CARRY if start >= sequence.num_committed else 0
         if (
@@ -234,8 +237,8 @@ class Step:
         return flag
 
     def _have_caught_up(self, request: RequestState, last: Sequence) -> bool:
-        """Return True if, with the last row, every choice has all it knows scheduled, or forks from that row."""
-        is_at_fork = self.state.cache.sharing and last.num_known == last.num_prompt  # nothing sampled, nor in flight
+        """Return True if every choice other than `last` has scheduled its known tokens, or forks from `last`'s row."""
+        is_at_fork = self.state.cache.sharing and last.num_known == last.num_prompt  # no output sampled or in flight
         return all(
             other is last
             or (other.is_entered and other.num_scheduled >= other.num_committed)
@@ -244,7 +247,7 @@ class Step:
         )
 
     def enter(self, sequence: Sequence) -> None:
-        """Enter a sequence in the executor, in full; the plan's table edits have its blocks."""
+        """Add all data of a sequence to the plan, for the executor; the plan's table edits have its blocks."""
         request = sequence.request.request
         ids = sequence.token_ids[:] if sequence.token_ids is not None else None
         sequence.is_entered = True
@@ -258,26 +261,26 @@ class Step:
     # --- blocks -------------------------------------------------------------------------------------------
 
     def note_rest(self, request: RequestState, sequence: Sequence, count: int) -> None:
-        """Log that a row of `count` tokens does not reach all known ones, and reserve blocks for the rest."""
+        """Log that a row of `count` tokens does not cover all known tokens, and reserve blocks for the rest."""
         left = sequence.num_committed - sequence.num_scheduled
         self.state.log(EventKind.CHUNKED, request, self.now, num_tokens=count, needed=left)
         self.reserve_rest(sequence)
 
     def reserve_rest(self, sequence: Sequence) -> None:
-        """Reserve blocks for the known tokens of a sequence that this plan does not reach."""
+        """Reserve blocks for a sequence's known tokens that this plan does not compute."""
         if sequence.num_scheduled < sequence.num_committed:
             self.num_partial_left = max(0, self.num_partial_left - 1)
             self.reserve(sequence.request, self.state.cache.blocks_left(sequence))
 
     def reserve(self, request: RequestState, blocks: list[int]) -> None:
-        """Reserve `blocks` per group for a running request: requests that start leave them free."""
+        """Reserve `blocks` per group for a running request: requests that start in this step leave them free."""
         mine = self.reserved.setdefault(request.name, [0] * len(blocks))
         for group, count in enumerate(blocks):
             self.outstanding[group] += count
             mine[group] += count
 
     def make_room(self, sequence: Sequence, end: int) -> bool:
-        """Preempt until positions up to `end` fit.
+        """Preempt requests until blocks for the sequence's positions up to `end` can be allocated.
 
         Return False if the sequence's own request was preempted, or has to wait for blocks of a plan in flight.
         """
@@ -293,8 +296,8 @@ class Step:
     def evict(self, request: RequestState, may_wait: bool = True) -> bool:
         """Preempt the request with the greatest victim rank, to make room for the running `request`.
 
-        Return False if that was the request itself, or if there is no need: with `may_wait`, a plan in flight that
-        releases blocks is waited for.
+        Return False if the victim was the request itself. With `may_wait`, return False and preempt none if a plan in
+        flight will release blocks.
         """
         state = self.state
         if may_wait and any(flight.releases for flight in state.flight):
@@ -304,7 +307,7 @@ class Step:
         return victim is not request
 
     def preempt(self, victim: RequestState, by: RequestState, reason: WaitReason) -> None:
-        """Put a running request back in the queue, and take back what this plan gave it: rows, keys, effects."""
+        """Preempt a running request, and remove its rows, published keys and effects from this plan."""
         self.has_preempted = True
         self.has_made_room |= by.status == Status.WAITING
         slots = frozenset([sequence.slot for sequence in victim.sequences])
@@ -317,11 +320,11 @@ class Step:
             self.outstanding[group] -= count
         self.new_sequences = [new for new in self.new_sequences if new.slot not in slots]
         self.effects.drop(slots)
-        # What this plan has begun to change is not whole yet: it can be recomputed, not swapped.
+        # A request that this plan has begun to change cannot be swapped, because its KV is incomplete: recompute it.
         self.state.preempt(victim, self.now, by.name, reason, may_swap=not (rows or is_fresh))
 
     def _take_back(self, sequence: Sequence) -> None:
-        """Take a row out of the plan."""
+        """Remove a row from the plan, and return its tokens and reads to the budgets."""
         index = self.rows.index(sequence)
         self.tokens_left += self.counts[index]
         cost = self.read_cost(self.starts[index], self.counts[index])
@@ -335,7 +338,7 @@ class Step:
     # --- the plan -----------------------------------------------------------------------------------------
 
     def finish(self) -> StepPlan:
-        """Return the plan, and enter it in flight unless it is empty."""
+        """Return the plan, and add it to the plans in flight unless it is empty."""
         state, effects, updates = self.state, self.effects, self.state.updates
         if not 0 <= self.tokens_left <= state.max_step_tokens:
             raise InvariantError(f"{self.tokens_left} tokens are left of a budget of {state.max_step_tokens}")
@@ -385,7 +388,7 @@ class Step:
         return plan
 
     def _reasons(self) -> tuple[tuple[WaitReason, int], ...]:
-        """Return why the plan is empty: reasons, and how many requests each holds."""
+        """Return why the plan is empty: pairs of a reason and the number of requests that wait for it."""
         self.count_rest(WaitReason.BEHIND)
         for reason, count in self.skipped.items():
             self.count_waiting(reason, count)
@@ -398,7 +401,7 @@ class Step:
 
 
 def is_fast(starts: array[int], counts: array[int], limits: Limits) -> bool:
-    """Return True if every row is one token, within the blocks that a captured graph covers (S14)."""
+    """Return True if every row has one token, within the blocks that a captured graph covers (S14)."""
     if not counts or max(counts) != 1 or min(counts) != 1:
         return False
     bound = limits.max_blocks_per_sequence * limits.block_size
@@ -406,9 +409,9 @@ def is_fast(starts: array[int], counts: array[int], limits: Limits) -> bool:
 
 
 def shared_prefixes(rows: list[Sequence], counts: array[int]) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], int]:
-    """Return the groups of rows with equal leading blocks, and the number that all rows share (K08), in cache group 0.
+    """Return the sets of rows with equal leading blocks, and the number of leading blocks that all rows share (K08).
 
-    Rows whose first block left a window share nothing. Cost: O(rows + shared blocks).
+    Only cache group 0 is compared. Rows whose first block has left the window share nothing. O(rows + shared blocks).
     """
     by_first: dict[int, list[int]] = {}
     reading = [index for index, count in enumerate(counts) if count]
@@ -418,7 +421,7 @@ def shared_prefixes(rows: list[Sequence], counts: array[int]) -> tuple[tuple[tup
             by_first.setdefault(first, []).append(index)
     shared, common = [], 0
     for members in by_first.values():
-        has_all = len(members) == len(reading)  # a row alone shares all its blocks
+        has_all = len(members) == len(reading)  # a single row shares all its blocks with all rows
         if has_all or len(members) > 1:
             num_blocks = _num_equal([rows[index].tables[0] for index in members])
             common = num_blocks if has_all else common

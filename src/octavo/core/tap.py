@@ -1,7 +1,7 @@
-"""A scheduler's calls as records, and inputs that replace its own computations: for recording and replay.
+"""For recording and replay: a scheduler's calls as records, and inputs that replace its own computations.
 
-Owns: the types of calls, the protocols CallTap and InputSource, and the makers of block keys and drafts that use them.
-Does not: record, or compare. A scheduler without a tap and without a source has none of this on its path.
+Owns: the types of calls; the protocols CallTap and InputSource; the key makers and the drafter that use them.
+Does not: record, or compare. A scheduler without a tap and without a source runs no code of this module in a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.core.request_state import Sequence
 
 
 class KeyRun(NamedTuple):
-    """Block keys that a sequence got during a call: from index `first` on, of request number `order`."""
+    """Block keys that a sequence got during a call, from block `first` on; `order` is its request's arrival number."""
 
     order: int
     choice: int
@@ -47,7 +47,7 @@ class PlanCall(NamedTuple):
 
 
 class CommitCall(NamedTuple):
-    """Scheduler.commit took the outcome of step `step`."""
+    """Scheduler.commit committed the outcome of step `step`."""
 
     now: float
     step: int
@@ -74,7 +74,7 @@ class EndChoiceCall(NamedTuple):
 
 
 class ControlCall(NamedTuple):
-    """pause, resume, drain, reset_prefix_cache or limit_step was called, the last with its number of tokens."""
+    """A control of the scheduler was called: pause, resume, drain, reset_prefix_cache, or limit_step (`num_tokens`)."""
 
     verb: str
     num_tokens: int | None = None
@@ -84,7 +84,7 @@ Call = AdmitCall | PlanCall | CommitCall | CancelCall | EndChoiceCall | ControlC
 
 
 class CallTap(Protocol):
-    """Receives every call of a verb after it returned, but none that raised."""
+    """Receives each call of a scheduler's method after the method has returned, but no call that raised."""
 
     def called(self, call: Call) -> None:
         """Handle a call."""
@@ -92,25 +92,25 @@ class CallTap(Protocol):
 
 
 class InputSource(Protocol):
-    """Supplies what a scheduler cannot compute for requests known by length: block keys and drafts."""
+    """Supplies the block keys and drafts that a scheduler cannot compute for requests without token ids."""
 
-    has_drafts: bool  # it supplies drafts, too
+    has_drafts: bool  # the source also supplies drafts
 
     def keys(self, order: int, choice: int, first: int) -> Iterable[bytes]:
-        """Return the block keys of a sequence from index `first` on; none where it has none yet."""
+        """Return the block keys that the sequence has now, from block `first` on."""
         ...
 
     def can_draft(self, request: Request) -> bool:
-        """Return True if drafts are proposed for a request."""
+        """Return True if the source may have drafts for a request."""
         ...
 
     def drafts(self, request_id: str, slot: int, most: int) -> array[int]:
-        """Return the drafts of the sequence in a slot for the plan in the making, at most `most`."""
+        """Return up to `most` drafts for the sequence in a slot, for the plan being made."""
         ...
 
 
 class NotedKeys(KeyMaker):
-    """Makes keys, and notes which, for the call that is being made."""
+    """Makes keys, and records the keys that were made during the current call."""
 
     __slots__ = ("_runs",)
 
@@ -119,7 +119,7 @@ class NotedKeys(KeyMaker):
         self._runs: list[KeyRun] = []
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Make keys, and note them."""
+        """Make keys, and record them."""
         first = len(sequence.keys)
         super().extend(sequence, num_blocks)
         if len(sequence.keys) > first:
@@ -132,7 +132,7 @@ class NotedKeys(KeyMaker):
 
 
 class GivenKeys(KeyMaker):
-    """Takes keys from a source."""
+    """Takes keys from an InputSource instead of computing them."""
 
     __slots__ = ("_source",)
 
@@ -141,12 +141,12 @@ class GivenKeys(KeyMaker):
         self._source = source
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Give a sequence the keys that the source has."""
+        """Append the source's next keys to the sequence's keys."""
         sequence.keys.extend(self._source.keys(sequence.request.order, sequence.choice, len(sequence.keys)))
 
 
 class GivenDrafts(Drafter):
-    """Takes drafts from a source."""
+    """Takes drafts from an InputSource instead of proposing them."""
 
     __slots__ = ("_source",)
 
@@ -154,7 +154,7 @@ class GivenDrafts(Drafter):
         self._source = source
 
     def knows(self, request: Request) -> bool:
-        """Return what the source says of the request."""
+        """Return True if the source may have drafts for the request."""
         return self._source.can_draft(request)
 
     def propose(self, sequence: Sequence, count: int) -> array[int]:

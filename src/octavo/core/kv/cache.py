@@ -1,9 +1,8 @@
 """The paged KV cache of all groups: prefix matches, block tables, forks, publication, deduplication, swaps.
 
 Owns: the pools, and the block tables of sequences. Does not: decide which request gets blocks.
-Invariants: a match changes nothing until `adopt`; allocation is all-or-nothing over groups. A block that is shared or
-findable is never written: a sequence that needs to write there gets a copy. Only a block that is cached for sure
-replaces a duplicate, never one that a plan in flight still writes.
+Invariants: a match changes nothing until `adopt`. A block that is shared or findable is never written; a sequence that
+needs to write in the block gets a copy. A block that a plan in flight still writes never replaces a duplicate.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["NO_BLOCK", "Effects", "KVCache", "Match", "Publication"]
 
 
 class KVCache:
-    """The KV cache's bookkeeping for every group of layers. `effects` are those of the plan being made."""
+    """The KV cache's bookkeeping for every group of layers. `effects` belong to the plan being made."""
 
     __slots__ = (
         "block_size", "caching", "chunk", "effects", "groups", "has_windows", "hit_tokens", "host",
@@ -45,14 +44,14 @@ class KVCache:
         self.hit_tokens = 0
 
     def begin_plan(self, step: int) -> Effects:
-        """Start a plan and return its effects: what happens to blocks from now on belongs to it."""
+        """Start a plan and return its Effects, which record every later change to blocks until the next plan."""
         self.effects = Effects(step)
         if self.host.pools:
             self.host.begin_plan()
         return self.effects
 
     def end_plan(self) -> None:
-        """End a plan: later ones may reuse the host blocks that it reads or writes."""
+        """End a plan: later plans may reuse the host blocks that this plan reads or writes."""
         if self.host.pools:
             self.host.unpin(self.effects)
 
@@ -72,11 +71,11 @@ class KVCache:
         return [max(0, peak - len(table) + first) for peak, table, first in entries]
 
     def num_free(self) -> int:
-        """Return the blocks that every group can give at once."""
+        """Return how many blocks can be allocated in every group: the fewest free blocks of any pool."""
         return min(pool.num_free for pool in self.pools)
 
     def fits(self, sequence: Sequence, end: int) -> bool:
-        """Return True if positions up to `end` can be written, copies of shared blocks included."""
+        """Return True if the pools have blocks to write positions up to `end`, including copies of shared blocks."""
         index = sequence.num_scheduled // self.block_size
         wanted = -(-end // self.block_size)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
@@ -88,7 +87,10 @@ class KVCache:
         return True
 
     def fits_together(self, sequences: list[Sequence]) -> bool:
-        """Return True if each sequence can write its next position: new blocks, and copies of tails that they share."""
+        """Return True if the pools have the blocks for each sequence to write its next position.
+
+        Counted are new blocks, and copies of last blocks that sequences share.
+        """
         for group, pool in enumerate(self.pools):
             needed, writers = 0, dict[int, int]()
             for sequence in sequences:
@@ -105,7 +107,7 @@ class KVCache:
         return True
 
     def room_after(self, match: Match, peaks: list[int]) -> list[int]:
-        """Return the blocks left free per group once a match is adopted and `peaks` blocks are held."""
+        """Return the blocks per group that stay free once a sequence has adopted a match and holds `peaks` blocks."""
         return [
             pool.num_free - unreferenced - max(0, peak - held)
             for pool, peak, held, unreferenced in zip(
@@ -116,9 +118,10 @@ class KVCache:
     # --- prefixes ------------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence, max_tokens: int, use_host: bool = True) -> Match:
-        """Find the longest cached prefix of a sequence without blocks. Cost: one lookup per block and group.
+        """Find the longest cached prefix of a sequence that holds no blocks. Cost: one lookup per block and group.
 
-        It has at most `max_tokens` tokens, and at most known - 1, so that there are logits to sample from.
+        The prefix has at most `max_tokens` tokens and at most num_known - 1, so that the last token is computed and
+        there are logits to sample from.
         """
         known, size = sequence.num_known, self.block_size
         max_blocks = min(max_tokens, known) // size
@@ -139,15 +142,21 @@ class KVCache:
         return match
 
     def may_find_more(self, missing: bytes | None, num_published: int) -> bool:
-        """Return True if a match that `missing` ended, made at that count of publications, may be longer now."""
+        """Return True if an earlier match may be longer now.
+
+        `missing` is the key that ended that match; `num_published` is the count of published blocks at that time.
+        """
         if self.has_windows:
             return self.num_published != num_published
         return missing is not None and any(missing in pool.block_of for pool in (*self.pools, *self.host.pools))
 
     def _match_all(self, search: PrefixSearch, known: int, length: int) -> Match | None:
-        """Return the match if every known token is cached: copy the last blocks, compute the last token alone."""
+        """Return a match of every known token but the last: it copies each group's last block.
+
+        Return None if the last blocks cannot be copied in this step.
+        """
         if self.block_size == 1:
-            return None  # nothing of the copy would be used
+            return None  # the last token's block would be copied and then overwritten as a whole
         for group, spec in enumerate(self.groups):
             if not search.covers(group, spec.first_block(known - 1, self.block_size), length):
                 return None
@@ -155,7 +164,7 @@ class KVCache:
         step = self.effects.step
         sources = [blocks.pop() for blocks in match.blocks]
         for group, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
-            # A copy reads the block as it was before the step, so this very step must not write it.
+            # A copy reads the block as it was before the step, so the same step must not write the block.
             if pool.pending.get(source) == step:
                 return None
             # The source is held while its copy is allocated, so there must be room for both.
@@ -168,7 +177,7 @@ class KVCache:
         return match
 
     def adopt(self, sequence: Sequence, match: Match) -> None:
-        """Give a match's blocks to the sequence and enter them in the plan."""
+        """Give a match's blocks to the sequence, and add its table edits, host loads and copies to the plan."""
         self.queried_tokens += sequence.num_known
         self.hit_tokens += match.num_tokens
         for group, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
@@ -190,7 +199,7 @@ class KVCache:
         self.resize(sequence)
 
     def _load(self, sequence: Sequence, match: Match) -> None:
-        """Fill the table's holes from the host. All that was found is held already, so none of it is evicted."""
+        """Load the match's host blocks into the table. All matched blocks are held, so no allocation evicts them."""
         for group, _, host_block in match.loads:
             self.host.pin(self.effects, group, host_block)
         for group, index, host_block in match.loads:
@@ -206,8 +215,8 @@ class KVCache:
     def may_load(self) -> bool:
         """True if this plan may still load from the host.
 
-        Not in a plan that saves to the host. Nor while a copy's source is unreferenced: a load could be given it, and
-        loads run before copies.
+        False if the plan saves to the host, or if a copy's source is unreferenced: a load could be given that block,
+        and loads run before copies.
         """
         copies = self.effects.copies
         sources = zip(copies[::3], copies[1::3], strict=True)
@@ -216,7 +225,7 @@ class KVCache:
     # --- block tables ----------------------------------------------------------------------------------
 
     def allocate(self, group: int, is_load: bool = False) -> int:
-        """Take a block. A prefix that it held moves to the host, unless the block is taken for a load from there."""
+        """Allocate a block. A prefix in the block is saved to the host, unless the block is for a load (`is_load`)."""
         pool = self.pools[group]
         victim = pool.next_evicted()
         if victim is not None and not is_load:
@@ -224,7 +233,7 @@ class KVCache:
         return pool.allocate()
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Make positions [num_scheduled, end) writable, in unshared blocks. The caller checked that it fits."""
+        """Allocate and copy blocks so that positions [num_scheduled, end) can be written. Check `fits` before."""
         start, size, slot = sequence.num_scheduled, self.block_size, sequence.slot
         wanted, edits = -(-end // size), self.effects.edits
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
@@ -242,7 +251,7 @@ class KVCache:
         self.resize(sequence)
 
     def _write_copy(self, sequence: Sequence, group: int, index: int, source: int) -> None:
-        """Put a copy of a held block at an index of a sequence's table, and release the block."""
+        """Put a copy of `source` at an index of a sequence's table, and release one reference to `source`."""
         block = self.allocate(group)
         self.pools[group].release(source)
         sequence.tables[group][index : index + 1] = [block]
@@ -250,7 +259,7 @@ class KVCache:
         self.effects.edits.extend((sequence.slot, group, index, block))
 
     def slide(self, sequence: Sequence, is_leaving: bool = False) -> None:
-        """Release blocks that the next position no longer reads. A sequence that leaves its slot needs no edits."""
+        """Release blocks that have left the attention window. With `is_leaving` the plan gets no table edits."""
         if not self.has_windows:
             return
         for group, (spec, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
@@ -265,7 +274,7 @@ class KVCache:
                 sequence.first_live[group] = index + 1
 
     def trim(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Release blocks after the scheduled positions; return (group, index) of each, the last first."""
+        """Release the blocks after the scheduled positions; return (group, index) of each, each group's last first."""
         wanted = self.num_blocks_for(sequence.num_scheduled)
         trimmed = []
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
@@ -277,7 +286,7 @@ class KVCache:
         return trimmed
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Share all of a sequence's blocks with another of its request; the first to write the tail copies it."""
+        """Share all blocks of `parent` with `child`. The first of the two to write a shared last block copies it."""
         for pool, table in zip(self.pools, parent.tables, strict=True):
             for block in table:
                 if block != NO_BLOCK:
@@ -292,32 +301,32 @@ class KVCache:
         child.in_place_end = parent.in_place_end = 0
 
     def enter_tables(self, sequence: Sequence) -> None:
-        """Enter all tables of a sequence in the plan."""
+        """Add table edits for all blocks of a sequence to the plan."""
         for group, table in enumerate(sequence.tables):
             for index, block in enumerate(table):
                 if block != NO_BLOCK:
                     self.effects.edits.extend((sequence.slot, group, index, block))
 
     def release(self, sequence: Sequence) -> None:
-        """Release all blocks of a sequence, on the host too."""
+        """Release all blocks of a sequence, on the device and on the host."""
         self._release_device(sequence)
         if sequence.host_tables:
             self.host.release(sequence)
         sequence.reset_tables()
 
     def _release_device(self, sequence: Sequence) -> None:
-        """Release a sequence's device blocks from the tail on, so that the head of a prefix is evicted last."""
+        """Release a sequence's device blocks, the last first, so that the first block of a prefix is evicted last."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release_table(table)
 
     def resize(self, sequence: Sequence) -> None:
-        """Note how far a sequence's tables reach."""
+        """Update `capacity` and `in_place_end` to the length of the sequence's tables."""
         sequence.capacity = len(sequence.tables[0]) * self.block_size
         sequence.in_place_end = min(sequence.capacity, sequence.limit - 1)
 
     @staticmethod
     def _find_live(sequence: Sequence) -> None:
-        """Note where a sequence's tables begin to have blocks."""
+        """Set `first_live` to each table's first entry that has a block."""
         for group, table in enumerate(sequence.tables):
             while sequence.first_live[group] < len(table) and table[sequence.first_live[group]] == NO_BLOCK:
                 sequence.first_live[group] += 1
@@ -325,9 +334,9 @@ class KVCache:
     # --- swaps (S09) -----------------------------------------------------------------------------------
 
     def swap_out(self, sequences: list[Sequence]) -> bool:
-        """Move all blocks of these sequences to the host; return False, and keep them, if that is not possible.
+        """Move all blocks of these sequences to the host; if that is not possible, return False and move none.
 
-        Each block moves once, and what the sequences shared stays shared. Their counts of tokens stay.
+        A block that the sequences share is moved once and stays shared. The sequences keep their token counts.
         """
         for sequence in sequences:
             self.slide(sequence, is_leaving=True)
@@ -340,7 +349,7 @@ class KVCache:
         return True
 
     def swap_in(self, sequences: list[Sequence]) -> None:
-        """Move swapped sequences back to the device. The caller made sure that there is room."""
+        """Move swapped sequences back to the device. The caller has checked that the blocks fit."""
         loaded: dict[tuple[int, int], int] = {}  # (group, host block) -> its device block
         for sequence in sequences:
             for group, host_table in enumerate(sequence.host_tables):
@@ -355,7 +364,7 @@ class KVCache:
             sequence.in_place_end = 0  # its tail may be shared
 
     def _load_once(self, slot: int, group: int, host_block: int, loaded: dict[tuple[int, int], int]) -> int:
-        """Return the device block for a host block: loaded the first time, shared from then on."""
+        """Return the device block for a host block: load the block the first time, share it after that."""
         block = loaded.get((group, host_block))
         if block is not None:
             self.pools[group].share(block)
@@ -368,7 +377,10 @@ class KVCache:
     # --- publication and deduplication (K04) -------------------------------------------------------------
 
     def publish(self, sequence: Sequence, end: int, step: int | None) -> list[Publication]:
-        """Make the full blocks of positions [0, end) findable; with `step`, as pending on that plan."""
+        """Publish the full blocks of positions [0, end). With `step`, they are pending until that plan has run.
+
+        Return the blocks that are pending or duplicates.
+        """
         made: list[Publication] = []
         num_full = end // self.block_size
         if num_full <= sequence.num_published:
@@ -388,7 +400,7 @@ class KVCache:
         return made
 
     def confirm(self, effects: Effects) -> None:
-        """Note that a plan ran: the blocks that it published and saved are cached."""
+        """Mark the blocks that a plan published or saved as written, because the plan ran."""
         for entry in effects.published:
             if not entry.is_duplicate:
                 self.pools[entry.group].confirm(entry.block, effects.step)
@@ -396,14 +408,14 @@ class KVCache:
             self.host.pools[group].confirm(block, effects.step)
 
     def unpublish(self, effects: Effects, owners: list[Sequence]) -> list[Publication]:
-        """Withdraw what a plan that did not run, or failed, published for these sequences; return that."""
+        """Withdraw and return the publications of these sequences by a plan that did not run, or failed."""
         made = [entry for entry in effects.published if entry.owner in owners]
         effects.published = [entry for entry in effects.published if entry.owner not in owners]
         self._withdraw_pending(made, effects.step)
         return made
 
     def undo(self, effects: Effects) -> None:
-        """Withdraw all that a plan published or saved: it did not run."""
+        """Withdraw all blocks that a plan published or saved, because the plan did not run."""
         self._withdraw_pending(effects.published, effects.step)
         for group, block in effects.saved:
             self.host.pools[group].unpublish(block, effects.step)
@@ -414,7 +426,7 @@ class KVCache:
                 self.pools[entry.group].unpublish(entry.block, step)
 
     def find_duplicated(self, entry: Publication) -> int | None:
-        """Return the cached block that a duplicate equals, if the duplicate's owner still holds it."""
+        """Return the cached block that equals a duplicate, or None if the owner no longer holds the duplicate."""
         sequence = entry.owner
         table = sequence.tables[entry.group]
         if entry.index >= len(table) or table[entry.index] != entry.block or entry.index >= len(sequence.keys):
@@ -425,9 +437,9 @@ class KVCache:
         return cached if is_usable and pool.key_of[entry.block] is None else None
 
     def dedup(self, entry: Publication, cached: int) -> list[Sequence]:
-        """Put the cached block in a duplicate's place, in every table of the request that has the duplicate there.
+        """Replace a duplicate by the cached block in the tables of all sequences of its request.
 
-        Return the sequences changed; the caller releases the duplicate for each.
+        Return the changed sequences. The caller releases the duplicate once for each of them.
         """
         changed = []
         for sequence in entry.owner.request.sequences:
@@ -439,13 +451,13 @@ class KVCache:
         return changed
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Make the prefix of a sequence unfindable, on the device and the host, whichever sequence wrote it."""
+        """Remove a sequence's keys from the device and host pools, whichever sequence wrote the blocks."""
         for pool in (*self.pools, *self.host.pools):
             for block in [pool.block_of[key] for key in sequence.keys if key in pool.block_of]:
                 pool.withdraw(block)
 
     def reset(self) -> bool:
-        """Forget all cached prefixes, the host's too. Return False, and change nothing, while blocks are held."""
+        """Forget all cached prefixes on device and host. Return False, and change nothing, if any block is held."""
         pools = (*self.pools, *self.host.pools)
         if any(pool.num_free != pool.num_blocks for pool in pools):
             return False
@@ -454,7 +466,10 @@ class KVCache:
         return True
 
     def extend_keys(self, sequence: Sequence) -> None:
-        """Give a sequence the keys of its full blocks, if they are shared: by all requests, or by its own choices."""
+        """Compute the keys of a sequence's full blocks, if its blocks may be shared.
+
+        Blocks are shared among all requests (prefix caching), or among the request's own choices (block sharing).
+        """
         num_blocks = sequence.num_committed // self.block_size
         has_keys = self.caching or (self.sharing and sequence.request.has_several)
         if has_keys and len(sequence.keys) < num_blocks:

@@ -1,6 +1,7 @@
-"""What one plan does to blocks, beside its rows: table edits, copies, swap-outs, host loads, published keys.
+"""What one plan does to blocks apart from its rows: table edits, copies, swap-outs, host loads, published keys.
 
-Owns: these columns while the plan is made, and which slot each is for. Does not: count references (see pool) or decide.
+Owns: the columns of these effects while the plan is made, and the slot that each entry is for. Does not: count
+references (see pool) or decide.
 Invariant: a plan has swap-outs or host loads, never both; each copy has its own destination.
 """
 
@@ -12,12 +13,12 @@ from dataclasses import dataclass, field
 from octavo.core.plan import int_column
 from octavo.core.request_state import RequestState, Sequence
 
-NO_BLOCK = -1  # a table entry without a block: it left the window, or was never needed
+NO_BLOCK = -1  # a table entry without a block: its block has left the window, or was never needed
 
 
 @dataclass(slots=True)
 class Publication:
-    """A block that a plan made findable before it ran; a duplicate's key was taken already."""
+    """A full block that a plan published before it ran. `is_duplicate`: another block already had the key."""
 
     group: int
     block: int
@@ -28,10 +29,10 @@ class Publication:
 
 @dataclass(slots=True)
 class Effects:
-    """The effects of one plan, in the plan's own formats, and the changes to undo if it fails.
+    """The effects of one plan, in the columns of StepPlan, and what to undo if the plan fails.
 
-    `published` blocks can be found before the plan ran, `saved` ones likewise on the host; it swaps out
-    `swapped_requests`.
+    `published` device blocks and `saved` host blocks can be found before the plan has run. `swapped_requests` are the
+    requests that the plan swaps out.
     """
 
     step: int
@@ -48,17 +49,17 @@ class Effects:
     pinned: list[tuple[int, int]] = field(default_factory=list)  # (group, host block) held until the plan is made
 
     def copy(self, slot: int, group: int, source: int, destination: int) -> None:
-        """Enter a block copy for the sequence in `slot`."""
+        """Add a block copy for the sequence in `slot`."""
         self.copies.extend((group, source, destination))
         self.copy_slots.append(slot)
 
     def load(self, slot: int, group: int, host_block: int, block: int) -> None:
-        """Enter a load from the host for the sequence in `slot`."""
+        """Add a load from the host for the sequence in `slot`."""
         self.host_loads.extend((group, host_block, block))
         self.load_slots.append(slot)
 
     def drop(self, slots: frozenset[int]) -> None:
-        """Take out the edits, copies and loads of sequences that are preempted before the plan is made."""
+        """Remove the edits, copies and loads of these slots: their request is preempted while the plan is made."""
         self.edits = without_slots(self.edits, 4, slots)
         self.copies, self.copy_slots = _without(self.copies, self.copy_slots, slots)
         self.host_loads, self.load_slots = _without(self.host_loads, self.load_slots, slots)
@@ -71,7 +72,7 @@ def without_slots(flat: array[int], width: int, slots: frozenset[int]) -> array[
 
 
 def _without(flat: array[int], owners: list[int], slots: frozenset[int]) -> tuple[array[int], list[int]]:
-    """Return triples and the slots they are for, without those of `slots`."""
+    """Return the triples and their slots, without the entries of `slots`."""
     if not any(slot in slots for slot in owners):
         return flat, owners
     kept = [i for i, slot in enumerate(owners) if slot not in slots]

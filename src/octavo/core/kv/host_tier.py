@@ -2,7 +2,7 @@
 
 Owns: the host blocks, and which device blocks a plan copies to them. Does not: copy (executors do), or choose victims.
 Invariants: a plan saves to the host or loads from it, never both. A host block that a plan reads or writes is pinned
-until that plan is made, so it is the destination of at most one copy.
+until that plan is made, so the plan writes each host block at most once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class HostTier:
 
     def __init__(self, num_blocks: tuple[int, ...]) -> None:
         self.pools = [BlockPool(count) for count in num_blocks] if any(num_blocks) else []
-        self.is_load_wanted = False  # a request waits for a plan without swap-outs: the next plan saves no prefixes
+        self.is_load_wanted = False  # a request waits to load from the host, so the next plan saves no prefixes
         self._is_saving = True
 
     def begin_plan(self) -> None:
-        """Start a plan: it saves evicted prefixes unless a request waits to load."""
+        """Start a plan, which saves evicted prefixes unless a request waits to load."""
         self._is_saving = not self.is_load_wanted
         self.is_load_wanted = False
 
@@ -33,7 +33,7 @@ class HostTier:
         effects.pinned.append((group, block))
 
     def unpin(self, effects: Effects) -> None:
-        """Release the blocks that the plan pinned."""
+        """Release the host blocks that the plan pinned."""
         for group, block in effects.pinned:
             self.pools[group].release(block)
         effects.pinned.clear()
@@ -41,7 +41,7 @@ class HostTier:
     # --- evicted prefixes --------------------------------------------------------------------------------
 
     def save(self, group: int, pool: BlockPool, block: int, effects: Effects) -> None:
-        """Keep a cached block that is about to be evicted, if there is room and this plan does not load."""
+        """Copy a cached block that is about to be evicted to the host, if there is room and this plan does not load."""
         if not self.pools or effects.host_loads or not self._is_saving:
             return
         if block in pool.pending or (group, block) in effects.swapped:  # not written yet, or copied already
@@ -61,14 +61,17 @@ class HostTier:
     # --- swapped sequences -------------------------------------------------------------------------------
 
     def swap_out(self, sequences: list[Sequence], effects: Effects) -> bool:
-        """Give each device block of these sequences a host block, shared as it was. Return False without room."""
+        """Copy each device block of these sequences to a host block; shared blocks stay shared.
+
+        Return False, and change nothing, if the host lacks room or this plan loads from the host.
+        """
         if not self.pools or effects.host_loads:
             return False
         fresh = [place for place in distinct_blocks([one.tables for one in sequences]) if place not in effects.swapped]
         for group, host in enumerate(self.pools):
             if sum(1 for place in fresh if place[0] == group) > host.num_free:
                 return False
-        for group, block in fresh:  # the others were copied with another victim of this plan
+        for group, block in fresh:  # the other blocks were copied with another victim of this plan
             kept = self.pools[group].allocate()
             effects.pinned.append((group, kept))  # the allocation's own reference
             effects.swap_outs.extend((group, block, kept))
@@ -103,7 +106,7 @@ class HostTier:
 
 
 def distinct_blocks(tables_of_sequences: list[list[list[int]]]) -> list[tuple[int, int]]:
-    """Return the (group, block) of everything in the tables of some sequences, each once."""
+    """Return each (group, block) in the tables of these sequences once."""
     places: dict[tuple[int, int], None] = {}
     for tables in tables_of_sequences:
         for group, table in enumerate(tables):

@@ -1,10 +1,10 @@
 """The blocks of one cache group: reference counts, keys, and the order of reuse.
 
-Owns: which block is referenced, cached or plain, and the key under which it is found.
+Owns: which blocks are referenced, cached or plain, and the key of each cached prefix block.
 Does not: know sequences or block tables (see cache).
-Invariants: referenced + cached + plain = num_blocks. A cached block is unreferenced and still has a key; a plain
-one has none. A key names one block, a block has at most one key, and only full blocks have keys. A block in `pending`
-is being written by the plan of that step.
+Invariants: referenced + cached + plain = num_blocks. A cached block is unreferenced and has a key; a plain block is
+unreferenced and has no key. A key names one block, a block has at most one key, and only full blocks have keys.
+`pending` maps each block that a plan in flight still writes to that plan's step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BlockPool:
         self.ids_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
         self.pending: dict[int, int] = {}
-        self.num_freed = 0  # since the start; free room has grown by at most this
+        self.num_freed = 0  # blocks freed since the start: an upper bound on how far num_free has grown
 
     @property
     def num_free(self) -> int:
@@ -63,7 +63,7 @@ class BlockPool:
         return block
 
     def allocate_plain(self, count: int) -> list[int]:
-        """Take `count` plain blocks in the order of `allocate`. There must be `count`."""
+        """Take `count` plain blocks in the order of `allocate`. The caller has checked that there are `count`."""
         plain, references = self.plain, self.references
         blocks = plain[-count:]
         del plain[-count:]
@@ -83,7 +83,7 @@ class BlockPool:
         self.references[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop a reference. Without references a block with a key is cached, any other is plain."""
+        """Drop a reference. A block without references becomes cached if it has a key, else plain."""
         count = self.references[block] - 1
         if count < 0:
             raise InvariantError(f"block {block} is released without a reference")
@@ -96,7 +96,7 @@ class BlockPool:
                 self.cached[block] = None
 
     def release_table(self, table: list[int]) -> None:
-        """Release all blocks of a table, the last first, and empty it. Negative entries are no blocks."""
+        """Release all blocks of a table, the last first, and empty the table. Skip negative entries (NO_BLOCK)."""
         references, key_of = self.references, self.key_of
         held = list(map(references.__getitem__, table))
         if held.count(1) == len(held) and -1 not in table and not any(map(key_of.__getitem__, table)):
@@ -121,7 +121,7 @@ class BlockPool:
     # --- keys ------------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes, ids: bytes | None) -> int | None:
-        """Return the block under `key`. Where the ids of both are known they must be equal."""
+        """Return the block under `key`, or None. If both the stored ids and `ids` are known, they must be equal."""
         block = self.block_of.get(key)
         if block is None:
             return None
@@ -140,24 +140,24 @@ class BlockPool:
         return True
 
     def confirm(self, block: int, step: int) -> None:
-        """Note that the plan of `step` wrote the block."""
+        """Mark the block as written by the plan of `step`."""
         if self.pending.get(block) == step:
             del self.pending[block]
 
     def unpublish(self, block: int, step: int) -> None:
-        """Withdraw the key that the plan of `step` published: it will not write the block."""
+        """Withdraw the key that the plan of `step` published, because the plan will not write the block."""
         if self.pending.get(block) == step:
             self.withdraw(block)
 
     def withdraw(self, block: int) -> None:
-        """Take the key from a block; references to it stay."""
+        """Remove a block's key, so that the block can no longer be found; its references stay."""
         if self.references[block] == 0:
             del self.cached[block]
             self.plain.append(block)
         self._forget_key(block)
 
     def withdraw_all(self) -> None:
-        """Take the keys from all cached blocks."""
+        """Remove the keys of all cached blocks."""
         for block in list(self.cached):
             self.withdraw(block)
 

@@ -1,11 +1,11 @@
 """Prefix caching: the keys of full KV blocks, and the search for the longest cached prefix of a sequence.
 
-Owns: the key function, the source of a sequence's keys, Match and the search over all groups and both tiers.
-Does not: store blocks, or reference those that it finds (see cache.adopt).
-A key is a digest in a chain over token ids, salted by everything else that changes KV. Equal keys mean equal parent,
-ids, adapter, media and salt, up to a 128-bit collision of BLAKE2b (RFC 7693), which the pool's comparison of ids
-catches where ids are known. A full group needs every block before the match's end, a sliding group only those that its
-window still reads; each group shortens the match until all agree on its length (a fixed point).
+Owns: the key function, KeyMaker, Match, and the search over all groups and both tiers.
+Does not: store blocks, or reference the blocks that it finds (see cache.adopt).
+A block's key is a digest of its parent block's key and its token ids, salted by all else that changes KV. Equal keys
+mean equal parent, ids, adapter, media and salt, up to a 128-bit collision of BLAKE2b (RFC 7693). The pool compares ids
+where they are known, and so detects a collision. A full group needs every block before the match's end; a sliding group
+needs only the blocks that its window reads. Each group shortens the match until all agree on its length.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ KEY_BYTES = 16
 
 
 def root_key(request: Request) -> bytes:
-    """Return the parent key of a request's first block: its adapter and salts."""
+    """Return the parent key of a request's first block: a digest of its adapter, cache salt and tenant."""
     salts = repr((request.adapter_id, request.cache_salt, request.tenant)).encode()
     return blake2b(salts, digest_size=KEY_BYTES).digest()
 
 
 def private_key(key: bytes, order: int) -> bytes:
-    """Return a key that only the request of this number has: its sequences share blocks with each other alone."""
+    """Return a key that only the request with this order has, so that only its own sequences share blocks."""
     return blake2b(b"private" + key + order.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
 
 
 def child_key(parent: bytes, ids: bytes, spans: tuple[Span, ...] = (), start: int = 0, end: int = 0) -> bytes:
-    """Return the key of the block of `ids` (packed int32) after `parent`; media in [start, end) adds its content."""
+    """Return the key of the block with `ids` (packed int32) after `parent`; it covers the media in [start, end)."""
     state = blake2b(parent, digest_size=KEY_BYTES)
     state.update(ids)
     for span in spans:
@@ -48,9 +48,9 @@ def child_key(parent: bytes, ids: bytes, spans: tuple[Span, ...] = (), start: in
 def extend_keys(
     keys: list[bytes], token_ids: array[int], num_tokens: int, block_size: int, request: Request, root: bytes = b""
 ) -> None:
-    """Append the keys of the full blocks among the first `num_tokens` ids that `keys` does not hold yet.
+    """Append to `keys` the missing keys of the full blocks among the first `num_tokens` ids.
 
-    `root` is the first block's parent; by default the request's own.
+    `root` is the parent key of the first block; by default it is root_key(request).
     """
     parent = keys[-1] if keys else (root or root_key(request))
     for start in range(len(keys) * block_size, num_tokens - block_size + 1, block_size):
@@ -60,7 +60,7 @@ def extend_keys(
 
 
 def prompt_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
-    """Return the keys of a request's full prompt blocks; a frontend computes them off the step loop."""
+    """Return the keys of a request's full prompt blocks. A front end computes them outside the step loop."""
     keys: list[bytes] = []
     if request.prompt_token_ids is not None:
         extend_keys(keys, request.prompt_token_ids, request.num_prompt_tokens, block_size, request)
@@ -75,10 +75,10 @@ def block_ids(sequence: Sequence, index: int, block_size: int) -> bytes | None:
 
 
 class KeyMaker:
-    """Gives sequences the keys of their full blocks: those that were submitted with the request, then digests of ids.
+    """Gives sequences the keys of their full blocks: first the keys submitted with the request, then digests of ids.
 
-    For a request known by length only, keys after the prompt's full blocks are those of its first choice's outputs.
-    Without caching across requests every key is private to its request.
+    If a request has no token ids, its submitted keys after the prompt's full blocks belong to its first choice's
+    outputs. Without prefix caching every key is private to its request.
     """
 
     __slots__ = ("block_size", "caching")
@@ -88,7 +88,7 @@ class KeyMaker:
         self.caching = caching
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Give a sequence the keys of its first `num_blocks` blocks (of committed ids), or of those known."""
+        """Give a sequence the keys of its first `num_blocks` blocks of committed ids, as far as they are known."""
         keys, ids, state = sequence.keys, sequence.token_ids, sequence.request
         request, size = state.request, self.block_size
         if request.block_keys is not None and (self.caching or ids is None):
@@ -104,12 +104,12 @@ class KeyMaker:
 
 @dataclass(slots=True)
 class Match:
-    """A cached prefix of `num_tokens` tokens. Nothing is held until it is adopted.
+    """A cached prefix of `num_tokens` tokens. It references no block until it is adopted.
 
-    Per group: `blocks` has an entry per block index (NO_BLOCK where none is needed, or it is loaded from the host);
-    `num_held` of them are shared as they are; `num_unreferenced` of these leave the free blocks when adopted.
-    `loads` are (group, index, host block) to be loaded back. `sources` is empty unless every known token is cached:
-    then it has each group's last block, which is copied, and only the last token is computed.
+    Per group, `blocks` has one entry per block index: NO_BLOCK if the block is not needed or is loaded from the host.
+    `num_held` counts the device blocks that the sequence will share; `num_unreferenced` of those are free until the
+    match is adopted. `loads` are (group, index, host block). `sources` is empty unless every known token is cached: in
+    that case each group's last block, in `sources`, is copied and only the last token is computed.
     """
 
     num_tokens: int
@@ -122,12 +122,12 @@ class Match:
 
 
 def empty_match(num_groups: int) -> Match:
-    """Return a match of nothing."""
+    """Return a match of no tokens."""
     return Match(0, [[] for _ in range(num_groups)], [], [], [0] * num_groups, [0] * num_groups)
 
 
 class PrefixSearch:
-    """One search for the blocks of a sequence, in the device pools and in those of the host, if any."""
+    """One search for a sequence's cached blocks, in the device pools and in the host's pools, if any."""
 
     __slots__ = ("_block_size", "_found", "_groups", "_hosts", "_keys", "_pools", "_sequence")
 
@@ -144,7 +144,10 @@ class PrefixSearch:
         self._found: list[dict[int, int | None]] = [{} for _ in pools]  # each index is looked up once
 
     def longest(self, max_blocks: int, min_load_tokens: int) -> tuple[int, bool]:
-        """Return the blocks of the longest match, and whether it uses the host (for `min_load_tokens` or more)."""
+        """Return the length of the longest match in blocks, and True if the match loads from the host.
+
+        The host is used only if it lengthens the match by at least `min_load_tokens` tokens.
+        """
         plain = self._agree(max_blocks, with_host=False)
         if not self._hosts:
             return plain, False
@@ -153,7 +156,7 @@ class PrefixSearch:
         return (longer, True) if gained > 0 and gained >= min_load_tokens else (plain, False)
 
     def covers(self, group: int, first: int, end: int) -> bool:
-        """Return True if a group has all blocks of indices [first, end) on the device."""
+        """Return True if a group has all blocks with indices in [first, end) on the device."""
         return all(self._has(group, index, with_host=False) for index in range(first, end))
 
     def collect(self, num_blocks: int, position: int, with_host: bool) -> Match:

@@ -1,4 +1,4 @@
-"""Policies: an order of requests and a choice of victims, by name. This package registers the built-in ones."""
+"""Scheduling policies by name: each orders requests and chooses victims. This package registers the built-in ones."""
 
 from octavo.core.policy import basic, fair
 from octavo.core.policy.base import POLICIES, Policy, PolicyGuard, create_policy, find_policy, register_policy

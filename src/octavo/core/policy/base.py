@@ -1,10 +1,11 @@
 """Policy: the base class of all policies, their registry, and PolicyGuard, through which the scheduler calls one.
 
 To add a policy, subclass Policy, give a name and a key, and register it.
-Owns: the protocol between scheduler and policy, the policies by name, the checks of their answers, the count of errors.
-Does not: find plug-ins (octavo.plugins), or check budgets, blocks or progress: the scheduler does.
-Invariants: whatever a policy answers or raises, the scheduler gets plain tuples of floats (no NaN), plain strings, and
-no exception; a bad answer is left out and counted. Some running request is never preempted again.
+Owns: the protocol between scheduler and policy, the registry, the checks of a policy's answers, and its error count.
+Does not: find plug-ins (octavo.plugins), or check budgets, blocks or progress (the scheduler does).
+Invariants: whatever a policy answers or raises, the scheduler gets plain tuples of floats (no NaN) and plain strings,
+and no exception. A bad answer is replaced by a default and counted. Preemptions cannot go on forever: there is always a
+running request that is never preempted again.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from octavo.errors import ConfigError
 
 
 class Policy:
-    """An order of requests and a choice of victims. Lower keys are first; of equal ones the earlier arrival.
+    """Orders requests and chooses victims. The lowest key is served first; equal keys are served by arrival.
 
-    `headroom` is the default share of the pool kept free at admission. With `skip_ahead` up to 64 candidates are
-    examined after one that lacks room. With `preempt_on_arrival` a waiting request that lacks room may preempt
-    running ones of later victim rank. With `lookahead` > 1 that many candidates are admitted in the order of
-    `prefer`. With `tracks_service` the scheduler calls `served`. These are read once, after `configure`.
-    `rule` is the order in a few words, for people.
+    `headroom` is the default share of the pool kept free at admission. With `skip_ahead`, a step considers up to 64
+    requests after one that lacks room. With `preempt_on_arrival`, a waiting request that lacks room may preempt running
+    requests of later victim rank. With `lookahead` > 1, the first `lookahead` waiting requests are admitted in the
+    order of `prefer`. With `tracks_service`, the scheduler calls `served`. The scheduler reads these attributes once,
+    after `configure`. `rule` describes the order in a few words.
     A policy reads the public fields of RequestState and must not write to them. An exception counts as no answer.
     """
 
@@ -37,53 +38,62 @@ class Policy:
     rule = ""
 
     def configure(self, limits: Limits) -> None:
-        """Read the limits. Called once, before anything else."""
+        """Read the limits. Called once, before any other method."""
 
     def key(self, request: RequestState) -> tuple[float, ...]:
-        """Return the order of service. Called when a request arrives, is admitted, starts decoding or is preempted."""
+        """Return the key in the order of service: the lowest is served first.
+
+        Called when a request arrives, is admitted, starts or stops decoding, or is preempted.
+        """
         return ()
 
     def victim_key(self, request: RequestState) -> tuple[float, ...]:
-        """Return the order of preemption. The greatest is preempted first; of equal ones the later arrival."""
+        """Return the key in the order of preemption: the greatest is preempted first, then the latest arrival."""
         return ()
 
     def lane(self, request: RequestState) -> str:
-        """Return the name of the line that a request waits in. Called once per request; by default all share one."""
+        """Return the name of the request's waiting line. Called once per request; by default there is one line."""
         return ""
 
     def lane_key(self, lane: str) -> float:
-        """Return the order of a line, read for each candidate; it may only grow while requests wait in the line."""
+        """Return a line's key: the line with the lowest key is first.
+
+        Called for each candidate. The key may only grow while requests wait in the line.
+        """
         return 0.0
 
     def why(self, request: RequestState) -> str:
-        """Return what gives a request its place, as a text with numbers. It must not name others or their tenants."""
+        """Explain a request's position in a text with numbers, which must not name other requests or tenants."""
         return ""
 
     def prefer(self, request: RequestState, cached_tokens: int) -> tuple[float, ...]:
-        """Return the order among the first `lookahead` candidates, given the length of each one's cached prefix."""
+        """Return the key among the first `lookahead` candidates: the lowest is admitted first.
+
+        `cached_tokens` is the length of the request's cached prefix.
+        """
         return ()
 
     def arrived(self, request: RequestState) -> None:
-        """A request was submitted and waits."""
+        """Handle a request that was submitted and waits."""
 
     def admitted(self, request: RequestState, num_tokens: int) -> None:
-        """A request starts or resumes; `num_tokens` of its known tokens must be computed."""
+        """Handle a request that starts or resumes; `num_tokens` of its known tokens must be computed."""
 
     def preempted(self, request: RequestState) -> None:
-        """A request waits again."""
+        """Handle a request that was preempted and waits again."""
 
     def finished(self, request: RequestState) -> None:
-        """A request ended, running or waiting."""
+        """Handle a running or waiting request that ended."""
 
     def served(self, request: RequestState, num_tokens: int) -> None:
-        """Output tokens were committed for a request."""
+        """Handle `num_tokens` output tokens that were committed for a request."""
 
 
 POLICIES: dict[str, type[Policy]] = {}
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
-    """Register a policy under its name; usable as a decorator. Raises ConfigError for a name in use."""
+    """Register a policy under its name; usable as a decorator. Raises ConfigError if the name is bad or in use."""
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ConfigError(f"{policy!r} is no policy; give a subclass of octavo.Policy")
     name: object = policy.name
@@ -109,7 +119,7 @@ _HOOKS = (
 
 
 def _shown(value: object) -> str:
-    """Return what to show of a user's object, whose own methods may fail."""
+    """Return a text for a user's object; its own __str__ may fail."""
     try:
         return str(value)[:200]
     except Exception:
@@ -117,19 +127,19 @@ def _shown(value: object) -> str:
 
 
 def _is_inherited(policy: Policy, hook: str) -> bool:
-    """Return True if a hook is the base class's, which does nothing."""
+    """Return True if the policy does not override this hook, whose default does nothing."""
     try:
         return getattr(getattr(policy, hook), "__func__", None) is getattr(Policy, hook)
-    except Exception:  # a user's code; the call fails too, and is counted
+    except Exception:  # a user's code; calling the hook will fail too and be counted
         return False
 
 
 class PolicyGuard:
-    """Asks one policy. Its attributes are the policy's, read and checked once; raises ConfigError for a bad one.
+    """Calls one policy and checks its answers. Reads its attributes once; raises ConfigError if one is bad.
 
-    Victims that a policy names may take turns forever, each losing its work to the other. So a request that was
-    preempted MAX_RETURNS times is a victim only after all others, and among such requests the latest arrival is
-    preempted first: the first of them is never preempted again, and finishes.
+    Under a policy's own order two requests could preempt each other forever. So a request that was preempted
+    MAX_RETURNS times becomes a victim only after all other requests, and of several such requests the latest arrival is
+    preempted first. The earliest arrival among them is never preempted again, and finishes.
     """
 
     __slots__ = (
@@ -149,16 +159,16 @@ class PolicyGuard:
         self.skip_ahead = bool(policy.skip_ahead)
         self.preempt_on_arrival = bool(policy.preempt_on_arrival)
         self.tracks_service = bool(policy.tracks_service)
-        self._hooks = frozenset([hook for hook in _HOOKS if not _is_inherited(policy, hook)])  # others are not called
+        self._hooks = frozenset([hook for hook in _HOOKS if not _is_inherited(policy, hook)])  # only these are called
         self.num_errors = 0
         self.first_error = ""
 
     def rank(self, request: RequestState) -> Rank:
-        """Return the place in the order of service: the policy's key, then the order of arrival."""
+        """Return the request's rank in the order of service: the policy's key, then the order of arrival."""
         return self._key("key", request) if "key" in self._hooks else (), request.order
 
     def victim_rank(self, request: RequestState) -> Rank:
-        """Return the place in the order of preemption; the greatest is preempted first."""
+        """Return the request's rank in the order of preemption; the greatest is preempted first."""
         if request.num_preemptions >= MAX_RETURNS:
             return (0.0,), request.order
         if "victim_key" not in self._hooks:
@@ -166,24 +176,24 @@ class PolicyGuard:
         return (1.0, *self._key("victim_key", request)), request.order
 
     def preference(self, request: RequestState, cached_tokens: int) -> Rank:
-        """Return the place among candidates that were looked up in the cache."""
+        """Return the request's rank among the candidates whose cached prefix is known."""
         return self._key("prefer", request, cached_tokens), request.order
 
     def lane(self, request: RequestState) -> str:
-        """Return the line that a request waits in. Ask once: a policy may not answer the same twice."""
+        """Return the name of the request's waiting line. Call once per request: a policy's answer may change."""
         if "lane" not in self._hooks:
             return ""
         try:
             lane: object = self.policy.lane(request)
             if isinstance(lane, str):
-                return str.__str__(lane)  # plain, whatever its class does
+                return str.__str__(lane)  # a plain string, even if the answer is of a subclass
             self._count(f"lane gave {_shown(lane)}")
-        except Exception as error:  # a user's code; its answer is left out
+        except Exception as error:  # a user's code; the default line is used
             self._count(f"lane: {type(error).__name__}: {_shown(error)}")
         return ""
 
     def lane_key(self, lane: str) -> float:
-        """Return the place of a line among lines."""
+        """Return a line's key; 0.0 if the policy's answer is not a number."""
         if "lane_key" not in self._hooks:
             return 0.0
         try:
@@ -209,7 +219,7 @@ class PolicyGuard:
         return self._text(lambda: self.policy.rule) or "as the policy ranks them"
 
     def why(self, request: RequestState) -> str:
-        """Return what gives a request its place, as a text for people. A failure here is not counted."""
+        """Return the policy's explanation of a request's position, for people. A failure here is not counted."""
         return self._text(lambda: self.policy.why(request))
 
     @staticmethod
@@ -239,7 +249,7 @@ class PolicyGuard:
 
 
 def create_policy(name: str, limits: Limits) -> Policy:
-    """Create the policy of that name. Raises ConfigError if there is none, or it does not start."""
+    """Create and configure the policy of that name. Raises ConfigError if no policy has the name, or it fails."""
     kind = find_policy(name)
     try:
         policy = kind()

@@ -1,6 +1,6 @@
-"""The built-in policies, without `fair` (its own module). To add one: a class here, with its decorator.
+"""The built-in policies except `fair`, which has its own module. To add one, write a class with @register_policy.
 
-Owns: their orders, as keys of requests. Does not: check budgets, blocks or progress (the scheduler does).
+Owns: the policies' orders, as keys of requests. Does not: check budgets, blocks or progress (the scheduler does).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Fcfs(Policy):
     rule = "order of arrival"
 
     def why(self, request: RequestState) -> str:
-        """Return its number in the order of arrival."""
+        """Return the request's number in the order of arrival."""
         return f"arrival {request.order + 1}"
 
 
 @register_policy
 class Fifo(Fcfs):
-    """Serve requests that decode, then those that prefill, then the rest (transformers' continuous batching)."""
+    """Serve decoding requests, then prefilling, then waiting requests (as transformers' continuous batching does)."""
 
     name = "fifo"
     rule = "what decodes, then what prefills, then order of arrival"
@@ -39,7 +39,7 @@ class Fifo(Fcfs):
 
 @register_policy
 class PrefillFirst(Fcfs):
-    """Finish started prompts before any request decodes (transformers' continuous batching); keep no block free."""
+    """Finish started prompts before any request decodes (as transformers' continuous batching does); no headroom."""
 
     name = "prefill_first"
     rule = "what prefills, then what decodes, then order of arrival"
@@ -55,11 +55,11 @@ class PrefillFirst(Fcfs):
 
 @register_policy
 class Priority(Policy):
-    """Order of `priority`, the smaller first, where `age_s` seconds of waiting are worth one level; ties by arrival.
+    """Smallest `priority` first, then arrival; `age_s` seconds of waiting count as one priority level.
 
-    Two requests that wait age alike, so their order never changes: a key that adds the time of arrival is ageing
-    without computing keys again. The request with the greatest key is preempted first. A new request does not preempt
-    running ones (as in vLLM); in a subclass with `preempt_on_arrival = True` it does.
+    All waiting requests age equally, so their order never changes: a key that includes the arrival time needs no
+    update. The request with the greatest key is preempted first. A new request does not preempt running requests (as
+    in vLLM), except in a subclass with `preempt_on_arrival = True`.
     """
 
     name = "priority"
@@ -67,28 +67,28 @@ class Priority(Policy):
     age_s = 60.0
 
     def key(self, request: RequestState) -> tuple[float, ...]:
-        """Return the arrival, moved back by `age_s` for each level."""
+        """Return the arrival time plus `age_s` for each priority level."""
         return (request.request.priority * self.age_s + request.request.arrival,)
 
     def why(self, request: RequestState) -> str:
-        """Return its level, and what that is worth in waiting."""
+        """Return the request's priority, and the waiting time that it counts for."""
         level = request.request.priority
         moved = "earlier" if level < 0 else "later"
         return f"priority {level}, as if it had arrived {abs(level) * self.age_s:g} s {moved}"
 
     def victim_key(self, request: RequestState) -> tuple[float, ...]:
-        """Return the same key."""
+        """Return the key in the order of service."""
         return self.key(request)
 
 
 @register_policy
 class Deadline(Policy):
-    """Earliest deadline first (Liu and Layland, 1973): order of the times at which tokens are due.
+    """Earliest deadline first (Liu and Layland, 1973): requests are ordered by when their next token is due.
 
-    A first token is due `ttft_objective` after the arrival, each further one `tpot_objective` later; without objectives
-    `ttft_s` and `tpot_s` apply. Only arrivals of the next ttft_objective seconds can pass a waiting request. The
-    request whose next token is due last is preempted first. Late requests are not ended (Request.deadline and
-    queue_timeout do that).
+    A request's first token is due `ttft_objective` seconds after its arrival, and each further token `tpot_objective`
+    seconds later. A request without objectives has `ttft_s` and `tpot_s`. A later request can pass a waiting one only
+    if it arrives within the waiting request's ttft_objective. The request whose next token is due last is preempted
+    first. This policy does not end late requests; Request.deadline and queue_timeout do.
     """
 
     name = "deadline"
@@ -97,7 +97,7 @@ class Deadline(Policy):
     tpot_s = 0.1
 
     def key(self, request: RequestState) -> tuple[float, ...]:
-        """Return when the next token is due; for one that does not decode, when the first was due."""
+        """Return when the next token is due; if the request does not decode, when its first token was due."""
         decodes = request.is_decoding and request.status == Status.RUNNING
         return (self._due(request, self._num_outputs(request) if decodes else 0),)
 
@@ -106,7 +106,7 @@ class Deadline(Policy):
         return (self._due(request, self._num_outputs(request)),)
 
     def why(self, request: RequestState) -> str:
-        """Return when its first token is due."""
+        """Return when the request's first token is due."""
         return f"its first token is due {self._due(request, 0) - request.request.arrival:g} s after its arrival"
 
     def _num_outputs(self, request: RequestState) -> int:
@@ -122,11 +122,11 @@ class Deadline(Policy):
 
 @register_policy
 class ShortestPrefill(Policy):
-    """Order of prompt length, where each place in the order of arrival is worth `weight` tokens.
+    """Shortest prompt first, where each earlier arrival adds `weight` tokens to a request's length.
 
-    Outputs do not count, so a preempted request keeps its place. The latest arrival is preempted first.
-    Invariant: at most (num_prompt_tokens - 1) / weight later arrivals are admitted before a request, because one that
-    is k places later is preferred only if its prompt is more than k * weight tokens shorter.
+    Outputs do not count, so a preempted request keeps its rank. The latest arrival is preempted first.
+    Invariant: at most (num_prompt_tokens - 1) / weight later arrivals are admitted before a request, because the k-th
+    arrival after it is preferred only if its prompt is more than k * weight tokens shorter.
     """
 
     name = "shortest_prefill"
@@ -138,7 +138,7 @@ class ShortestPrefill(Policy):
         return (request.request.num_prompt_tokens + self.weight * request.order,)
 
     def why(self, request: RequestState) -> str:
-        """Return the sum."""
+        """Return the key as a sum of its parts."""
         length, earlier = request.request.num_prompt_tokens, request.order
         return (
             f"{length} prompt tokens + {self.weight} for each of {earlier} earlier arrivals = {self.key(request)[0]:g}"
@@ -147,10 +147,10 @@ class ShortestPrefill(Policy):
 
 @register_policy
 class PrefixAffinity(Policy):
-    """Order of arrival, where each cached token moves a request forward by 1 / `weight` places.
+    """Order of arrival, where `weight` cached tokens move a request forward by one position.
 
-    Invariant: at most (longest cached prefix - 1) / weight later arrivals are admitted before a request, because one
-    that is k places later is preferred only if more than k * weight further tokens of it are cached.
+    Invariant: at most (longest cached prefix - 1) / weight later arrivals are admitted before a request, because the
+    k-th arrival after it is preferred only if more than k * weight more of its tokens are cached.
     """
 
     name = "prefix_affinity"
@@ -163,6 +163,6 @@ class PrefixAffinity(Policy):
         return (self.weight * request.order - cached_tokens,)
 
     def why(self, request: RequestState) -> str:
-        """Return its number in the order of arrival, and its cached tokens if they were looked up."""
+        """Return the request's number in the order of arrival, and its cached tokens if they are known."""
         cached = "a prefix not looked up yet" if request.seen is None else f"{request.seen.num_tokens} tokens cached"
         return f"arrival {request.order + 1}, {cached}, {self.weight} of which are worth a place"

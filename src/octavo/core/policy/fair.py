@@ -1,9 +1,10 @@
 """Fair shares of tenants: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
 
 Owns: one counter per tenant, its charges, and when it is raised.
-Invariants: counters only grow; those of tenants with waiting requests differ by at most one charge of a request or
-of a full batch, so the service of two that both wait differs by at most twice that; a tenant is forgotten when it
-has no request and its counter would be raised anyway, so that memory follows the open requests.
+Invariants: counters only grow. The counters of tenants with waiting requests differ by at most one charge of a request
+or of a full batch, so while two tenants both wait, their service differs by at most twice that charge. A tenant without
+requests is forgotten once its counter is at or below the floor, at which a new tenant would start, so that memory is
+bounded by the open requests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from octavo.core.request_state import RequestState
 
 
 class _Tenant:
-    """A tenant's counter (charges divided by its weight) and how many requests it has, waiting and at all."""
+    """A tenant's counter (charges divided by its weight), and the numbers of its open and of its waiting requests."""
 
     __slots__ = ("counter", "name", "num_live", "num_waiting", "serial", "weight")
 
@@ -42,7 +43,7 @@ class _Account:
 
 
 class _Lowest:
-    """Tenants by counter, the lowest first. Counters only grow: an old entry is corrected when it is read."""
+    """A heap of tenants by counter, lowest first. Counters only grow, so an outdated entry is corrected when read."""
 
     __slots__ = ("_belongs", "_entered", "_heap")
 
@@ -52,7 +53,7 @@ class _Lowest:
         self._heap: list[tuple[float, int, _Tenant]] = []
 
     def add(self, tenant: _Tenant) -> None:
-        """Enter a tenant, once."""
+        """Add a tenant, unless the heap has it."""
         if tenant.serial not in self._entered:
             self._entered[tenant.serial] = None
             heappush(self._heap, (tenant.counter, tenant.serial, tenant))
@@ -73,11 +74,12 @@ class _Lowest:
 
 @register_policy
 class Fair(Policy):
-    """A line per tenant; the tenant with the least service for its weight is next. Within a line, order of arrival.
+    """One waiting line per tenant: the tenant with the least service for its weight is next, then order of arrival.
 
-    A prompt is charged at its first admission, `prompt_weight` for each computed token (cached ones are free), and
-    each output `output_weight`. A tenant that had nothing waiting starts at the lowest counter of those that wait, or
-    at the counter of the last that did: service cannot be saved up. The most served tenant is preempted first.
+    At its first admission a prompt is charged `prompt_weight` for each token to compute; cached tokens are free. Each
+    output token is charged `output_weight`. A tenant that had no waiting request starts at least at the lowest counter
+    of the waiting tenants or, if none waits, of the last that waited, so that unused service cannot be saved up. A
+    request of the tenant with the highest counter is preempted first.
     """
 
     name = "fair"
@@ -92,7 +94,7 @@ class Fair(Policy):
         self._accounts: dict[int, _Account] = {}
         self._waiting = _Lowest(lambda tenant: tenant.num_waiting > 0)
         self._idle = _Lowest(lambda tenant: tenant.num_live == 0)
-        self._last: _Tenant | None = None  # the last whose waiting requests were all admitted
+        self._last: _Tenant | None = None  # the last tenant that ceased to have waiting requests
         self._floor = 0.0
         self._num_tenants = 0  # since the start
 
@@ -114,12 +116,12 @@ class Fair(Policy):
         return (self.lane_key(request.request.tenant),)
 
     def why(self, request: RequestState) -> str:
-        """Return its tenant's counter and weight, and its number in the order of arrival."""
+        """Return the tenant's counter and weight, and the request's number in the order of arrival."""
         served, weight = self.lane_key(request.lane), self._weights.get(request.lane, 1.0)
         return f"its tenant was given {served:g} (of weight {weight:g}), arrival {request.order + 1}"
 
     def arrived(self, request: RequestState) -> None:
-        """Open its account, and its tenant's if that had no request."""
+        """Open the request's account, and create its tenant if it is unknown."""
         name = request.request.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -141,18 +143,18 @@ class Fair(Policy):
             self._charge(account.tenant, self.prompt_weight * num_tokens)
 
     def preempted(self, request: RequestState) -> None:
-        """Note that it waits again."""
+        """Count the request as waiting again."""
         account = self._accounts[request.order]
         if not account.is_waiting:
             account.is_waiting = True
             self._enter(account.tenant)
 
     def served(self, request: RequestState, num_tokens: int) -> None:
-        """Charge outputs."""
+        """Charge the request's tenant for output tokens."""
         self._charge(self._accounts[request.order].tenant, self.output_weight * num_tokens)
 
     def finished(self, request: RequestState) -> None:
-        """Close its account, and forget idle tenants that would start at the floor anyway."""
+        """Close the request's account, and forget idle tenants whose counter is not above the floor."""
         account = self._accounts.pop(request.order)
         tenant = account.tenant
         if account.is_waiting:
@@ -181,7 +183,7 @@ class Fair(Policy):
             self._last = tenant
 
     def _raise_floor(self) -> None:
-        """Raise where a new tenant starts: at the lowest tenant that waits, else at the last that did."""
+        """Raise the counter of new tenants to that of the lowest waiting tenant or, if none waits, of the last one."""
         lowest = self._waiting.peek() or self._last
         if lowest is not None:
             self._floor = max(self._floor, lowest.counter)
