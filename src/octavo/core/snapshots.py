@@ -17,7 +17,7 @@ from octavo.core.state import State, Totals
 
 
 class Gauges(NamedTuple):
-    """Numbers that may change with every step: current levels, and totals since the start. Block levels are per group."""
+    """Numbers that may change with every step: current levels and totals since the start. Blocks are per group."""
 
     num_running: int  # sequences
     num_running_requests: int
@@ -187,7 +187,7 @@ def _view(state: State, entry: RequestState, group: int, reason: WaitReason | No
 
 
 class PoolSample(NamedTuple):
-    """Every `stride`-th block of one group's pool: one byte each for its references (up to 255) and its has_key flag."""
+    """Every `stride`-th block of one group's pool: one byte for its references (up to 255), one for its has_key."""
 
     num_blocks: int
     stride: int

@@ -205,7 +205,7 @@ class State:
     # --- running -------------------------------------------------------------------------------------
 
     def enter_running(self, request: RequestState, now: float) -> EventKind:
-        """Move a waiting request to the running list and give it slots; return ADMITTED, or RESUMED if it ran before."""
+        """Move a waiting request to the running list, with slots; return ADMITTED, or RESUMED if it has run before."""
         self.waiting.remove(request)
         request.status = Status.RUNNING
         request.forget_waiting()
