@@ -1,10 +1,10 @@
-"""Access: a request is refused unless its endpoint or its key allows it; and the sessions of browsers.
+"""Access: a request is refused unless its endpoint or its key allows it; and the login sessions of browsers.
 
-Owns: finding a request's key, in a header or else by its session; the answers to wrong keys and their number by
-address; sessions (a random id in a cookie represents a key), their bounds and ends, the check of a cookie's request.
-Does not: hold a key (a session has its digest, which the ring looks up each time) or the access of paths (endpoints).
-Invariants: an unknown path needs a key; a session of a removed key is invalid; a cookie is ignored in a request that
-another site's page may have made; every table is bounded; nothing outlives the process.
+Owns: finding a request's key, in a header or by its session; the answers to wrong keys and their count per address;
+sessions (a random id in a cookie represents a key), their bounds and ends; which requests may use a cookie.
+Does not: store a key (a session stores its digest, which the ring looks up each time) or define access (endpoints do).
+Invariants: an unknown path needs a key. The session of a removed key is invalid. A cookie is ignored in a request that
+another site's page may have sent. Every table is bounded. Sessions and counts end with the process.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from octavo.server.http.limits import largest_user
 
 # In a request's scope:
 KEY = "octavo.key"  # the KeyInfo of the request
-SESSION = "octavo.session"  # the id of the session that gave access, if one did
-PAGES = {"/": "", "/dashboard": "dashboard", "/docs": "docs"}  # where a browser is shown the login form
-MAX_SESSIONS = 1024  # of all keys: beyond it the key with the largest number loses its longest unused one
+SESSION = "octavo.session"  # the id of the session that authenticated the request, if any
+PAGES = {"/": "", "/dashboard": "dashboard", "/docs": "docs"}  # pages that show a browser the login form
+MAX_SESSIONS = 1024  # of all keys; above this, the key with most sessions loses its longest unused one
 MAX_SESSIONS_PER_KEY = 64
 MAX_IDLE_S = 12 * 3600.0
 MAX_SESSION_S = 7 * 24 * 3600.0
-MAX_WRONG_KEYS = 10  # of one address within WRONG_KEYS_S that are answered 401
+MAX_WRONG_KEYS = 10  # of one address within WRONG_KEYS_S; further ones get 429 instead of 401
 WRONG_KEYS_S = 60.0
 MAX_WRONG_KEY_ADDRESSES = 4096
 COOKIE = "octavo-session"
-_MAX_COOKIES = 8  # with our name that are checked: servers on other ports of this host have cookies too
+_MAX_COOKIES = 8  # only this many cookies with our name are checked: other ports of this host share them
 _SAFE = ("GET", "HEAD")
 _NO_KEY = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
 
@@ -56,17 +56,17 @@ class _Session:
 
 
 class WrongKeys:
-    """Wrong keys by address, of /login and of headers. `now` is a monotonic clock.
+    """Counts of wrong keys by address, in /login and in headers. `now` is a monotonic clock.
 
-    Only wrong keys are delayed: a valid one is never refused, since a proxy's clients share its address.
+    Only wrong keys are refused with 429. A valid key never is, since all clients of a proxy share one address.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._times: OrderedDict[str, deque[float]] = OrderedDict()  # by network, least recent first
+        self._times: OrderedDict[str, deque[float]] = OrderedDict()  # by network, least recently used first
 
     def note(self, address: str) -> float:
-        """Count one; return the seconds that the address must wait, 0 for its first MAX_WRONG_KEYS in a minute."""
+        """Count a wrong key; return the address's wait in seconds: 0 for the first MAX_WRONG_KEYS in a minute."""
         network, now = _network(address), self._now()
         times = self._times.pop(network, None) or deque(maxlen=MAX_WRONG_KEYS)
         wait_s = times[0] + WRONG_KEYS_S - now if len(times) == MAX_WRONG_KEYS else 0.0
@@ -78,21 +78,21 @@ class WrongKeys:
 
 
 class Logins:
-    """Sessions of one server, and its wrong keys. `now` is a monotonic clock."""
+    """The login sessions of one server, and its WrongKeys. `now` is a monotonic clock."""
 
     def __init__(self, keys: KeyRing, now: Callable[[], float] = time.monotonic) -> None:
         self.wrong_keys = WrongKeys(now)
         self._keys = keys
         self._now = now
-        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()  # by the SHA-256 of the id; longest unused first
+        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()  # by the SHA-256 of the id, longest unused first
 
     @property
     def num_sessions(self) -> int:
-        """The number of sessions, including expired ones that were not looked up since."""
+        """The number of sessions, including expired ones that no request has looked up yet."""
         return len(self._sessions)
 
     def log_in(self, key: bytes) -> str | None:
-        """Start a session and return its id; None for an invalid key."""
+        """Start a session and return its id; None if the key is invalid."""
         info = self._keys.find(key)
         if info is None:
             return None
@@ -111,11 +111,11 @@ class Logins:
         del self._sessions[next(name for name, session in self._sessions.items() if session.key_digest == digest)]
 
     def log_out(self, session_id: str) -> None:
-        """End a session. Unknown ones are ignored."""
+        """End a session. An unknown id is ignored."""
         self._sessions.pop(_name(session_id), None)
 
     def find(self, session_id: str) -> KeyInfo | None:
-        """Return the KeyInfo of a session's key; None if the session has expired or the key was removed."""
+        """Return the KeyInfo of a session's key; None if the session is unknown or expired, or its key was removed."""
         name, now = _name(session_id), self._now()
         session = self._sessions.get(name)
         if session is None:
@@ -129,7 +129,7 @@ class Logins:
         return info
 
     def identify(self, scope: Scope) -> tuple[KeyInfo, str] | None:
-        """Return the key and the session id of a request's cookie; None without a valid one."""
+        """Return the key and the session id of a request's cookie; None without a valid session."""
         headers = Headers(scope=scope)
         cookies = session_cookies(headers)
         if not cookies or not is_own_page(headers, scope["method"]):
@@ -142,7 +142,7 @@ class Logins:
 
 
 def session_cookies(headers: Headers) -> list[str]:
-    """Return the ids in a request's cookies that may be sessions of this server."""
+    """Return the cookie values that may be session ids of this server."""
     pairs = (pair.strip().partition("=") for value in headers.getlist("cookie") for pair in value.split(";"))
     return [value for name, _, value in pairs if name.removeprefix("__Host-").startswith(COOKIE)][:_MAX_COOKIES]
 
@@ -150,8 +150,8 @@ def session_cookies(headers: Headers) -> list[str]:
 def is_own_page(headers: Headers, method: str) -> bool:
     """Return True if the request comes from a page of this server, or from an address that a user typed.
 
-    Browsers send Sec-Fetch-Site (Fetch Metadata) over https and to this machine; else Origin, with all requests but
-    GET. A cookie with SameSite=Strict is not sent with other sites' requests in the first place.
+    Browsers send Sec-Fetch-Site (Fetch Metadata) over https and to this machine. Otherwise they send Origin, but not
+    with GET. In addition, browsers do not send a SameSite=Strict cookie with other sites' requests.
     """
     site = headers.getlist("sec-fetch-site")
     if site:
@@ -163,7 +163,7 @@ def is_own_page(headers: Headers, method: str) -> bool:
 
 
 def cookie_name(headers: Headers, is_secure: bool) -> str:
-    """Return the cookie's name, which has the port: browsers share cookies among a host's ports."""
+    """Return the cookie's name. It contains the port, because browsers share cookies among a host's ports."""
     port = headers.get("host", "").rpartition(":")[2]
     name = f"{COOKIE}-{port}" if port.isdecimal() and len(port) <= 5 else COOKIE
     return f"__Host-{name}" if is_secure else name
@@ -174,7 +174,7 @@ def _name(session_id: str) -> bytes:
 
 
 def _network(address: str) -> str:
-    """Return the network by which a client is counted: its IPv4 address, or the /64 of its IPv6 address."""
+    """Return the network that stands for a client: its IPv4 address, or the /64 of its IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -183,7 +183,7 @@ def _network(address: str) -> str:
 
 
 def given_key(scope: Scope) -> bytes | None:
-    """Return the key of an `Authorization: Bearer` header, else of `x-api-key`; None if absent or repeated."""
+    """Return the key in `Authorization: Bearer`, or else in `x-api-key`; None if the header is absent or repeated."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     if not values:
         plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
@@ -193,25 +193,25 @@ def given_key(scope: Scope) -> bytes | None:
 
 
 def source_of(scope: Scope) -> str:
-    """Return the address by which wrong keys are counted: the connection's, not one from a header."""
+    """Return the address for counting wrong keys: the connection's address, never one from a header."""
     client = scope.get("client")
     return str(client[0]) if client else ""
 
 
 def wants_html(accept: str) -> bool:
-    """Return True if the client is a browser that shows a page: API clients do not accept text/html by name."""
+    """Return True if the client is a browser that shows a page. API clients do not name text/html in Accept."""
     return "text/html" in accept.lower()
 
 
 def login_form(status: int, message: str, next_page: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the page that asks for a key and then opens `next_page`."""
+    """Return the page that asks for a key and opens `next_page` after the login."""
     page, policy = login_page(message, next_page)
     sent = {**HEADERS, "content-security-policy": policy, "cache-control": "no-store", **(headers or {})}
     return Response(page, status, sent, media_type="text/html")
 
 
 def wrong_key_error(message: str, wait_s: float) -> ApiError:
-    """Return a 401, or a 429 if WrongKeys says that the address must wait before its next wrong key."""
+    """Return a 401, or a 429 if the address must wait: `wait_s` is from WrongKeys."""
     if wait_s <= 0:
         return ApiError(401, message, code="invalid_api_key")
     text = f"{message}; there were too many wrong keys from this address, so try again later"
@@ -219,7 +219,7 @@ def wrong_key_error(message: str, wait_s: float) -> ApiError:
 
 
 def _refusal(scope: Scope, error: ApiError) -> Response:
-    """Return the error as JSON; a 401 for a browser that requests one of the pages is the login form."""
+    """Return the error as JSON, or the login form for a 401 when a browser requests one of PAGES."""
     page = PAGES.get(scope["path"])
     accept = ", ".join(Headers(scope=scope).getlist("accept"))
     if error.status != 401 or page is None or scope["method"] not in ("GET", "HEAD") or not wants_html(accept):
@@ -228,7 +228,7 @@ def _refusal(scope: Scope, error: ApiError) -> Response:
 
 
 class AuthMiddleware:
-    """Middleware that passes a request if its path's access and its key or session allow it; else 401 or 429."""
+    """Middleware that passes a request on if the path's access, its key or its session allows that; else 401 or 429."""
 
     def __init__(
         self, app: ASGIApp, endpoints: Endpoints, keys: KeyRing, logins: Logins, note: Callable[[str], None]
@@ -240,16 +240,16 @@ class AuthMiddleware:
         self._note = note  # counts a refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Decide on the raw path, before any routing."""
+        """Decide by the raw path, before any routing."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        # The first: called from inside (batches.inner_call); a client cannot set it.
+        # A KeyInfo in the scope means a batch's inner call (batches.run); clients cannot set the scope.
         error = None if isinstance(scope.get(KEY), KeyInfo) else self._check(scope)
-        if ON_AUTH in scope:  # set by a connection
+        if ON_AUTH in scope:  # only connections set it
             scope[ON_AUTH](scope[KEY] is not ANONYMOUS)
         if error is None:
             current_tenant.set(scope[KEY].tenant)
@@ -259,7 +259,7 @@ class AuthMiddleware:
             await _refusal(scope, error)(scope, receive, send)
 
     def _check(self, scope: Scope) -> ApiError | None:
-        """Return the refusal, if any, and set the scope's KEY: ANONYMOUS if no key is needed and none was valid."""
+        """Return the refusal, if any, and set the scope's KEY; ANONYMOUS if no key is needed and none was valid."""
         access = self._endpoints.open_access(scope) if self._keys.keys else Access.OPEN
         error = None if access is Access.OPEN else self._identify(scope)
         if error is not None or access is Access.OPEN:
@@ -267,7 +267,7 @@ class AuthMiddleware:
         return error if access is None else None
 
     def _identify(self, scope: Scope) -> ApiError | None:
-        """Set the scope's KEY by the given key, else by the session; return the refusal if that is not valid."""
+        """Set the scope's KEY from the key in a header, or else from the session; return a refusal if invalid."""
         is_given = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
         if is_given:
             key = given_key(scope)

@@ -1,11 +1,11 @@
-"""A request's body: received within its limits, and read as strict JSON; the threads for large inputs.
+"""A request's body: received within its limits, and parsed as strict JSON; the threads for large inputs.
 
-Owns: UTF-8, no repeated keys, bounded depth and counts; no NaN, Infinity or lone surrogates (msgspec refuses them).
-Does not: know what the fields mean.
-Invariants: a body is refused before memory or time beyond its own size is spent on it; no call holds the interpreter's
-lock for long, since values are counted before they are made.
-Measured: 8 MB of `[],[],...` would keep the parser, and with it every thread, busy for a second; a million numbers take
-it 40 ms. One thread does all long parsing, so that the event loop never waits for two such calls in a row.
+Owns: the checks for UTF-8, repeated keys, depth and counts; msgspec refuses NaN, Infinity and lone surrogates.
+Does not: know the meaning of fields.
+Invariants: no body costs memory or time out of proportion to its size before it is refused. No call holds the GIL for
+long, since values are counted before they are made.
+Measured: 8 MB of `[],[],...` would keep the parser, and every thread, busy for a second; a million numbers take it
+40 ms. One thread does all long parsing, so that the event loop never waits for two long calls in a row.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from octavo.server.http.errors import ApiError, bad_field
 from octavo.server.http.limits import HttpLimits, JsonLimits
 
 T = TypeVar("T")
-OFF_LOOP_BYTES = 32 * 1024  # beyond this, parsing a body leaves the event loop
-LONG_BYTES = 512 * 1024  # of a body: a few milliseconds to parse
-LONG_CHARS = 64 * 1024  # of a text: a twentieth of a second to tokenize
+OFF_LOOP_BYTES = 32 * 1024  # a longer body is not parsed in the event loop
+LONG_BYTES = 512 * 1024  # a body of this size takes a few milliseconds to parse
+LONG_CHARS = 64 * 1024  # a text of this length takes 50 ms to tokenize
 _JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.ASCII | re.IGNORECASE)
 
 
-# No thread is started before its first work.
+# A pool's threads start with its first work.
 _PARSING = ThreadPoolExecutor(1, thread_name_prefix="octavo-bodies")
 _PARSING_LONG = ThreadPoolExecutor(1, thread_name_prefix="octavo-long-bodies")
 _TOKENIZING = ThreadPoolExecutor(2, thread_name_prefix="octavo-prompts")
@@ -40,7 +40,7 @@ _TOKENIZING_LONG = ThreadPoolExecutor(1, thread_name_prefix="octavo-long-prompts
 
 
 async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[str, object]], T]) -> T:
-    """Read a body that must be one strict JSON object, and return what `check` makes of it. Raises ApiError.
+    """Read a body that must be one strict JSON object, and return `check` of that object. Raises ApiError.
 
     A browser's body must have a JSON content type: browsers send other types across sites without a preflight.
     A long body is parsed and checked on another thread. Ignored fields are recorded in the request's scope.
@@ -57,7 +57,7 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
 
 
 async def read_body(request: Request, limits: HttpLimits) -> bytes:
-    """Read a body within the bound of its endpoint, else of the server. Raises ApiError."""
+    """Read a body within its endpoint's bound, or else the server's bound. Raises ApiError."""
     endpoint: Endpoint | None = request.scope.get(ENDPOINT)
     max_bytes = (endpoint and endpoint.max_body_bytes) or limits.max_body_bytes
     if "content-encoding" in request.headers:
@@ -84,7 +84,7 @@ async def read_body(request: Request, limits: HttpLimits) -> bytes:
 
 
 def _check_content_type(request: Request) -> None:
-    """Refuse a browser's body that is not declared as JSON; programs such as curl need not declare it."""
+    """Refuse a browser's body without a JSON content type. Programs such as curl need not send one."""
     given = ", ".join(request.headers.getlist("content-type"))
     if not _JSON_TYPE.fullmatch(given.partition(";")[0].strip()):
         message = f"Content-Type is {given[:128]!r}; send the body as application/json"
@@ -92,7 +92,7 @@ def _check_content_type(request: Request) -> None:
 
 
 def check_coding(request: Request) -> None:
-    """Refuse a body that is compressed. Raises ApiError (415 with Accept-Encoding: RFC 9110, section 12.5.3)."""
+    """Refuse a compressed body. Raises ApiError (415 with Accept-Encoding: RFC 9110, section 12.5.3)."""
     codings = ", ".join(request.headers.getlist("content-encoding"))
     if codings.strip().lower() not in ("", "identity"):
         raise ApiError(
@@ -108,7 +108,7 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def parse_object(body: bytes, limits: JsonLimits) -> dict[str, object]:
-    """Parse a body that must be one object. Raises ApiError."""
+    """Parse a body that must be one JSON object. Raises ApiError."""
     num_keys = _count_keys(body, limits)
     try:
         value = _DECODER.decode(body)
@@ -128,12 +128,12 @@ def parse_object(body: bytes, limits: JsonLimits) -> dict[str, object]:
 def _read_float(text: str) -> float:
     """Return a number with a fraction or an exponent.
 
-    msgspec takes up to 6 us for one, without releasing the interpreter's lock; a Python function releases it.
+    msgspec would parse a number in up to 6 us without releasing the GIL; a Python function releases it.
     """
     return float(text)
 
 
-_MAX_DIGITS = 400  # the time to read a whole number is quadratic in its digits
+_MAX_DIGITS = 400  # the time to parse an integer is quadratic in its digits
 _ALL_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 _DECODER = msgspec.json.Decoder(float_hook=_read_float)
 
@@ -141,14 +141,14 @@ _DECODER = msgspec.json.Decoder(float_hook=_read_float)
 def _count_keys(body: bytes, limits: JsonLimits) -> int:
     """Count the values of a body before it is parsed, and return the number of its keys. Raises ApiError.
 
-    Without escapes, every quotation mark begins or ends a string. For valid JSON the counts are exact (but that an
-    empty list also counts as a number), and the parser stops where it is not valid.
+    Once escapes are removed, every quotation mark begins or ends a string. The counts are exact for valid JSON, except
+    that an empty list also counts as a number; the parser stops where the JSON is invalid.
     """
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     pieces = body.split(b'"', 2 * limits.max_parts + 2)
     num_strings = len(pieces) // 2
-    structure = b'"'.join(pieces[::2])  # what is outside of strings
+    structure = b'"'.join(pieces[::2])  # all that is outside strings
     if num_strings + structure.count(b"[") + structure.count(b"{") > limits.max_parts:
         raise _too_many("strings, objects and lists", limits.max_parts)
     if b"0" * _MAX_DIGITS in structure.translate(_ALL_ZERO):
@@ -160,7 +160,7 @@ def _count_keys(body: bytes, limits: JsonLimits) -> int:
 
 
 def _count_different_keys(value: dict[str, object], limits: JsonLimits) -> int:
-    """Return the number of keys of all objects. Raises ApiError for objects or lists that are nested too deep."""
+    """Return the number of keys in all objects. Raises ApiError if objects or lists are nested too deep."""
     num_keys = 0
     level: list[Any] = [value]
     for _ in range(limits.max_depth):
@@ -189,18 +189,18 @@ def _too_many(what: str, bound: int) -> ApiError:
 
 
 async def parse_off_loop(work: Callable[[], T], num_bytes: int) -> T:
-    """Run work that holds the interpreter's lock. If the caller is cancelled, the work still runs to its end."""
+    """Run work that holds the GIL on the parsing thread. If the caller is cancelled, the work still runs to its end."""
     lane = _PARSING_LONG if num_bytes > LONG_BYTES else _PARSING
     return await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
 async def off_loop(work: Callable[[], T], num_characters: int = 0) -> T:
-    """Run work that mostly releases the interpreter's lock. If the caller is cancelled, the work still ends."""
+    """Run work that mostly releases the GIL on another thread. If the caller is cancelled, the work still ends."""
     lane = _TOKENIZING_LONG if num_characters > LONG_CHARS else _TOKENIZING
     return await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
 def json_response(value: object, is_private: bool = False) -> Response:
-    """Return a value as an answer in JSON; with `is_private` no cache may keep it."""
+    """Return a value as a JSON response. With `is_private`, caches may not store it."""
     headers = {"cache-control": "no-store"} if is_private else None
     return Response(msgspec.json.encode(value), media_type="application/json", headers=headers)

@@ -1,10 +1,10 @@
 """BoundedConnection: an HTTP/1.1 connection that is bounded in time, size and number.
 
 Owns: the checks that the parser (llhttp, by httptools) does not make: the time for heads and bodies, the bytes around a
-body, the accepted framing and Host, `Upgrade` (ignored), and which connection is cut when there are too many.
-Does not: bound a body that is read (body does), find keys (auth does) or end slow answers (reply does).
-Invariants: a connection without a request is cut within a bounded time, or sooner when there are too many;
-a request that was read whole and has a valid key is not cut; no byte of a body is parsed as a head.
+body, the accepted framing and Host, `Upgrade` (ignored); and which connection is cut when there are too many.
+Does not: bound a body that the application reads (body does), find keys (auth does) or end slow answers (reply does).
+Invariants: a connection without a request is cut within a bounded time, or sooner when there are too many. A request
+with a whole body and a valid key is not cut. No byte of a body is parsed as a head.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, HTTPScope
 
 CUT = "octavo.cut"  # in a request's scope: ends an answer that its client does not read
-ON_AUTH = "octavo.on_auth"  # in a request's scope: called with True if the request has a valid key, else with False
-LINGER_S = 5.0  # for the client of a closed connection to read the rest
-_OVERHEAD = 8  # bytes around a body for each byte of it: one-byte chunks have five
-_UNREAD_BYTES = 1 << 20  # beyond the largest body, before a connection that continues to send is cut
-_HEADERS = 4  # times the number that is accepted, before a connection is refused; trailers count too
-_OTHER_FILES = 256  # sockets of the engine, pipes, model files
-_UNAUTHENTICATED_SHARE = 8  # 1/8 of the connections is left to clients without a key while others idle
+ON_AUTH = "octavo.on_auth"  # in a request's scope: called with True if the request has a valid key, or with False
+LINGER_S = 5.0  # time in which the client of a closed connection may read the rest
+_OVERHEAD = 8  # allowed other bytes per byte of a body: one-byte chunks need five
+_UNREAD_BYTES = 1 << 20  # allowed beyond the largest body; a connection that sends more is cut
+_HEADERS = 4  # this multiple of `max_headers` closes the connection; trailers count too
+_OTHER_FILES = 256  # reserved for the engine's sockets, pipes and model files
+_UNAUTHENTICATED_SHARE = 8  # clients without a key keep 1/8 of the connections while others are idle
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
 _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 9112, section 3.2: host [":" port], or empty
 _AUTHORITY = re.compile(rb"^[A-Za-z]+://([^/?#]*).*", re.DOTALL)  # of a URL in absolute form
 _log = logging.getLogger(__name__)
-_log.setLevel(logging.ERROR)  # uvicorn warns of every malformed request, which would let anyone fill the log
-ConnectionSet = dict["BoundedConnection", None]  # a set that keeps its order, oldest first
+_log.setLevel(logging.ERROR)  # uvicorn warns of each malformed request, so any client could fill the log
+ConnectionSet = dict["BoundedConnection", None]  # an ordered set, oldest first
 
 
 class ConnectionTable:
-    """The connections of one server, grouped by the order in which they are cut when there are too many.
+    """The connections of one server, in groups: the group says which connections are cut first.
 
-    With keys, a connection is unauthenticated until a request on it had a valid key. Those are cut first, then idle
-    connections, then those with an unfinished body. Without keys, all connections without a whole request are one
-    group, oldest first: a new connection must not be cut before those that withhold their bodies.
+    With keys, a connection is unauthenticated until one of its requests has a valid key. Unauthenticated connections are
+    cut first, then idle ones, then those with an unfinished body. Without keys, all connections without a whole request are
+    one group, oldest first: otherwise new connections would be cut before those that withhold their bodies.
     A connection whose request was read whole is in no group, unless it is unauthenticated.
     """
 
@@ -67,7 +67,7 @@ class ConnectionTable:
         self.bodies: ConnectionSet = {}  # unauthenticated connections with an unfinished body
 
     def make_room(self) -> bool:
-        """Cut a connection if there are too many; return False if all have a whole request."""
+        """Cut a connection if there are too many; return False if every connection has a whole request."""
         if self.num_open <= self.limits.max_connections:
             return True
         spare = len(self.unauthenticated) > self.limits.max_connections // _UNAUTHENTICATED_SHARE
@@ -79,13 +79,13 @@ class ConnectionTable:
         return False
 
     def add_body(self, connection: BoundedConnection) -> None:
-        """Count an unauthenticated connection's unfinished body; over the bound, cut the oldest one."""
+        """Count an unauthenticated connection's unfinished body. Above the bound, cut the oldest such connection."""
         self.bodies[connection] = None
         if len(self.bodies) > self.limits.max_unauthenticated_bodies:
             next(iter(self.bodies)).evict("too_many_bodies")
 
     def move(self, connection: BoundedConnection, group: ConnectionSet | None) -> None:
-        """Move a connection to a group, or out of all groups; it keeps its position in a group it is in already."""
+        """Move a connection to `group`, or out of all groups. In its present group, it keeps its position."""
         for other in (self.unauthenticated, self.idle, self.receiving):
             if other is not group:
                 other.pop(connection, None)
@@ -93,14 +93,14 @@ class ConnectionTable:
             group.setdefault(connection)
 
     def remove(self, connection: BoundedConnection) -> None:
-        """Remove a connection that closes."""
+        """Remove a closing connection."""
         self.num_open -= 1
         self.move(connection, None)
         self.bodies.pop(connection, None)
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """An HTTP/1.1 connection that closes when it exceeds a bound. `connection_class` makes the class for one server."""
+    """An HTTP/1.1 connection that closes if it exceeds a bound. `connection_class` makes one server's class."""
 
     table: ConnectionTable
     upload_paths: frozenset[str] = frozenset()
@@ -112,18 +112,18 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_open = False
         self._has_key = False  # a request on this connection had a valid key
         self._is_receiving = False  # between the end of a head and the end of its body
-        self._is_upgrade = False  # the current head asks for one
-        self._cycles: deque[RequestResponseCycle] = deque()  # requests without a whole answer, oldest first
-        self._pending: tuple[RequestResponseCycle, ASGI3Application] | None = None  # a request that is not started yet
+        self._is_upgrade = False  # the current head has `Upgrade`
+        self._cycles: deque[RequestResponseCycle] = deque()  # requests without a complete answer, oldest first
+        self._pending: tuple[RequestResponseCycle, ASGI3Application] | None = None  # a request that waits to be started
         self._refusal = ""  # why the current head is refused
         self._timer: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._num_messages = 0
-        self._body_bytes = 0  # of this message
-        self._other_bytes = 0  # of this message: all that is not its body
-        self._num_headers = 0  # of this message, trailers included
-        self._parsed_body_bytes = 0  # of bodies, in the data being parsed
+        self._body_bytes = 0  # of the current message
+        self._other_bytes = 0  # of the current message, without its body
+        self._num_headers = 0  # of the current message, including trailers
+        self._parsed_body_bytes = 0  # of all bodies in the data being parsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for a head; refuse the connection if there are too many."""
@@ -137,7 +137,7 @@ class BoundedConnection(HttpToolsProtocol):
                                   retry_after_s=RETRY_ENGINE_S))  # fmt: skip
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Leave the table, and break reference cycles: the garbage collector's pauses delay other requests."""
+        """Leave the table and break reference cycles, because the garbage collector's pauses delay other requests."""
         self._release()
         for timer in (self._writing, self._lingering):
             if timer is not None:
@@ -147,7 +147,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.cycle = cast(RequestResponseCycle, None)
 
     def on_message_begin(self) -> None:
-        """Start the timer for the rest of a head; between requests uvicorn's own keep-alive timer runs."""
+        """Start the timer for the rest of the head. Between requests, uvicorn's own keep-alive timer runs."""
         self._is_upgrade = False
         self._refusal = ""
         self._body_bytes = self._other_bytes = self._num_headers = 0
@@ -157,10 +157,10 @@ class BoundedConnection(HttpToolsProtocol):
         scope = cast(dict[str, object], self.scope)
         scope[CUT] = self.cut_answer
         self._num_messages += 1
-        scope[ON_AUTH] = partial(self._on_auth, self._num_messages)  # by number: a reference to the scope makes a cycle
+        scope[ON_AUTH] = partial(self._on_auth, self._num_messages)  # a number: a reference to the scope makes a cycle
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header: each costs time, however short. Trailers are counted, and dropped."""
+        """Count a header, since each one costs time however short it is. Trailers are counted and dropped."""
         self._num_headers += 1
         if self._num_headers > _HEADERS * self.limits.max_headers:
             raise ValueError("too many headers")  # stops the parser; answered like any malformed request
@@ -182,10 +182,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._start_body_timer(is_unauthenticated=self.table.has_keys())  # until `_on_auth` is called
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Hold a request until all received data was parsed and, without keys, its body has arrived.
+        """Hold a request until all received data is parsed and, without keys, until its body has arrived.
 
-        A request whose body never arrives, or that others follow without end, then costs only its parsing. With keys,
-        the key decides how long a body may take, so the request is started.
+        So a request costs only its parsing if its body never arrives, or if other requests follow without end. With keys,
+        the request is started at once, because its key decides how long its body may take.
         """
         self._pending = (cycle, app)
 
@@ -205,7 +205,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Stop the timer of the body."""
+        """Stop the timer for the body."""
         if self._is_upgrade:
             return
         self._stop_timer()
@@ -215,17 +215,17 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Start the next request. An unfinished body of an answered request counts as one without a key."""
+        """Start the next request. If an answered request's body is unfinished, treat the body as one without a key."""
         if self._cycles:
             self._cycles.popleft()
         super().on_response_complete()
-        self._start_pending()  # the next of a pipeline
+        self._start_pending()  # the next request of a pipeline
         if self.table.has_keys() and not self._has_key and self._is_receiving and not self._cycles:
             self.table.add_body(self)
         self._regroup()
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, and bound the bytes of the message."""
+        """Feed the parser, and bound the bytes of the current message."""
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
@@ -243,10 +243,10 @@ class BoundedConnection(HttpToolsProtocol):
             self._cut("body_too_large")
 
     def _feed(self, data: bytes) -> None:
-        """Feed the parser; a head with `Upgrade` is fed again, without it, to a new parser.
+        """Feed the parser. A head with `Upgrade` is fed again to a new parser, without `Upgrade`.
 
-        The parser stops after such a head, and would parse the body as a request. RFC 9110, section 7.8: servers
-        may ignore `Upgrade`; curl and Java's HttpClient ask for h2c with every request and expect just that.
+        The parser stops after a head with `Upgrade`, and would parse the body as a request. Servers may ignore `Upgrade`
+        (RFC 9110, section 7.8). curl and Java's HttpClient request h2c each time, and expect the server to ignore that.
         """
         while data:
             try:
@@ -256,7 +256,7 @@ class BoundedConnection(HttpToolsProtocol):
                 data = data[upgrade.args[0] :]
             head = self._head_without_upgrade()
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does: for pipelines
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does, for pipelines
             self.parser.feed_data(head)
 
     def _head_without_upgrade(self) -> bytes:
@@ -271,7 +271,7 @@ class BoundedConnection(HttpToolsProtocol):
         return b"\r\n".join((*lines, b"", b""))
 
     def _head_fault(self) -> str:
-        """Return what proxies might read differently in the head; "" if nothing."""
+        """Return a fault of the head that proxies might interpret differently; "" if there is none."""
         version = self.parser.get_http_version()
         hosts = [value for name, value in self.headers if name == b"host"]
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
@@ -289,7 +289,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     @property
     def _max_upload(self) -> int:
-        """Bytes of a file that may be uploaded to this path; its route reads and bounds it in parts."""
+        """The most bytes that a file uploaded to this path may have; the path's handler reads it in parts."""
         return self.limits.max_upload_bytes if self.scope.get("path") in self.upload_paths else 0
 
     def _refuse_http(self) -> None:
@@ -298,20 +298,20 @@ class BoundedConnection(HttpToolsProtocol):
         self._refuse(ApiError(400, reason, code="invalid_http"))
 
     def pause_writing(self) -> None:
-        """Bound the time that the client may take to read its answer."""
+        """Start the timer for a client that does not read its answer."""
         super().pause_writing()
         if self._writing is None:
             self._writing = self.loop.call_later(self.limits.stall_timeout_s + LINGER_S, self._abort)
 
     def resume_writing(self) -> None:
-        """Stop the timer: the client reads again."""
+        """Stop the timer, since the client reads again."""
         super().resume_writing()
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
 
     def cut_answer(self, last: bytes) -> None:
-        """End an answer whose client does not read; `last` is its end, if the client reads on within LINGER_S."""
+        """End an answer whose client does not read. `last` ends the answer, if the client reads on within LINGER_S."""
         cycle = self._cycles[0] if self._cycles else None
         if cycle is None or self.transport.is_closing():
             return
@@ -319,7 +319,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._close()
 
     def evict(self, reason: str) -> None:
-        """Close the connection at once, to make room."""
+        """Close the connection at once to make room."""
         self.table.note(reason)
         self._release()
         self._abort()
@@ -328,7 +328,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def _on_auth(self, message: int, has_key: bool) -> None:
-        """Note if a request has a valid key: then its body gets more time, and the connection is kept longer."""
+        """Record if a request has a valid key: its body then gets more time, and the connection is kept longer."""
         is_current = self._is_receiving and message == self._num_messages
         if not self.table.has_keys() or not self._is_open:
             return
@@ -341,7 +341,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.table.add_body(self)
 
     def _regroup(self) -> None:
-        """Move the connection to the group of its state."""
+        """Move the connection to the group that fits its state."""
         table = self.table
         group: ConnectionSet | None
         if not self._is_open:
@@ -355,7 +355,7 @@ class BoundedConnection(HttpToolsProtocol):
         table.move(self, group)
 
     def _start_head_timer(self) -> None:
-        self.table.idle.pop(self, None)  # the longest idle one comes first
+        self.table.idle.pop(self, None)  # move to the end: the longest idle connection comes first
         self._regroup()
         self._stop_timer()
         self._timer = self.loop.call_later(_spread(self.limits.head_timeout_s), self._cut, "head_timeout")
@@ -368,7 +368,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._timer = self.loop.call_later(_spread(seconds), self._on_body_timeout, is_unauthenticated)
 
     def _on_body_timeout(self, is_unauthenticated: bool) -> None:
-        if len(self._cycles) > 1:  # it is not read until the requests before it are answered
+        if len(self._cycles) > 1:  # the body is not read until the earlier requests are answered
             self._start_body_timer(is_unauthenticated)
         elif self._cycles:
             self._refuse(ApiError(408, "the body did not arrive in time", code="body_timeout"))
@@ -381,7 +381,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer the current request without the application; close. Only close if another answer is due first."""
+        """Answer the current request without the application, and close. If an earlier answer is due, only close."""
         num_due = len(self._cycles)
         if num_due != self._is_receiving or (num_due and self._cycles[0].response_started):
             self._cut(refusal.code)
@@ -408,7 +408,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _release(self) -> None:
         """Leave the table, and mark every request on this connection as disconnected.
 
-        uvicorn only marks the newest one; an older one would write to the closed transport, which raises.
+        uvicorn marks only the newest request; an older one would write to the closed transport, which raises an error.
         """
         self._stop_timer()
         if self._is_open:
@@ -423,10 +423,10 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def _spread(seconds: float) -> float:
-    """Return a time-out that is up to a fifth longer.
+    """Return a time-out that is longer by up to a fifth.
 
-    Connections that were opened together would be cut together, and an attacker's reconnect together: a hundred in one
-    iteration of the event loop delayed others by 5 ms.
+    Otherwise connections that were opened together would be cut together, and an attacker would reconnect them at once:
+    a hundred in one iteration of the event loop delayed other requests by 5 ms.
     """
     return seconds * random.uniform(1.0, 1.2)
 
@@ -439,7 +439,7 @@ def connection_class(
 ) -> type[BoundedConnection]:
     """Return the class of one server's connections. `note` is called with the reason of each refusal or cut.
 
-    Their number is bounded so that the process has open files left for everything else.
+    The number of connections is bounded so that the process has open files left for everything else.
     """
     limits = replace(limits, max_connections=max_connections(limits))
     return type(
@@ -450,7 +450,7 @@ def connection_class(
 
 
 def max_connections(limits: HttpLimits) -> int:
-    """Return the bound on connections, given the files that this process may open."""
+    """Return the bound on connections, which leaves some of the files that this process may open."""
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_files == resource.RLIM_INFINITY:
         return limits.max_connections

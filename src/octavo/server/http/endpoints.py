@@ -1,9 +1,9 @@
-"""Endpoint: one method of one path, with all that the application must know of it.
+"""Endpoint: one method of one path, with the facts that the application needs about it.
 
-Owns: the access, limit, body and description of each endpoint; finding the modules that declare them; the OpenAPI
-document. Does not: check a key (auth does), admit a request (app does) or read a body (json_body does).
-A module in octavo.server.api declares a list ENDPOINTS, and nothing else names it.
-Invariant: what is not in the table is not served, and needs a key.
+Owns: the access, limit, body and description of each endpoint; finding the modules that declare endpoints; the OpenAPI
+document. Does not: check a key (auth does), admit a request (app does) or read a body (http.body does).
+A module in octavo.server.api declares its endpoints in a list ENDPOINTS; no other module names them.
+Invariant: a path without an endpoint is not served, and needs a key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Access(Enum):
-    """What an endpoint requires of a request."""
+    """The clients that may call an endpoint."""
 
     OPEN = "anyone"
     STATUS = "anyone for the bare status, holders of a key for the details"
@@ -38,7 +38,7 @@ class Access(Enum):
 
 
 class Limit(Enum):
-    """What is checked before an endpoint is called, in addition to its key."""
+    """The check before an endpoint is called, in addition to its access."""
 
     QUEUE = "room in the queue; the request counts in its key's rates once it is admitted"
     RATE = "the key's requests per minute"
@@ -50,9 +50,9 @@ class Limit(Enum):
 class Endpoint:
     """One method of one path.
 
-    `body` is the model or the schema of its JSON or form, for the OpenAPI document; without `description` the
-    document has the handler's docstring. `max_body_bytes` replaces the server's bound of a body. With `takes_file` the
-    body is an upload, which the handler reads in parts and bounds.
+    `body` is the model or JSON schema of the request body, for the OpenAPI document. Without `description`, the
+    document shows the handler's docstring. `max_body_bytes` replaces the server's bound on bodies. With `takes_file`
+    the body is an upload, which the handler reads in parts and bounds.
     """
 
     method: str
@@ -67,7 +67,7 @@ class Endpoint:
     takes_file: bool = False
 
     def operation(self) -> dict[str, object]:
-        """Return its operation in the OpenAPI document."""
+        """Return the endpoint's operation in the OpenAPI document."""
         name = self.handler.__name__
         operation: dict[str, object] = {
             "summary": name.replace("_", " ").title(),
@@ -83,7 +83,7 @@ class Endpoint:
 
     @property
     def shown_path(self) -> str:
-        """The path with the names of its parameters alone, without how they are matched."""
+        """The path with plain parameter names: `{id}` instead of `{id:path}`."""
         return re.sub(r":\w+}", "}", self.path)
 
 
@@ -107,11 +107,11 @@ class Endpoints:
 
     @property
     def upload_paths(self) -> frozenset[str]:
-        """The paths that take files."""
+        """The paths that accept file uploads."""
         return frozenset(each.path for each in self._all if each.takes_file)
 
     def open_access(self, scope: Scope) -> Access | None:
-        """Return the access of a path that needs no key, if it is spelled exactly; else None."""
+        """Return the access of a path that needs no key, if the request spells the path exactly; else None."""
         path: str = scope["path"]
         raw: bytes = scope.get("raw_path") or path.encode()
         if raw.split(b"?", 1)[0] != path.encode() or scope.get("root_path"):
@@ -121,7 +121,7 @@ class Endpoints:
 
     @cached_property
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, without servers: endpoints that generate first, OpenAI's before others."""
+        """The OpenAPI document, without `servers`. Endpoints that generate come first, and OpenAI's before others."""
         paths: dict[str, dict[str, object]] = {}
         for each in sorted(
             self._all, key=lambda each: (each.limit is not Limit.QUEUE, not each.path.startswith("/v1/"), each.path)
@@ -132,7 +132,7 @@ class Endpoints:
 
 
 def find_endpoints() -> Endpoints:
-    """Return the endpoints of every module in PACKAGE, those with the most frequent requests first."""
+    """Return the endpoints of every module in PACKAGE; those with Limit.QUEUE first, as the most frequently called."""
     endpoints: list[Endpoint] = []
     for module in pkgutil.walk_packages(import_module(PACKAGE).__path__, f"{PACKAGE}."):
         endpoints += getattr(import_module(module.name), "ENDPOINTS", ())

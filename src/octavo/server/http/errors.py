@@ -1,9 +1,9 @@
 """ApiError: the refusals and failures of requests, as clients see them; and every code that an answer can have.
 
-Owns: status, each interface's error object, retry headers; the mapping from Octavo's exceptions; the table of codes
-from which docs/errors.md is made; the client's names of fields in a refusal of a translated body.
+Owns: the status, each API's error object, the retry headers; the mapping from Octavo's exceptions; the table of codes,
+from which docs/errors.md is made; the client's field names in refusals of translated bodies.
 Does not: show internal details to a client (messages of engine errors are replaced).
-Invariant: a code in an ApiError, in bad_field or on an exception of `octavo.errors` is in CODES; a test finds others.
+Invariant: CODES has every code of an ApiError, of bad_field and of `octavo.errors`; a test checks this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.errors import (
     too_long_message,
 )
 
-RETRY_QUEUE_S = 1  # at least
+RETRY_QUEUE_S = 1  # minimum
 RETRY_ENGINE_S = 5
 _TYPES = {
     401: "authentication_error",
@@ -51,8 +51,8 @@ _MAY_RETRY = frozenset({408, 429, 500, 503})
 class ApiError(Exception):
     """A refusal or failure, ready to be sent.
 
-    `code` is a stable word for programs, `param` the field at fault as the client spelled it.
-    `retry_after_s` becomes Retry-After; `is_final` marks a failure that a retry would repeat.
+    `code` is a stable identifier for programs; `param` is the faulty field in the client's spelling.
+    `retry_after_s` becomes Retry-After; `is_final` marks a failure that would repeat on a retry.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of the error: when to retry, if at all, and what the status requires."""
+        """Return the error's headers: when and whether to retry, and the headers that its status requires."""
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
@@ -92,7 +92,7 @@ class ApiError(Exception):
         return headers
 
     def response(self, extra_headers: Mapping[str, str] | None = None) -> Response:
-        """Return the whole HTTP response, in the style of the path's interface."""
+        """Return the HTTP response, with the error object of the path's API."""
         return _Refusal(self, {**self.headers(), **(extra_headers or {})})
 
 
@@ -102,7 +102,7 @@ class _Refusal(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Encode the error in the path's style, and send it."""
+        """Encode the error in the style of the path's API, and send it."""
         self.body = msgspec.json.encode(style_of(scope["path"])(self._error, scope))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
@@ -114,29 +114,29 @@ def bad_field(param: str | None, message: str, code: str = "invalid_value") -> A
 
 
 def too_long(param: str, num_held: int, given: str) -> ApiError:
-    """Return the refusal of a prompt of more tokens than the model holds (400)."""
+    """Return the refusal of a prompt with more tokens than `num_held`, which the model holds (400)."""
     return bad_field(param, too_long_message(num_held, given), "context_length_exceeded")
 
 
 def internal_error() -> ApiError:
-    """Return the error of an unexpected fault of the server, without its cause (500)."""
+    """Return the error for an unexpected fault of the server, without the cause (500)."""
     return ApiError(500, "the server met an internal error", code="internal_error")
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return True if a write failed because there is no room: the disk, the quota or the largest size of a file."""
+    """Return True if a write failed for lack of room: the disk, the quota or the maximum file size."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL
 
 
 def disk_full_error(error: Exception) -> ApiError:
-    """Return the error of a full disk: the request's data was not stored (507)."""
+    """Return the error for a full disk: the request's data was not stored (507)."""
     reason = getattr(error, "strerror", None) or error
     message = f"the server has no room on its disk ({reason}); nothing was kept; send it again later"
     return ApiError(507, message, code="disk_full")
 
 
 def cancelled_error() -> ApiError:
-    """Return the error of a request that was cancelled on purpose, which clients must not retry (499)."""
+    """Return the error for a request that was cancelled on purpose; clients must not retry it (499)."""
     return ApiError(499, "the request was cancelled; it is not to be sent again", code="cancelled")
 
 
@@ -146,13 +146,13 @@ def draining_error() -> ApiError:
 
 
 def with_field(message: str, own: str | None, param: str) -> str:
-    """Return the message of a refusal with `param` at its beginning, in place of the field's internal name `own`."""
+    """Return a refusal's message that begins with `param` instead of `own`, the field's internal name."""
     rest = message.removeprefix(own) if own else message
     return f"{param}: {message}" if rest == message else param + rest
 
 
 def from_exception(error: Exception, params: Mapping[str, str] | None = None) -> ApiError:
-    """Translate one of Octavo's exceptions; `params` maps fields to the client's names."""
+    """Translate one of Octavo's exceptions. `params` maps internal field names to the client's names."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BusyError):
@@ -178,7 +178,7 @@ def from_exception(error: Exception, params: Mapping[str, str] | None = None) ->
     return internal_error()
 
 
-Style = Callable[[ApiError, Mapping[str, Any]], dict[str, Any]]  # of an error and the scope of its request
+Style = Callable[[ApiError, Mapping[str, Any]], dict[str, Any]]  # (error, scope of its request) -> error object
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -191,7 +191,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     507: "api_error",
 }
 
-NO_THREADS = "thread_unsupported_request"  # Anthropic's tool runners then send whole conversations
+NO_THREADS = "thread_unsupported_request"  # on this code, Anthropic's tool runners send whole conversations
 
 
 def openai_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,15 +200,15 @@ def openai_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def anthropic_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Anthropic's error object; `scope` is empty for one in mid-stream."""
+    """Return Anthropic's error object. `scope` is empty for an error in mid-stream."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
     message = error.message
-    if error.code == "context_length_exceeded":  # agents match these words, and shorten their conversation
+    if error.code == "context_length_exceeded":  # agents match these words and shorten their conversation
         message = f"prompt is too long: {message}"
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     if error.code == NO_THREADS:
         body["error"]["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
-    request_id = scope.get("octavo.request_id")  # shell.REQUEST_ID; shell imports this module
+    request_id = scope.get("octavo.request_id")  # middleware.REQUEST_ID; middleware imports this module
     return body if request_id is None else {**body, "request_id": request_id}
 
 
@@ -217,20 +217,20 @@ def ollama_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
     return {"error": error.message}
 
 
-STYLES: Mapping[str, Style] = {  # the path's beginning -> style; any other path has OpenAI's
+STYLES: Mapping[str, Style] = {  # the path's prefix -> style; all other paths have OpenAI's
     "/v1/messages": anthropic_error,
     "/api/": ollama_error,
 }
 
 
 def style_of(path: str) -> Style:
-    """Return the error style of a path's interface."""
+    """Return the error style of the path's API."""
     return next((style for begin, style in STYLES.items() if path.startswith(begin)), openai_error)
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One code. `raised` is its exception in Python, if it has one."""
+    """One error code. `raised` is its exception in Python, if any."""
 
     statuses: tuple[int, ...]
     meaning: str
@@ -329,13 +329,13 @@ Spelling = Sequence[tuple[str, str]]  # (pattern of a part of a field's path, th
 
 
 def rename_field(error: ApiError, spelling: Spelling) -> ApiError:
-    """Replace the field's name in a refusal by the client's; return the refusal."""
+    """Replace the internal field name in a refusal by the client's name; return the refusal."""
     if error.param is None:
         return error
     param = error.param
     for ours, theirs in spelling:
         param = re.sub(ours, theirs, param)
-    is_word = error.param.isidentifier()  # a word may be part of other words: replace it once
+    is_word = error.param.isidentifier()  # a word may occur in other words: replace only its first occurrence
     error.message = error.message.replace(error.param, param, 1 if is_word else -1)
     error.param = param
     return error

@@ -1,11 +1,11 @@
-"""Keys: the rights of each key, the file that declares them, and the ring that finds a key and can be reloaded.
+"""Keys: each key's rights, the file that declares keys, and the ring that finds a key and can be reloaded.
 
-Owns: KeyInfo, the fields and ranges of key files (TOML or YAML, a list `keys`), the digests, each tenant's
-prefix-cache salt, replacing all keys at once.
-Does not: keep or show a key itself, read HTTP, or count a key's use (limits does).
-Invariants: a lookup takes the same time for all keys; no message holds a key or a line of the file; a key file that
-cannot be read changes nothing; with keys every tenant has a salt of its own, so that no two tenants share cached
-prefixes, even if added or removed later.
+Owns: KeyInfo; the fields and ranges of key files (TOML or YAML, a list `keys`); the digests; each tenant's prefix-cache
+salt; replacing all keys at once.
+Does not: store or show a key itself, read HTTP, or count a key's use (limits does).
+Invariants: a lookup takes the same time for all keys. No message contains a key or a line of the file. A key file that
+cannot be read changes nothing. With keys, every tenant has its own salt, so that no two tenants share cached prefixes,
+even if tenants are added or removed later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.config import Config, ServingConfig
 
 MAX_FILE_BYTES = 1 << 20
-MAX_KEYS = 1024  # each request is compared with all of them
+MAX_KEYS = 1024  # each request's key is compared with all of them
 MIN_KEY_CHARACTERS = 8
 MAX_KEY_CHARACTERS = 512
 _EMPTY = hashlib.sha256(b"").digest()
@@ -44,12 +44,12 @@ _log = logging.getLogger(__name__)
 
 
 class KeyInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key's name, tenant, rights and limits. `name` may be shown in logs, metrics and answers; None is no limit.
+    """A key's name, tenant, rights and limits. Logs, metrics and answers may show `name`. None is no limit.
 
-    `priority` is for requests that give none, `max_priority` the most urgent (smallest) that they may give;
-    `dashboard`: may watch the requests of all tenants; `metrics`: may read the metrics of all tenants.
-    `max_files`, `max_storage_bytes` and `max_pending_batches` bound what its tenant stores, when this key adds to it.
-    `digest` is the key's SHA-256, `salt` its tenant's in the prefix cache, which the key ring sets.
+    `priority` applies to requests without one; `max_priority` is the most urgent (smallest) that a request may set.
+    `dashboard` allows watching all tenants' requests, `metrics` reading all tenants' metrics. `max_files`,
+    `max_storage_bytes` and `max_pending_batches` bound what the key's tenant stores, when this key adds to it.
+    `digest` is the key's SHA-256; `salt` is its tenant's prefix-cache salt, which the key ring sets.
     """
 
     name: _Name
@@ -72,11 +72,11 @@ class KeyInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"KeyInfo({self.name!r}, {self.tenant!r})"
 
 
-ANONYMOUS = KeyInfo("", "")  # of a request without a key
+ANONYMOUS = KeyInfo("", "")  # for requests without a key
 
 
 def read_key_file(path: Path, min_characters: int = MIN_KEY_CHARACTERS) -> list[KeyInfo]:
-    """Read and check every entry. Raises ConfigError naming the file, the entry and the field, never a key."""
+    """Read and check a key file. Raises ConfigError naming the file, the entry and the field, never a key."""
     content = _read(path)
     entries = content.get("keys") if isinstance(content, dict) and len(content) == 1 else None
     if not isinstance(entries, list) or not entries:
@@ -95,7 +95,7 @@ def read_key_file(path: Path, min_characters: int = MIN_KEY_CHARACTERS) -> list[
 
 
 def _key_info(entry: object, min_characters: int) -> KeyInfo:
-    """Check an entry, which has either `key` or `key_sha256`. Raises ValueError."""
+    """Return the KeyInfo of an entry, which must have `key` or `key_sha256`. Raises ValueError."""
     if not isinstance(entry, dict):
         raise ValueError("it is not a table of a key's fields")
     fields = dict(entry)
@@ -150,12 +150,12 @@ def _read_toml(path: Path, text: str) -> object:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        line = str(error).rpartition("(")[2].rstrip(")")  # the text before it may quote the file
+        line = str(error).rpartition("(")[2].rstrip(")")  # earlier text of the error may quote the file
         raise ConfigError(f"key file {path} is not well formed TOML ({line})") from None
 
 
 def _read_yaml(path: Path, text: str) -> object:
-    import yaml  # kept out of start-up: only a file needs it
+    import yaml  # imported here to keep start-up fast: only YAML key files need it
 
     try:
         return yaml.safe_load(text)
@@ -166,22 +166,22 @@ def _read_yaml(path: Path, text: str) -> object:
 
 
 class KeyRing:
-    """All keys. Without keys, all requests have ANONYMOUS."""
+    """All keys of the server. Without keys, every request has ANONYMOUS."""
 
     def __init__(self, keys: Iterable[KeyInfo] = ()) -> None:
         self._secret = secrets.token_bytes(32)
         self._serving: ServingConfig | None = None
-        self.keys = self._salted(_checked(keys))  # empty: no key is required
+        self.keys = self._salted(_checked(keys))  # no key is required if empty
 
     @classmethod
     def of(cls, serving: ServingConfig) -> KeyRing:
-        """Return the ring of --api-key and --api-key-file. Raises ConfigError."""
+        """Return the key ring of --api-key and --api-key-file. Raises ConfigError."""
         ring = cls(_configured(serving))
         ring._serving = serving
         return ring
 
     def find(self, key: bytes) -> KeyInfo | None:
-        """Return the KeyInfo of a key, or None; an empty key has none."""
+        """Return the KeyInfo of a key; None for an unknown or empty key."""
         if not key:
             return None
         digest = hashlib.sha256(key).digest()
@@ -192,15 +192,15 @@ class KeyRing:
         return match
 
     def find_by_digest(self, digest: bytes) -> KeyInfo | None:
-        """Return the KeyInfo of the key with this SHA-256, or None; not in constant time: the digest is no secret."""
+        """Return the KeyInfo with this SHA-256, or None. Not in constant time: the digest is no secret."""
         return next((info for info in self.keys if info.digest == digest), None)
 
     def can_watch(self, info: KeyInfo) -> bool:
-        """Return True if a key may watch the requests of all tenants: a right, if there are several keys."""
+        """Return True if a key may watch all tenants' requests. With several keys, a key needs this right."""
         return len(self.keys) < 2 or info.dashboard
 
     def can_read_metrics(self, info: KeyInfo) -> bool:
-        """Return True if a key may read /metrics and the details of /health: a right like `can_watch`."""
+        """Return True if a key may read /metrics and /health's details. With several keys, a key needs this right."""
         return len(self.keys) < 2 or info.metrics
 
     @property
@@ -215,9 +215,9 @@ class KeyRing:
         )
 
     def reload(self) -> str:
-        """Reload the key file and return a summary of the changes. Raises ConfigError; then nothing is changed.
+        """Reload the key file and return a summary of the changes. If this raises ConfigError, nothing has changed.
 
-        Open requests continue, also those of a removed key. Weights of the fair policy stay until a restart.
+        Open requests continue, including those of removed keys. The fair policy keeps its weights until a restart.
         """
         if self._serving is None or self._serving.api_key_file is None:
             raise ConfigError("there is no --api-key-file to read again")
@@ -251,7 +251,7 @@ def _configured(serving: ServingConfig) -> Iterable[KeyInfo]:
 
 
 def _checked(keys: Iterable[KeyInfo]) -> tuple[KeyInfo, ...]:
-    """Return the keys; names and keys must be unique, and each tenant have one weight. Raises ConfigError."""
+    """Return the keys. Names and keys must be unique, and a tenant's keys have one weight. Raises ConfigError."""
     names: dict[str, KeyInfo] = {}
     digests: dict[bytes, KeyInfo] = {}
     weights: dict[str, KeyInfo] = {}

@@ -1,10 +1,10 @@
-"""Lifecycle: the server's phase, its open requests and how they end; RequestIndex: requests by their clients' names.
+"""Lifecycle: the server's phase and open requests; RequestIndex: finds requests by the names that clients gave them.
 
 Owns: the phase, the count of open requests, the signal that ends them; the table from (tenant, client's name) to the
-engine's ids. Does not: know HTTP or the engine, cancel or explain a single request.
-A server that failed stays failed: draining it changes nothing for its clients.
-Invariants: a tenant finds its own requests only; a name that is used twice at once finds both; as many ended requests
-are kept as the engine can explain; work under `supervise` ends in one of four ways (done, its own error,
+engine's ids. Does not: know HTTP or the engine, or cancel or explain a single request.
+A failed server stays failed: draining it would change nothing for its clients.
+Invariants: a tenant finds only its own requests. A name that two open requests share finds both. The index keeps as
+many ended requests as the engine can explain. Work under `supervise` ends in one of four ways (done, its own error,
 ClientGoneError, ServerStoppingError), and its task has ended before `supervise` returns.
 """
 
@@ -23,7 +23,7 @@ from octavo.server.http.errors import RETRY_ENGINE_S, ApiError, draining_error
 from octavo.server.http.limits import largest_user
 
 T = TypeVar("T")
-MARK = "~"  # in no client's own id, so that no client can give the engine's id of another's request
+MARK = "~"  # not allowed in client ids, so that no client can send the engine id of another's request
 
 
 class ServerPhase(Enum):
@@ -40,7 +40,7 @@ class ClientGoneError(Exception):
 
 
 class ServerStoppingError(ApiError):
-    """The drain time is over."""
+    """The drain time is over, or the server was stopped twice."""
 
     def __init__(self) -> None:
         super().__init__(503, draining_error().message, code="draining", retry_after_s=RETRY_ENGINE_S)
@@ -49,8 +49,8 @@ class ServerStoppingError(ApiError):
 class Lifecycle:
     """The phase of a server, and its open requests.
 
-    `engine_trouble` returns why the engine makes no progress, or None; without it, the engine must be probed.
-    `on_answered` is called once, when the first work under `supervise` was done.
+    `engine_trouble` returns why the engine makes no progress, or None. Without it, /readyz probes the engine.
+    `on_answered` is called once, when work under `supervise` first succeeds.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Lifecycle:
         self._idle.set()
 
     def check_ready(self) -> None:
-        """Refuse new work while loading or draining, and after a failure (ApiError, 503)."""
+        """Raise ApiError (503) while the server loads or drains, and after a failure."""
         if self.phase is ServerPhase.READY:
             return
         if self.phase is ServerPhase.LOADING:
@@ -81,7 +81,7 @@ class Lifecycle:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Count one request as open."""
+        """Count one request as open while the block runs."""
         self.num_open += 1
         self._idle.clear()
         try:
@@ -92,7 +92,7 @@ class Lifecycle:
                 self._idle.set()
 
     def fail(self) -> None:
-        """Refuse new work from now on: the engine does not come back."""
+        """Refuse new work from now on: the engine will not restart."""
         self.phase = ServerPhase.FAILED
 
     def refuse(self) -> None:
@@ -101,7 +101,7 @@ class Lifecycle:
             self.phase = ServerPhase.DRAINING
 
     async def drain(self, timeout_s: float, grace_s: float = 2.0) -> int:
-        """Refuse new work, let open work finish, end the rest after `timeout_s`; return their number."""
+        """Refuse new work, wait up to `timeout_s` for open work, and end the rest; return the number that it ended."""
         self.refuse()
         if await self._is_idle_within(timeout_s):
             return 0
@@ -111,7 +111,7 @@ class Lifecycle:
         return num_left
 
     def stop(self) -> None:
-        """End all open work now; each request is answered with an error. Idempotent."""
+        """End all open work now. Each open request is answered with an error. Idempotent."""
         self.refuse()
         self._is_stopping = True
         for stop in self._stops:
@@ -127,7 +127,7 @@ class Lifecycle:
         return True
 
     async def supervise(self, work: Coroutine[object, object, T], receive: Receive) -> T:
-        """Run `work` until it ends, the client disconnects or the server stops."""
+        """Run `work` until it ends, the client disconnects or the server stops; return its result."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_disconnected(receive))
         stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -156,7 +156,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class RequestIndex:
-    """Open requests of all tenants, and the last `max_ended` that ended."""
+    """The open requests of all tenants, and the last `max_ended` that ended."""
 
     def __init__(self, max_ended: int = 0) -> None:
         self._names: dict[tuple[str, str], list[Sequence[str]]] = {}
@@ -165,7 +165,7 @@ class RequestIndex:
         self._num_ended: Counter[str] = Counter()  # by tenant
 
     def add(self, tenant: str, name: str, engine_ids: Sequence[str]) -> Callable[[], None]:
-        """Add a request; return a function to call when it has ended."""
+        """Add a request; return a function that marks the request as ended."""
         key = (tenant, name)
         self._names.setdefault(key, []).append(engine_ids)
 
@@ -180,7 +180,7 @@ class RequestIndex:
         return remove
 
     def _note_end(self, end: tuple[str, str, Sequence[str]]) -> None:
-        """Add an ended request; over the bound, drop the oldest of the tenant that keeps most."""
+        """Add an ended request. Above `max_ended`, drop the oldest of the tenant with most ended requests."""
         self._ended.append(end)
         self._num_ended[end[0]] += 1
         if len(self._ended) > self._max_ended:
@@ -191,8 +191,10 @@ class RequestIndex:
                 del self._num_ended[tenant]
 
     def find(self, name: str, tenant: str | None = None) -> list[str]:
-        """Return the engine's ids of open requests with a client's name or an engine's id, of one tenant or (None, for
-        the operator) of all."""
+        """Return the engine ids of open requests with this client's name or engine id.
+
+        None for `tenant` searches all tenants, for the operator.
+        """
         found: list[str] = []
         for (owner, public), listed in self._names.items():
             if tenant is None or owner == tenant:
@@ -200,14 +202,14 @@ class RequestIndex:
         return found
 
     def find_ended(self, name: str, tenant: str | None = None) -> list[str]:
-        """Return the engine's ids of the last ended request with this name or engine id."""
+        """Return the engine ids of the last ended request with this client's name or engine id."""
         for owner, public, ids in reversed(self._ended):
             if (tenant is None or owner == tenant) and (public == name or name in ids):
                 return list(ids) if public == name else [name]
         return []
 
     def names(self, tenant: str) -> dict[str, str]:
-        """Return the client's name by the engine's id, for one tenant's requests, including ended ones."""
+        """Return a map from engine id to client's name, for one tenant's open and ended requests."""
         known = {one: name for owner, name, ids in self._ended if owner == tenant for one in ids}
         for (owner, name), listed in self._names.items():
             if owner == tenant:

@@ -1,8 +1,8 @@
 """The socket that clients connect to, and the checks of its settings before anything starts.
 
-Owns: opening the socket (before a model loads, so that a taken port is known at once), its URL, the kind of event loop;
-the checks of an exposed address, of hosts, origins and the root path; the files of TLS and uvicorn's options for them.
-Does not: accept, or import a web framework: the supervisor imports this, and the api process before its engine starts.
+Owns: opening the socket (before a model loads, so that a taken port fails at once); its URL; the event loop's type; the
+checks of public addresses, hosts, origins and the root path; the TLS files and uvicorn's options for them.
+Does not: accept connections, or import a web framework: the supervisor and the api process import this module early.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 def check_web(web: WebConfig) -> None:
-    """Refuse invalid, unsafe or useless settings. Raises ConfigError naming the flag."""
+    """Refuse settings that are invalid, unsafe or have no effect. Raises ConfigError naming the flag."""
     _check_hosts(web)
     _check_cors(web)
     _check_root_path(web.root_path)
@@ -38,7 +38,7 @@ def check_web(web: WebConfig) -> None:
 
 
 def _check_hosts(web: WebConfig) -> None:
-    """Refuse values that are no host's name or address. Raises ConfigError."""
+    """Refuse values that are neither a host name nor an address. Raises ConfigError."""
     for host in web.allowed_hosts:
         if host != "*" and not (_NAME.fullmatch(host) or _is_address(host)):
             raise ConfigError(
@@ -56,7 +56,7 @@ def _is_address(host: str) -> bool:
 
 
 def _check_cors(web: WebConfig) -> None:
-    """Refuse invalid origins and names, and credentials for any origin. Raises ConfigError."""
+    """Refuse invalid origins and names, and credentials together with any origin. Raises ConfigError."""
     for origin in web.allowed_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
@@ -70,7 +70,7 @@ def _check_cors(web: WebConfig) -> None:
 
 
 def _check_root_path(path: str) -> None:
-    """Refuse a value that is no path. Raises ConfigError."""
+    """Refuse a value that is not a path. Raises ConfigError."""
     is_path = _PATH.fullmatch(path) is not None and not {".", ".."} & set(path.split("/"))
     if path and not is_path:
         raise ConfigError(
@@ -80,7 +80,7 @@ def _check_root_path(path: str) -> None:
 
 
 def _check_tls(web: WebConfig) -> None:
-    """Load the files as uvicorn will. Raises ConfigError naming the flag and the file."""
+    """Load the TLS files as uvicorn will. Raises ConfigError naming the flag and the file."""
     if web.ssl_certfile is None:
         for flag, path in (("--ssl-keyfile", web.ssl_keyfile), ("--ssl-ca-certs", web.ssl_ca_certs)):
             if path is not None:
@@ -130,7 +130,7 @@ def _check_readable(flag: str, path: str | None) -> None:
 
 
 def _no_password() -> str:
-    """Raise ValueError: without this the library would prompt on the terminal."""
+    """Raise ValueError. Without this callback, OpenSSL would ask for the password on the terminal."""
     raise ValueError("the key has a password")
 
 
@@ -139,7 +139,7 @@ def _reason(error: Exception) -> str:
 
 
 BACKLOG = 2048
-MIN_PUBLIC_KEY_CHARACTERS = 16  # of a key that clients on other machines can try to guess
+MIN_PUBLIC_KEY_CHARACTERS = 16  # other machines can try to guess a key
 _log = logging.getLogger(__name__)
 
 
@@ -148,7 +148,7 @@ class PortInUseError(ConfigError):
 
 
 def open_socket(serving: ServingConfig) -> socket.socket:
-    """Return a listening socket. Raises ConfigError for a public address without a good key, or one that fails."""
+    """Return a listening socket. Raises ConfigError if the address is public without a good key, or if it fails."""
     _check_keys(serving)
     family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
     try:
@@ -166,7 +166,7 @@ def open_socket(serving: ServingConfig) -> socket.socket:
 
 
 def _check_keys(serving: ServingConfig) -> None:
-    """Refuse a public address without a key, or with a key that is easily guessed. Raises ConfigError."""
+    """Refuse a public address without a key or with a key that is easy to guess. Raises ConfigError."""
     if is_public(serving) and not serving.has_keys:
         raise ConfigError(
             f"--host is {serving.host!r} and there is no key, so anyone who reaches this address could use it; give "
@@ -185,7 +185,7 @@ def _check_keys(serving: ServingConfig) -> None:
 
 
 def is_public(serving: ServingConfig) -> bool:
-    """Return True if other machines can reach the address, and --insecure is not given."""
+    """Return True if other machines can reach the address and --insecure is not set."""
     return not (is_loopback(serving.host) or serving.insecure)
 
 
@@ -207,10 +207,10 @@ def url_of(listener: socket.socket, web: WebConfig | None = None) -> str:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's event loop, or asyncio's on Windows; for asyncio.Runner(loop_factory=...)."""
+    """Return an event loop for asyncio.Runner(loop_factory=...): uvloop's, or asyncio's on Windows."""
     if sys.platform == "win32":
         return asyncio.new_event_loop()
-    import uvloop  # not on every platform
+    import uvloop  # not installed on every platform
 
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop

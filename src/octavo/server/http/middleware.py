@@ -1,12 +1,12 @@
-"""Middleware around every request, from outside: the root path, the request, the trusted hosts.
+"""Middleware around every request, outermost first: RootPathMiddleware, RequestMiddleware, TrustedHostMiddleware.
 
-Root path (--root-path, for a server behind a proxy): removed from the path and the raw path alike, byte for byte,
-before anything reads either; a path that spells it in another way is unchanged, and not found.
-Requests: arrival time, the request id, header limits, the count of open requests, the header of ignored fields, and the
-catch-all: an unexpected error becomes a 500 without details. It does not log bodies or headers.
-Trusted hosts: without keys, only this machine's and the listed Hosts and sites are answered, decided on the raw
-request for every path; only the bare status of the probes is open. With keys only the Host is checked, and only if
---allowed-hosts is given_ids: other sites' pages have no key, and cookies are checked (auth).
+Root path (--root-path, for a server behind a proxy): removed from the path and the raw path, byte for byte, before any
+other code reads them. A path that spells the root path in another way stays unchanged, and is not found.
+Request: arrival time, request id, header limits, count of open requests, header of ignored fields, and catch-all: an
+unexpected error becomes a 500 without details. It does not log bodies or headers.
+Trusted hosts: without keys, only Hosts and sites of this machine or of the settings are answered, for every path; only
+the probes' bare status is open. With keys, only the Host is checked, and only if --allowed-hosts is set: pages of other
+sites have no key, and auth checks cookies.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 ARRIVAL = "octavo.arrival"
 REQUEST_ID = "octavo.request_id"
 GIVEN_ID = "octavo.given_id"
-METER = "octavo.meter"  # of the request's key, set by the gate
-UNTRUSTED = "octavo.untrusted"  # set for a probe that gets the bare status only
-CLIENT_CLOSED_REQUEST = 499  # never sent; the logs and metrics of proxies use it
+METER = "octavo.meter"  # the Meter of the request's key, set by the gate
+UNTRUSTED = "octavo.untrusted"  # set for a probe that gets only the bare status
+CLIENT_CLOSED_REQUEST = 499  # never sent; logged and counted as proxies do
 MAX_LOGGED_FIELDS = 256
-MAX_SHOWN = 64  # characters of a client's header that a message repeats
+MAX_SHOWN = 64  # characters of a client's header in a message
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{0,5})?")
-_MAX_HOST = 262  # characters of the longest name, its dot and a port
+_MAX_HOST = 262  # characters: the longest name, a final dot and a port
 _MAX_CACHED = 256
 _SAFE = ("GET", "HEAD")
 _log = logging.getLogger(__name__)
 
 
 class RootPathMiddleware:
-    """The outermost middleware, which removes the root path."""
+    """The outermost middleware. It removes the root path."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app
@@ -63,7 +63,7 @@ class RootPathMiddleware:
         self._raw = root_path.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, without the root path."""
+        """Pass the request on without the root path."""
         if scope["type"] == "http":
             path: str = scope["path"]
             raw: bytes = scope.get("raw_path") or path.encode()
@@ -73,7 +73,7 @@ class RootPathMiddleware:
 
 
 class RequestMiddleware:
-    """The middleware around the whole app: the request's id, its headers, its metrics, and the last catch of errors."""
+    """The middleware around the whole app: the request's id, headers and metrics, and the catch-all for errors."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class RequestMiddleware:
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._has_strict_fields = has_strict_fields
-        self._logged: set[str] = set()  # ignored fields, each of which is logged once
+        self._logged: set[str] = set()  # ignored fields that were logged; each is logged once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; an unexpected error becomes an answer and a log line."""
+        """Serve one request. An unexpected error becomes an answer and a log entry."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -99,7 +99,7 @@ class RequestMiddleware:
         ignored = scope[IGNORED_FIELDS] = IgnoredFields(self._has_strict_fields)
         refusal = _read_headers(scope, self._limits)
         has_started = has_left = False
-        status = CLIENT_CLOSED_REQUEST  # of a client that left before the response started
+        status = CLIENT_CLOSED_REQUEST  # stays if the client leaves before the response starts
 
         async def watched(message: Message) -> None:
             nonlocal has_started, has_left, status
@@ -120,7 +120,7 @@ class RequestMiddleware:
                     await refusal.response()(scope, receive, watched)
                 else:
                     await self._app(scope, receive, watched)
-            except Exception as error:  # the shell of every route
+            except Exception as error:  # no error of a route may pass
                 if has_left:
                     _log.debug("client left request %s", scope[REQUEST_ID])
                 else:
@@ -132,7 +132,7 @@ class RequestMiddleware:
                 self._metrics.response_ended(_handler(scope), scope["method"], status, seconds)
 
     def _headers(self, scope: Scope, ignored: IgnoredFields) -> list[tuple[bytes, bytes]]:
-        """Return the headers of every answer: the id, the key's rates, the ignored fields."""
+        """Return the headers that every answer gets: the id, the key's rates, the ignored fields."""
         headers = [(b"x-request-id", scope[REQUEST_ID].encode())]
         meter = scope.get(METER)
         if meter is not None:
@@ -151,7 +151,7 @@ class RequestMiddleware:
 
 
 def _logged(error: Exception, scope: Scope) -> ApiError:
-    """Log an unexpected error and return its answer: a full disk in one line, others with a traceback."""
+    """Log an unexpected error and return its answer. A full disk is logged in one line, others with a traceback."""
     meter = scope.get(METER)
     owner = f" of key {meter.info.name!r}" if meter is not None else ""
     if is_disk_full(error):
@@ -162,13 +162,13 @@ def _logged(error: Exception, scope: Scope) -> ApiError:
 
 
 def _handler(scope: Scope) -> str:
-    """Return the path template of the request's endpoint; "none" without one."""
+    """Return the path template of the request's endpoint; "none" without an endpoint."""
     endpoint: Endpoint | None = scope.get(ENDPOINT)
     return "none" if endpoint is None else endpoint.path
 
 
 def _read_headers(scope: Scope, limits: HttpLimits) -> ApiError | None:
-    """Set the request's id, the client's X-Request-Id or a new one; return the refusal of its headers, or None."""
+    """Set the request's id: the client's X-Request-Id or a new one. Return the refusal of its headers, or None."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     given_ids: list[bytes] = []
     num_bytes = 0
@@ -191,7 +191,7 @@ def _read_headers(scope: Scope, limits: HttpLimits) -> ApiError | None:
 
 
 class TrustedHostMiddleware:
-    """A middleware before CORS and keys. This machine's address is taken from the connection."""
+    """The middleware before CORS and keys. It takes this machine's address from the connection."""
 
     def __init__(
         self, app: ASGIApp, endpoints: Endpoints, config: Config, keys: KeyRing, note: Callable[[str], None]
@@ -205,11 +205,11 @@ class TrustedHostMiddleware:
         self._names = frozenset(map(_normal, names)) - {""}
         self._allowed_hosts = web.allowed_hosts
         self._origins = frozenset(web.allowed_origins)
-        self._is_own = lru_cache(_MAX_CACHED)(self._is_own_host)  # clients send the same few
+        self._is_own = lru_cache(_MAX_CACHED)(self._is_own_host)  # clients send the same few Hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 403."""
-        if scope["type"] != "http" or isinstance(scope.get(KEY), KeyInfo):  # a call from inside has no Host
+        if scope["type"] != "http" or isinstance(scope.get(KEY), KeyInfo):  # a batch's inner call has no Host
             await self._app(scope, receive, send)
             return
         headers, has_keys = Headers(scope=scope), bool(self._keys.keys)
@@ -229,7 +229,7 @@ class TrustedHostMiddleware:
         return scope["path"] != "/login" and self._endpoints.open_access(scope) is not None
 
     def _host_refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
-        """Return the refusal of a Host that is missing, repeated, or neither this machine nor listed; else None."""
+        """Return the refusal of a Host that is missing, repeated, or neither this machine's nor listed; else None."""
         if "*" in self._allowed_hosts:
             return None
         hosts = headers.getlist("host")
@@ -264,7 +264,7 @@ class TrustedHostMiddleware:
         return ApiError(403, message, code="cross_site")
 
     def _is_own_host(self, host: str, local: str) -> bool:
-        """Return True for a Host that means this machine. `local`: the address that the client connected to."""
+        """Return True if a Host names this machine. `local` is the address that the client connected to."""
         match = _HOST.fullmatch(host)
         if match is None:
             return False
@@ -276,14 +276,14 @@ class TrustedHostMiddleware:
 
 
 def _is_same_origin(origin: str, headers: Headers, scope: Scope) -> bool:
-    """Return True for this server's own origin: the Host, which was checked. A proxy may terminate TLS."""
+    """Return True for this server's own origin, which has the (checked) Host. A proxy may terminate TLS."""
     scheme, _, host = origin.partition("://")
     schemes = ("https",) if scope["scheme"] == "https" else ("http", "https")
     return scheme in schemes and host.lower() == headers.get("host", "").lower()
 
 
 def _normal(name: str) -> str:
-    """Return a name or address in its normal form, for comparisons."""
+    """Return a name or address in normal form, for comparisons."""
     plain = name.lower().removesuffix(".")
     address = _address(plain)
     return plain if address is None else str(address)

@@ -1,6 +1,6 @@
 """Run the application: one socket, signals, drain.
 
-Owns: SIGINT and SIGTERM: the first drains, the second ends all open requests.
+Owns: SIGINT and SIGTERM. The first signal drains the server; the second ends all open requests.
 Does not: open the socket, or know routes or engines.
 """
 
@@ -23,7 +23,7 @@ from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.listener import BACKLOG, tls_options
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-CONNECTION_GRACE_S = 2  # for connections that are still open after the drain
+CONNECTION_GRACE_S = 2  # for connections still open after the drain
 
 
 class HttpServer:
@@ -63,7 +63,7 @@ class HttpServer:
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Serve until a signal or stop(). Open requests get the drain time; a second signal ends them at once."""
+        """Serve until a signal or `stop`. Open requests get the drain time; a second signal ends them at once."""
         loop = asyncio.get_running_loop()
         signals = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         for number in signals:
@@ -76,12 +76,12 @@ class HttpServer:
                 loop.remove_signal_handler(number)
             if self._ending is not None:
                 await self._ending
-            await self._context.runs.close()  # open runs stay open in the journal, for the next server
+            await self._context.runs.close()  # runs in the journal stay open there, for the next server
             await self._context.sandbox.close()
             await warming
 
     def stop(self) -> None:
-        """Drain, then stop; a second call ends all open requests. Call in the event loop's thread."""
+        """Drain, then stop the server. A second call ends all open requests. Call in the event loop's thread."""
         if self._ending is None:
             self._lifecycle.refuse()
             self._ending = asyncio.ensure_future(self._drain())
@@ -101,7 +101,7 @@ class _Server(uvicorn.Server):
         self._connection_class = connection_class
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, with a shorter TLS handshake timeout than asyncio's: no connection is counted before its end."""
+        """Listen with a shorter TLS handshake timeout than asyncio's: unfinished handshakes are not counted."""
         config, make, state = self.config, self._connection_class, self.server_state
         options: dict[str, Any] = {"backlog": BACKLOG}
         if config.ssl is not None:
