@@ -50,9 +50,9 @@ ConnectionSet = dict["BoundedConnection", None]  # an ordered set, oldest first
 class ConnectionTable:
     """The connections of one server, in groups: the group says which connections are cut first.
 
-    With keys, a connection is unauthenticated until one of its requests has a valid key. Unauthenticated connections are
-    cut first, then idle ones, then those with an unfinished body. Without keys, all connections without a whole request are
-    one group, oldest first: otherwise new connections would be cut before those that withhold their bodies.
+    With keys, a connection is unauthenticated until one of its requests has a valid key. Unauthenticated connections
+    are cut first, then idle ones, then those with an unfinished body. Without keys, all connections without a whole
+    request are one group, oldest first: otherwise new connections would be cut before those that withhold their bodies.
     A connection whose request was read whole is in no group, unless it is unauthenticated.
     """
 
@@ -184,8 +184,8 @@ class BoundedConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Hold a request until all received data is parsed and, without keys, until its body has arrived.
 
-        So a request costs only its parsing if its body never arrives, or if other requests follow without end. With keys,
-        the request is started at once, because its key decides how long its body may take.
+        So a request costs only its parsing if its body never arrives, or if other requests follow without end. With
+        keys, the request is started at once, because its key decides how long its body may take.
         """
         self._pending = (cycle, app)
 
@@ -245,8 +245,8 @@ class BoundedConnection(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         """Feed the parser. A head with `Upgrade` is fed again to a new parser, without `Upgrade`.
 
-        The parser stops after a head with `Upgrade`, and would parse the body as a request. Servers may ignore `Upgrade`
-        (RFC 9110, section 7.8). curl and Java's HttpClient request h2c each time, and expect the server to ignore that.
+        The parser stops after a head with `Upgrade`, and would parse the body as a request. Servers may ignore
+        `Upgrade` (RFC 9110, section 7.8). curl and Java's HttpClient request h2c each time, and expect to be ignored.
         """
         while data:
             try:
