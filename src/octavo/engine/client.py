@@ -1,8 +1,8 @@
 """EngineClient: how a front end talks to an engine, in this process or over a Unix socket.
 
 Owns: the protocol and the output record. Does not: hold text, import torch, or know HTTP.
-Invariants: every choice of an accepted request gets exactly one output with a finish_reason, and nothing after it;
-the request's last output, and only that, is_final.
+Invariants: every choice of an accepted request gets exactly one output with a finish_reason, and no output after that.
+Only the request's last output has is_final set.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Verb = Literal[
 ]  # fmt: skip
 
 
-@dataclass(slots=True)  # not frozen: one is made per token, and a frozen one costs four times as much
+@dataclass(slots=True)  # not frozen: one object is made per token, and a frozen object costs four times as much
 class TokenOutput:
     """New ids of one choice since the last output: a snapshot, never an alias of live lists.
 
     `position` is the index of the first new id among the choice's outputs. `finish_reason` is set on the choice's last
-    output, with `error` if something went wrong. `is_final` marks the last output of the whole request. That one has
-    queue_s (seconds from arrival to the first admission), cached_tokens (tokens of the prompt found in the cache at the
-    first admission) and preempted (when it was preempted in the engine that ended it: from and to, in seconds since its
-    arrival). `logprobs` is None or aligned with `token_ids`.
-    `first_at` is when the front end received the request's first id, on the monotonic clock.
-    `prompt_logprobs` is sent once, before or with the first id: (first position, entries). `pooled`, in the last
-    output of a request that wants it, is the state after the prompt: float32, scaled to length 1.
+    output, with `error` if the choice failed. `logprobs` is None or aligned with `token_ids`. `first_at` is when the
+    front end received the request's first id, on the monotonic clock.
+    `is_final` marks the last output of the whole request. Only the final output has `queue_s` (seconds from arrival to
+    the first admission), `cached_tokens` (prompt tokens found in the cache at the first admission), `preempted` (begin
+    and end of each preemption by the last engine, in seconds since arrival), and `pooled` if the request wants it: the
+    state after the prompt, float32, scaled to length 1.
+    `prompt_logprobs` is sent once, before or with the first id: (first position, entries).
     """
 
     request_id: str
@@ -53,13 +53,13 @@ class TokenOutput:
 
     @property
     def message(self) -> str | None:
-        """The text of the error, None without one."""
+        """The text of the error, or None."""
         return None if self.error is None else self.error.message
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The engine accepted the request with this max_tokens; `capped` if it was reduced to what fits."""
+    """The engine accepted the request with this max_tokens. `capped`: the request set none, so it is what fits."""
 
     request_id: str
     max_tokens: int
@@ -76,9 +76,9 @@ class EngineClient(Protocol):
     def outputs(
         self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
     ) -> AsyncIterator[TokenOutput]:
-        """Yield the outputs of an accepted request, to the final one; one reader per request.
+        """Yield the outputs of an accepted request, up to the final one; a request has one reader.
 
-        A slow reader gets the ids of several steps in one output, or in several of at most `max_ids` ids. With
+        A slow reader gets the ids of several steps in one output. An output has at most `max_ids` ids. With
         `final_only` the reader is woken only at the end.
         """
         ...
@@ -86,7 +86,7 @@ class EngineClient(Protocol):
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> int:
-        """End requests in any state, or only one choice of them; return how many were open."""
+        """End waiting or running requests, or only one choice of each; return how many requests were open."""
         ...
 
     async def statistics(self) -> Mapping[str, object]:
@@ -94,9 +94,13 @@ class EngineClient(Protocol):
         ...
 
     async def control(self, verb: Verb, argument: str = "") -> object:
-        """Return the statistics; pause, resume, drain, cancel every request (-> how many), reset the prefix cache
-        (-> bool), explain a request or, without one, all (-> see observe.explainer), reset the statistics (-> bool),
-        export them (-> tables by name, see metrics.export), return frames after a cursor (see docs/statistics.md)."""
+        """Run a verb and return its result.
+
+        statistics returns counters and gauges; cancel_all the number of requests; explain (of the request named by
+        `argument`, or of all) what observe.explainer documents; export_statistics tables by name (metrics.export);
+        forecast the wait of a new request; frames the frames after the cursor `argument` (docs/statistics.md). All
+        other verbs return a bool.
+        """
         ...
 
     async def close(self) -> None:

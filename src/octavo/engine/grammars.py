@@ -1,9 +1,9 @@
 """The step loop's support for requests with a grammar.
 
-Owns: requests whose grammar is being built, off the loop, before they are admitted; passing masks to a step.
+Owns: requests whose grammar is being built outside the loop, before admission; passing masks to a step.
 Does not: follow grammars (grammar.bank does) or apply masks (the executor does).
-Invariants: a request is passed on once, to be admitted or refused; one that is cancelled while its grammar is built is
-admitted and ended at once, so that it has one end like any other; rows with a grammar are never sampled without masks.
+Invariants: each request is admitted or refused once. A request that is cancelled while its grammar is built is admitted
+and ended at once, so that it has one end like any other request. Rows with a grammar are never sampled without masks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from octavo.grammar.bank import DeadEnd, GrammarBank
 from octavo.grammar.matcher import Matcher
 
 CHECK_S = 1.0
-MAX_BUILD_S = 60.0  # the first one of an engine loads the tokenizer, on a machine that may be slow and busy
+MAX_BUILD_S = 60.0  # an engine's first build also loads the tokenizer, on a machine that may be slow and busy
 Built = Matcher | RequestError | None  # None: the request has no grammar
 
 
 class GrammarBuilds:
-    """The requests whose grammars are being built, with the times of `begin` in `begun_at`.
+    """The requests whose grammars are being built; `begun_at` has the time of each `begin` call.
 
     Without a bank, requests with a grammar are refused.
     """
@@ -33,12 +33,12 @@ class GrammarBuilds:
         self._bank = bank
         self._wake = wake
         self.begun_at: dict[str, float] = {}
-        self._ends: dict[str, FinishReason] = {}  # of requests cancelled meanwhile
+        self._ends: dict[str, FinishReason] = {}  # why to end requests that were cancelled during their build
 
     def begin(self, request: Request, now: float, then: Callable[[Built], None]) -> None:
-        """Call `then` with the matcher of a request with a grammar. From any thread.
+        """Build a request's grammar, then call `then` with its matcher or error. May be called from any thread.
 
-        A thread of its own builds grammars and calls `then`, so that no step waits for it.
+        A separate thread builds grammars and calls `then`, so that no step waits for a build.
         """
         if self._bank is None:
             then(InvalidRequestError("this engine holds outputs to no grammar; leave it out", "grammar"))
@@ -60,9 +60,10 @@ class GrammarBuilds:
         return ends_as
 
     def wake_by(self, until: float | None, now: float) -> float | None:
-        """Return the time until which an idle loop may wait, at most `until`, so that the watchdog sees that it runs.
+        """Return the time until which an idle loop may wait: `until`, or CHECK_S from now while a grammar is built.
 
-        It is not shortened once a build has taken MAX_BUILD_S: only a new engine ends a thread that never returns.
+        Waking regularly shows the watchdog that the loop runs. Once a build has taken MAX_BUILD_S the wait is not
+        shortened, so that the watchdog replaces the engine: nothing else ends a build that never returns.
         """
         begun_at = min(list(self.begun_at.values()), default=None)
         if begun_at is None or now - begun_at >= MAX_BUILD_S:
@@ -71,7 +72,7 @@ class GrammarBuilds:
 
 
 class MaskedTicket:
-    """The ticket of a step with masked rows, and the failures of their grammars, by row."""
+    """The ticket of a step with masked rows, and the (row, error) of each grammar that allows no token."""
 
     __slots__ = ("failures", "ticket")
 
@@ -87,7 +88,10 @@ class MaskedTicket:
 
 
 def submit_masked(executor: Executor, plan: StepPlan, bank: GrammarBank) -> Ticket:
-    """Submit a plan; compute its masks meanwhile, and supply them before it samples. Raises the executor's errors."""
+    """Submit a plan, and supply its masks before the executor samples. Raises the executor's errors.
+
+    The masks are computed while the executor runs the forward pass.
+    """
     masks = bank.begin(plan)
     ticket = executor.submit(plan)
     if masks is None:

@@ -1,11 +1,11 @@
 """The heartbeat: a page of shared memory that the step loop writes, and that can be read when the loop is dead.
 
-Owns: the page's layout, writing and reading it, how long a step may take.
+Owns: the page's layout, writing and reading the page, and the time limits of steps.
 Does not: decide whether a loop stalls (Watchdog does), or kill.
-Invariants: a reader gets a beat or a batch exactly as it was written, or the one before it, even if the writer was
-killed while writing: each is written alternately to two slots, with a checksum, and the newest valid one counts.
-A batch is written before the step that runs it begins.
-Cost: 3 to 6 us for a step with an unchanged batch, 20 to 200 us if it changed (1 to 256 rows; two busy cores).
+Invariants: a reader gets the newest beat or batch exactly as it was written or, if the writer was killed while writing,
+the previous one. Beats and batches are written alternately to two slots each, with a checksum; the newest valid slot
+counts. The ids of a batch are written before its step begins.
+Cost: 3 to 6 us for a step with an unchanged batch, 20 to 200 us for a changed one (1 to 256 rows; two busy cores).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import msgspec
 
 from octavo.core.plan import StepPlan
 
-MIN_STEP_S = 5.0  # that any step may take
-COMMANDS_S = 5.0  # to admit requests, or to export statistics
-MARGIN = 10.0  # how many times the predicted seconds a step may take
+MIN_STEP_S = 5.0  # every step may take at least this long
+COMMANDS_S = 5.0  # time for commands, such as admitting requests or exporting statistics
+MARGIN = 10.0  # a step may take this many times its predicted seconds
 LONG_CONTEXT = 4096  # tokens of context from which attention may dominate a step; below, MARGIN covers it
 
 _BEAT = struct.Struct("<QIIQQdQ")  # number, epoch, phase, step, steps committed, deadline, number of the batch
@@ -56,7 +56,7 @@ _IDLE, _COMMANDS, _STEP = map(int, Phase)  # plain ints are packed four times as
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One beat. `deadline` is the latest time of the next one, on the monotonic clock; None while idle."""
+    """One beat. `deadline` is the time by which the next beat is due, on the monotonic clock; None while idle."""
 
     number: int
     epoch: int
@@ -69,8 +69,9 @@ class Beat:
 
 @contextmanager
 def page_file() -> Iterator[int]:
-    """Yield the descriptor of a nameless file for a page, in memory if possible: with a page on a disk the loop would
-    wait while it is written back.
+    """Yield the descriptor of a nameless file for a page.
+
+    The file is in memory if possible: with a file on a disk, the loop would wait while the page is written back.
     """
     with TemporaryFile(dir=_MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None) as file:
         os.ftruncate(file.fileno(), PAGE_BYTES)
@@ -90,7 +91,7 @@ class HeartbeatPage:
         self._map[at : at + _BEAT_BYTES] = body + _CRC.pack(crc32(body))
 
     def write_batch(self, number: int, ids: Iterable[str]) -> None:
-        """Write the ids of batch `number`; those that do not fit are left out."""
+        """Write the request ids of batch `number`; ids that do not fit are left out."""
         packed, names = msgspec.msgpack.encode(tuple(ids)), tuple(ids)
         while len(packed) > _MAX_IDS_BYTES:
             names = names[: len(names) // 2]
@@ -100,12 +101,12 @@ class HeartbeatPage:
         self._map[at : at + len(body) + _CRC.size] = body + _CRC.pack(crc32(body))
 
     def beat(self) -> Beat | None:
-        """Return the newest valid beat; None before the first."""
+        """Return the newest valid beat; None before the first beat."""
         beats = [found for at in (0, _BEAT_SLOT) if (found := self._read_beat(at)) is not None]
         return max(beats, key=lambda found: found.number, default=None)
 
     def batch(self, number: int) -> tuple[str, ...] | None:
-        """Return the ids of a batch; None if it is no longer on the page, or damaged."""
+        """Return the request ids of a batch; None if the batch is no longer on the page, or is damaged."""
         at = _BATCHES_AT + (number & 1) * _BATCH_SLOT
         found, size = _BATCH.unpack(self._map[at : at + _BATCH.size])
         if found != number or size > _MAX_IDS_BYTES:
@@ -134,7 +135,7 @@ class HeartbeatPage:
 
 @dataclass(slots=True)
 class _StepAverage:
-    """Recent averages of steps of one size: tokens, seconds, and the weight of their contexts."""
+    """Recent averages over steps of one size: tokens, seconds, and context weight (see _weight)."""
 
     tokens: float
     seconds: float
@@ -142,10 +143,10 @@ class _StepAverage:
 
 
 class StepLimits:
-    """Time limits of steps, from the times of earlier steps, by size: powers of two of the number of tokens.
+    """Time limits of steps, from the times of earlier steps. Steps are grouped by size: powers of two of their tokens.
 
-    A size not seen yet is predicted from the others: no step takes longer than a larger one, nor than a smaller
-    one times the ratio of their tokens. For long contexts the prediction grows with the context.
+    A size without steps is predicted from the other sizes: a step takes no longer than a larger step, and no longer
+    than a smaller step times the ratio of their tokens. For long contexts the prediction grows with the context.
     """
 
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
@@ -154,7 +155,7 @@ class StepLimits:
             self.note(num_tokens, seconds)
 
     def limit(self, num_tokens: int, context: int = 0) -> float:
-        """Return the seconds that a step of `num_tokens` may take; `context` is the longest of its rows'."""
+        """Return the seconds that a step of `num_tokens` may take; `context` is its longest row's context."""
         average, weight = self._averages.get(num_tokens.bit_length() or 1), _weight(context)
         if average is not None and num_tokens <= average.tokens and weight <= average.weight:
             seconds = average.seconds
@@ -165,7 +166,7 @@ class StepLimits:
 
     def note(self, num_tokens: int, seconds: float, context: int = 0) -> None:
         """Record a step's time. A slower step counts at once, a faster one gradually."""
-        num_tokens, weight = max(num_tokens, 1), _weight(context)  # a step with effects only has no tokens
+        num_tokens, weight = max(num_tokens, 1), _weight(context)  # a step without rows has no tokens
         average = self._averages.get(num_tokens.bit_length())
         if average is None or seconds > average.seconds:
             self._averages[num_tokens.bit_length()] = _StepAverage(num_tokens, seconds, weight)
@@ -199,8 +200,8 @@ class HeartbeatWriter:
         self._flight: deque[tuple[int, int, float, float, tuple[str, ...]]] = deque()
         self._allowed = 0.0  # seconds that all plans in flight may take
         self._last_end = 0.0
-        self._slots: object = None  # of the plan whose batch is on the page; None: write it again
-        self._names: tuple[str, ...] = ()  # that plan's requests
+        self._slots: object = None  # slots of the plan whose batch is on the page; None: write the next batch anew
+        self._names: tuple[str, ...] = ()  # request ids of that plan
         self._owners: dict[int, str] = {}
 
     def warmed_up(self, seconds: Mapping[int, float]) -> None:

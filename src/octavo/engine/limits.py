@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 
 
 def configured_limits(scheduling: SchedulingConfig, cache: CacheConfig, policy: str, sizes: Limits) -> Limits:
-    """Return the limits of an engine; `sizes` has its blocks, lengths, tokens and sequences per step, and groups."""
+    """Return an engine's limits. `sizes` has the fields that this function does not set, such as blocks and groups."""
     return replace(
         sizes,
         policy=policy,

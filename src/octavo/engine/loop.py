@@ -1,9 +1,9 @@
 """The step loop: one thread that owns scheduler and executor, and an inbox for other threads.
 
-Owns: plan -> submit -> collect -> commit -> deliver, up to `depth` plans in flight; recovery from failed steps.
+Owns: the cycle plan, submit, collect, commit, deliver, with up to `depth` plans in flight; recovery from failed steps.
 Does not: decide (scheduler), compute (executor), or know sockets, asyncio and text.
-Invariants: each admitted request gets exactly one end, even if the engine stops or dies; a loop without work waits on
-a condition; once started, only this thread calls scheduler and executor.
+Invariants: each admitted request gets exactly one end, even if the engine stops or dies. A loop without work waits on
+a condition. Once started, only this thread calls scheduler and executor.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from octavo.observe.series import StepTimes
 from octavo.observe.sink import EventSink, FanOutSink
 
 _LOG = logging.getLogger(__name__)
-MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline just missed causes no busy loop
-Reply = Callable[[object], None]  # called once, in the loop's thread or the caller's: a value or an Exception
+MIN_WAIT_S = 0.001  # least wait after an empty plan, so that a deadline just missed causes no busy loop
+Reply = Callable[[object], None]  # called once with a value or an Exception, in the loop's or the caller's thread
 
 
 def ignore(*_: object) -> None:
@@ -46,13 +46,13 @@ class Clock:
     now = staticmethod(time.monotonic)
 
     def wait(self, condition: threading.Condition, until: float | None) -> None:
-        """Wait on `condition`, which the caller holds, until notified or until the time; None = no time."""
+        """Wait on `condition`, which the caller holds, until it is notified or the time `until`; None = no limit."""
         condition.wait(None if until is None else max(0.0, until - self.now()))
 
 
 @dataclass(slots=True)
 class PlanInFlight:
-    """A plan, its ticket or the failure of its submission, the seconds of scheduling, and when it started."""
+    """A plan in flight: its ticket or the failure of its submission, the seconds of planning, and their begin."""
 
     plan: StepPlan
     ticket: Ticket
@@ -64,9 +64,9 @@ class PlanInFlight:
 class EngineLoop:
     """The step loop of a scheduler and an opened executor.
 
-    `receive` gets the Events of each step, in the loop's thread. `max_waiting` bounds the queue (0 = no bound):
-    beyond it submit replies QueueFullError. Without a `bank`, requests with a grammar are refused. Methods may
-    be called from any thread; each replies through `reply`.
+    The receiver set by `attach` gets the Events of each step, in the loop's thread. `max_waiting` bounds the waiting
+    requests (0 = no bound): beyond it `submit` replies QueueFullError. Without a `bank`, requests with a grammar are
+    refused. Methods may be called from any thread; those with a result pass it to `reply`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EngineLoop:
         self.instruments = FanOutSink()
         self.step_times = StepTimes()
         self.sections: dict[str, Callable[[], object]] = {}  # more statistics, read in the loop's thread
-        self.verbs: dict[str, Callable[[str], object]] = {}  # further verbs of control; set both before start
+        self.verbs: dict[str, Callable[[str], object]] = {}  # more verbs for `control`; set before start
         self.closers: list[Callable[[], object]] = [executor.close]  # called at the end
         self.heartbeat: HeartbeatWriter | None = None  # set before start
         self.warm_up: Callable[[], Mapping[int, float]] = dict  # runs before the first turn; set before start
@@ -101,7 +101,7 @@ class EngineLoop:
         self._in_flight: deque[PlanInFlight] = deque()
         self._outbox = Outbox()
         self._suspects = Suspects(scheduler.limit_step)
-        self._owners: dict[int, str] = {}  # executor slot -> request, as of the plan last retired
+        self._owners: dict[int, str] = {}  # executor slot -> request, as of the last collected plan
         self._condition = threading.Condition()
         self._inbox: deque[tuple[Callable[[], object], Reply]] = deque()
         self._is_stopping = False
@@ -112,7 +112,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def attach(self, receive: Callable[[Events], None], ended: Callable[[], None] | None = None) -> None:
-        """Set the receiver of events, and `ended`, which is called after the last. Call before start."""
+        """Set the receiver of events, and `ended`, which is called after the last events. Call before start."""
         self._receive = receive
         self._ended = ended or ignore
 
@@ -172,11 +172,11 @@ class EngineLoop:
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
-        """End requests in any state, or only one choice of them; unknown and finished ones are ignored."""
+        """End waiting or running requests, or only one choice of each; ignore unknown and finished requests."""
         self._post(partial(self._cancel, tuple(request_ids), reason, choice), ignore)
 
     def control(self, verb: Verb | str, argument: str, reply: Reply) -> None:
-        """Run a verb; replies its value (see EngineClient.control), or an EngineError."""
+        """Run a verb; replies its result (see EngineClient.control), or an EngineError."""
         self._post(lambda: reply(self._control(verb, argument)), reply)
 
     def _post(self, command: Callable[[], object], reply: Reply) -> None:
@@ -218,7 +218,7 @@ class EngineLoop:
     def _run_commands(self) -> None:
         if self._inbox and self.heartbeat is not None:
             self.heartbeat.commands_begin()
-        for _ in range(len(self._inbox)):  # commands posted meanwhile wait for a step
+        for _ in range(len(self._inbox)):  # commands posted from now on run after the next step
             command, reply = self._inbox.popleft()
             try:
                 command()
@@ -227,9 +227,9 @@ class EngineLoop:
                 raise
 
     def _submit_plans(self, only: frozenset[str] | None) -> StepPlan | None:
-        """Plan and submit up to the depth; return the empty plan that ended it, if one did."""
+        """Plan and submit until `depth` plans are in flight; return the empty plan, if planning stopped at one."""
         if self._in_flight and self._in_flight[-1].failure is not None:
-            return None  # nothing may run after a plan that did not
+            return None  # no plan may run after a plan whose submission failed
         depth = self._depth if only is None else 1
         while len(self._in_flight) < depth:
             started_at = self.clock.now()
@@ -320,7 +320,7 @@ class EngineLoop:
         self.instruments.report("stepped", plan, outcome, events)
 
     def _deliver_decisions(self, decisions: tuple[Event, ...]) -> None:
-        """Send decisions that were made outside a commit, as for a commit."""
+        """Send decisions that were made outside a commit to the client and the observers."""
         if decisions:
             self._send(self._outbox.decided(decisions))
             self._note_decisions(decisions)
@@ -339,7 +339,7 @@ class EngineLoop:
             self.instruments.report("decided", decisions)
 
     def _recover(self, plan: StepPlan, failure: StepFailure) -> None:
-        """Prepare the next plan after a failed step: retry, a smaller step, or half of it; or fail the culprits."""
+        """Choose what the next plan may contain after a failed step, and fail the requests that cause failures."""
         names = [self._owners[slot] for slot in plan.slots]
         memory_tokens = plan.num_query_tokens if failure.is_memory else 0
         culprits = self._suspects.failed([name for name in names if name in self._outbox], memory_tokens)
@@ -415,7 +415,7 @@ class EngineLoop:
         return {"scheduler": values, "loop": loop, "steps": self.step_times.summary(), **more}
 
     def _end(self) -> None:
-        """End every request, then release the executor."""
+        """End every request, answer pending commands, then close the executor."""
         if self._failure is None:
             self._finish_requests()
         reason = FinishReason.CANCELLED if self._failure is None else FinishReason.ERROR
@@ -450,7 +450,7 @@ class EngineLoop:
 
 
 def _step_failure(plan: StepPlan, error: Exception) -> StepFailure:
-    """Log and return the failure of a step. Nothing keeps the error: its frames hold the memory of the failed step."""
+    """Log and return the failure of a step. The exception is not stored: its frames hold the failed step's memory."""
     message = f"{type(error).__name__}: {error}"
     _LOG.warning("step %d failed: %s", plan.step, message)
     return StepFailure(message, isinstance(error, MemoryError))

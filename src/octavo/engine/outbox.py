@@ -1,7 +1,7 @@
 """The Outbox: which requests of an engine are open, and which events are sent to its client.
 
 Owns: the guarantee of one end for each open request. Does not: know sockets, asyncio or text; it runs in the engine's
-thread. Admissions, preemptions and resumptions are sent with the next commit or end, so that they cost no message.
+thread. An admission, preemption or resumption is sent with the next commit or end, and so costs no message of its own.
 Invariant: every request opened here gets exactly one FINISHED event, and no token after it.
 """
 
@@ -26,7 +26,7 @@ def finished(
     stop_token_id: int | None = None,
     time: float = 0.0,
 ) -> Event:
-    """Return the end of a request, or of one of its choices, that was not decided by a scheduler."""
+    """Return an event that ends a request, or one of its choices, without a scheduler."""
     kind = EventKind.FINISHED if choice is None else EventKind.CHOICE_FINISHED
     return Event(
         kind, request_id, time, 0, finish_reason=reason, stop_token_id=stop_token_id, error=error, choice=choice or 0
@@ -34,7 +34,7 @@ def finished(
 
 
 class Outbox:
-    """Filter of events for the client, which tracks the open requests."""
+    """Tracks the open requests, and selects the events to send to the client."""
 
     def __init__(self) -> None:
         self._open: dict[str, None] = {}
@@ -48,7 +48,7 @@ class Outbox:
 
     @property
     def open_ids(self) -> tuple[str, ...]:
-        """Ids without an end yet, oldest first."""
+        """Ids of the open requests, oldest first."""
         return tuple(self._open)
 
     def open(self, request_id: str) -> None:
@@ -63,19 +63,19 @@ class Outbox:
         return replace(events, decisions=self._release())
 
     def decided(self, decisions: tuple[Event, ...]) -> Events | None:
-        """Return the events to send of decisions made outside a commit; None if all of them can wait."""
+        """Return events with the decisions made outside a commit; None if all of them can wait."""
         if not self._take(decisions):
             return None
         return Events(decisions[-1].step, decisions[-1].time, decisions=self._release())
 
     def end_all(self, now: float, reason: FinishReason, error: FinishError) -> Events:
-        """End every open request, without the scheduler."""
+        """Return events that end every open request, without the scheduler."""
         ends = tuple(finished(request_id, reason, error, time=now) for request_id in self._open)
         self._open.clear()
         return Events(0, now, decisions=self._release() + ends)
 
     def _take(self, decisions: Iterable[Event]) -> bool:
-        """Hold the decisions to send; return True if one of them is an end."""
+        """Hold the decisions that will be sent; return True if one of them is an end."""
         has_end = False
         for event in decisions:
             if event.kind not in _SENT or event.request_id not in self._open:

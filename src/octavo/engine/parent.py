@@ -1,7 +1,7 @@
-"""What an engine or api process and its parent agree on: the end of both, and the signal for stack dumps.
+"""Ends an engine or api process when its parent ends; defines the signal for stack dumps.
 
 Owns: the watch on stdin, which the parent holds open while it runs. Does not: clean up.
-Invariant: on Linux this ends even a process that is stopped, or whose interpreter is busy.
+Invariant: on Linux the process ends even if it is stopped, or its interpreter is busy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import threading
 
 EXIT_ORPHANED = 3
-DUMP_SIGNAL = signal.SIGUSR1  # every thread's stack to stderr; works while a step hangs, as it needs no Python code
+DUMP_SIGNAL = signal.SIGUSR1  # writes every thread's stack to stderr, even while a step hangs: it runs no Python code
 _PR_SET_PDEATHSIG = 1
 
 

@@ -1,7 +1,7 @@
-"""The engine process around any executor.
+"""The main function of an engine process.
 
-Owns: arguments, the config line, the end with the parent, stack dumps, the exit status.
-Does not: know which executor; assembly (or a test) passes a function that opens the engine.
+Owns: the arguments, the config line, ending with the parent, stack dumps, and the exit status.
+Does not: know which executor runs; assembly (or a test) passes a function that opens the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.observe.log import num_dropped_lines, set_up_log
 
-EXIT_FAILED = 1  # the engine could not be opened; the parent knows why
+EXIT_FAILED = 1  # the engine could not be opened, or it died; the parent has the reason
 
 Open = Callable[[Config], tuple[EngineLoop, Capacity]]
 
@@ -53,7 +53,7 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
             return EXIT_FAILED
         engine.heartbeat = HeartbeatWriter(HeartbeatPage(args.page), args.epoch)
         engine.sections["log"] = lambda: {"dropped": num_dropped_lines()}
-        gc.freeze()  # present objects exist as long as this process: the collector need not scan them between steps
+        gc.freeze()  # objects made so far live as long as this process, so the collector need not scan them
         server.serve(engine, capacity)
         return EXIT_FAILED if engine.failure is not None else 0
     finally:

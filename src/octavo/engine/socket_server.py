@@ -1,8 +1,8 @@
 """The engine process's side of the connection to its client.
 
-Owns: reading commands, writing reports; the thread that writes. Does not: decode models or decide.
-Invariants: a malformed frame is dropped and counted, an impossible length ends the connection; the end of the
-connection ends the engine; frames of another epoch are dropped and counted.
+Owns: reading commands and writing reports; the thread that writes. Does not: define frames (wire does), or decide.
+Invariants: a malformed frame, or a frame of another epoch, is dropped and counted. A length above the cap ends the
+connection. The end of the connection ends the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_LOGGED_DROPS = 20  # dropped frames that are logged; all are counted
 
 
 class EngineServer:
-    """The server of one EngineLoop for one client. Make it before the engine is loaded."""
+    """Serves one EngineLoop to one client. Create the server before the engine is loaded."""
 
     def __init__(self, connection: socket.socket, epoch: int) -> None:
         self.epoch = epoch
@@ -46,7 +46,7 @@ class EngineServer:
         self._send(wire.ErrorReply.of(self.epoch, error))
 
     def serve(self, engine: EngineLoop, capacity: Capacity) -> None:
-        """Announce the engine, attach to it, and act on commands until the connection ends; then stop the engine."""
+        """Start the engine, send Ready, and run commands until the connection ends; then stop the engine."""
         engine.attach(partial(self._deliver, engine), partial(self._engine_ended, engine))
         engine.start()
         if engine.wait_warm():
@@ -70,7 +70,7 @@ class EngineServer:
         self._connection.close()
 
     def _handle(self, engine: EngineLoop, body: bytes) -> bool:
-        """Act on one frame; return False if it was the last."""
+        """Handle one frame; return False if it was the last."""
         try:
             message = wire.decode_to_engine(body)
         except wire.WireError as error:
@@ -100,15 +100,15 @@ class EngineServer:
         return True
 
     def _deliver(self, engine: EngineLoop, events: Events) -> None:
-        """Send events, in the engine's thread. A failed loop's ends are not sent: the client resumes its requests."""
+        """Send events, in the engine's thread. A failed loop's ends are not sent, so that the client resumes them."""
         if engine.failure is None:
             self._send(events)
 
     def _engine_ended(self, engine: EngineLoop) -> None:
-        """Send the reason of a failure, in the engine's thread, and wake the reader, so that the process ends too."""
+        """Send why the engine failed, if it did, and stop reading, so that the process ends. In the engine's thread."""
         if engine.failure is not None:
             self._send(wire.ErrorReply.of(self.epoch, EngineDeadError(engine.failure)))
-        with contextlib.suppress(OSError):  # the client closed it first
+        with contextlib.suppress(OSError):  # the client has closed the connection
             self._connection.shutdown(socket.SHUT_RD)
 
     def _reply(self, to: wire.ReplyTo, value: object) -> None:
@@ -121,7 +121,7 @@ class EngineServer:
             self._send(wire.ControlReply(self.epoch, to, value))
 
     def _send(self, message: wire.FromEngine | Events | None) -> None:
-        """Queue a message for the writer, from any thread. The open requests' outputs bound the queue."""
+        """Queue a message for the writer, from any thread. The outputs of open requests bound the queue's size."""
         self._outgoing.put(message)
 
     def _write_all(self) -> None:
@@ -148,7 +148,7 @@ class EngineServer:
             return wire.frame(message)
         try:
             return wire.frame(wire.Outputs.of(self.epoch, message))
-        except wire.WireError as error:  # one step's log-probabilities over the cap: their requests end
+        except wire.WireError as error:  # one step's log-probabilities exceed the size cap: their requests end
             ids = dict.fromkeys((*message.request_ids, *(name for name, *_ in message.scores)))
             failure = FinishError(ErrorKind.ENGINE, str(error))
             ends = tuple(finished(name, FinishReason.ERROR, failure, time=message.time) for name in ids)

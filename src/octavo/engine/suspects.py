@@ -1,12 +1,12 @@
-"""After failed steps: find the request that makes them fail, or make steps smaller if memory ran out.
+"""After failed steps: find the request that makes steps fail, or make steps smaller if memory ran out.
 
-Suspects finds one request, by a retry and then by bisection: a group runs alone until each member has made progress (a
-committed token, or its end) or a step fails again. A request is failed when it failed alone twice in a row, so that a
-transient fault fails no request; if memory ran out, when it did so MEMORY_TRIES times and steps cannot be smaller.
-StepLimit halves the tokens of a step after it ran out of memory, and doubles them again when steps succeed.
-Does not: plan, cancel or talk to an executor.
-Invariants: a member with progress is cleared; a group only gets smaller, so a search ends; the limit is never below
-MIN_TOKENS and is removed in the end; larger steps are tried less and less often if each attempt fails.
+Suspects finds the request by a retry and then by bisection: a group of requests runs alone until each has made progress
+(a committed token, or its end) or a step fails again. A request is failed when it has failed alone twice in a row, so
+that a transient fault fails no request; for lack of memory, MEMORY_TRIES times in a row with the smallest steps.
+StepLimit halves the tokens of a step after one ran out of memory, and doubles them again when steps succeed.
+Does not: plan, cancel or call an executor.
+Invariants: a request with progress leaves the search. A group only gets smaller, so a search ends. The limit is never
+below MIN_TOKENS. If larger steps keep failing, they are tried less and less often.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PAUSE = 4096
 
 
 class StepLimit:
-    """The maximum of tokens in one step; None = as configured. `apply` is called with each change."""
+    """The maximum number of tokens in one step; None = as configured. `apply` is called with each new limit."""
 
     def __init__(self, apply: Callable[[int | None], object]) -> None:
         self.tokens: int | None = None
@@ -45,7 +45,7 @@ class StepLimit:
         return True
 
     def stepped(self) -> None:
-        """Record a step that succeeded; double the limit after enough of them."""
+        """Record a successful step; double the limit after enough successful steps."""
         if self.tokens is None:
             self._num_free += 1
             return
@@ -60,16 +60,16 @@ class StepLimit:
 
 
 class Suspects:
-    """The state of the search. `only` has the requests that the next plan may contain; None means no search.
+    """The search for a failing request. `only` has the requests that the next plan may contain; None means no search.
 
-    `limit_step` is called with the maximum of tokens of a step after one ran out of memory.
+    `limit_step` is called with the maximum number of tokens of a step whenever that changes.
     """
 
     def __init__(self, limit_step: Callable[[int | None], object] = lambda _: None) -> None:
         self.step_limit = StepLimit(limit_step)
         self._groups: list[list[str]] = []  # the last one runs alone
-        self._failed_alone: str | None = None  # in the last failed step
-        self._num_alone = 0  # failed steps in a row in which it ran alone
+        self._failed_alone: str | None = None  # the request that ran alone in the last failed step
+        self._num_alone = 0  # failed steps in a row in which that request ran alone
         self._num_failures = 0
         self._num_culprits = 0
 
@@ -80,7 +80,7 @@ class Suspects:
 
     @property
     def is_executor_broken(self) -> bool:
-        """True if so many failures occurred without a token that the requests cannot be the cause."""
+        """True if so many steps failed without a token in between that the requests cannot be the cause."""
         return self._num_culprits >= MAX_CULPRITS or self._num_failures > 2 * MAX_FAILURES
 
     def failed(self, ids: Iterable[str], memory_tokens: int = 0) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class Suspects:
         self._failed_alone = alone
         if alone is not None and self._num_alone >= (MEMORY_TRIES if memory_tokens else 2):
             return self._blame(group)
-        if is_first or alone is not None:  # the same requests, or the one, try again
+        if is_first or alone is not None:  # the same requests, or the single one, try again
             self._groups += [group] if group else []
         else:
             middle = (len(group) + 1) // 2
@@ -111,7 +111,7 @@ class Suspects:
         return ()
 
     def stepped(self, plan: StepPlan, owners: Mapping[int, str], ids: Iterable[str] = ()) -> None:
-        """Record a successful step with tokens for `ids`. A beam search has its tokens last: a row is progress."""
+        """Record a successful step with tokens for `ids`. For a beam search a row is progress: its tokens come last."""
         self.step_limit.stepped()
         if self._groups or self._num_failures or self._num_culprits:
             beams = [owners[slot] for slot, flags in zip(plan.slots, plan.flags, strict=True) if flags & ROW_BEAM]
@@ -137,7 +137,7 @@ class Suspects:
             self._groups = [group for group in groups if group]
 
     def set_aside(self, only: frozenset[str]) -> None:
-        """Drop the group that runs alone: it cannot run now (its plan was empty). A failure starts a new search."""
+        """Drop the group that runs alone, because its plan was empty. A later failure starts a new search."""
         if self._groups and frozenset(self._groups[-1]) == only:
             self._groups.pop()
 

@@ -1,7 +1,7 @@
-"""Steps that an engine runs before it is ready, one of each kind.
+"""Steps that an engine runs before it is ready: a decode, a prompt, and sampled and masked rows.
 
-Owns: which steps are run, and their times. The watchdog predicts the first request's steps from them, and the
-first request does not wait for weights to be paged in, threads to be started and kernels to be chosen.
+Owns: which steps are run, and their times. The heartbeat's time limits for the first request's steps are predicted
+from these times. The first request does not wait for weights to be paged in, threads to start or kernels to be chosen.
 Does not: touch the engine's own scheduler; the warm-up's scheduler ends with no sequence and no block.
 """
 
@@ -22,9 +22,9 @@ from octavo.errors import AdmissionError
 from octavo.executors.protocol import Executor
 from octavo.grammar.matcher import Masks
 
-MAX_PROMPT = 64  # tokens of the prompt
-MIN_PROMPT = 16  # the same if a token takes long
-PROMPT_S = 2.0  # if computed token by token
+MAX_PROMPT = 64  # most tokens of the prompt
+MIN_PROMPT = 16  # tokens of the prompt if a token takes long
+PROMPT_S = 2.0  # the prompt has as many tokens as single-token steps would compute in this time
 
 _GREEDY = SamplingParams(max_tokens=2, temperature=0.0, seed=0)
 _SAMPLED = SamplingParams(
@@ -42,9 +42,9 @@ _SAMPLED = SamplingParams(
 
 
 def warm_up(limits: Limits, executor: Executor, has_masks: bool, now: Callable[[], float]) -> dict[int, float]:
-    """Run a decode, a prompt, and rows that are sampled and masked; return the seconds of the last step of each size.
+    """Run a decode, a prompt, and sampled and masked rows; return the seconds of the last step of each size.
 
-    Steps that do not fit into a small pool are left out, as are all after a step that ran out of memory.
+    Steps that do not fit into a small pool are left out, and so are all steps after one that ran out of memory.
     """
     trial = _Trial(limits, executor, now)
     kinds = [_SAMPLED] if limits.max_sequences > 1 or not has_masks else []
@@ -61,7 +61,7 @@ def warm_up(limits: Limits, executor: Executor, has_masks: bool, now: Callable[[
 
 
 class _Trial:
-    """Runner of requests through a scheduler of its own; `seconds` has the last time of each step size."""
+    """Runs requests through a scheduler of its own; `seconds` has the time of the last step of each size."""
 
     def __init__(self, limits: Limits, executor: Executor, now: Callable[[], float]) -> None:
         self.seconds: dict[int, float] = {}
@@ -73,7 +73,7 @@ class _Trial:
         self._anything = Masks(np.zeros(1, dtype=np.int64), np.full((1, words), -1, dtype=np.int32))
 
     def run(self, num_tokens: int, *kinds: SamplingParams) -> None:
-        """Run a prompt of `num_tokens` for each of `kinds`. Only the first may have a grammar: its mask allows all."""
+        """Run a prompt of `num_tokens` for each of `kinds`. Only the first may have a grammar; its mask allows all."""
         ids = array("i", [index % self._limits.vocab_size for index in range(num_tokens)])
         with contextlib.suppress(AdmissionError):
             for number, params in enumerate(kinds):

@@ -1,9 +1,9 @@
 """Frames between the front end and the engine process: `u32 length | msgpack` of tagged structs.
 
-Owns: the structs, their conversion from and to Request and Events (the only one), size caps, the splitting of a byte
-stream. Does not: read or write sockets. Lengths are little-endian; packed ids in this machine's order, which
-both ends share.
-Invariant: decoding bytes returns a checked struct or raises WireError; every frame has its epoch.
+Owns: the structs, the only conversion between them and Request and Events, the size cap, and splitting a byte stream.
+Does not: read or write sockets. Lengths are little-endian; packed ids have this machine's byte order, which both ends
+share.
+Invariant: decoding bytes returns a checked struct or raises WireError; every frame has an epoch.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _LENGTH = struct.Struct("<I")
 
 
 class WireError(EngineError):
-    """Bytes that are no frame, a frame that is no message, or a message over the size cap."""
+    """The bytes are no frame, the frame is no message, or the message is over the size cap."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
     epoch: int
 
 
-ReplyTo = str | int  # the id of a Submit's request, or the number of an ControlRequest
+ReplyTo = str | int  # the id of a Submit's request, or the number of a ControlRequest
 BlockKey = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
 class Submit(_Message):
-    """A whole request. Ids are packed as 32-bit numbers; None stays None."""
+    """The command to serve a request, with all its fields. Token ids are packed as 32-bit numbers; None stays None."""
 
     request_id: str
     prompt_token_ids: bytes | None
@@ -84,7 +84,7 @@ _ID_FIELDS = ("prompt_token_ids", "emitted_token_ids")
 
 
 class CancelRequests(_Message):
-    """End these requests, or one choice of each."""
+    """The command to end these requests, or one choice of each."""
 
     request_ids: tuple[str, ...]
     reason: FinishReason
@@ -92,7 +92,7 @@ class CancelRequests(_Message):
 
 
 class ControlRequest(_Message):
-    """A verb with its argument, answered by an ControlReply or an ErrorReply with its number."""
+    """A verb with its argument; a ControlReply or an ErrorReply with the same number answers it."""
 
     number: int
     verb: Verb | str
@@ -104,7 +104,7 @@ class Close(_Message):
 
 
 class Starting(_Message):
-    """The engine process's first frame: it starts to open the engine."""
+    """The engine process's first frame: the process begins to open the engine."""
 
 
 class Ready(_Message):
@@ -124,7 +124,7 @@ class ErrorReply(_Message):
 
     @classmethod
     def of(cls, epoch: int, error: BaseException, to: ReplyTo | None = None) -> ErrorReply:
-        """Pack an error; one that is not Octavo's own becomes an EngineError naming its type."""
+        """Pack an error. An error that is not an OctavoError becomes an EngineError whose message names its type."""
         message = str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"
         param = getattr(error, "param", None) or getattr(error, "path", None)
         return cls(epoch, kind_of(error), message, param, to)
@@ -141,7 +141,7 @@ class SubmitReply(_Message):
 
 
 class Outputs(_Message):
-    """The `Events` of a step, columns of ids packed."""
+    """The `Events` of a step; the columns of ids are packed."""
 
     step: int
     time: float
@@ -162,7 +162,7 @@ class Outputs(_Message):
         return cls(epoch, events.step, events.time, events.request_ids, *columns)
 
     def events(self) -> Events:
-        """Unpack them. Raises WireError for columns that differ in length, or an end without a reason."""
+        """Unpack the events. Raises WireError if columns differ in length, or an end has no reason."""
         ids = _ids(self.choices), _ids(self.positions), _ids(self.token_ids)
         lengths = {len(self.request_ids), *map(len, ids)}
         if self.logprobs is not None:
@@ -176,7 +176,7 @@ class Outputs(_Message):
 
 
 class ControlReply(_Message):
-    """The answer to an ControlRequest: plain JSON values."""
+    """The answer to a ControlRequest: plain JSON values."""
 
     to: ReplyTo
     value: Any
@@ -191,7 +191,7 @@ _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
-    """Return one frame, with its length. Raises WireError over the size cap."""
+    """Return a message as one frame with its length. Raises WireError if it is over the size cap."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a {type(message).__name__} message of {len(body)} bytes; frames hold {MAX_FRAME_BYTES}")
@@ -204,19 +204,19 @@ def decode_to_engine(body: bytes) -> ToEngine:
 
 
 def decode_from_engine(body: bytes) -> FromEngine:
-    """Read a frame's body as a message of the engine. Raises WireError."""
+    """Read a frame's body as a message from the engine. Raises WireError."""
     return _decode(_FROM_ENGINE, body)
 
 
 class FrameSplitter:
-    """Splitter of a byte stream into frame bodies; holds at most one incomplete frame."""
+    """Splits a byte stream into frame bodies; holds at most one incomplete frame."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the bodies that are complete. Raises WireError for a length over the cap, which ends the stream."""
+        """Add data and yield the complete bodies. Raises WireError for a length over the cap; the stream ends."""
         self._buffer += data
         start = 0
         try:
