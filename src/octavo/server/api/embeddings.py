@@ -1,9 +1,9 @@
-"""POST /v1/embeddings, /score, /v1/score, /rerank, /v1/rerank and /v2/rerank: vectors of texts, and comparing them.
+"""POST /v1/embeddings, /score, /v1/score, /rerank, /v1/rerank and /v2/rerank: vectors of texts, compared or returned.
 
-Owns: the bodies, reading their texts, the EmbeddingRequest (it has admission, deadlines and metrics like any other),
+Owns: the bodies, reading their texts, the EmbeddingRequest (with admission, deadlines and metrics like any request),
 operations on vectors, and the answers. Ollama's embeddings use the same request.
 A vector is the decoder's state of the last token, after the final norm, scaled to length 1 (docs/apis.md).
-Invariant: all texts of a request are answered, or none.
+Invariant: either all texts of a request are answered, or none.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REFUSED_EMBEDDING: Refused = {
 
 
 class PooledFields(ServedFields):
-    """The fields of all endpoints that answer with vectors, or with scores made of them."""
+    """The fields of all endpoints that answer with vectors, or with scores computed from vectors."""
 
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, lt=2**31, description="how many tokens to keep at the end of each text; -1 = as many as fit"
@@ -86,7 +86,7 @@ def _listed(value: object) -> object:
 
 
 def _documents(value: object) -> object:
-    """Replace each document that is an object with a text by that text."""
+    """Replace each document of the form {"text": ...} by its text."""
     if not isinstance(value, list):
         return value
     return [item["text"] if isinstance(item, dict) and set(item) == {"text"} else item for item in value]
@@ -105,7 +105,7 @@ class ScoreBody(PooledFields):
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """The pairs of indices into `text_1` and `text_2` to compare: one with all, or each with its own."""
+        """The pairs of indices into `text_1` and `text_2` to compare: one with all, or each with its counterpart."""
         firsts = [0] * len(self.text_2) if len(self.text_1) == 1 else range(len(self.text_1))
         return list(zip(firsts, range(len(self.text_2)), strict=True))
 
@@ -151,15 +151,16 @@ def read_rerank(fields: dict[str, object]) -> RerankBody:
     return body
 
 
-INLINE_CHARACTERS = 4096  # texts of this length together are tokenized in 2 ms
+INLINE_CHARACTERS = 4096  # texts of this total length are tokenized in 2 ms
 Input = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Texts or lists of ids. `params` are their fields as the client spelled them, one for each.
+    """Texts or lists of token ids. `params` has the client's field name for each.
 
-    `keep`: tokens kept of each, from the end or (`keeps_start`) the beginning; None: all, and a long text is refused.
+    `keep` is the number of tokens to keep of each, from the end or, with `keeps_start`, from the beginning. With None,
+    all tokens are kept and a long text is refused.
     """
 
     texts: Sequence[Input]
@@ -170,17 +171,17 @@ class Inputs:
 
     @property
     def num_characters(self) -> int:
-        """Characters of all texts."""
+        """The number of characters in all texts."""
         return sum(len(text) for text in self.texts if isinstance(text, str))
 
     @property
     def num_ids(self) -> int:
-        """The number of ids in all lists of ids."""
+        """The number of ids in all lists."""
         return sum(len(text) for text in self.texts if not isinstance(text, str))
 
 
 async def read_inputs(tokenizer: Tokenizer, inputs: Inputs, max_len: int) -> list[Sequence[int]]:
-    """Return the token ids of each, at most `max_len`. Raises ApiError naming the field."""
+    """Return the token ids of each input, at most `max_len`. Raises ApiError naming the field."""
 
     def read() -> list[Sequence[int]]:
         pairs = zip(inputs.texts, inputs.params, strict=True)
@@ -202,7 +203,7 @@ def _read_input(tokenizer: Tokenizer, text: Input, param: str, inputs: Inputs, m
 
 
 def _encode_input(tokenizer: Tokenizer, text: str, param: str, inputs: Inputs, max_len: int) -> list[int]:
-    if inputs.keep is not None:  # no token has more characters than the longest piece
+    if inputs.keep is not None:  # a token has at most as many characters as the longest piece
         max_characters = inputs.keep * tokenizer.longest_piece
         text = text[:max_characters] if inputs.keeps_start else text[-max_characters:]
     elif len(text) > INLINE_CHARACTERS and (min_tokens := num_tokens_if_over(tokenizer, text, max_len)) is not None:
@@ -215,14 +216,14 @@ def _encode_input(tokenizer: Tokenizer, text: str, param: str, inputs: Inputs, m
 
 T = TypeVar("T")
 Vector: TypeAlias = "array[float]"  # float32
-HERE_NUMBERS = 4096  # are compared or encoded in half a millisecond
-_PARAMS = SamplingParams(seed=0)  # nothing is sampled; with a seed, other requests' seeds do not change
+HERE_NUMBERS = 4096  # this many numbers are compared or encoded in 0.5 ms
+_PARAMS = SamplingParams(seed=0)  # nothing is sampled; a seed of its own does not change other requests' seeds
 _CLIENT_LEFT = 499
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A vector and the number of tokens of each text, in order. `name` is the request's id."""
+    """Each text's vector and number of tokens, in order. `name` is the request's id."""
 
     name: str
     vectors: Sequence[Vector]
@@ -238,16 +239,16 @@ class EmbeddingRequest(GenerationRequest):
     inputs: Inputs
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
-        """Return the ids of each text."""
+        """Return the token ids of each text."""
         return await read_inputs(self.context.text.tokenizer, self.inputs, self.context.max_model_len)
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
-        """Return a spec with the identity only: no text is encoded."""
+        """Return a spec with the identity only, since there is no text to encode."""
         return AnswerSpec("embedding", identity)
 
 
 async def embed(request: Request, kind: str, body: ServedFields, inputs: Inputs) -> Embedded:
-    """Return vectors of texts; `kind` begins the answer's id, `body` has the served fields. Raises ApiError."""
+    """Return the vectors of texts. `kind` begins the answer's id; `body` has the ServedFields. Raises ApiError."""
     context = context_of(request)
     wanted = EmbeddingRequest(
         context=context,
@@ -283,25 +284,25 @@ def _vector_of(choice: Choice) -> Vector:
 
 
 def truncate(vector: Vector, num_dimensions: int) -> Vector:
-    """Return the first dimensions, scaled to length 1: Matryoshka models are trained for this."""
+    """Return the first dimensions, scaled to length 1. Matryoshka models are trained for this."""
     part = vector[:num_dimensions]
     length = math.sqrt(sum(map(mul, part, part)))
     return array("f", [value / length for value in part]) if length > 0 else part
 
 
 def to_base64(vector: Vector) -> str:
-    """Return the vector as OpenAI's base64: float32, little-endian."""
+    """Return the vector as base64 of float32, little-endian, as OpenAI does."""
     return base64.b64encode(vector.tobytes()).decode()
 
 
 def similarity(one: Vector, other: Vector) -> float:
-    """Return the cosine of two vectors of length 1, from -1 to 1."""
+    """Return the cosine of two vectors of length 1: -1 to 1."""
     cosine: float = sum(map(mul, one, other))
     return max(-1.0, min(1.0, cosine))
 
 
 async def compute(work: Callable[[], T], num_numbers: int) -> T:
-    """Run `work` over `num_numbers` numbers: here, or on another thread if it is long."""
+    """Run `work` over `num_numbers` numbers. Long work runs on another thread."""
     return work() if num_numbers <= HERE_NUMBERS else await off_loop(work, num_numbers)
 
 
@@ -337,7 +338,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def score(request: Request) -> Response:
-    """Compare texts: one with several, or each with its counterpart."""
+    """Compare texts: one text with several, or each text with its counterpart."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_score)
     model = context.check_model(body.model)
@@ -357,7 +358,7 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """Order documents by their similarity to a query, the most similar first."""
+    """Order documents by their similarity to a query, most similar first."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_rerank)
     model = context.check_model(body.model)

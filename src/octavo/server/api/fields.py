@@ -1,8 +1,8 @@
-"""The fields of a body: accepted, refused by name or ignored, with messages that name the field.
+"""The fields of a body: accepted, refused by name or ignored; and error messages that name the field.
 
-Owns: reading and validating any body, the tables of fields that no body declares, the plain sentence for each kind of
-error, and a body's part of the API description. Does not: know one body's fields.
-Invariant: every field is honoured (declared in a body), refused by name (it would change what the answer means),
+Owns: reading and validating any body; the tables of fields that no body declares; a plain sentence for each kind of
+error; a body's part of the API description. Does not: know the fields of a single body.
+Invariant: a field is honoured (a body declares it), refused by name (it would change the meaning of the answer),
 documented as ignored, or ignored and named in the answer's header (IgnoredFields).
 """
 
@@ -23,7 +23,7 @@ from octavo.server.http.errors import ApiError, bad_field
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field whose loss would change what an answer means. `harmless` values change nothing; neither does null."""
+    """A field that changes the meaning of an answer, so it is refused. `harmless` values and null are accepted."""
 
     means: str
     harmless: tuple[object, ...] = ()
@@ -68,7 +68,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "moderation": Unsupported("a check of the answer that is not made here"),
 }
 
-# Hints: a value listed here changes nothing and is not reported; any other is ignored and reported.
+# Hints: the values listed here change nothing and are not reported. Other values are ignored and reported.
 HINTS: Mapping[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
@@ -103,12 +103,12 @@ _SENT = """
     transforms truncate_prompt_tokens type typical use_mlock use_mmap vllm_xargs vocab_only web_search
     web_search_preview xtc_probability xtc_threshold
 """
-# Names that known clients send: only these become labels of octavo_ignored_fields_total, any other counts as "other".
+# Names that known clients send. octavo_ignored_fields_total has a label for each; any other name counts as "other".
 KNOWN_NAMES = frozenset(HINTS) | frozenset(_SENT.split())
 
 
 Details = Mapping[str, Any]  # one of pydantic's errors
-_REMEDIES: Mapping[str, Callable[[Details], str]] = {  # type of error -> what to give instead
+_REMEDIES: Mapping[str, Callable[[Details], str]] = {  # type of error -> the remedy
     "string_type": lambda _: "give a string",
     "int_type": lambda _: "give a whole number",
     "int_parsing": lambda _: "give a whole number",
@@ -137,7 +137,7 @@ _SIZES = {"too_short": "items", "too_long": "items", "string_too_short": "charac
 
 
 def refusal_of(error: ValidationError, fields: Mapping[str, object], where: str) -> ApiError:
-    """Return the refusal of a body for the first field at fault, with `where` before its name."""
+    """Return the refusal of a body for its first faulty field. `where` precedes the field's name."""
     found = sorted(error.errors(include_url=False), key=lambda each: each["type"] == "extra_forbidden")
     first, *others = found
     is_missing = first["type"] == "missing"
@@ -159,7 +159,7 @@ def _remedy(each: Details) -> str:
 
 
 def _of_size(param: str, each: Details) -> str:
-    """Return the message for a text or list with too few or too many parts."""
+    """Return the message for a text or list that is too short or too long."""
     size, unit = len(each["input"]), _SIZES[each["type"]]
     if size == 0:
         return f"{param} is empty"
@@ -168,7 +168,7 @@ def _of_size(param: str, each: Details) -> str:
 
 
 def place_of(loc: tuple[int | str, ...], fields: Mapping[str, object], is_missing: bool) -> str:
-    """Return a field's path as the client wrote it: without the names of a union's members."""
+    """Return a field's path as the client wrote it, without the names of a union's members."""
     param = ""
     node: object = fields
     for index, part in enumerate(loc):
@@ -182,7 +182,7 @@ def place_of(loc: tuple[int | str, ...], fields: Mapping[str, object], is_missin
 
 
 def shown_value(value: object) -> str:
-    """Return a value for a message: short, and without the contents of lists and objects."""
+    """Return a value as short text for a message, without the contents of lists and objects."""
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     shown = repr(value)
@@ -190,10 +190,10 @@ def shown_value(value: object) -> str:
 
 
 HEADER = "X-Octavo-Ignored"
-IGNORED_FIELDS = "octavo.ignored_fields"  # of the request's scope
+IGNORED_FIELDS = "octavo.ignored_fields"  # key in the request's scope
 MAX_PATHS = 16
 MAX_PATH_CHARACTERS = 64
-OTHER = "other"  # the label of names that are in no table
+OTHER = "other"  # the label for names in no table
 _INDEX = re.compile(r"\[\d+\]")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 _NAME = re.compile(r"[A-Za-z0-9_]+")
@@ -201,19 +201,19 @@ _NAME = re.compile(r"[A-Za-z0-9_]+")
 
 @dataclass(slots=True)
 class IgnoredFields:
-    """The ignored fields of one request. `is_strict`: they are refused instead (--strict-fields)."""
+    """The ignored fields of one request. With `is_strict` (--strict-fields) they are refused instead."""
 
     is_strict: bool = False
-    paths: dict[str, None] = field(default_factory=dict)  # in the order in which they were met
+    paths: dict[str, None] = field(default_factory=dict)  # in the order of their first use
 
     def add(self, path: str) -> None:
-        """Add a field; after MAX_PATHS of them, add only that there are more."""
+        """Add a field. After MAX_PATHS fields, add only "..." for all others."""
         path = _UNSAFE.sub("_", _INDEX.sub("[]", path[: 4 * MAX_PATH_CHARACTERS]))[:MAX_PATH_CHARACTERS]
         self.paths[path if path in self.paths or len(self.paths) < MAX_PATHS else "..."] = None
 
     @property
     def labels(self) -> list[str]:
-        """The fields' names as labels of a metric: known names, or OTHER."""
+        """The fields' names as metric labels: known names, or OTHER."""
         names = (_NAME.findall(path) for path in self.paths)
         return [found[-1] if found and found[-1] in KNOWN_NAMES else OTHER for found in names]
 
@@ -223,7 +223,7 @@ _CURRENT: ContextVar[IgnoredFields | None] = ContextVar("octavo_ignored_fields",
 
 @contextmanager
 def collect_ignored(ignored: IgnoredFields) -> Iterator[None]:
-    """Have `ignore` add fields to `ignored`, in this context."""
+    """Make `ignore` add fields to `ignored` while the block runs, in this context."""
     token = _CURRENT.set(ignored)
     try:
         yield
@@ -232,9 +232,9 @@ def collect_ignored(ignored: IgnoredFields) -> Iterator[None]:
 
 
 def ignore(path: str, is_known: bool = False) -> None:
-    """Ignore a field, or refuse it: under --strict-fields, and outside of `collecting`. Raises ApiError.
+    """Ignore a field. Raises ApiError under --strict-fields and outside of `collect_ignored`.
 
-    `is_known`: it is a field of the API that has no effect here.
+    `is_known`: the field belongs to the API, but has no effect here.
     """
     current = _CURRENT.get()
     if current is not None and not current.is_strict:
@@ -251,7 +251,7 @@ def are_unknown_refused() -> bool:
     return current is None or current.is_strict
 
 
-Refused = Mapping[str, tuple[object, ...]]  # field -> its values without an effect, which are accepted; null always is
+Refused = Mapping[str, tuple[object, ...]]  # field -> accepted values without an effect; null is always accepted
 IGNORED: Mapping[str, str] = {
     "user": "kept for the caller's own records; nothing here depends on it",
     "metadata": "nothing is stored, so there is nothing to label",
@@ -263,13 +263,13 @@ IGNORED: Mapping[str, str] = {
 
 
 class Body(BaseModel):
-    """The base of all bodies and their parts: no unknown fields, no conversions."""
+    """The base of all bodies and their parts. It allows no unknown fields and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 B = TypeVar("B", bound=BaseModel)
-_MAX_PASSES = 8  # of validation, each without the unknown fields that the one before found
+_MAX_PASSES = 8  # passes of validation; each pass drops the unknown fields that the previous one found
 
 
 def read(
@@ -279,7 +279,7 @@ def read(
     ignored: Mapping[str, str] | None = None,
     where: str = "",
 ) -> B:
-    """Check a body or a part of one, as `reject_unsupported` and `validate` do. Raises ApiError naming the field."""
+    """Check a body or a part of a body with `reject_unsupported` and `validate`. Raises ApiError naming the field."""
     return validate(body, reject_unsupported(fields, refused, body, where, ignored), where)
 
 
@@ -290,7 +290,7 @@ def reject_unsupported_in(
     where: str,
     ignored: Mapping[str, str] | None = None,
 ) -> object:
-    """Return the `sift` of an object; return anything else unchanged, for validation to refuse."""
+    """Return `reject_unsupported` of an object; return any other value unchanged, for validation to refuse."""
     return reject_unsupported(value, refused, body, where, ignored) if isinstance(value, dict) else value
 
 
@@ -303,8 +303,8 @@ def reject_unsupported(
 ) -> dict[str, object]:
     """Return the fields that `body` declares and that are not null; refuse or ignore the others.
 
-    `where` is the prefix of a field's name in a message; with one, no field is ignored silently but `ignored`.
-    `refused` are fields of this body, in addition to UNSUPPORTED. Raises ApiError.
+    `where` is the prefix of field names in messages. If `where` is set, only fields in `ignored` are ignored silently.
+    `refused` are refused fields of this body, in addition to UNSUPPORTED. Raises ApiError.
     """
     if ignored is None:
         ignored = {} if where else IGNORED
@@ -320,7 +320,7 @@ def reject_unsupported(
 
 
 def _leave_out(name: str, value: object, refused: Refused, shown: str) -> None:
-    """Ignore a field that is not declared. Raises ApiError if it changes the meaning of an answer."""
+    """Ignore a field that the body does not declare. Raises ApiError if the field changes the meaning of an answer."""
     unsupported = UNSUPPORTED.get(name)
     if name in refused:
         _refuse_unless(value, refused[name], shown, "")
@@ -348,9 +348,9 @@ def _known(body: type[BaseModel]) -> frozenset[str]:
 
 
 def validate(body: type[B], fields: Mapping[str, object], where: str = "") -> B:
-    """Check types and lengths. Raises ApiError naming the field, with `where` before its name.
+    """Check types and lengths. Raises ApiError naming the field; `where` precedes the name.
 
-    Unknown fields of parts that were not checked are ignored here, and removed from `fields`.
+    Unknown fields of parts that `reject_unsupported` has not checked are ignored and removed from `fields`.
     """
     for _ in range(_MAX_PASSES):
         try:
@@ -370,12 +370,12 @@ def _drop(loc: tuple[int | str, ...], fields: Any, where: str) -> None:
     node = fields
     for part in path:
         is_there = part in node if isinstance(node, dict) else isinstance(part, int)
-        node = node[part] if is_there else node  # else it is the name of a union's member
+        node = node[part] if is_there else node  # the part is the name of a union's member
     _leave_out(str(name), node.pop(name), {}, shown)
 
 
 def field_notes(refused: Refused, ignored_fields: Mapping[str, str] = IGNORED) -> str:
-    """Return the API description's text on ignored and refused fields."""
+    """Return the text about ignored and refused fields for the API description."""
     ignored = "; ".join(f"`{name}` ({reason})" for name, reason in ignored_fields.items())
     names = ", ".join(f"`{name}`" for name in (*refused, *UNSUPPORTED))
     return (
@@ -385,7 +385,7 @@ def field_notes(refused: Refused, ignored_fields: Mapping[str, str] = IGNORED) -
 
 
 def inline_schema(body: type[BaseModel]) -> dict[str, object]:
-    """Return the body's JSON schema for the API description: definitions inlined, other fields allowed."""
+    """Return the body's JSON schema for the API description: without references, and with other fields allowed."""
     schema = body.model_json_schema()
     definitions = schema.pop("$defs", {})
 

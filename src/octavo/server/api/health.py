@@ -25,20 +25,20 @@ PROBE_TIMEOUT_S = 2.0
 
 
 async def live(request: Request) -> Response:
-    """Answer 200: this process runs, whatever the state of the engine."""
+    """Answer 200 while this process runs, whatever the engine's state is."""
     return _json({"status": "alive"})
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 if new requests are accepted, else 503 with the reason."""
+    """Answer 200 if new requests are accepted, or else 503 with the reason."""
     await _check_ready(context_of(request))
     return _json({"status": "ready"})
 
 
 async def health(request: Request) -> Response:
-    """Return the status and, if the key may read metrics, the model, the open requests and the journal.
+    """Return the status; if the key may read metrics, also the model, the open requests and the journal's state.
 
-    If keys are set, a request without one, or with one of several keys without `metrics = true`, gets the bare status.
+    With keys, a request without a key gets the bare status. With several keys, so does one without `metrics = true`.
     `open_requests` counts requests that are queued or generate, not this one.
     """
     context = context_of(request)
@@ -63,7 +63,7 @@ async def health(request: Request) -> Response:
 
 
 async def _check_ready(context: Context) -> None:
-    """Raise ApiError if new work is refused or the engine makes no progress. A recovering engine is still ready."""
+    """Raise ApiError if new work is refused or the engine makes no progress. A recovering engine counts as ready."""
     context.lifecycle.check_ready()
     ask = context.lifecycle.engine_trouble
     if ask is not None:
@@ -88,9 +88,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def metrics(request: Request) -> Response:
-    """Return the front end's series and, while the engine answers, its gauges.
+    """Return this server's metrics and, while the engine answers, the engine's, as Prometheus text.
 
-    If there are several keys, only those with `metrics = true` in the key file may read them.
+    With several keys, only keys with `metrics = true` in the key file may read metrics.
     """
     context = context_of(request)
     holder: KeyInfo = request.scope[KEY]
@@ -120,7 +120,7 @@ async def metrics(request: Request) -> Response:
 
 
 def _dropped_lines(statistics: Mapping[str, object] | None) -> dict[str, int]:
-    """Return how many log lines were dropped, by process."""
+    """Return the number of dropped log lines, by process."""
     dropped = {"api": num_dropped_lines()}
     match statistics:
         case {"log": {"dropped": int(number)}}:

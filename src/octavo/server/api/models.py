@@ -1,6 +1,7 @@
-"""GET /v1/models and /v1/models/{id}, in Anthropic's form for its clients; and the model's description for Ollama's.
+"""GET /v1/models and /v1/models/{id}, for clients of OpenAI and Anthropic; the model's descriptions for Ollama's API.
 
-Owns: the described facts: sizes, family, capabilities. Does not: read weights (the engine reports their bytes).
+Owns: the described facts, such as sizes, family and capabilities. Does not: read weights (the engine reports their
+bytes).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from octavo.artifacts.model_spec import ModelSpec
     from octavo.text.dialect import Dialect
 
-_NEVER = "9999-12-31T00:00:00Z"  # when the model is unloaded
+_NEVER = "9999-12-31T00:00:00Z"  # the time when the model is unloaded
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Return the number of weights of the decoder: embeddings, attention, feed-forward, norms."""
+    """Return the number of the decoder's weights: embeddings, attention, feed-forward, norms."""
     hidden, head = spec.hidden_size, spec.head_dim
     attention = 2 * hidden * spec.num_heads * head + 2 * hidden * spec.num_kv_heads * head
     layer = attention + 3 * hidden * spec.intermediate_size + 2 * hidden
@@ -34,12 +35,12 @@ def num_parameters(spec: ModelSpec) -> int:
 
 
 def moment(seconds: float) -> str:
-    """Return a time in Unix seconds in the format of RFC 3339."""
+    """Return a time in Unix seconds as RFC 3339 text."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def anthropic_card(context: Context, name: str) -> Json:
-    """Return the model in the format of Anthropic's list."""
+    """Return the model as an entry of Anthropic's list."""
     return {
         "type": "model",
         "id": name,
@@ -52,7 +53,7 @@ def anthropic_card(context: Context, name: str) -> Json:
 
 
 def ollama_card(context: Context, name: str) -> Json:
-    """Return the model in the format of Ollama's list. `digest` is of the first name: the files are not hashed."""
+    """Return the model as an entry of Ollama's list. `digest` is a hash of the model's first name, not of its files."""
     return {
         "name": name,
         "model": name,
@@ -64,7 +65,7 @@ def ollama_card(context: Context, name: str) -> Json:
 
 
 def ollama_running(context: Context, name: str) -> Json:
-    """Return the model in the format of Ollama's list of loaded models."""
+    """Return the model as an entry of Ollama's list of loaded models."""
     card = ollama_card(context, name)
     del card["modified_at"]
     is_on_cpu = context.sessions.capacity is None or context.sessions.capacity.device == "cpu"
@@ -73,7 +74,7 @@ def ollama_running(context: Context, name: str) -> Json:
 
 
 def ollama_show(context: Context, name: str) -> Json:
-    """Return the model's details in the format of Ollama's /api/show."""
+    """Return the model's details as Ollama's /api/show does."""
     spec, family = context.text.spec, context.text.spec.family
     template = context.text.chat_template
     source = "" if template is None else template.source
@@ -123,7 +124,7 @@ def _weight_bytes(context: Context) -> int:
     return 0 if context.sessions.capacity is None else context.sessions.capacity.weight_bytes
 
 
-ANTHROPIC_VERSION = "anthropic-version"  # the header by which Anthropic's clients are recognized
+ANTHROPIC_VERSION = "anthropic-version"  # Anthropic's clients send this header
 
 
 def _card(context: Context, name: str) -> dict[str, object]:
@@ -139,7 +140,7 @@ def _card(context: Context, name: str) -> dict[str, object]:
 
 
 async def list_models(request: Request) -> Response:
-    """List the model that is served, under each of its names."""
+    """List the served model under each of its names."""
     context = context_of(request)
     names = context.models
     if ANTHROPIC_VERSION in request.headers:
@@ -151,7 +152,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
-    """Describe the served model; another name is 404."""
+    """Describe the served model. Any other name gets a 404."""
     context = context_of(request)
     name = context.check_model(request.path_params["model_id"])
     card = anthropic_card(context, name) if ANTHROPIC_VERSION in request.headers else _card(context, name)

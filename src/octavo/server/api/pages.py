@@ -1,9 +1,9 @@
 """The pages for browsers: /login and /logout, /dashboard with its feed, /docs, /openapi.json, and files under /static.
 
-Owns: their headers, the 304 for a file that a browser has already, and the form of /docs (its text is in the OpenAPI
-document). Does not: hold the files (dashboard.page does) or sessions (auth does).
-A user gives a key once, and a cookie identifies the session then. /docs fetches nothing and runs no script, so that it
-works on a machine without a network.
+Owns: the pages' headers, the 304 for a file that a browser has, and the layout of /docs, whose text is the OpenAPI
+document's. Does not: hold the files (dashboard.page does) or sessions (auth does).
+A user enters a key once; after that, a cookie identifies the session. /docs loads nothing and runs no script, so that
+it works on a machine without a network.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from octavo.server.http.errors import ApiError
 from octavo.server.reply import FeedResponse
 
 MAX_LOGIN_BYTES = 4096
-MARKER = "octavo-signed-in"  # shows pages that there is a session to end; it gives no access
-NEXT_PAGES = ("", "dashboard", "docs")  # the pages that a login may lead to
+MARKER = "octavo-signed-in"  # a cookie that shows scripts of the pages that a session exists; it gives no access
+NEXT_PAGES = ("", "dashboard", "docs")  # the pages that a login may open
 _NO_KEY = "this is no valid key"
 _STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #16202c; --link: #2457c5; --verb: #9c4413 }
@@ -65,7 +65,7 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 def file_response(request: Request, name: str) -> Response:
-    """Return a file of the pages, or a 304 if the browser has it. Raises ApiError (404) for any other name."""
+    """Return a file of the pages, or a 304 if the browser has it. Raises ApiError (404) for an unknown name."""
     found = asset(name)
     if found is None:
         raise ApiError(404, f"no file {name[:128]!r} here", code="not_found")
@@ -91,19 +91,19 @@ async def feed(request: Request) -> Response:
 
 
 async def static(request: Request) -> Response:
-    """Return a file of a page."""
+    """Return a file that a page uses."""
     return file_response(request, request.path_params["name"])
 
 
 async def form(request: Request) -> Response:
-    """Show the login form; redirect to the first page if no keys are set."""
+    """Show the login form. Without keys, redirect to the first page."""
     if not context_of(request).keys.keys:
         return _away("./")
     return login_form(200, "", _next(request.query_params.get("next", "")))
 
 
 async def log_in(request: Request) -> Response:
-    """Start a session for a key; redirect a browser to its page, answer a program 204."""
+    """Start a session for a key. Browsers are redirected to a page; programs get a 204."""
     context, is_page = context_of(request), _is_page(request)
     _check_own(request)
     fields = await _fields(request, context)
@@ -125,7 +125,7 @@ async def log_in(request: Request) -> Response:
 
 
 async def log_out(request: Request) -> Response:
-    """End the session of the request's cookie."""
+    """End the session that the request's cookie names."""
     context, is_page = context_of(request), _is_page(request)
     session_id = request.scope.get(SESSION)
     if session_id is not None:
@@ -139,13 +139,13 @@ async def log_out(request: Request) -> Response:
 
 
 def _check_own(request: Request) -> None:
-    """Refuse a form that another site's page sent: it would log its user in with another key."""
+    """Refuse a form from another site's page, which would log its user in with another key."""
     if not is_own_page(request.headers, request.method) and _has_origin(request.headers):
         raise ApiError(403, "this form was sent by a page of another site", code="cross_site")
 
 
 def _has_origin(headers: Headers) -> bool:
-    """Return True if a browser sent the request: programs send neither header."""
+    """Return True if a browser sent the request: programs send neither Origin nor Sec-Fetch-Site."""
     return "origin" in headers or "sec-fetch-site" in headers
 
 
@@ -173,12 +173,12 @@ def _is_page(request: Request) -> bool:
 
 
 def _is_secure(request: Request) -> bool:
-    """Return True if the browser uses TLS, to this server or to a proxy that says so."""
+    """Return True if the browser uses TLS, to this server or to a proxy that sends X-Forwarded-Proto."""
     return request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower() == "https"
 
 
 def _next(path: str) -> str:
-    """Return one of our pages, never an address of a client's choice."""
+    """Return a page of NEXT_PAGES, never an address that a client chose."""
     return path if path in NEXT_PAGES else ""
 
 
@@ -187,19 +187,19 @@ def _away(page: str) -> Response:
 
 
 async def docs(request: Request) -> HTMLResponse:
-    """Show the endpoints and their fields."""
+    """Show all endpoints and their fields."""
     return HTMLResponse(render(request.app.state.endpoints.openapi), headers=_HEADERS)
 
 
 async def openapi(request: Request) -> JSONResponse:
-    """Return the OpenAPI document, with the root path as its server."""
+    """Return the OpenAPI document. Its server is the root path, if one is set."""
     root_path = request.app.state.root_path
     servers = {"servers": [{"url": root_path}]} if root_path else {}
     return JSONResponse({**request.app.state.endpoints.openapi, **servers})
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """Make the page from an OpenAPI document."""
+    """Return the HTML page of an OpenAPI document."""
     title = escape(document["info"]["title"])
     operations = [
         (path, verb, operation) for path, verbs in document["paths"].items() for verb, operation in verbs.items()
@@ -235,7 +235,7 @@ def _name(path: str, verb: str) -> str:
 
 
 def _anchor(path: str, verb: str) -> str:
-    """Return the id of an operation's heading, like the operation ids."""
+    """Return the id of an operation's heading, built like operation ids."""
     return re.sub(r"[^\w-]", "_", f"{verb}{path}")
 
 

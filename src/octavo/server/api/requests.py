@@ -1,8 +1,8 @@
 """GET explain and POST cancel under /v1/requests/{id}; explanations for the operator's admin socket.
 
-Owns: asking the engine about each prompt, and hiding other tenants' requests. Does not: find reasons (the engine's
-observe.explainer does).
-Invariant: another tenant's request is never named to a client; where it is a reason, the answer has null.
+Owns: requesting the engine's explanation of each prompt, and hiding other tenants' requests. Does not: find reasons
+(observe.explainer does, in the engine).
+Invariant: an answer to a client never names another tenant's request. Where that request is the reason, it has null.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import KeyInfo
 
-MAX_EXPLANATIONS = 64  # prompts of one id that are explained; for each the engine reads its queue
+MAX_EXPLANATIONS = 64  # per request; the engine reads its queue for each explained prompt
 UNKNOWN = "unknown"
 _HIDDEN = ("id", "tenant", "public_text", "name")
 _NEW_S = "new_request_s"
 
 
 async def explain_own(context: Context, name: str, tenant: str) -> dict[str, object] | None:
-    """Explain a tenant's request, open or recently ended, without other tenants' names; None if it is unknown."""
+    """Explain a tenant's open or recently ended request, without other tenants' names; return None if unknown."""
     ids = context.request_index.find(name, tenant) or context.request_index.find_ended(name, tenant)
     answers = await _ask(context, ids)
     queue = queue_of(context, answers)
@@ -44,7 +44,7 @@ async def explain_own(context: Context, name: str, tenant: str) -> dict[str, obj
 
 
 async def explain_any(context: Context, name: str) -> dict[str, object]:
-    """Explain a request of any tenant to the operator, by its client's name or its engine id."""
+    """Explain a request of any tenant to the operator. `name` is the client's name or the engine id."""
     ids = context.request_index.find(name) or context.request_index.find_ended(name) or [name]
     answers = await _ask(context, ids)
     queue = queue_of(context, answers)
@@ -60,10 +60,10 @@ async def explain_open(context: Context) -> dict[str, object]:
 
 
 def queue_of(context: Context, answers: list[dict[str, Any]]) -> dict[str, object]:
-    """Return the queue as admission counts it: the numbers in an answer 429.
+    """Return the queue as admission counts it, with the numbers that a 429 shows.
 
-    Remove the wait of a new request from the engine's answers and pass it to admission, which then reports the same
-    wait to the next request.
+    Remove the wait of a new request from the engine's answers and pass it to admission, so that admission reports the
+    same wait to the next request.
     """
     waits = [answer.pop(_NEW_S) for answer in answers if _NEW_S in answer]
     if waits:
@@ -84,7 +84,7 @@ async def _ask(context: Context, ids: list[str]) -> list[dict[str, Any]]:
 
 
 def _for_client(answer: dict[str, Any], own: Mapping[str, str]) -> dict[str, object]:
-    """Return an engine's answer with the client's names for its own requests, and none for others'."""
+    """Return an engine's answer with the client's names for the tenant's own requests, and without other names."""
     shown = {key: value for key, value in answer.items() if key not in _HIDDEN}
     shown["text"] = answer.get("public_text", "")
     if "behind" in shown:
@@ -94,7 +94,7 @@ def _for_client(answer: dict[str, Any], own: Mapping[str, str]) -> dict[str, obj
         shown["ahead"] = [
             {"id": own[other["name"]], "why": other["why"]} for other in shown["ahead"] if other["name"] in own
         ]
-    if "events" in shown:  # with the client's own requests by name only
+    if "events" in shown:  # only the client's own requests have a name
         shown["events"] = [
             {**event, "by": own.get(event["by"])} if "by" in event else event for event in shown["events"]
         ]
@@ -102,7 +102,7 @@ def _for_client(answer: dict[str, Any], own: Mapping[str, str]) -> dict[str, obj
 
 
 async def explain(request: Request) -> Response:
-    """Explain the state of a request, or how it ended, for each of its prompts. Only its own tenant finds it."""
+    """Explain the state of a request, or how it ended, for each of its prompts. Only its own tenant can find it."""
     context, name, key = _request_parts(request)
     shown = await explain_own(context, name, key.tenant)
     if shown is None:
@@ -113,7 +113,7 @@ async def explain(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Cancel an open request; a client that waits for it gets an error. Only its own tenant finds it."""
+    """Cancel an open request. A client that waits for its answer gets an error. Only its own tenant can find it."""
     context, name, key = _request_parts(request)
     ids = context.request_index.find(name, key.tenant)
     if not ids:

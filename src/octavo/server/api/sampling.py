@@ -1,9 +1,9 @@
-"""The fields of all endpoints that compute, and the sampling fields of those that generate text.
+"""The fields of all endpoints that compute, and the sampling fields of the endpoints that generate text.
 
-Owns: the table of sampling fields with their names in each API, the other fields' types and bounds on length, and
-making SamplingParams of a body.
+Owns: the table of sampling fields with their names in each API; the types and length bounds of the other fields; making
+SamplingParams from a body.
 Does not: repeat the ranges of SamplingParams, or check ids against the vocabulary (Sessions does).
-Invariant: a number that SamplingParams declares reaches every API by its row in SAMPLING_FIELDS alone.
+Invariant: a number of SamplingParams becomes a field of an API by its row in SAMPLING_FIELDS only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_TIMEOUT_S = 86_400.0
 
 
 class ServedFields(Body):
-    """The fields of everything that the engine computes."""
+    """The fields of every request that the engine computes."""
 
     model: str | None = Field(None, description="the served model's name; may be left out")
     priority: int | None = Field(
@@ -66,7 +66,7 @@ MAX_BREAKERS = 64
 MAX_WORD_CHARACTERS = 256
 MAX_ALLOWED_IDS = 65_536
 N_PREDICT = "llama.cpp's name for max_tokens; below 0 for as many as fit"
-MAX_PROMPT_SCORES = 1_048_576  # log-probabilities of prompts in one answer, 50 MB of JSON
+MAX_PROMPT_SCORES = 1_048_576  # log-probabilities of prompt tokens in one answer: 50 MB of JSON
 
 
 def _listed(value: object) -> object:
@@ -93,7 +93,7 @@ EarlyStopping = Annotated[
 
 
 class StreamOptions(Body):
-    """What a stream holds besides the text."""
+    """Options for what a stream contains in addition to the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="with include_usage: the usage so far in every chunk")
@@ -101,10 +101,10 @@ class StreamOptions(Body):
 
 @dataclass(frozen=True, slots=True)
 class SamplingField:
-    """A number of SamplingParams that a request may give: its name there and in OpenAI's APIs.
+    """A number of SamplingParams that a request may set. `name` is its name there and in OpenAI's APIs.
 
-    Its type, range and default are those of SamplingParams. `ollama` is its name among Ollama's options, None if it is
-    not one of them; `in_messages`: /v1/messages has it, under the same name.
+    Its type, range and default are those of SamplingParams. `ollama` is its name in Ollama's options, or None if Ollama
+    has no such option. `in_messages`: /v1/messages has it under the same name.
     """
 
     name: str
@@ -135,7 +135,7 @@ F = TypeVar("F", bound=Body)
 def with_numbers(
     names: Mapping[str, str], describe: Callable[[str], str | None] = lambda name: None
 ) -> Callable[[type[F]], type[F]]:
-    """Return a decorator that adds numbers of SamplingParams to a body; `names` has the body's name for each."""
+    """Return a decorator that adds numbers of SamplingParams to a body. `names` maps each to the body's field name."""
 
     def add(body: type[F]) -> type[F]:
         fields: dict[str, Any] = {
@@ -152,14 +152,14 @@ def with_numbers(
     {each.name: each.description for each in SAMPLING_FIELDS}.get,
 )
 class SamplingNumbers(ServedFields, StructureFields):
-    """The fields of SAMPLING_FIELDS, and the bounds on length."""
+    """The fields of SAMPLING_FIELDS, and the bounds on the answer's length."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
 
 
 class SamplingBody(SamplingNumbers):
-    """The fields that chat and text completions share. A field left out takes the model's own default."""
+    """The fields that chat and text completions share. A field that is absent takes the model's own default."""
 
     dry_sequence_breakers: list[Word] | None = Field(
         None, max_length=MAX_BREAKERS, description="DRY: texts that no repetition reaches across"
@@ -193,26 +193,26 @@ class SamplingBody(SamplingNumbers):
     stream_options: StreamOptions | None = None
 
     def own_params(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the parameters of SamplingParams that bodies of this kind give, and the client's names of them.
+        """Return this API's values for max_tokens, logprobs and prompt_logprobs, and the client's field name for each.
 
-        They are max_tokens, logprobs and prompt_logprobs. Raises ApiError.
+        Raises ApiError.
         """
         raise NotImplementedError
 
     @property
     def num_candidates(self) -> int | None:
-        """Choices to make, of which the n best are returned; None for n."""
+        """The number of choices to generate, of which the best n are returned; None means n."""
         return None
 
 
 def check_stream_options(fields: dict[str, object]) -> None:
-    """Refuse stream_options without stream. Raises ApiError."""
+    """Refuse stream_options if stream is not true. Raises ApiError."""
     if fields.get("stream_options") and not fields.get("stream"):
         raise bad_field("stream_options", "stream_options needs stream to be true; leave it out")
 
 
 def read_stream_options(fields: dict[str, object]) -> dict[str, object]:
-    """Return the fields, with those of stream_options checked. Raises ApiError."""
+    """Return the fields with those of stream_options checked. Raises ApiError."""
     check_stream_options(fields)
     options = fields.get("stream_options")
     if not isinstance(options, dict):
@@ -221,13 +221,13 @@ def read_stream_options(fields: dict[str, object]) -> dict[str, object]:
 
 
 B = TypeVar("B", bound=SamplingBody)
-HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # up to these the event loop reads a body, in a millisecond
+HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # a body up to these sizes is read in the event loop, within 1 ms
 _SAME_NAME = (*(each.name for each in SAMPLING_FIELDS), "min_tokens", "seed", "truncate_prompt_tokens")
 _BEAM_FIELDS: Mapping[str, object] = {"length_penalty": 1.0, "early_stopping": False}  # field -> its neutral value
 
 
 def spellings(body: SamplingBody) -> dict[str, str]:
-    """Return the client's spelling of fields that SamplingParams names otherwise."""
+    """Return a map from fields of SamplingParams to the client's fields, for names that differ."""
     structures = given_structures(body)
     return {
         "beam_width": "n" if body.num_candidates is None else "best_of",
@@ -238,16 +238,16 @@ def spellings(body: SamplingBody) -> dict[str, str]:
 
 
 def check_scores(num_tokens: int, num_top: int | None) -> None:
-    """Refuse more log-probabilities of prompts than an answer may hold; None: none are requested. Raises ApiError."""
+    """Refuse more prompt log-probabilities than an answer may hold; None requests none. Raises ApiError."""
     if num_top is not None and num_tokens * (1 + num_top) > MAX_PROMPT_SCORES:
         message = f"prompt_logprobs are {num_top} beside each of {num_tokens} prompt tokens; an answer holds "
         raise bad_field("prompt_logprobs", f"{message}{MAX_PROMPT_SCORES} of them, so give fewer or shorter prompts")
 
 
 class ParamsReader:
-    """A maker of sampling parameters for one model. `max_choices` bounds n and best_of.
+    """Makes SamplingParams for one model. `max_choices` bounds n and best_of.
 
-    `shown_ids` are the special tokens that a chat does not skip, without tools and with them.
+    `shown_ids` are the special tokens that chat answers do not skip: first without tools, second with tools.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class ParamsReader:
     async def read(self, body: SamplingBody) -> SamplingParams:
         """Return a body's sampling parameters. Raises ApiError naming the field.
 
-        A body with many words to tokenize, or long lists, is read on another thread.
+        A body with many words to tokenize or with long lists is read on another thread.
         """
         num_characters = sum(map(len, body.bad_words)) + sum(map(len, body.dry_sequence_breakers or ()))
         is_short = num_characters <= HERE_CHARACTERS and len(body.bad_words) <= HERE_WORDS
@@ -273,7 +273,7 @@ class ParamsReader:
         return self._params(body) if is_short else await off_loop(lambda: self._params(body))
 
     def _choices(self, body: SamplingBody) -> dict[str, Any]:
-        """Return the parameters of n, best_of and beam search. Raises ApiError."""
+        """Return the parameters for n, best_of and beam search. Raises ApiError."""
         best_of = body.num_candidates
         for name, count in (("n", body.n), ("best_of", best_of)):
             if count is not None and count > self._max_choices:
@@ -326,24 +326,24 @@ class ParamsReader:
 
 
 def shown_ids(dialect: Dialect, has_tools: bool, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens that are not skipped: those that separate the parts of an answer."""
+    """Return the special tokens that are not skipped, because they separate the parts of an answer."""
     ids = [tokenizer.backend.token_to_id(marker) for marker in dialect.markers(has_tools)]
     return tuple(sorted({token_id for token_id in ids if token_id in tokenizer.special_ids}))
 
 
-DRY_BREAKERS = ("\n", ":", '"', "*")  # the default with DRY, as its author proposed
+DRY_BREAKERS = ("\n", ":", '"', "*")  # the default when DRY is on, as DRY's author proposed
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer that is used here."""
+    """The part of a tokenizer that this module uses."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text."""
+        """Return the token ids of a text."""
         ...
 
 
 def bad_word_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ids of each word at the start of a text and after a space. Raises ApiError."""
+    """Return each word's token ids at the start of a text and after a space. Raises ApiError."""
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         spellings = [tuple(tokenizer.encode(text, False)) for text in (word, " " + word.lstrip())]
@@ -354,6 +354,6 @@ def bad_word_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tuple[in
 
 
 def breaker_ids(tokenizer: TextEncoder, texts: Iterable[str]) -> tuple[int, ...]:
-    """Return the last id of each text: a repetition is counted from after it."""
+    """Return the last token id of each text. Repetitions are counted from after these tokens."""
     encoded = (tokenizer.encode(text, False) for text in texts)
     return tuple(dict.fromkeys(ids[-1] for ids in encoded if ids))

@@ -1,10 +1,10 @@
-"""Structured output: the fields that constrain an answer's form, and the grammars that they are compiled to.
+"""Structured output: the fields that constrain an answer's form, and the grammars that these fields are compiled to.
 
-Owns: response_format, structured_outputs and vLLM's guided_* fields, their bounds, the choice among them, the cache of
-compiled grammars, one compilation for equal concurrent requests.
-Does not: compile (the sandbox process does, within its time and memory).
-Invariants: an accepted schema is a text of at most MAX_SCHEMA_BYTES characters; the cache holds at most MAX_CACHED
-grammars and MAX_CACHED_CHARACTERS characters, sources included.
+Owns: response_format, structured_outputs and vLLM's guided_* fields, with their bounds and the choice among them; the
+cache of compiled grammars; sharing one compilation among equal concurrent requests.
+Does not: compile (the sandbox process does, within its bounds on time and memory).
+Invariants: an accepted schema is a text of at most MAX_SCHEMA_BYTES characters. The cache holds at most MAX_CACHED
+grammars and, including their sources, MAX_CACHED_CHARACTERS characters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REFUSED_OUTPUTS: Refused = {"disable_additional_properties": (False,)}
 
 
 def schema_text(value: object) -> str:
-    """Return a schema as JSON text; a text is assumed to be JSON. Raises ValueError naming the fault."""
+    """Return a schema as JSON text. A text is assumed to be JSON. Raises ValueError naming the fault."""
     if isinstance(value, str):
         text = value
     elif isinstance(value, dict | bool):
@@ -52,7 +52,7 @@ def schema_text(value: object) -> str:
 
 
 def _check_size(value: object) -> None:
-    """Refuse, after a bounded number of steps, a value whose text would be too long."""
+    """Refuse a value whose JSON text would be too long, after a bounded number of steps. Raises ValueError."""
     pending, left = [value], MAX_SCHEMA_BYTES
     while pending:
         node = pending.pop()
@@ -80,7 +80,7 @@ Whitespace = Annotated[str, Field(max_length=MAX_WHITESPACE_CHARACTERS)]
 
 
 class NamedSchema(Body):
-    """OpenAI's wrapper of a schema. Every schema is enforced, `strict` or not."""
+    """OpenAI's wrapper of a schema. Every schema is enforced, whatever `strict` is."""
 
     name: str = Field("", max_length=MAX_FORMAT_NAME_CHARACTERS, description="for the caller's own records")
     description: str = Field(
@@ -125,7 +125,7 @@ def _read_outputs(value: object) -> object:
 
 
 class StructureFields(Body):
-    """The fields that constrain an answer. At most one of them may be given."""
+    """The fields that constrain an answer. A request may have at most one of them."""
 
     response_format: Annotated[ResponseFormat, BeforeValidator(_read_format)] | None = None
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_read_outputs)] | None = None
@@ -140,7 +140,7 @@ STRUCTURE_FIELDS = frozenset(StructureFields.model_fields)
 
 
 def given_structures(body: StructureFields) -> list[tuple[str, str, Any]]:
-    """Return the structures that a body gives: for each the field, the kind of grammar, and its source."""
+    """Return the constraints in a body, each as (field, kind of grammar, source)."""
     found: list[tuple[str, str, Any]] = []
     answer = body.response_format
     if answer is not None and answer.type == "json_schema":
@@ -173,9 +173,9 @@ _Key = tuple[str, str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The constraint of an answer: a kind of grammar and its source. `param` is the field that gave it.
+    """The constraint of an answer: a kind of grammar and its source. `param` is the client's field.
 
-    `whitespace`: an expression for the whitespace between the parts of JSON; None is a space after , and :.
+    `whitespace` is a regular expression for the whitespace between parts of JSON; None is a space after , and :.
     """
 
     kind: str
@@ -186,7 +186,7 @@ class Structure:
 
 
 def structure_of(body: StructureFields) -> Structure | None:
-    """Return the constraint in a body; None if it has none. Raises ApiError naming the field."""
+    """Return the constraint in a body; None without one. Raises ApiError naming the field."""
     given = given_structures(body)
     if len(given) > 1:
         (first, *_), (second, *_) = given[:2]
@@ -221,7 +221,7 @@ def _whitespace(body: StructureFields) -> tuple[str, str | None]:
 
 
 class GrammarReader:
-    """A cache that compiles grammars, in one event loop."""
+    """A cache that compiles grammars, used in one event loop."""
 
     def __init__(self, sandbox: Sandbox, text: TextModel) -> None:
         self._sandbox = sandbox
@@ -233,7 +233,7 @@ class GrammarReader:
         self._running: dict[_Key, asyncio.Task[str]] = {}
 
     async def read(self, kind: str, source: str, whitespace: str | None = None) -> str:
-        """Return the compiled source of one of octavo.grammar.compile.KINDS. Raises RequestError, EngineError."""
+        """Return a source compiled as one of octavo.grammar.compile.KINDS. Raises RequestError, EngineError."""
         key = (kind, source, whitespace)
         if key in self._compiled:
             self._compiled.move_to_end(key)
@@ -245,7 +245,7 @@ class GrammarReader:
         return await asyncio.shield(task)
 
     async def read_structure(self, structure: Structure) -> str:
-        """Return the compiled structure of a body. Raises ApiError naming its field."""
+        """Return the compiled constraint of a body. Raises ApiError naming the body's field."""
         try:
             return await self.read(structure.kind, structure.source, structure.whitespace)
         except OctavoError as error:
@@ -268,7 +268,7 @@ class GrammarReader:
 
 
 def refusal(error: OctavoError, structure: Structure) -> ApiError:
-    """Return the refusal of a grammar that did not compile, with the name of the client's field."""
+    """Return the refusal for a grammar that did not compile, with the client's field name."""
     if not isinstance(error, InvalidRequestError):
         return from_exception(error)
     param = structure.whitespace_param if error.param == "whitespace_pattern" else structure.param

@@ -25,7 +25,7 @@ _OWN = ("model", "return_token_strs", "add_special_tokens")
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: give `prompt`, or `messages` with a chat completion's other fields."""
+    """POST /tokenize: `prompt`, or `messages` with the other fields of a chat completion."""
 
     model: str | None = Field(None, description="the served model's name; may be left out")
     prompt: str | None = Field(None, max_length=MAX_TOKENIZED_CHARACTERS)
@@ -44,7 +44,7 @@ class DetokenizeBody(Body):
 
 
 def read_tokenize(fields: dict[str, object]) -> tuple[TokenizeBody, ChatBody | None]:
-    """Check a body, and the conversation in it, if there is one. Raises ApiError naming the field."""
+    """Check a body and, if it has messages, its conversation. Raises ApiError naming the field."""
     has_text, has_chat = (fields.get(name) is not None for name in ("prompt", "messages"))
     if has_text and has_chat:
         raise bad_field("prompt", "prompt and messages are both given; give one of them")
@@ -68,7 +68,7 @@ _OFF_LOOP_IDS = 1024
 
 
 async def tokenize(request: Request) -> Response:
-    """Return the ids of a text, or of a conversation as the template renders it."""
+    """Return the token ids of a text, or of a conversation as the chat template renders it."""
     context = context_of(request)
     body, chat = await read_json(request, context.limits, read_tokenize)
     context.check_model(body.model)
@@ -88,7 +88,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """Return the text of ids, special tokens included."""
+    """Return the text of token ids, including special tokens."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_detokenize)
     context.check_model(body.model)

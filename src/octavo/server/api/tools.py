@@ -1,6 +1,6 @@
-"""The fields of tools: the functions, the choice among them, and calls in a conversation.
+"""The fields about tools: the functions, the choice among functions, and the calls in a conversation.
 
-Owns: their shapes, names and bounds. Does not: show tools to a model or read its calls.
+Owns: the types, names and bounds of these fields. Does not: show tools to a model or read the model's calls.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from octavo.server.http.errors import bad_field
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
-MAX_TOOL_DESCRIPTION_CHARACTERS = 65_536  # those of coding agents come near 16,384
+MAX_TOOL_DESCRIPTION_CHARACTERS = 65_536  # descriptions of coding agents have up to about 16,384
 MAX_CALL_ID_CHARACTERS = 256
-NAME_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"  # OpenAI takes 64, Anthropic 128
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"  # OpenAI allows 64 characters, Anthropic 128
 NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 IGNORED_IN_TOOLS = {"cache_control": "prefixes are found by their content"}
@@ -55,7 +55,7 @@ class Tool(Body):
     function: FunctionDefinition
 
     def shown(self) -> dict[str, Any]:
-        """Return it in the form that templates expect."""
+        """Return the tool in the form that chat templates expect."""
         definition = self.function
         function = {
             "name": definition.name,
@@ -66,12 +66,12 @@ class Tool(Body):
 
     @property
     def num_characters(self) -> int:
-        """Characters of its name, description and parameters."""
+        """The number of characters in the name, description and parameters."""
         return len(self.function.name) + len(self.function.description) + len(self.function.parameters)
 
 
 class FunctionCall(Body):
-    """The function that was called, and its arguments."""
+    """The function that was called, and the arguments of the call."""
 
     name: str = Field(min_length=1, max_length=128)
     arguments: str = Field("", description="a JSON object, as text")
@@ -86,20 +86,20 @@ class ToolCall(Body):
 
 
 class ToolChoice(Body):
-    """`tool_choice` in one form: whether calls are made, and which functions may be called (None: all of them)."""
+    """`tool_choice` in one form: whether calls are made, and the names of the allowed functions (None: all)."""
 
     mode: Literal["none", "auto", "required", "named"]
     names: list[str] | None = None
 
 
 class ReasoningOptions(Body):
-    """`reasoning`, as the Responses API has it."""
+    """`reasoning` as in the Responses API."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 class ThinkingOptions(Body):
-    """`thinking`, as DeepSeek's API has it."""
+    """`thinking` as in DeepSeek's API."""
 
     type: Literal["enabled", "disabled"]
 
@@ -128,7 +128,7 @@ _CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "ob
 
 
 class ToolFields(Body):
-    """The fields of a conversation that are about tools."""
+    """The fields of a conversation about tools."""
 
     tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)] = Field(
@@ -142,7 +142,7 @@ class ToolFields(Body):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """The tools that may be called."""
+        """The tools that the model may call."""
         choice = self.tool_choice
         if choice is None or (choice.mode == "auto" and choice.names is None):
             return self.tools
@@ -158,7 +158,7 @@ class ToolFields(Body):
 
 
 def read_tools(fields: dict[str, object]) -> dict[str, object]:
-    """Return the fields, with those of each tool checked. Raises ApiError."""
+    """Return the fields with each tool's fields checked. Raises ApiError."""
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return fields
@@ -167,16 +167,16 @@ def read_tools(fields: dict[str, object]) -> dict[str, object]:
 
 
 def drop_hosted_tools(tools: list[Any], usable: str, choice: object) -> list[tuple[int, Any]]:
-    """Return the tools with their indices, without hosted tools (those of another type than `usable`).
+    """Return the usable tools with their indices, without hosted tools (all whose type is not `usable`).
 
-    Hosted tools are ignored and reported if the model need not call them. Raises ApiError if one must be called.
+    Hosted tools are ignored and reported, unless `choice` requires a call. Raises ApiError if it does.
     """
     kept: list[tuple[int, Any]] = []
     for index, tool in enumerate(tools[: MAX_TOOLS + 1]):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if not isinstance(kind, str) or kind == usable:
             kept.append((index, tool))
-        elif choice != "required":  # an object names what it requires, and is refused unless that is a function
+        elif choice != "required":  # later checks refuse an object that names no function
             ignore(f"tools[{index}].type.{kind[:64]}", is_known=True)
         else:
             where = f"tools[{index}].type"
@@ -195,7 +195,7 @@ def _read_tool(tool: object, where: str) -> object:
 
 
 def read_tool_calls(calls: object, where: str) -> object:
-    """Return the checked tool_calls of a message. Raises ApiError."""
+    """Return the tool_calls of a message, with their fields checked. Raises ApiError."""
     if not isinstance(calls, list):
         return calls
     return [_read_call(call, f"{where}[{i}].") for i, call in enumerate(calls[: MAX_CALLS + 1])]
@@ -212,7 +212,7 @@ def _read_call(call: object, where: str) -> object:
 
 
 def check_tools(body: ToolFields) -> None:
-    """Check the fields of tools against each other. Raises ApiError."""
+    """Check the fields about tools against each other. Raises ApiError."""
     names = [tool.function.name for tool in body.tools]
     for index, name in enumerate(names):
         if name in names[:index]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.http.errors import ApiError
 
-SIGNATURE = "unsigned"  # clients keep it and send it back; it is not checked here
+SIGNATURE = "unsigned"  # clients store it and send it back; this server does not check it
 
 
 def event(kind: str, body: Json) -> bytes:
@@ -38,14 +38,14 @@ ANTHROPIC = StreamFormat("text/event-stream", b"", event("ping", {}), _error)
 
 @encodes("anthropic")
 class MessagesEncoder:
-    """The encoder of /v1/messages. Facts of the spec: num_prompt_tokens, max_tokens, shows_thinking, format."""
+    """The encoder of /v1/messages. It uses the facts num_prompt_tokens, max_tokens, shows_thinking and format."""
 
     stream_format = ANTHROPIC
 
     def __init__(self, spec: AnswerSpec, pieces: Pieces) -> None:
         self._spec = spec
         self._reader = reader_of(spec)
-        self._open: str | None = None  # the kind of the block that has begun
+        self._open: str | None = None  # the open block's kind
         self._num_blocks = 0
         self._end: TextDelta | None = None
 
@@ -59,13 +59,13 @@ class MessagesEncoder:
 
     @property
     def head(self) -> bytes:
-        """The event with the message before its content; cached tokens are reported at the end."""
+        """The event with the message before its content. Cached tokens are reported at the end."""
         usage = {**usage_json(None), "input_tokens": self._spec.facts["num_prompt_tokens"]}
         message = self._message([], usage)
         return event("message_start", {"message": {**message, "stop_reason": None, "stop_sequence": None}})
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return the events of a delta: blocks that begin, continue and end."""
+        """Return the events of a delta, which begin, continue and end blocks."""
         parts = self._reader.push(delta.text)
         if delta.finish_reason is not None:
             self._end = delta
@@ -74,7 +74,7 @@ class MessagesEncoder:
         return events + self._stopped() if delta.finish_reason is not None else events
 
     def last(self) -> bytes:
-        """Return the events with the stop reason and the usage, and the end of the message."""
+        """Return the events with the stop reason, the usage, and the end of the message."""
         assert self._end is not None
         usage = usage_json(self._end.usage)
         del usage["service_tier"]
@@ -131,7 +131,7 @@ class MessagesEncoder:
         return part.text
 
     def _stopped(self) -> bytes:
-        """Return the events that end the open block, if there is one."""
+        """Return the events that end the open block; b"" without an open block."""
         if self._open is None:
             return b""
         signed = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if self._open == "thinking" else b""
@@ -153,7 +153,7 @@ _DELTAS = {
 
 
 def usage_json(usage: Usage | None) -> Json:
-    """Return the usage; as Anthropic counts, input_tokens are those that were not found in the cache."""
+    """Return the usage. As in Anthropic's API, input_tokens counts only tokens that were not in the cache."""
     prompt, cached, output = (0, 0, 0)
     if usage is not None:
         prompt, cached, output = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens

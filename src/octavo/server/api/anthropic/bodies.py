@@ -1,6 +1,6 @@
 """Bodies of /v1/messages and /v1/messages/count_tokens: fields, turns and content blocks.
 
-Owns: their shapes and bounds. Does not: translate them (requests does).
+Owns: their types and bounds. Does not: translate bodies (requests does).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REFUSED_MESSAGES: Refused = {
     "container": (),
     "mcp_servers": ([],),
     "compaction": (),
-    "thread": (),  # refused by _refuse_thread
+    "thread": (),  # _refuse_thread refuses it
 }
 IGNORED_MESSAGES: Mapping[str, str] = {
     "metadata": "nothing is stored, so there is nothing to label",
@@ -59,7 +59,7 @@ class AnthropicTool(Body):
 
 
 class AnthropicToolChoice(Body):
-    """Whether and which tools are called."""
+    """Whether tools are called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -67,21 +67,21 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers, where its template leaves the choice."""
+    """Whether the model thinks before it answers, if its template has that choice."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     display: Literal["summarized", "omitted"] = "summarized"
 
 
 class OutputFormat(Body):
-    """A schema that the answer's text obeys."""
+    """A JSON schema that the answer's text obeys."""
 
     type: Literal["json_schema"]
     schema_: dict[str, object] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """How the answer's text is made."""
+    """Options for the answer's text."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -111,18 +111,18 @@ class MessagesBody(ServedFields):
 
 
 class CountBody(MessagesBody):
-    """POST /v1/messages/count_tokens; fields that do not change the prompt are accepted and have no effect."""
+    """POST /v1/messages/count_tokens. Fields that do not change the prompt are accepted without effect."""
 
     max_tokens: int = 1
 
 
 def read_messages(fields: dict[str, object]) -> MessagesBody:
-    """Check the fields around the messages. Raises ApiError naming the field."""
+    """Check all fields but the content of messages. Raises ApiError naming the field."""
     return validate(MessagesBody, _supported(fields, MessagesBody))
 
 
 def read_count(fields: dict[str, object]) -> CountBody:
-    """Check the fields around messages that are only counted. Raises ApiError naming the field."""
+    """Check the fields of a body whose tokens are only counted. Raises ApiError naming the field."""
     return validate(CountBody, _supported(fields, CountBody))
 
 
@@ -146,7 +146,7 @@ def _supported(fields: dict[str, object], body: type[MessagesBody]) -> dict[str,
 
 
 def _refuse_thread(fields: dict[str, object]) -> None:
-    """Refuse a conversation kept by the server so that Anthropic's tool runners send the whole one instead."""
+    """Refuse `thread`, so that Anthropic's tool runners send whole conversations instead."""
     if fields.get("thread") is not None:
         message = "thread: this server keeps no conversations; leave it out, and send all messages"
         raise bad_field("thread", message, NO_THREADS)
@@ -164,21 +164,21 @@ _KINDS = ("image", "server_tool_use", "container_upload", "tool_reference", "bro
 
 
 class TextBlock(Body):
-    """Text."""
+    """A block of text."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(Body):
-    """The model's thinking of an earlier turn."""
+    """The model's thinking in an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedBlock(Body):
-    """Encrypted thinking of another server's model: it is left out."""
+    """Encrypted thinking of another server's model. It is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -203,7 +203,7 @@ class ToolResultBlock(Body):
 
 
 class DocumentBlock(Body):
-    """A document of text."""
+    """A text document."""
 
     type: Literal["document"]
     source: dict[str, object]
@@ -212,7 +212,7 @@ class DocumentBlock(Body):
 
 
 class SearchResultBlock(Body):
-    """A piece of text that was found somewhere."""
+    """A search result with its text."""
 
     type: Literal["search_result"]
     source: str
@@ -221,7 +221,7 @@ class SearchResultBlock(Body):
 
 
 class TextSource(Body):
-    """A document's text, given in the request."""
+    """A document's text, as a part of the request."""
 
     type: Literal["text", "content"]
     media_type: Literal["text/plain"] = "text/plain"
@@ -231,7 +231,7 @@ class TextSource(Body):
 
 @dataclass(slots=True)
 class BlockText:
-    """The text of a block of any kind of text; making one takes a tenth of the time of a validated block."""
+    """The text of a block of any text kind. Making one takes a tenth of the time of a validated block."""
 
     text: str
 
@@ -255,14 +255,14 @@ _ALLOWED: Mapping[str, Collection[str]] = {
 
 
 class MessageTurn(Body):
-    """One message; its content is read by `read_blocks`."""
+    """One message. `read_blocks` reads its content."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Any]
 
 
 def read_turn(value: dict[str, Any], where: str) -> tuple[str, list[Block]]:
-    """Return the role and the blocks of one message, each document and search result as text. Raises ApiError."""
+    """Return the role and blocks of one message; documents and search results become text. Raises ApiError."""
     role, content = value.get("role"), value.get("content")
     if isinstance(role, str) and role in _ALLOWED and isinstance(content, str | list) and len(value) == 2:
         return role, read_blocks(content, f"{where}content", _ALLOWED[role])
@@ -271,7 +271,7 @@ def read_turn(value: dict[str, Any], where: str) -> tuple[str, list[Block]]:
 
 
 def read_blocks(content: str | list[Any], where: str, allowed: Collection[str]) -> list[Block]:
-    """Return the checked blocks, all of the allowed kinds. Raises ApiError naming the place."""
+    """Return the checked blocks, all of allowed kinds. Raises ApiError naming the block."""
     if isinstance(content, str):
         return [BlockText(content)] if content else []
     found: list[Block] = []
@@ -285,7 +285,7 @@ def read_blocks(content: str | list[Any], where: str, allowed: Collection[str]) 
 
 
 def texts(content: str | list[Any], where: str) -> str:
-    """Return the text of blocks that may only be text, joined by newlines. Raises ApiError naming the place."""
+    """Return the text of blocks that must all be text, joined by newlines. Raises ApiError naming the block."""
     return "\n".join(block.text for block in read_blocks(content, where, _TEXTS) if isinstance(block, BlockText))
 
 
@@ -301,7 +301,7 @@ def _read_block(value: object, where: str, allowed: Collection[str]) -> Body | B
         raise bad_field(f"{where}.type", message)
     text = value.get("text")
     if kind == "text" and isinstance(text, str) and len(value) - ("cache_control" in value) == 2:
-        return BlockText(text)  # most blocks
+        return BlockText(text)  # most blocks are of this form
     model = _BLOCKS[kind]
     return read(model, value, _REFUSED_BLOCK, IGNORED_BLOCK, f"{where}.")
 

@@ -1,7 +1,7 @@
-"""/v1/messages and /v1/messages/count_tokens: the conversation that a body asks for, and the routes.
+"""/v1/messages and /v1/messages/count_tokens: turns a body into a ChatBody; declares the routes.
 
-Owns: the translation of turns, tools and choices to a ChatBody. Does not: check single blocks, or encode answers.
-Invariant: consecutive turns of one role become one message, as in Anthropic's API; many templates require it.
+Owns: the translation of messages, tools and tool choices to a ChatBody. Does not: check blocks or encode answers.
+Invariant: consecutive turns of one role become one message, as in Anthropic's API; many templates require this.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from octavo.server.reply import RETRY_NOTE, reply
 from octavo.text.dialect import Dialect
 
 Message = dict[str, Any]
-# A coding agent's first system block, which differs with each request: a prompt that began with it would never be found
-# in the prefix cache, and it is not meant for the model.
+# A coding agent's first system block has this mark. The block differs with each request and is not meant for the model;
+# a prompt that began with it would never be found in the prefix cache.
 BILLING_MARK = "x-anthropic-billing-header:"
 _SAME = ("max_tokens", *MESSAGES_NAMES, "seed", "stream", *ServedFields.model_fields)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -58,9 +58,9 @@ SPELLING: Spelling = (
 
 
 def chat_of(body: MessagesBody, dialect: Dialect) -> ChatBody:
-    """Return the body of the same chat completion. Raises ApiError naming the field as Anthropic spells it.
+    """Return the same request as a ChatBody. Raises ApiError naming the field as Anthropic spells it.
 
-    The effort is left out for a model whose template has no variable for it.
+    The effort is left out if the model's template has no variable for it.
     """
     messages = _system(body) + _conversation(body)
     fields: dict[str, object] = {name: getattr(body, name) for name in _SAME}
@@ -102,7 +102,7 @@ def _conversation(body: MessagesBody) -> list[Message]:
 
 
 def _append(messages: list[Message], message: Message) -> None:
-    """Add a message; join it to the message before if both have the same role and are no results of calls."""
+    """Add a message. Join it to the previous message if both have the same role and are not results of calls."""
     if not messages or messages[-1]["role"] != message["role"] or message["role"] == "tool":
         messages.append(message)
         return
@@ -116,7 +116,7 @@ def _append(messages: list[Message], message: Message) -> None:
 
 
 def _assistant(blocks: list[Block]) -> list[Message]:
-    """Return one message with all of an answer's text, thinking and calls."""
+    """Return one message with all text, thinking and calls of a turn."""
     text = "".join(block.text for block in blocks if isinstance(block, BlockText))
     message: Message = {"role": "assistant", "content": _parts([text] if text else [])}
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
@@ -134,7 +134,7 @@ def _call(call: ToolUseBlock) -> Message:
 
 
 def _others(role: str, blocks: list[Block], where: str) -> list[Message]:
-    """Return a user's or the system's messages; results of calls become messages of their own, in order."""
+    """Return the messages of a user's or system turn. Each result of a call becomes its own message, in order."""
     made: list[Message] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock):
@@ -165,7 +165,7 @@ def _tool(name: str, description: str | None, schema: dict[str, object], strict:
 
 
 def _effort(body: MessagesBody) -> str | None:
-    """Return the reasoning effort in OpenAI's words; None leaves it to the template."""
+    """Return the reasoning effort in OpenAI's words; None leaves the effort to the template."""
     if body.thinking is not None and body.thinking.type == "disabled":
         return "none"
     effort = None if body.output_config is None else body.output_config.effort
@@ -201,12 +201,12 @@ async def messages(request: Request) -> Response:
         response = await reply(request, wanted)
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
-    response.headers["request-id"] = request.scope[REQUEST_ID]  # where Anthropic's clients look for it
+    response.headers["request-id"] = request.scope[REQUEST_ID]  # Anthropic's clients read this header
     return response
 
 
 async def count_tokens(request: Request) -> Response:
-    """Count the tokens of a conversation's prompt, tools and all."""
+    """Count the tokens of a conversation's prompt, including its tools."""
     context = context_of(request)
     chat = await read_json(request, context.limits, lambda fields: chat_of(read_count(fields), context.dialect))
     context.check_model(chat.model)
