@@ -217,7 +217,7 @@ def _refuse_hf_arithmetic(config: _Config, family: Family) -> None:
 
 
 def _rope_table(config: _Config) -> Mapping[str, Any]:
-    """Return the rope parameters of layers with full attention, which are those of all layers in most families."""
+    """Return the rope parameters of layers with full attention; in most families all layers have these parameters."""
     table = _rope_parameters(config)
     if _FULL in table or _SLIDING in table:
         table = table.get(_FULL) or {}
@@ -259,7 +259,7 @@ def _hf_rope_scaling(config: _Config) -> RopeScaling | None:
 
 
 def _hf_layer_windows(config: _Config, family: Family) -> tuple[int | None, ...]:
-    """Return the window of each layer, as in transformers; () if none has one."""
+    """Return the window of each layer, as in transformers; () if no layer has one."""
     rule = family.windows
     if rule is Windows.NONE or config.values.get("sliding_window") is None:
         return ()
@@ -284,7 +284,7 @@ def _hf_layer_windows(config: _Config, family: Family) -> tuple[int | None, ...]
 
 
 def _hf_layer_types(config: _Config, family: Family, layers: int) -> list[str]:
-    """Return the types of layers of a configuration that lists none."""
+    """Return the type of each layer, for a configuration that does not list the types."""
     if family.windows is Windows.UPPER:
         first = config.integer("max_window_layers", 28)
         return [_FULL if layer < first else _SLIDING for layer in range(layers)]
@@ -297,7 +297,7 @@ def _hf_layer_types(config: _Config, family: Family, layers: int) -> list[str]:
 
 
 class _Metadata:
-    """Typed access to the first part's metadata and to every part's tensors; failures name the file and the key."""
+    """Typed access to the first part's metadata and to every part's tensors. Failures name the file and the key."""
 
     def __init__(self, parts: list[GGUFFile]) -> None:
         self.parts = parts
@@ -363,7 +363,7 @@ def _refuse_gguf_arithmetic(reader: _Metadata) -> None:
 
 
 def _gguf_layer_windows(reader: _Metadata) -> tuple[int | None, ...]:
-    """Return the window of each layer, () if none has one. Where only upper layers have one, files do not use it."""
+    """Return the window of each layer, () if no layer has one. GGUF files of UPPER families never use a window."""
     rule = reader.family.windows
     window = None if rule is Windows.UPPER else reader.integer("attention.sliding_window", 0) or None
     layers = reader.integer("block_count")
@@ -398,7 +398,7 @@ def _gguf_rope_scaling(reader: _Metadata) -> RopeScaling | None:
 
 
 def _gguf_main_type(parts: list[GGUFFile]) -> tuple[str, str | None]:
-    """Return the type with most bytes, as (dtype, quantization)."""
+    """Return the type that has most of the bytes, as (dtype, quantization)."""
     sizes: Counter[str] = Counter()
     for part in parts:
         for tensor in part.tensors.values():

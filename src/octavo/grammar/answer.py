@@ -1,8 +1,8 @@
-"""The grammar of a whole answer: reasoning first, then tool calls, or content of a given structure, or either.
+"""The grammar of a whole answer: reasoning, then tool calls, or content of a given structure, or either of the two.
 
-Owns: the text of calls in each format, as a grammar. Does not: parse calls (text/calls does) or bound sources.
+Owns: the grammar of calls in each format. Does not: parse calls (text/calls does), or bound the size of sources.
 Invariant: text/calls parses every allowed output as calls whose arguments obey their schemas.
-The source is the JSON text of an object: see AnswerSource.
+The source is the JSON text of an AnswerSource.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLOSED = (
 
 
 class CallSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The allowed calls: `tools` are names and schemas (JSON text); at most `max_calls` calls are made."""
+    """The allowed calls: at most `max_calls` calls of `tools`, which are (name, schema as JSON text)."""
 
     form: str
     tools: list[tuple[str, str]]
@@ -29,9 +29,10 @@ class CallSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnswerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The source of an answer's grammar. `reasoning` are tags; `structure` is a kind of grammar, its source and its
+    """The source of an answer's grammar.
 
-    whitespace. `special` are the ids of the markers that are special tokens.
+    `reasoning` is the pair of tags. `structure` is (kind of grammar, source, whitespace). `special` has the ids of
+    the markers that are special tokens.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -44,8 +45,8 @@ class AnswerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _CallFormat(msgspec.Struct, frozen=True):
     """The format of calls, as sequences of texts and markers.
 
-    JSON is split into the same lexemes as in JSON schemas; otherwise calls could not be an alternative to a structure,
-    because the lexer does not read the beginning of a longer lexeme again.
+    JSON is split into the same lexemes as in JSON schemas. The lexer does not reread the beginning of a longer lexeme,
+    so otherwise calls could not be an alternative to a structure.
     """
 
     begin: tuple[str, ...]
@@ -88,7 +89,7 @@ def read_answer(source: str) -> AnswerSource:
 def answer_grammars(
     source: str, compile_part: Callable[[str, str, str | None], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Make the list of grammars of an answer; `compile_part` compiles a kind, its source and its whitespace.
+    """Return the list of grammars of an answer. `compile_part(kind, source, whitespace)` compiles one grammar.
 
     Raises InvalidRequestError.
     """
@@ -112,7 +113,7 @@ def answer_grammars(
 
 
 class _LarkWriter:
-    """Writer of texts in Lark; markers that are special tokens are written as ids."""
+    """Writes texts in Lark. Markers that are special tokens are written as ids."""
 
     def __init__(self, special: dict[str, int]) -> None:
         self.special = special
@@ -160,7 +161,7 @@ def _add_calls(
 
 
 def closed(schema: str) -> str:
-    """Return a tool's schema which forbids arguments that it does not name: a model would invent some."""
+    """Return a tool's schema that forbids arguments that it does not name, since a model would invent some."""
     value = json.loads(schema)
     if not isinstance(value, dict) or "additionalProperties" in value or any(name in value for name in _CLOSED):
         return schema

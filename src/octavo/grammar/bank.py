@@ -1,10 +1,10 @@
 """The grammars of an engine's open requests, and the masks of its steps.
 
-Owns: a matcher per choice, which executor slot each has, and two threads: one builds matchers, one makes masks while
-the model runs. Does not: decide what runs, or apply masks.
-Invariants: `prepare` may be called from any thread, the rest from the step loop's; the masks thread uses a matcher
-only between begin() and its result. Matchers advance by committed ids, with the next mask, so a failed step advances
-none; a request that is resumed (preempted, or in a new engine process) replays its ids.
+Owns: a matcher per choice, the executor slot of each choice, and two threads: one builds matchers, the other makes
+masks while the model runs. Does not: decide what runs, or apply masks.
+Invariants: `prepare` may be called from any thread, all other methods only from the step loop's. The masks thread uses
+a matcher only between begin() and the result. Matchers consume committed ids when the next mask is made, so a failed
+step advances no matcher. A resumed request (preempted, or in a new engine process) replays its ids.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from octavo.errors import InvalidRequestError, OctavoError, RequestError, kind_o
 from octavo.grammar.matcher import NO_FURTHER, Masks, Matcher
 from octavo.grammar.vocabulary import Vocabulary
 
-MAX_KEPT = 32  # built grammars that are cached for later requests
+MAX_KEPT = 32  # built matchers that are cached for later requests
 Choice = tuple[str, int]  # request id, choice
-DeadEnd = tuple[int, FinishError]  # row of the plan, and the error of its grammar
+DeadEnd = tuple[int, FinishError]  # a row of the plan, and the error of the row's grammar
 
 
 class GrammarBank:
@@ -34,14 +34,14 @@ class GrammarBank:
         self._vocabulary = vocabulary
         self._builder = ThreadPoolExecutor(1, "octavo-grammar")
         self._masker = ThreadPoolExecutor(1, "octavo-masks")
-        self._built: OrderedDict[tuple[str, tuple[int, ...]], Matcher] = OrderedDict()  # the builder's
+        self._built: OrderedDict[tuple[str, tuple[int, ...]], Matcher] = OrderedDict()  # used by the builder only
         self._roots: dict[str, Matcher] = {}
         self._matchers: dict[Choice, Matcher] = {}
         self._slots: dict[int, Choice] = {}
         self._is_closed = False
 
     def prepare(self, request: Request, done: Callable[[Matcher | RequestError], None]) -> None:
-        """Build a request's matcher, advanced past its emitted ids, and call `done` with it in the builder's thread."""
+        """Build a request's matcher, advance it past the emitted ids, and pass it to `done` in the builder's thread."""
         try:
             self._builder.submit(self._prepare, request, done)
         except RuntimeError:  # closed
@@ -58,7 +58,7 @@ class GrammarBank:
                 raise outcome.failure
         except OctavoError as error:
             outcome = error if isinstance(error, RequestError) else InvalidRequestError(str(error), "grammar")
-        except BaseException as error:  # a shell: any failure must be answered; a panic is no Exception
+        except BaseException as error:  # a shell: every failure must be answered; a Rust panic is not an Exception
             outcome = InvalidRequestError(f"the grammar cannot be followed: {type(error).__name__}: {error}", "grammar")
         done(outcome)
 
@@ -73,7 +73,7 @@ class GrammarBank:
         return matcher
 
     def open(self, request_id: str, matcher: Matcher) -> None:
-        """Constrain an admitted request by the matcher prepared for it."""
+        """Constrain an admitted request by the matcher that was prepared for it."""
         self._roots[request_id] = matcher
 
     @property
@@ -82,9 +82,9 @@ class GrammarBank:
         return not self._roots
 
     def begin(self, plan: StepPlan) -> Future[tuple[Masks, tuple[DeadEnd, ...]]] | None:
-        """Start to compute the masks of a plan about to be submitted; return None if none of its rows has a grammar.
+        """Start to compute the masks of a plan that is about to be submitted; return None if no row has a grammar.
 
-        The result also names rows whose grammar failed; they may sample anything.
+        The result also lists the rows whose grammar failed; these rows may sample any id.
         """
         for new in plan.new_sequences:
             if new.request_id in self._roots:
@@ -104,7 +104,7 @@ class GrammarBank:
         return self._masker.submit(self._fill, work) if work else None
 
     def _matcher(self, choice: Choice) -> Matcher:
-        """Return the matcher of a choice; the first time it is forked from its request's."""
+        """Return the matcher of a choice, forked from the request's matcher on first use."""
         matcher = self._matchers.get(choice)
         if matcher is None:
             matcher = self._matchers[choice] = self._roots[choice[0]].fork()
@@ -118,7 +118,7 @@ class GrammarBank:
         for (row, matcher, _, drafts), end, size in zip(work, ends.tolist(), sizes, strict=True):
             try:
                 matcher.fill(bits_MW[end - size : end], drafts)
-            except BaseException as error:  # a shell: a library that panics ends this output, not the step
+            except BaseException as error:  # a shell: a panic in the library ends this output, not the step
                 matcher.failure = InvalidRequestError(f"{NO_FURTHER}: {type(error).__name__}", "grammar")
             if matcher.failure is not None:
                 failures.append((row, FinishError(kind_of(matcher.failure), str(matcher.failure))))
@@ -127,7 +127,7 @@ class GrammarBank:
         return Masks(np.repeat(first, sizes) + within, bits_MW), tuple(failures)
 
     def committed(self, events: Events) -> None:
-        """Record the ids of a commit."""
+        """Record the ids of a committed step."""
         if self._roots:
             columns = zip(events.request_ids, events.choices, events.positions, events.token_ids, strict=True)
             for name, choice, position, token in columns:
@@ -145,7 +145,7 @@ class GrammarBank:
                 self._slots.clear()
 
     def close(self) -> None:
-        """End the threads; requests that wait for a grammar are refused. Idempotent."""
+        """End the threads, and refuse requests that wait for a grammar. Idempotent."""
         self._is_closed = True
         self._builder.shutdown(wait=False)
         self._masker.shutdown(wait=False)

@@ -1,9 +1,9 @@
-"""Compile a client's constraint on an output to the text that SamplingParams.grammar holds.
+"""Compile a client's constraint on an output to the text for SamplingParams.grammar.
 
-Owns: the kinds of sources, translating common notations to llguidance's, what each kind compiles to, and grammar_from
-for Python callers; a grammar that does not compile is refused with the reason.
-Does not: bound the time or the size of a source (the sandbox process and server/api do), or know of a vocabulary
-more than the names of its special tokens.
+Owns: the kinds of sources, the translation of common notations to llguidance's, the result of each kind, and
+grammar_from for Python callers. A grammar that does not compile is refused with the reason.
+Does not: bound the time or the size of a source (the sandbox process and server/api do), or know more of a vocabulary
+than the names of its special tokens.
 Invariants: equal kinds and sources give equal texts. The text is llguidance's own: JSON with "grammars".
 """
 
@@ -19,14 +19,14 @@ from octavo.grammar.answer import answer_grammars
 from octavo.grammar.json_schema import prepare, subschemas
 from octavo.grammar.limits import Specials, find_error, grammar_error
 
-# No free whitespace: a small model, or one at a high temperature, would fill its tokens with it. As json.dumps writes.
+# No free whitespace: a small model, or any at a high temperature, would fill its tokens with it. As json.dumps writes.
 JSON_OPTIONS: Mapping[str, object] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
 COMPACT_OPTIONS: Mapping[str, object] = {"whitespace_flexible": False}
-_MAX_PLACES = 256  # subschemas compiled one by one to find the faulty one; each takes a tenth of a millisecond
+_MAX_PLACES = 256  # subschemas compiled one by one to find the faulty one, at a tenth of a millisecond each
 _UNSATISFIABLE = "Unsatisfiable schema"
 _NAMES = {
     "json_schema": "schema",
@@ -49,10 +49,10 @@ def grammar_from(
     choice: Sequence[str] | None = None,
     lark: str | None = None,
 ) -> str:
-    """Make the grammar of one form, for SamplingParams(grammar=...).
+    """Return the grammar of one constraint, for SamplingParams(grammar=...).
 
-    `json_schema` is a schema as a mapping or as JSON text, or a class with `model_json_schema()`, as pydantic's have.
-    Exactly one form must be given. Raises InvalidRequestError for any other number, and for an invalid grammar.
+    `json_schema` is a schema as a mapping or as JSON text, or a class with `model_json_schema()` such as a pydantic
+    model. Raises InvalidRequestError unless exactly one argument is given, and for an invalid grammar.
     """
     given = {
         "json_schema": None if json_schema is None else _schema_text(json_schema),
@@ -79,12 +79,12 @@ def _schema_text(schema: Any) -> str:
 
 
 def compile_grammar(kind: str, source: str, whitespace: str | None = None, specials: Specials | None = None) -> str:
-    """Compile a source of one of KINDS. Raises InvalidRequestError with what is wrong and where.
+    """Compile a source of one of KINDS. Raises InvalidRequestError, which says what is wrong and where.
 
-    "json_schema" takes a schema's JSON text, "json_object" nothing, "regex" an expression, "choice" a JSON list of
-    strings, "lark" a grammar in llguidance's variant of Lark or in llama.cpp's GBNF. `whitespace` is for JSON: None
-    for one space after , and :, "" for none, else an expression for what may be between the parts. `specials`
-    are the special tokens that a Lark text may name.
+    "json_schema" takes a schema's JSON text, "json_object" an empty text, "regex" an expression, "choice" a JSON list
+    of strings, "lark" a grammar in llguidance's variant of Lark or in llama.cpp's GBNF. `whitespace` is for JSON: None
+    means one space after "," and ":", "" means none, and any other text is an expression for the whitespace between
+    the parts. `specials` are the special tokens that a Lark text may name.
     """
     if kind not in KINDS:
         raise InvalidRequestError(f"no kind of grammar {kind!r}; known are {', '.join(KINDS)}")
@@ -124,7 +124,7 @@ def _json_object(source: str, whitespace: str | None) -> str:
 
 
 def _find_place(schema: dict[str, Any], reason: str) -> tuple[str, str]:
-    """Return the place of the innermost schema that is faulty by itself, and what is wrong with it."""
+    """Return the place of the innermost schema that is faulty by itself, and its error."""
     shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
     for where, each in list(subschemas(schema))[::-1][:_MAX_PLACES]:
         if isinstance(each, dict):
@@ -157,7 +157,7 @@ def _lark(source: str, _: str | None) -> str:
         return _top_level({"lark_grammar": source})
     try:
         text = any_to_lark(escape_line_breaks(source))
-    except Exception as error:  # a shell: the converter raises bare Exceptions for faults of the text
+    except Exception as error:  # a shell: the converter raises bare Exceptions for errors in the text
         raise _refused("lark", str(error) or type(error).__name__) from None
     return _top_level({"lark_grammar": text})
 
@@ -175,16 +175,16 @@ def _top_level(*grammars: dict[str, object]) -> str:
 
 
 def ascii_digits(pattern: str) -> str:
-    r"""Replace `\d` by [0-9], which its authors mean; llguidance's `\d` matches the digits of all scripts.
+    r"""Replace `\d` by [0-9], which authors mean; llguidance's `\d` matches the digits of all scripts.
 
-    Within a negated class `\d` is kept, so the new expression matches no text that the old one does not.
+    `\d` is kept in a negated class, so the new expression matches no text that the old one does not match.
     """
     pieces: list[str] = []
-    negations: list[bool] = []  # of the enclosing classes
+    negations: list[bool] = []  # whether each enclosing class is negated
     for piece in _PIECE.findall(pattern):
         if piece.startswith("["):
             negations.append(piece == "[^")
-        elif piece == "]" and negations and pieces[-1] not in ("[", "[^"):  # the first one in a class is a character
+        elif piece == "]" and negations and pieces[-1] not in ("[", "[^"):  # a class's first "]" is a character
             negations.pop()
         elif piece == r"\d" and not any(negations):
             piece = "0-9" if negations else "[0-9]"
@@ -198,7 +198,7 @@ def is_lark(source: str) -> bool:
 
 
 def escape_line_breaks(gbnf: str) -> str:
-    r"""Return the grammar with line breaks within quoted texts written as \n."""
+    r"""Return the grammar with each line break in a quoted text replaced by \n."""
 
     def escaped(match: re.Match[str]) -> str:
         piece = match[0]

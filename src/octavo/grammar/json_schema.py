@@ -1,11 +1,11 @@
 """Prepare JSON schemas for the compiler: rewrite what it would misread, or refuse it with its place.
 
-Owns: how each keyword is treated: enforced as it is, rewritten to what is enforced, without effect, or refused.
+Owns: the treatment of each keyword: enforced unchanged, rewritten to an enforced form, ignored, or refused.
 Does not: bound sizes or check the shapes of keywords (sandbox/checks does), or compile.
-Invariant: every value that the prepared schema allows, the given one allows; a schema is refused if that is uncertain.
-
-Sources: JSON Schema 2020-12 (core, validation), with the boolean exclusiveMinimum and the lists in items of drafts 4 to
-7; RFC 3339 for dates and times.
+Invariant: the original schema allows every value that the prepared schema allows; if that is uncertain, the schema is
+refused.
+Sources: JSON Schema 2020-12 (core, validation); from drafts 4 to 7, the boolean exclusiveMinimum and lists in items;
+RFC 3339 for dates and times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.grammar.schema_facts import SchemaFacts, json_key
 _SCHEMA_KEYWORDS = ("items", "additionalProperties", "additionalItems")
 _LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
-# Annotations, which do not constrain a value; they are removed, to make the grammar's text shorter.
+# Annotations do not constrain a value; they are removed to make the grammar's text shorter.
 _ANNOTATIONS = frozenset((
     "$schema", "$comment", "$id", "id", "title", "description", "default", "examples", "example", "deprecated",
     "readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "contentSchema", "nullable",
@@ -89,12 +89,12 @@ EQUIVALENT_PATTERNS: Mapping[str, str] = {
 
 
 def refused(where: str, reason: str) -> InvalidRequestError:
-    """Return the error of a refused keyword, with its place in the schema."""
+    """Return the error for a refused keyword, with the keyword's place in the schema."""
     return InvalidRequestError(f"schema: {where[:200]}: {reason}", "schema")
 
 
 def prepare(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """Return the schema in the form that the compiler takes. Raises InvalidRequestError with the place of the fault."""
+    """Return the schema in the compiler's form. Raises InvalidRequestError, which names the place of the fault."""
     if isinstance(schema, bool):
         if not schema:
             raise refused("#", "false allows no value")
@@ -109,7 +109,7 @@ def prepare(schema: dict[str, Any] | bool) -> dict[str, Any]:
 
 
 def subschemas(schema: object, where: str = "#") -> Iterator[tuple[str, Any]]:
-    """Yield every schema in a schema, with its place, outer ones first."""
+    """Yield the schema and every schema inside it, each with its place; outer schemas precede inner ones."""
     yield where, schema
     if isinstance(schema, dict):
         for place, child in _children(schema):
@@ -165,7 +165,7 @@ def _is_neutral(name: str, value: object) -> bool:
 
 
 def _set_exclusive(prepared: dict[str, Any], schema: dict[str, Any]) -> None:
-    """Rewrite draft 4's `exclusiveMinimum: true`, which makes `minimum` exclusive."""
+    """Rewrite draft 4's `exclusiveMinimum: true`, which makes `minimum` exclusive, and the same for `maximum`."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if schema.get(exclusive) is True:
             prepared.pop(exclusive, None)
@@ -174,7 +174,7 @@ def _set_exclusive(prepared: dict[str, Any], schema: dict[str, Any]) -> None:
 
 
 def _set_format(prepared: dict[str, Any], where: str) -> None:
-    """Replace a format by expressions (dates obey the calendar), or remove it if it is only an annotation."""
+    """Replace a format by patterns (dates obey the calendar), or remove it if it is only an annotation."""
     name = prepared.get("format")
     if name is None or name in _KEPT_FORMATS:
         return
@@ -189,7 +189,7 @@ def _set_format(prepared: dict[str, Any], where: str) -> None:
 
 
 def _set_one_of(prepared: dict[str, Any], schema: dict[str, Any], where: str, facts: SchemaFacts) -> None:
-    """Replace `oneOf` by `anyOf` if no value can match two of its schemas, else refuse it."""
+    """Replace `oneOf` by `anyOf` if no value can match two of its schemas; else refuse it."""
     branches = schema.get("oneOf")
     if not isinstance(branches, list):
         return
@@ -206,7 +206,7 @@ def _set_one_of(prepared: dict[str, Any], schema: dict[str, Any], where: str, fa
 
 
 def _set_names(prepared: dict[str, Any], schema: dict[str, Any], where: str, facts: SchemaFacts) -> None:
-    """Rewrite `propertyNames` that list names or give one pattern, as pydantic writes dict[Colour, int]."""
+    """Rewrite `propertyNames` with an enum or one pattern, as pydantic writes dict[Colour, int]; refuse any other."""
     names = schema.get("propertyNames")
     if names is None or _is_neutral("propertyNames", names):
         return
@@ -235,7 +235,7 @@ def _set_names(prepared: dict[str, Any], schema: dict[str, Any], where: str, fac
 
 
 def _check_counts(schema: dict[str, Any], where: str) -> None:
-    """Refuse a `minProperties` that repeated names could miss: an unlisted name may occur twice, but counts once."""
+    """Refuse a `minProperties` that repeated names could miss: an unlisted name can occur twice but counts once."""
     min_properties = schema.get("minProperties", 0)
     required = schema.get("required", [])
     if not isinstance(min_properties, int) or not isinstance(required, list):
@@ -247,7 +247,7 @@ def _check_counts(schema: dict[str, Any], where: str) -> None:
 
 
 def _set_numbers(prepared: dict[str, Any], where: str) -> None:
-    """Tighten bounds beyond 53 bits, which is what the compiler supports; refuse other numbers beyond them."""
+    """Lower bounds beyond 53 bits to 53, the most that the compiler supports; refuse other numbers beyond 53 bits."""
     for name, limit in (("minimum", -_MAX_EXACT), ("exclusiveMinimum", -_MAX_EXACT), ("maximum", _MAX_EXACT),
                            ("exclusiveMaximum", _MAX_EXACT)):  # fmt: skip
         bound = prepared.get(name)

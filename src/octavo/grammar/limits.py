@@ -1,10 +1,10 @@
 """Limits on the cost of one grammar in llguidance, and the check of a compiled grammar before the engine uses it.
 
-Owns: the numbers, which are the same in the check and in the engine; the error of a grammar that exceeds one of them;
-a vocabulary of the 256 bytes and the model's special tokens, and a few short random walks through the grammar, which
-reach most limits that the engine would reach later.
-Does not: bound the size of a client's input (server/api does) or its time (the sandbox process does), or know what
-the other ids of a model are.
+Owns: the limits, which the check and the engine share; the error of a grammar that exceeds one; a vocabulary of the 256
+bytes and the model's special tokens; a few short random walks through the grammar, which exceed most limits that
+the engine would exceed later.
+Does not: bound the size of a client's input (server/api does) or its time (the sandbox process does), or know the
+model's other ids.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_REASON_CHARACTERS = 600
-MAX_LEXER_STATES = 50_000  # of one output, at 1 to 2 kB each
-MAX_STEP_FUEL = 200_000  # of one mask: 14 ms
-MAX_STEP_ITEMS = 50_000  # of one mask: 3 ms
-MAX_ROW_ITEMS = 5_000  # of one place in an output; 1,200 optional properties fill it, and take up to 25 ms for a mask
+MAX_LEXER_STATES = 50_000  # per output, at 1 to 2 kB each
+MAX_STEP_FUEL = 200_000  # per mask: 14 ms
+MAX_STEP_ITEMS = 50_000  # per mask: 3 ms
+MAX_ROW_ITEMS = 5_000  # per position of an output; 1,200 optional properties reach it, at up to 25 ms per mask
 MAX_GRAMMAR_SYMBOLS = 500_000
-MAX_OPTIONAL_PROPERTIES = 1_200  # of one object, four items of a row each
+MAX_OPTIONAL_PROPERTIES = 1_200  # per object, at four items of a row each
 _NO_DETAILS = "<non-verbose/>"
 _TOO_MANY_EXPRESSIONS = "too many expressions hold for one text together; write one pattern for several"
-# A part of llguidance's message when a limit is exceeded -> the bound, as written in the client's error.
+# Part of llguidance's message at an exceeded limit -> the limit as the client's error states it.
 _BOUNDS = (
     (
         "Current row has",
@@ -52,12 +52,12 @@ _BOUNDS = (
 _NUM_BYTES = 256
 _NUM_WALKS = 4
 _WALK_BYTES = 24
-_WALKS_S = 0.1  # of processor time; most walks need a hundredth of it
-_PANIC = "PanicException"  # raised by a library in Rust; no Exception, and its class cannot be imported
+_WALKS_S = 0.1  # of processor time; most walks need a hundredth of this
+_PANIC = "PanicException"  # raised by a library in Rust; it is not an Exception, and cannot be imported
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the limits; errors leave out the parser's state, which is of no use to a client."""
+    """Return the limits. Errors omit the parser's state, which does not help a client."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -71,7 +71,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def grammar_error(what: str, reason: str, param: str | None = None) -> InvalidRequestError:
-    """Return the error of a grammar that llguidance refuses: at a limit, a TooComplexError with the bound."""
+    """Return the error for a grammar that llguidance refuses: TooComplexError with the limit if one is exceeded."""
     for part, bound in _BOUNDS:
         if part in reason:
             return TooComplexError(f"{what}: {bound}", param)
@@ -83,7 +83,7 @@ def grammar_error(what: str, reason: str, param: str | None = None) -> InvalidRe
 
 @dataclass(frozen=True, slots=True)
 class Specials:
-    """The special tokens of a model that has `size` ids, as (id, name); a Lark text may refer to one by name."""
+    """The special tokens, as (id, name), of a model with `size` ids. A Lark text may refer to a token by its name."""
 
     size: int
     tokens: tuple[tuple[int, str], ...]
@@ -93,9 +93,9 @@ NO_SPECIALS = Specials(_NUM_BYTES + 1, ((_NUM_BYTES, "<end>"),))
 
 
 def find_error(text: str, specials: Specials | None = None, num_walks: int = _NUM_WALKS) -> str:
-    """Return the error of a compiled grammar, "" for none. The limits are those of the engine.
+    """Return the error of a compiled grammar, or "". The limits are those of the engine.
 
-    Without `specials` every special token that the grammar names is assumed to exist.
+    Without `specials`, every special token that the grammar names is assumed to exist.
     """
     try:
         return _find_error(text, specials, num_walks)
@@ -106,7 +106,7 @@ def find_error(text: str, specials: Specials | None = None, num_walks: int = _NU
 
 
 def _find_error(text: str, specials: Specials | None, num_walks: int) -> str:
-    from llguidance import LLMatcher  # a tenth of a second, and seven megabytes, only where grammars are made
+    from llguidance import LLMatcher  # costs 0.1 s and 7 MB, so it is imported only by processes that compile
 
     has_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     if has_error:
@@ -122,7 +122,7 @@ def _find_error(text: str, specials: Specials | None, num_walks: int) -> str:
 
 
 def _error_on_walks(begin: LLMatcher, num_walks: int) -> str:
-    """Follow a few random outputs for a few bytes each; return the error that occurs, "" for none."""
+    """Follow a few random outputs for a few bytes each; return the first error, or ""."""
     until = time.process_time() + _WALKS_S
     for seed in range(num_walks):
         rng = random.Random(seed)
@@ -140,7 +140,7 @@ def _error_on_walks(begin: LLMatcher, num_walks: int) -> str:
 
 
 class _ByteTokens:
-    """The interface of a tokenizer for llguidance: attributes of these names, and a call."""
+    """The interface of a tokenizer for llguidance: these attributes, and a call that encodes a text."""
 
     bos_token_id = None
 

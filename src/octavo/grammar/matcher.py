@@ -1,9 +1,9 @@
 """The state of one output in its grammar, and the masks of the ids that a step's rows may sample.
 
-Owns: the layout of masks, the state, the committed ids that were not yet consumed, and the failure that ended it.
+Owns: the layout of masks, the state, the committed ids that are not consumed yet, and the failure that ended the state.
 Does not: choose ids, or know other outputs.
 Invariants: the state is a function of grammar and ids alone. It is never rolled back: after a rollback llguidance
-allows more than before (it may split a forced text in another way), so drafts are consumed by a fork.
+allows more than before (it may split a forced text in another way), so a fork consumes drafts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Bits = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Masks of one step, for an executor. Positions without an entry may sample anything.
+    """Masks of one step, for an executor. Sampled positions without an entry may sample any id.
 
-    `positions` index the step's sampling positions, ascending (a row with d drafts has 1 + d). `bits_MW` has
-    ceil(V / 32) int32 words for each of them: bit i % 32 of word i // 32 is id i.
+    `positions` index the step's sampled positions, ascending (a row with d drafts has 1 + d). `bits_MW` has
+    ceil(V / 32) int32 words per position: bit i % 32 of word i // 32 is id i.
     """
 
     positions: NDArray[np.int64]
@@ -40,7 +40,7 @@ class Masks:
 
 
 class Matcher:
-    """The grammar's state for one output. `pending` ids are consumed with the next mask, off the step loop."""
+    """The grammar's state for one output. `pending` ids are consumed when the next mask is made, off the step loop."""
 
     __slots__ = ("_inner", "failure", "num_ids", "pending")
 
@@ -68,22 +68,22 @@ class Matcher:
         return child
 
     def commit(self, position: int, token: int) -> None:
-        """Record the output id at a position; an id recorded before changes nothing."""
+        """Record the output id at a position. An id that is already recorded changes nothing."""
         if position == self.num_ids:
             self.pending.append(token)
             self.num_ids += 1
 
     def replay(self, ids: Sequence[int]) -> None:
-        """Consume the ids of an output, given from its beginning, except those consumed before."""
+        """Consume all ids of an output, except those that were consumed before."""
         for position in range(self.num_ids, len(ids)):
             self.commit(position, ids[position])
         self._consume_pending()
 
     def fill(self, lines: Bits, drafts: Sequence[int] = ()) -> None:
-        """Write the mask of allowed next ids into the first line, and the mask after each draft into the next lines.
+        """Write the mask of allowed next ids into the first line, and the mask after each draft into the later lines.
 
-        A line has a bit per id. Lines after a draft that is not allowed are unchanged, and so are all once
-        `failure` is set.
+        A line has one bit per id. Lines after a draft that is not allowed stay unchanged; if `failure` is set, all
+        lines do.
         """
         self._consume_pending()
         if self.failure is not None or not self._fill_line(lines[0]) or not len(drafts):

@@ -1,9 +1,9 @@
 """Facts about JSON schemas that are found without compiling them.
 
-Owns: the targets of references (RFC 6901, as a fragment), whether two schemas may allow the same value, and whether a
+Owns: the targets of references (RFC 6901, as a fragment); whether two schemas may allow the same value; whether a
 schema allows any finite value.
-Does not: rewrite or refuse.
-Invariants: "disjoint" and "no end" are certain; their opposites are not. References are followed to a bounded depth.
+Does not: rewrite or refuse schemas.
+Invariants: "disjoint" and "not finite" are certain, their opposites are not. The depth of references is bounded.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import json
 from typing import Any, Final
 
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "string"))
-_MAX_DEPTH = 8  # of references and properties followed to prove that two schemas are disjoint
+_MAX_DEPTH = 8  # references and properties followed in the proof that two schemas are disjoint
 _MAX_ROUNDS = 64
 NOWHERE: Final = object()
 
 
 def target_of(root: object, reference: str) -> Any:
-    """Return the target of a reference such as `#/$defs/a` in the document `root`, NOWHERE if there is none."""
+    """Return the target of a reference such as `#/$defs/a` in the document `root`, or NOWHERE if there is none."""
     target: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -32,7 +32,7 @@ def target_of(root: object, reference: str) -> Any:
 
 
 def json_key(value: object) -> str:
-    """Return a text that is equal for values that are equal in JSON Schema: 1 and 1.0 are, 1 and true are not."""
+    """Return a text that is equal for values that JSON Schema treats as equal: 1 and 1.0, but not 1 and true."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
@@ -47,7 +47,7 @@ class SchemaFacts:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._finite: set[int] = set()  # ids of schemas of the document, which `_root` keeps alive
+        self._finite: set[int] = set()  # id() of schemas; `_root` keeps the schemas alive
         self._has_finite = False
 
     def overlapping(self, schemas: list[Any]) -> tuple[int, int] | None:
@@ -63,7 +63,7 @@ class SchemaFacts:
         return None
 
     def are_disjoint(self, left: object, right: object, depth: int = 0) -> bool:
-        """Return True if it is certain that no value is allowed by both."""
+        """Return True if it is certain that no value is allowed by both schemas."""
         if depth > _MAX_DEPTH:
             return False
         lefts, rights = self._parts(left), self._parts(right)
@@ -77,7 +77,7 @@ class SchemaFacts:
         )
 
     def _parts(self, schema: object) -> list[Any]:
-        """Return a schema and the schemas (`$ref`, `allOf`) that it is the intersection of."""
+        """Return a schema and the schemas (`$ref`, `allOf`) with which it is intersected."""
         parts, pending, seen = [], [schema], 0
         while pending and seen < 64:
             seen += 1
@@ -116,7 +116,7 @@ class SchemaFacts:
         )
 
     def followed(self, schema: object) -> object:
-        """Return the target of a schema that is only a reference, else the schema."""
+        """Return the target if a schema is only a reference, else the schema itself."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or set(schema) != {"$ref"} or not isinstance(schema["$ref"], str):
                 break
@@ -134,13 +134,13 @@ class SchemaFacts:
         return not isinstance(schema, dict) or id(schema) in self._finite
 
     def _find_finite(self) -> None:
-        """Find the smallest set of schemas of which each needs only schemas of the set."""
+        """Find the schemas that allow a finite value: the smallest set closed under `_is_finite`."""
         schemas = _dicts(self._root)
         self._has_finite = True
         num_before = -1
         while num_before != len(self._finite):
             num_before = len(self._finite)
-            for schema in reversed(schemas):  # inner ones first, so that most are decided in one round
+            for schema in reversed(schemas):  # inner schemas first, so that one round decides most of them
                 if id(schema) not in self._finite and self._is_finite(schema):
                     self._finite.add(id(schema))
 
@@ -179,7 +179,7 @@ class SchemaFacts:
 
 
 def _dicts(node: object) -> list[dict[str, Any]]:
-    """Return all objects of a document, outer ones first; objects that are no schemas do no harm."""
+    """Return all objects of a document, outer ones first. Objects that are not schemas do no harm."""
     objects, level = [], [node]
     while level:
         objects += [each for each in level if isinstance(each, dict)]
@@ -192,7 +192,7 @@ def _dicts(node: object) -> list[dict[str, Any]]:
 
 
 def _types(schema: dict[str, Any]) -> frozenset[str]:
-    """Return the types that a schema itself allows; integers are numbers."""
+    """Return the types that a schema itself allows; "integer" counts as "number"."""
     kinds = schema.get("type")
     if kinds is None:
         values = _values(schema)
@@ -209,7 +209,7 @@ def _type_of(key: str) -> str:
 
 
 def _values(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return the keys of the values that a schema lists, or None."""
+    """Return the json_key of each value that a schema lists, or None if it lists none."""
     if "const" in schema:
         return frozenset((json_key(schema["const"]),))
     return frozenset(map(json_key, schema["enum"])) if isinstance(schema.get("enum"), list) else None

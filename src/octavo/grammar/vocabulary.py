@@ -1,9 +1,9 @@
 """A model's vocabulary for llguidance.
 
-Owns: the bytes of every id, which ids are special and which end an output, and how a text is split into ids where a
+Owns: the bytes of every id; which ids are special and which end an output; the split of a text into ids where a
 grammar forces one text.
-Does not: follow a grammar. Built on first use, in about a second; one thread at a time builds.
-Invariants: a special token never encodes the text that spells it; ids that the model or the tokenizer lacks are
+Does not: follow a grammar. Built on first use, in about a second; one thread builds at a time.
+Invariants: a special token never encodes the text that spells it. Ids that the model or the tokenizer lacks are
 never allowed.
 """
 
@@ -22,12 +22,12 @@ from octavo.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_LINE_BREAK = "\n"  # put before a text where the tokenizer adds a space to a text's start
+_LINE_BREAK = "\n"  # put before a text if the tokenizer adds a space to the start of a text
 MAX_SPLIT_CACHE = 1024  # forced texts that are cached with their ids
 
 
 class Vocabulary:
-    """The ids of a model whose logits are `vocab_size` wide. `load` loads its tokenizer, on first use."""
+    """The ids of a model with logits `vocab_size` wide. `load` loads the model's tokenizer on first use."""
 
     def __init__(self, load: Callable[[], Tokenizer], vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -42,7 +42,7 @@ class Vocabulary:
         return -(-self.vocab_size // 32)
 
     def reader(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-        """Return the vocabulary for outputs that any of these ids ends. Raises InvalidRequestError if there is none."""
+        """Return the vocabulary for outputs that end with any of these ids. Raises InvalidRequestError without one."""
         ends = tuple(sorted(token for token in set(eos_token_ids) if token < self.vocab_size))
         if not ends:
             reason = "this model has no id that ends an output, so none can end where its grammar does; leave it out"
@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 class _Tokens:
-    """The interface of a tokenizer for llguidance: attributes of these names, and a call that encodes a text."""
+    """The interface of a tokenizer for llguidance: these attributes, and a call that encodes a text."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]

@@ -1,1 +1,1 @@
-"""Run work on clients' inputs that may take too much time or memory in processes that can be killed. No torch."""
+"""Process clients' inputs that may need too much time or memory in child processes that can be killed. No torch."""

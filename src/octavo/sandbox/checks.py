@@ -1,10 +1,10 @@
-"""Check that a grammar's source is small and simple enough to be compiled, and compile it.
+"""Check that a grammar's source is small and simple enough, then compile it.
 
 Owns: the bounds on regular expressions, JSON schemas and the other kinds of source.
 Does not: compile (octavo.grammar.compile does), bound time and memory, or check documents against a schema.
-Invariants: a grammar accepted here also compiles in the engine, in a fraction of a job's time. Nothing is fetched, and
-each reference of a schema is followed once. A pattern's weight is known before anything is compiled: it is about the
-number of states that a compiler makes (repetitions multiply it, everything else adds to it).
+Invariants: a grammar accepted here also compiles in the engine, in a fraction of a job's time. Nothing is fetched.
+Each reference of a schema is followed once. A pattern's weight is known before anything is compiled; it is about the
+number of states that a compiler makes (a repetition multiplies the weight, everything else adds to it).
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from octavo.grammar.schema_facts import NOWHERE, target_of
 from octavo.sandbox.wire import CompileGrammar
 
 MAX_SOURCE_BYTES = 65_536
-MAX_ANSWER_BYTES = 1 << 20  # of all schemas of an answer's tools together
-MAX_COMPILED_CHARACTERS = 1 << 20  # SamplingParams' bound
-MAX_COMPILE_S = 0.5  # of processor time: the engine compiles it again, for every request
+MAX_ANSWER_BYTES = 1 << 20  # all schemas of an answer's tools together
+MAX_COMPILED_CHARACTERS = 1 << 20  # the bound of SamplingParams
+MAX_COMPILE_S = 0.5  # of processor time; the engine compiles the grammar again for every request
 
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
-MAX_EXPANDED = 100_000  # schemas, after every reference that is not recursive is expanded
-MAX_COUNT = 65_536  # of items, properties or characters that a keyword may require
+MAX_EXPANDED = 100_000  # schemas after every reference that is not recursive is expanded
+MAX_COUNT = 65_536  # items, properties or characters that a keyword may require
 MAX_PATTERNS = 64
-MAX_REFERENCES_IN_ROW = 300  # each referring to the next
+MAX_REFERENCES_IN_ROW = 300  # length of a chain in which each reference leads to the next
 
 MAX_PATTERN_BYTES = 2048
 MAX_WEIGHT = 50_000
 MAX_GROUP_DEPTH = 32
 
 _PARAM = "schema"
-# Keywords of JSON Schema, by the type of their values.
+# Keywords of JSON Schema, by the type of the keyword's value.
 _SCHEMA_KEYWORDS = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if",
                     "then", "else", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems")  # lists of schemas
-_OBJECT_KEYWORDS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # of schemas
+_OBJECT_KEYWORDS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # schemas by name
 _COUNT_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains",
                    "maxContains")  # fmt: skip
 _STRING_KEYWORDS = ("format", "$schema", "$id", "title", "description")
 _NUMBER_KEYWORDS = ("minimum", "maximum", "multipleOf")
-_EXCLUSIVE_KEYWORDS = ("exclusiveMinimum", "exclusiveMaximum")  # numbers, or true and false in draft 4
+_EXCLUSIVE_KEYWORDS = ("exclusiveMinimum", "exclusiveMaximum")  # numbers; in draft 4, true or false
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
 
 _CLASS_WEIGHT = 4
-_PYDANTIC_PREFIX = 'Error building "str" validator:\n  SchemaError: '  # before an expression's error
+_PYDANTIC_PREFIX = 'Error building "str" validator:\n  SchemaError: '  # precedes an expression's error
 _REPEAT = re.compile(r"\{\s*(\d{0,9})\s*(,?)\s*(\d{0,9})\s*\}")
 _ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^{}]{0,64}\}|[pPxuU].|.)", re.DOTALL)
 
@@ -93,7 +93,7 @@ def _check_source(kind: str, source: str) -> None:
 
 
 def _check_answer(source: str) -> None:
-    """Check the parts of an answer; its own form is checked when it is compiled."""
+    """Check the parts of an answer. Compiling checks the form of the answer itself."""
     answer = read_answer(source)
     for index, (_, schema) in enumerate([] if answer.calls is None else answer.calls.tools):
         path = f"tools[{index}].function.parameters"
@@ -160,7 +160,7 @@ def _measure(schema: object) -> tuple[int, int]:
 
 
 class _SchemaChecker:
-    """One walk over the schemas of a document, each once; the text's depth bounds the recursion."""
+    """Checks every schema of a document once. The depth of the text bounds the recursion."""
 
     def __init__(self, root: object) -> None:
         self._root = root
@@ -168,7 +168,7 @@ class _SchemaChecker:
         self._references: dict[str, Any] = {}
 
     def check(self, schema: object, path: str) -> None:
-        """Check one schema and those inside it."""
+        """Check one schema and the schemas inside it."""
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
@@ -260,7 +260,7 @@ class _SchemaChecker:
 
 
 def _check_kinds(schema: dict[str, Any], path: str) -> None:
-    """Check keywords whose values the compiler expects to be texts, numbers or lists."""
+    """Check the keywords for which the compiler expects strings, numbers or lists."""
     for name in _STRING_KEYWORDS:
         if not isinstance(schema.get(name, ""), str):
             raise _schema_error(f"{path}/{name}", "a string is needed")
@@ -278,7 +278,7 @@ def _check_kinds(schema: dict[str, Any], path: str) -> None:
 
 
 def _check_optional(schema: dict[str, Any], path: str) -> None:
-    """Bound the optional properties: each one is an alternative at every place before it."""
+    """Bound the number of optional properties: each is an alternative at every position before it."""
     names = schema.get("propertyNames")
     listed = names.get("enum", ()) if isinstance(names, dict) else ()
     optional = len(schema.get("properties", {}).keys() - set(schema.get("required", ())))
@@ -303,7 +303,7 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_inline(name: str, child: object) -> bool:
-    """Return True if the child is part of the schema itself, not only a definition in it."""
+    """Return True if the child is part of the schema itself rather than a definition inside it."""
     return isinstance(child, dict) and not name.startswith(("$defs/", "definitions/"))
 
 
@@ -312,7 +312,7 @@ def _schema_error(path: str, reason: str) -> InvalidRequestError:
 
 
 def check_regex(pattern: str, param: str = "regex") -> int:
-    """Return the pattern's weight. Raises TooComplexError or InvalidRequestError naming `param`."""
+    """Return the pattern's weight. Raises TooComplexError or InvalidRequestError, which names `param`."""
     try:
         size = len(pattern.encode())
     except UnicodeEncodeError:
@@ -333,15 +333,15 @@ def check_regex(pattern: str, param: str = "regex") -> int:
 
 
 class _PatternWeigher:
-    """One pass over a pattern, with a stack of open groups. The compiler reports malformed patterns."""
+    """Weighs a pattern in one pass, with a stack of open groups. The compiler reports malformed patterns."""
 
     def __init__(self, pattern: str, param: str) -> None:
         self._pattern = pattern
         self._param = param
         self._position = 0
         self._groups: list[int] = []  # weights of the enclosing groups
-        self._total = 0  # of the innermost group so far
-        self._atom = 0  # of the last atom, which a repetition after it multiplies
+        self._total = 0  # weight of the innermost group so far
+        self._atom = 0  # weight of the last atom, which a repetition after the atom multiplies
 
     def weigh(self) -> int:
         """Return the weight of the pattern."""
@@ -363,7 +363,7 @@ class _PatternWeigher:
         return self._total + sum(self._groups)
 
     def _take(self, atom: int, more: int) -> None:
-        """Make the current atom weigh `atom + more`, and add `more` to the total."""
+        """Set the last atom's weight to `atom + more`, and add `more` to the total."""
         self._atom = atom + more
         self._total += more
 
@@ -386,7 +386,7 @@ class _PatternWeigher:
         low, _, high = match.groups()
         times = max(int(low or 0), int(high or 0), 1)
         self._take(self._atom, self._atom * (times - 1))
-        if self._total > MAX_WEIGHT:  # keeps numbers small, however deep the nesting
+        if self._total > MAX_WEIGHT:  # bounds the numbers at any depth of nesting
             message = f"{self._param} repeats too much: over {MAX_WEIGHT} states at character {self._position}"
             raise TooComplexError(message, self._param)
         self._position = match.end()

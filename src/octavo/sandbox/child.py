@@ -1,9 +1,9 @@
-"""A sandbox process: its jobs, and the loop that runs one order after the other under the system's limits.
+"""A sandbox process: its jobs, and the loop that runs one order after the other under the system's resource limits.
 
-Owns: the registry of jobs (a new one is a line in `JOBS` and its argument in wire), the limits on memory, CPU time,
-files and time of day, and reading and writing the pipes. Does not: queue jobs or kill processes (pool does).
-Invariants: from its first order on the process can open no file and no socket; a job that its parent does not kill is
-ended by the alarm; the process ends with its stdin.
+Owns: the registry of jobs; the limits on memory, CPU time, files and elapsed time; reading and writing the pipes. To
+add a job, add a line in `JOBS` and its argument in wire. Does not: queue jobs or kill processes (pool does).
+Invariants: from its first order on, the process can open no file and no socket. If the parent does not kill a job that
+exceeds its limit, the alarm ends the process. The process ends when its stdin ends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from octavo.sandbox.checks import check_regex, check_schema, compile_checked
 from octavo.text.chat_template import ChatTemplate
 
 _PR_SET_PDEATHSIG = 1
-NICENESS = 5  # a third of the CPU share of a serving process, so that a job that spins takes little from it
-SPARE_S = 2.0  # beyond a job's limit, before the process ends itself: the parent should act first
+NICENESS = 5  # gives a third of a serving process's CPU share, so that a job that spins takes little from it
+SPARE_S = 2.0  # from a job's limit until the process ends itself; the parent should act first
 _CODECS = ("ascii", "latin_1", "unicode_escape", "raw_unicode_escape", "utf_16", "utf_32", "idna", "punycode")
 _TEMPLATE = (
     "{%- macro m(x) -%}{{ x|trim|upper }}{%- endmacro -%}{% set n = namespace(a=1) %}{% for x in messages %}"
@@ -75,27 +75,27 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     log, null_device = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(null_device, 1)  # printed text must not mix with the frames
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's signals are the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the terminal's signals
     _end_with_parent()
     os.nice(NICENESS)
     _warm_up()
     _set_limits(args.memory_bytes, answers.fileno() + 1)
     _send(answers, wire.WorkerReady(wire.VERSION))
     while (order := _receive(orders)) is not None:
-        os.dup2(null_device, 2)  # a library that panics prints its input, which belongs in no log
+        os.dup2(null_device, 2)  # a library that panics prints its input, which must not be logged
         answer = _answer(jobs, order)
         os.dup2(log, 2)
         _send(answers, answer)
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, even during a job or while stopped."""
+    """Make the kernel kill this process when its parent ends, even during a job or while the process is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _warm_up() -> None:
-    """Load what jobs load on first use; after this call the process can open no file."""
+    """Load everything that jobs load on first use; after this call the process can open no file."""
     for name in _CODECS:
         codecs.lookup(name)
     for work in (
@@ -113,7 +113,7 @@ def _warm_up() -> None:
 
 def _set_limits(memory_bytes: int, num_files: int) -> None:
     _limit(resource.RLIMIT_AS, memory_bytes)
-    _limit(resource.RLIMIT_NOFILE, num_files)  # only those that are open now
+    _limit(resource.RLIMIT_NOFILE, num_files)  # only the files that are open now
     _limit(resource.RLIMIT_CORE, 0)
 
 
@@ -130,7 +130,7 @@ def _answer(jobs: Mapping[str, Job], order: wire.Order) -> wire.JobResult | wire
     signal.setitimer(signal.ITIMER_REAL, order.limit_s + SPARE_S)
     try:
         return wire.JobResult(order.number, _run_job(jobs, order.job, order.argument))
-    except Exception as error:  # a shell: any failure of a job is answered
+    except Exception as error:  # a shell: every failure of a job is answered
         return wire.Refusal.of(order.number, error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,11 +1,11 @@
 """Sandbox: run jobs in child processes, each within its time limit, whatever its input.
 
-Owns: the children, the queue of jobs and its order, the time of each job, retrying, counting.
+Owns: the children, the queue of jobs and its order, each job's time limit, retries, and counters.
 Does not: know what the jobs do.
-Invariants: at most `num_processes` children; a child runs one job at a time, so that killing it affects no other job;
-a job whose child ended by itself is retried once in a new one; every job ends with a value or a typed error. With
-three children, one is reserved for rendering templates, and no tenant uses all that are available to its kind of job;
-tenants with waiting jobs take turns.
+Invariants: there are at most `num_processes` children. A child runs one job at a time, so killing it affects no other
+job. A job whose child ended by itself is retried once in a new child. Every job ends with a value or a typed error.
+With three children, one is reserved for rendering templates, and no tenant uses all children that are available to a
+kind of job. Tenants with waiting jobs are served in turn.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from octavo.errors import EngineError, OctavoError, QueueFullError, TooComplexEr
 from octavo.sandbox import wire
 
 COMMAND = (sys.executable, "-m", "octavo.sandbox.child")
-# The environment that a child inherits: no keys, and no addresses of other services.
+# The environment variables that a child inherits: no keys, and no addresses of other services.
 _VARIABLES = frozenset(("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "TMPDIR", "SYSTEMROOT"))
-_RETRY_START_S = 5.0  # between a failed start of a child and the next attempt
+_RETRY_START_S = 5.0  # from a failed start of a child to the next attempt
 RENDER = "render_chat"  # the job for which one child is reserved
-# The tenant of the job, for the turns; set once for each request.
+# The tenant of new jobs, by which the queue alternates; set once for each request.
 current_tenant: ContextVar[str] = ContextVar("octavo_sandbox_tenant", default="")
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of the children and their jobs. `max_waiting*` are per tenant; all tenants may have four times as much."""
+    """Limits of the children and of jobs. `max_waiting*` is per tenant; all together have four times as much."""
 
     num_processes: int = 3
     max_waiting: int = 1024
@@ -57,7 +57,7 @@ class SandboxCounters:
 
 
 class _ChildDiedError(Exception):
-    """The child ended, or sent something that is no answer."""
+    """The child ended, or sent something that is not an answer."""
 
 
 class _Child:
@@ -110,7 +110,7 @@ class _Child:
             raise _ChildDiedError from None
 
     async def kill(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait until it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         if self.process.stdin is not None:
@@ -119,7 +119,7 @@ class _Child:
 
 
 class _Slot:
-    """A slot for one child. `start` is the task that starts it; a busy slot belongs to the job that it runs."""
+    """A place for one child. `start` is the task that starts the child. A busy slot belongs to the job that it runs."""
 
     def __init__(self) -> None:
         self.child: _Child | None = None
@@ -149,12 +149,12 @@ class _Job:
 
 
 class _JobQueue:
-    """Waiting jobs in the order of their tenants' turns; bounded per tenant and in total."""
+    """Waiting jobs; tenants are served in turn. Bounded per tenant and in total."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self._limits = limits
         self._waiting: OrderedDict[tuple[str, bool], deque[_Job]] = OrderedDict()
-        self._num_bytes: Counter[str] = Counter()  # of waiting jobs, by tenant
+        self._num_bytes: Counter[str] = Counter()  # bytes of waiting jobs, by tenant
         self._running: list[_Job] = []
 
     def __len__(self) -> int:
@@ -175,7 +175,7 @@ class _JobQueue:
         """Return the next job that may run now, and count it as running."""
         for key in list(self._waiting):
             jobs = self._waiting[key]
-            while jobs and jobs[0].done.done():  # its caller was cancelled
+            while jobs and jobs[0].done.done():  # the job's caller was cancelled
                 self._dequeued(jobs.popleft())
             if jobs and self._can_run(*key):
                 job = self._dequeued(jobs.popleft())
@@ -196,7 +196,7 @@ class _JobQueue:
         return job
 
     def _can_run(self, tenant: str, is_render: bool) -> bool:
-        """Return True if a job may run: one child is reserved for renders, and one of each kind for other tenants.
+        """Return True if a job may run. One child is reserved for renders, and one of each kind for other tenants.
         Jobs without a tenant have no bound per tenant.
         """
         unreserved = self._limits.num_processes - 1
@@ -224,7 +224,7 @@ class _JobQueue:
 
 
 class Sandbox:
-    """Runner of jobs in child processes. Belongs to one event loop; starts no child before its first job."""
+    """Runs jobs in child processes. Belongs to one event loop; starts no child before the first job."""
 
     def __init__(self, limits: SandboxLimits | None = None, command: Sequence[str] = COMMAND) -> None:
         self.limits = limits or SandboxLimits()
@@ -232,7 +232,7 @@ class Sandbox:
         self._command = command
         self._numbers = itertools.count(1)
         self._slots = [_Slot() for _ in range(self.limits.num_processes)]
-        self._idle: list[_Slot] = []  # children without a job, the most recently used (warm) one last
+        self._idle: list[_Slot] = []  # children without a job; the most recently used (warm) child is last
         self._queue = _JobQueue(self.limits)
         self._serving: set[asyncio.Task[None]] = set()
         self._not_before = 0.0  # the earliest time of the next attempt to start a child
@@ -248,10 +248,10 @@ class Sandbox:
         return {**asdict(self.counters), "processes": len(self.pids), "waiting": len(self._queue)}
 
     async def run(self, job: str, argument: wire.Argument, limit_s: float | None = None) -> object:
-        """Run a job of the current tenant. `limit_s` bounds its time in a child.
+        """Run a job for the current tenant. `limit_s` bounds the job's time in a child.
 
-        Raises the job's errors, TooComplexError if it takes too much time or memory, QueueFullError, EngineError,
-        ToolUnavailableError. If the caller is cancelled, a running job still ends within its time.
+        Raises the job's errors, TooComplexError if the job takes too much time or memory, QueueFullError, EngineError,
+        ToolUnavailableError. If the caller is cancelled, a running job still ends within its time limit.
         """
         limit_s = self.limits.job_s if limit_s is None else limit_s
         number = next(self._numbers)
@@ -264,7 +264,7 @@ class Sandbox:
         return await entry.done
 
     def _dispatch(self) -> None:
-        """Give jobs to idle children, and start one more child if jobs still wait."""
+        """Assign waiting jobs to idle children, and start one more child if jobs still wait."""
         while self._idle and (job := self._queue.take()) is not None:
             slot = self._idle.pop()
             slot.is_busy = True
@@ -282,7 +282,7 @@ class Sandbox:
             self._queue.clear(ToolUnavailableError("a sandbox process could not be started a moment ago"))
 
     async def _start(self, slot: _Slot) -> None:
-        """Start the slot's child; if that fails and no other child is left, fail the waiting jobs."""
+        """Start the slot's child; if the start fails and there is no other child, fail the waiting jobs."""
         try:
             slot.child = await _Child.start(self._command, self.limits)
         except (OSError, TimeoutError, _ChildDiedError) as error:
@@ -301,7 +301,7 @@ class Sandbox:
             self._dispatch()
 
     async def _serve(self, slot: _Slot, job: _Job) -> None:
-        """Run one job, and free its slot."""
+        """Run one job, then release its slot."""
         self.counters.jobs += 1
         try:
             message = await self._answer(slot, job)
@@ -351,7 +351,7 @@ class Sandbox:
                 await self._lose(slot)
                 if is_retry:
                     break
-            except asyncio.CancelledError:  # closing: the child may be in the middle of an answer
+            except asyncio.CancelledError:  # the sandbox closes: the child may be in the middle of an answer
                 await self._lose(slot)
                 raise
         raise TooComplexError("this takes more memory or processor time than is allowed")
@@ -363,7 +363,7 @@ class Sandbox:
             await child.kill()
 
     async def close(self) -> None:
-        """End the children; open jobs fail. Idempotent."""
+        """End the children, and fail open jobs. Idempotent."""
         self._is_closed = True
         self._queue.clear(ToolUnavailableError("the sandbox processes were closed"))
         tasks = [*self._serving, *(slot.start for slot in self._slots if slot.start is not None)]

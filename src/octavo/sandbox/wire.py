@@ -1,7 +1,7 @@
-"""Frames between a sandbox process and its parent: `u32 length | msgpack` of tagged structs, over the child's stdin and
-stdout.
+"""Frames between a sandbox process and its parent, over the child's stdin and stdout. A frame is `u32 length | msgpack`
+of a tagged struct.
 
-Owns: the structs, the arguments of jobs, the size cap. Does not: read or write pipes, or do jobs.
+Owns: the structs, the arguments of jobs, the maximum size. Does not: read or write pipes, or run jobs.
 Invariant: decoding bytes returns a checked struct or raises FrameError.
 """
 
@@ -22,11 +22,11 @@ LENGTH = struct.Struct("<I")
 
 
 class FrameError(EngineError):
-    """Bytes that are no frame, or a message over the size cap."""
+    """Bytes that are not a frame, or a message over the maximum size."""
 
 
 class RenderChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Render a conversation with a template. Returns text."""
+    """Render a conversation with a chat template. Returns text."""
 
     source: str
     tokens: dict[str, str]
@@ -51,7 +51,7 @@ class CheckRegex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CompileGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Compile the grammar of an answer; see octavo.grammar.compile. Returns the compiled grammar's text.
 
-    `specials` are the special tokens (id to name) of a vocabulary of `vocab_size` ids; without any, all names pass.
+    `specials` maps ids to names of the special tokens of a vocabulary of `vocab_size` ids; if empty, any name passes.
     """
 
     kind: str
@@ -65,7 +65,7 @@ Argument = RenderChat | CheckSchema | CheckRegex | CompileGrammar | Mapping[str,
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Order to run a job within `limit_s` seconds. `argument` is packed; the job knows its type."""
+    """An order to run a job within `limit_s` seconds. `argument` is packed; the job's entry in JOBS has its type."""
 
     number: int
     job: str
@@ -74,7 +74,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unkno
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """The child's first frame: it is ready for orders."""
+    """The child's first frame: the child is ready for orders."""
 
     version: int
 
@@ -96,7 +96,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 
     @classmethod
     def of(cls, number: int, error: BaseException) -> Refusal:
-        """Pack an error; only the type is sent of an error that is not Octavo's own."""
+        """Pack an error. Of an error that is not Octavo's own, only the type is sent."""
         if isinstance(error, RecursionError | MemoryError):
             return cls(number, TooComplexError.__name__, "it is too large or nested too deeply")
         if isinstance(error, OctavoError):
@@ -104,7 +104,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
         return cls(number, EngineError.__name__, f"the job failed ({type(error).__name__})")
 
     def error(self) -> OctavoError:
-        """Return the error, in its own class if that is a RequestError."""
+        """Return the error, of its original class if that is a RequestError."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, RequestError):
             return kind(self.message, self.param)
@@ -128,7 +128,7 @@ def pack(argument: object) -> msgspec.Raw:
 
 
 def frame(message: Order | ToParent) -> bytes:
-    """Return one frame, with its length. Raises FrameError over the size cap."""
+    """Return one frame, including its length. Raises FrameError over the maximum size."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"a {type(message).__name__} of {len(body)} bytes; frames hold {MAX_FRAME_BYTES}")
@@ -136,7 +136,7 @@ def frame(message: Order | ToParent) -> bytes:
 
 
 def length_of(head: bytes) -> int:
-    """Return the length of the body after this head. Raises FrameError over the size cap."""
+    """Return the length of the body that follows this head. Raises FrameError over the maximum size."""
     length: int = LENGTH.unpack(head)[0]
     if length > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {length} bytes was announced; frames hold {MAX_FRAME_BYTES}")
@@ -144,12 +144,12 @@ def length_of(head: bytes) -> int:
 
 
 def decode_order(body: bytes) -> Order:
-    """Read a frame's body as an order. Raises FrameError."""
+    """Decode a frame's body as an order. Raises FrameError."""
     return _decode(_ORDER, body)
 
 
 def decode_to_parent(body: bytes) -> ToParent:
-    """Read a frame's body as a message of the child. Raises FrameError."""
+    """Decode a frame's body as a message from the child. Raises FrameError."""
     return _decode(_TO_PARENT, body)
 
 

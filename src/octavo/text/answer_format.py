@@ -1,6 +1,6 @@
-"""An answer as plain data: the format of a model's output, and the parts that it is split into.
+"""An answer as plain data: the format of a model's output, and the kinds of its parts.
 
-Owns: AnswerFormat and the four kinds of part. Does not: read any text (AnswerReader does), or choose a format.
+Owns: AnswerFormat and the four kinds of part. Does not: read text (AnswerReader does), or choose a format.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from msgspec import Struct
 
 
 class AnswerFormat(Struct, frozen=True, array_like=True):
-    """The format of one answer, as plain data. With the default values the whole answer is text.
+    """The format of one answer. With the default values the whole answer is text.
 
-    `reasoning` is the pair of tags around the reasoning; with `starts_inside` the prompt ends inside it.
-    `calls` names the format of tool calls, None when none can be made. `names` are the functions that may be called;
-    `forced` is "required" or "named" when a grammar forces calls. `texts` are the arguments, each as
-    "function.argument", whose schemas say that they are strings: some formats do not mark strings.
-    With `is_single` everything after the first call is dropped.
+    `reasoning` is the pair of tags around the reasoning; `starts_inside`: the prompt ends after the opening tag.
+    `calls` names the format of tool calls; None if no call can be made. `names` are the functions that may be called.
+    `forced` is "required" or "named" if a grammar forces calls. `texts` lists the arguments, as "function.argument",
+    that are strings by their schemas; some formats do not mark strings. `is_single`: everything after the first call
+    is dropped.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -40,7 +40,7 @@ class Reasoning(Struct, frozen=True):
 
 
 class CallBegin(Struct, frozen=True):
-    """A tool call; `index` counts the answer's calls from 0."""
+    """The beginning of a tool call. `index` counts the answer's calls from 0."""
 
     index: int
     call_id: str
@@ -48,7 +48,7 @@ class CallBegin(Struct, frozen=True):
 
 
 class CallArguments(Struct, frozen=True):
-    """More of a call's arguments; a call's texts, concatenated, are the JSON of its arguments."""
+    """More of a call's arguments. The texts of one call, concatenated, are the JSON of its arguments."""
 
     index: int
     text: str

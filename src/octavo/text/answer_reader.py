@@ -1,7 +1,7 @@
 """Split an answer's text into content, reasoning and tool calls as it arrives.
 
-Owns: the order of the readers. Does not: know tokens, or any interface.
-Invariant: the parts' concatenated texts do not depend on how the text was split; the same seed gives the same ids.
+Owns: the order of the readers. Does not: know tokens, or any API.
+Invariant: the parts' concatenated texts do not depend on how the text was split. The same seed gives the same call ids.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Pa
 from octavo.text.calls.reader import CallReader, held_at_end
 from octavo.text.dialect import CALL_READERS
 
-# Before the opening tag; after one in the prompt; inside the reasoning; in the blank space after it; in the content.
+# Before the opening tag; after an opening tag in the prompt; in the reasoning; in the blanks after it; in the content.
 _BEFORE, _OPENED, _INSIDE, _BLANK, _CONTENT = range(5)
 
 
 class ReasoningReader:
-    """Splitter of reasoning and content. An answer has reasoning if it begins with the tag, or inside it."""
+    """Splits reasoning from content. An answer has reasoning if it begins with the opening tag, or inside the tags."""
 
     __slots__ = ("_close", "_has_reasoning", "_held", "_open", "_state", "num_characters")
 
@@ -26,10 +26,10 @@ class ReasoningReader:
         self._state = _OPENED if starts_inside else _BEFORE
         self._held = ""
         self._has_reasoning = False  # some reasoning has been returned
-        self.num_characters = 0  # of the reasoning returned
+        self.num_characters = 0  # of the reasoning returned so far
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that this text makes certain."""
+        """Return the parts that are certain after this text."""
         if self._state == _CONTENT:
             return [Text(text)] if text else []
         self._held += text
@@ -49,7 +49,7 @@ class ReasoningReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """Return what was held back: the answer has ended."""
+        """Return the text held back, at the end of the answer."""
         held, self._held = self._held, ""
         if not held or self._state == _BLANK:
             return []
@@ -67,7 +67,7 @@ class ReasoningReader:
             self._state = _CONTENT
 
     def _opened(self) -> None:
-        """Drop an opening tag that the prompt holds already: models repeat it."""
+        """Drop an opening tag that repeats the one in the prompt; models write it again."""
         self._held = self._held.lstrip()
         if self._held == self._open or not self._open.startswith(self._held):
             self._held = self._held.removeprefix(self._open)
@@ -89,9 +89,9 @@ class ReasoningReader:
 
 
 class AnswerReader:
-    """The parts of one choice of one answer. With format None everything is Text.
+    """The parts of one choice of one answer. If the format is None, everything is Text.
 
-    `seed` is unique to this choice (the answer's id and the choice's number); the call ids derive from it.
+    `seed` is unique to this choice (the answer's id and the choice's number); call ids are derived from it.
     """
 
     def __init__(self, answer_format: AnswerFormat | None, seed: str) -> None:
@@ -114,11 +114,11 @@ class AnswerReader:
 
     @property
     def has_calls(self) -> bool:
-        """True once a call has rest."""
+        """True once a call has begun."""
         return self._calls is not None and self._calls.num_calls > 0
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that this text makes certain; a call's arguments are returned as they arrive."""
+        """Return the parts that are certain after this text. A call's arguments are returned as they arrive."""
         self.num_characters += len(text)
         if self._reasoning is not None:
             parts = self._reasoning.push(text)
@@ -127,7 +127,7 @@ class AnswerReader:
         return parts if self._calls is None else self._with_calls(self._calls, parts)
 
     def finish(self) -> list[Part]:
-        """Return what was held back: the answer has ended."""
+        """Return the text held back, at the end of the answer."""
         parts = self._reasoning.finish() if self._reasoning is not None else []
         if self._calls is None:
             return parts
@@ -141,7 +141,7 @@ class AnswerReader:
         return parts
 
     def _keep(self, parts: list[Part]) -> list[Part]:
-        """Return the parts to keep: with `is_single`, only those up to the end of the first call."""
+        """Return the parts to keep: all, or with `is_single` only those up to the end of the first call."""
         if not self._is_single:
             return parts
         kept: list[Part] = []

@@ -1,7 +1,7 @@
 """Render a model's chat template: messages to prompt text, within bounds of steps, time and output.
 
-Owns: compiling, the sandbox, the budget of one rendering, and the errors of each. Does not: tokenize, or change
-messages (text_model.py does). Invariants: output equals transformers' apply_chat_template on the same input; a
+Owns: compiling, the sandbox, the budget of one rendering, and the errors of all three. Does not: tokenize, or change
+messages (text_model.py does). Invariants: output equals that of transformers' apply_chat_template for the same input. A
 template can read only its variables, and no input makes rendering exceed its bounds.
 """
 
@@ -30,10 +30,10 @@ from octavo.errors import InvalidRequestError, ModelFileError
 
 _MAX_STEPS = 1_000_000
 _MAX_SECONDS = 5.0
-_MAX_BITS = 4096  # of whole numbers
+_MAX_BITS = 4096  # of an integer
 MAX_WIDTH = 1000  # of padding and indentation
-_WRITTEN = 4  # characters written, including those captured by macros and blocks, per character of allowed output
-_MADE = 32  # characters of intermediate strings, per character of allowed output
+_WRITTEN = 4  # characters written (also those that macros and blocks capture) per character of allowed output
+_MADE = 32  # characters of intermediate strings per character of allowed output
 _PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
 WIDE_FORMAT = re.compile(r"\d{4,}|\*|\{[^}]*\{")
 
@@ -54,13 +54,13 @@ class RenderBudget:
         self.deadline = time.monotonic() + _MAX_SECONDS
 
     def step(self) -> None:
-        """Count one loop turn, call or operation."""
+        """Count one loop iteration, call or operation."""
         self.steps -= 1
         if self.steps < 0 or (self.steps & 255 == 0 and time.monotonic() > self.deadline):
             raise SecurityError("the template runs for too long")
 
     def make(self, num_chars: int) -> None:
-        """Count text, list items or digits about to be made."""
+        """Count characters, list items or digits that are about to be made."""
         self.made_chars -= num_chars
         if self.made_chars < 0:
             raise SecurityError("the template makes too much text")
@@ -70,7 +70,7 @@ current: ContextVar[RenderBudget] = ContextVar("octavo_template_budget")
 
 
 def measure(value: Any) -> int:
-    """Return about how many characters str() would make of a value; a shared part counts each time it is written."""
+    """Return about how many characters str() makes of a value. A shared part counts each time that it is written."""
     if isinstance(value, str):
         return len(value)
     budget, total, pending = current.get(), 0, [value]
@@ -88,7 +88,7 @@ def measure(value: Any) -> int:
 
 
 def made_size(name: str, data: Sequence[Any]) -> int:
-    """Return a bound of the characters that a text filter, or a method of a string, makes of its data."""
+    """Return an upper bound of the characters that a text filter, or a string's method, makes of its data."""
     sizes = [measure(value) for value in data]
     if name == "replace" and len(data) >= 3 and all(isinstance(value, str) for value in data[:3]):
         return sizes[0] + int(data[0].count(data[1])) * sizes[2]
@@ -104,7 +104,7 @@ def made_size(name: str, data: Sequence[Any]) -> int:
 
 
 def result_size(operator: str, left: Any, right: Any) -> int:
-    """Return a bound of the characters, items or bits that `*` or `**` makes; refuse large numbers."""
+    """Return an upper bound of the characters, items or bits that `*` or `**` makes; refuse large numbers."""
     if operator == "**":
         bits = left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
         return bits if bits <= _MAX_BITS else refuse()
@@ -123,7 +123,7 @@ def weight(items: str | list[Any] | tuple[Any, ...]) -> int:
 
 
 def method_size(owner: str, name: str, args: list[Any]) -> int:
-    """Return a bound of the characters that a method of a string makes; refuse wide padding and formats."""
+    """Return an upper bound of the characters that a string's method makes; refuse wide padding and formats."""
     if name in _PADDING_METHODS and any(isinstance(value, int) and value > MAX_WIDTH for value in args):
         return refuse()
     if name == "expandtabs":
@@ -134,11 +134,11 @@ def method_size(owner: str, name: str, args: list[Any]) -> int:
 
 
 def refuse() -> int:
-    """Raise SecurityError; typed as a size so that it can be used in an expression."""
+    """Raise SecurityError. The return type is a size's, so that a call can be used in an expression."""
     raise SecurityError("the template makes a number or text that is too large")
 
 
-# No prompt needs these filters, and most of them make much text of little.
+# No prompt needs these filters, and most of them make long texts of short ones.
 _REMOVED_FILTERS = (
     ("batch", "center", "filesizeformat", "format", "pprint", "random", "slice", "urlize", "wordwrap", "xmlattr")
 )  # fmt: skip
@@ -179,7 +179,7 @@ def _finalize(context: Context, value: Any) -> Any:
 
 
 def _guard_text_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Charge the budget for what a text filter makes. Contexts and environments in its arguments are not data."""
+    """Charge the budget for the text that a filter makes. Contexts and environments in its arguments are not data."""
 
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -249,7 +249,7 @@ def _check_name(name: object) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: marks the assistant's words for training; here only its body counts."""
+    """`{% generation %}...{% endgeneration %}`, which marks the assistant's text for training. Renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's way)
 
@@ -260,7 +260,7 @@ class _Generation(Extension):
 
 
 class _Metering(NodeTransformer):
-    """Tree rewriter which makes loops, `~` and literal text count against the budget."""
+    """Tree rewriter that makes loops, `~` and literal text count against the budget."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -340,7 +340,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 _MAX_SOURCE_CHARS = 1 << 19
 _RESERVED = frozenset(("self", "messages", "tools", "add_generation_prompt"))
-# Errors that a template may raise on data of another form than it expects.
+# Errors that a template may raise on data of an unexpected form.
 _DATA_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _SIZE_ERRORS = (RecursionError, MemoryError)
 
@@ -354,7 +354,7 @@ class ChatTemplate:
     """A compiled template. Safe to share between threads.
 
     The budget counts the sandbox's own operations. One operation inside C (comparing or sorting shared lists)
-    can still take minutes and hold the interpreter's lock, so a server renders an untrusted template in a
+    can still take minutes and hold the interpreter's lock. A server therefore renders an untrusted template in a
     sandbox process, which it can kill.
     """
 
@@ -367,7 +367,7 @@ class ChatTemplate:
         path: object = "chat template",
         is_trusted: bool = False,
     ) -> None:
-        """Compile. `tokens` are the named special tokens ("bos_token": "<s>"). Raises ModelFileError naming `path`."""
+        """Compile the template. `tokens` are the named special tokens ("bos_token": "<s>"). Raises ModelFileError."""
         if len(source) > _MAX_SOURCE_CHARS:
             raise ModelFileError(path, f"chat template has {len(source)} characters; {_MAX_SOURCE_CHARS} are supported")
         self.source = source
@@ -386,7 +386,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """Return the prompt text. `kwargs` are passed to the template as variables.
+        """Return the prompt text. The template gets `kwargs` as variables.
 
         Raises InvalidRequestError when the template refuses the messages, fails on them, or exceeds its limits.
         """

@@ -1,10 +1,10 @@
-"""Turn token ids into text as they arrive: the bytes of each id, the decoder over them, and stop strings.
+"""Turn token ids into text as they arrive: the bytes of each id, an incremental decoder, and stop strings.
 
-Owns: the table of bytes per id, at most three bytes of an unfinished character, whether the text has begun, and text
-that may still turn out to begin a stop string.
-Does not: keep ids or text, so that the 32,000th id costs the same as the first.
-Invariants: the deltas, with flush(), concatenate to Tokenizer.decode of all ids, however the ids are split; no delta
-holds half a character. Bytes that are not UTF-8 become U+FFFD by Unicode's rule (one for each maximal subpart).
+Owns: the table of bytes per id; at most three bytes of an unfinished character; whether the text has begun; text that
+may still become a stop string.
+Does not: keep ids or text, so the 32,000th id costs the same as the first.
+Invariants: the returned texts, with flush(), concatenate to Tokenizer.decode of all ids, however the ids are split. No
+returned text has half a character. Bytes that are not UTF-8 become U+FFFD by Unicode's rule (one per maximal subpart).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.errors import ModelFileError
 
-if TYPE_CHECKING:  # the front end loads the library only with a model
+if TYPE_CHECKING:  # the front end loads the tokenizers library only with a model
     from tokenizers import Tokenizer as Backend
 
-_SPACE_MARK = "\u2581"  # of SentencePiece
+_SPACE_MARK = "\u2581"  # SentencePiece's mark for a space
 _SUPPORTED = "ByteLevel, Metaspace, and Replace + ByteFallback + Fuse + Strip as Llama has them"
 
 
@@ -34,11 +34,11 @@ def byte_alphabet() -> dict[str, int]:
 class TokenBytes(dict[int, bytes]):
     """The bytes of each id inside a text, computed on first use; empty for an unknown id.
 
-    `strip_start` spaces are cut from the start of a text.
+    Up to `strip_start` spaces are cut from the start of a text.
     """
 
     def __init__(self, backend: Backend, path: Path) -> None:
-        """Read the decoder. Raises ModelFileError for a kind whose text is not a concatenation of each id's bytes."""
+        """Read the decoder. Raises ModelFileError if its text is not the concatenation of each id's bytes."""
         self.backend = backend
         self.strip_start = 0
         self._byte_level = self._byte_fallback = self._space_mark = self._drop_first_marks = self._joined = False
@@ -51,7 +51,7 @@ class TokenBytes(dict[int, bytes]):
         return piece
 
     def at_start(self, token_id: int) -> bytes:
-        """Return the bytes of the first id of a text; the caller still applies `strip_start`."""
+        """Return the bytes of the first id of a text. The caller applies `strip_start`."""
         if self._drop_first_marks:
             token = self.backend.id_to_token(token_id)
             return b"" if token is None else _utf8(token.replace(_SPACE_MARK, ""))
@@ -85,7 +85,7 @@ class TokenBytes(dict[int, bytes]):
             raise ModelFileError(path, f"decoder {kinds} is not supported; {_SUPPORTED} are")
 
     def _read_sentencepiece(self, steps: list[dict[str, Any]]) -> bool:
-        """Read the steps of a Llama-like decoder, in order; return False if they are of another kind."""
+        """Read the steps of a Llama-like decoder, in order; return False if there is any other step."""
         rest = list(steps)
         if rest and rest[0].get("pattern") == {"String": _SPACE_MARK} and rest[0].get("content") == " ":
             self._space_mark = True
@@ -123,7 +123,7 @@ class Decodable(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that are no text."""
+        """Ids that stand for no text."""
         ...
 
 
@@ -135,7 +135,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Decodable, skip_special_tokens: bool = True, shown_special_ids: tuple[int, ...] = ()
     ) -> None:
-        """`shown_special_ids` are not skipped."""
+        """Decode the ids of one sequence. Ids in `shown_special_ids` are never skipped."""
         self._pieces = tokenizer.pieces
         self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         if shown_special_ids:
@@ -160,13 +160,13 @@ class Detokenizer:
         return self._cut_start(text) if self._strip else text
 
     def flush(self) -> str:
-        """Return the rest at the end of the ids: U+FFFD for an unfinished character, else nothing."""
+        """Return the last characters at the end of the ids: U+FFFD for an unfinished character, else nothing."""
         text = self._utf8.decode(b"", True)
         return self._cut_start(text) if self._strip else text
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of the unfinished character, at most 3; nothing else of the ids is kept."""
+        """Bytes of the unfinished character, at most 3. Nothing else is kept of the ids."""
         return len(self._utf8.getstate()[0])
 
     def _cut_start(self, text: str) -> str:
@@ -177,11 +177,11 @@ class Detokenizer:
 
 
 class StopStrings:
-    """A stream of text, cut at the first stop string. With `include` the stop string itself is returned.
+    """A stream of text that ends at the first stop string. With `include` the stop string is returned too.
 
-    The returned text never contains a stop string or the beginning of the one that matched, however the text is split.
-    The first match to end counts; of those that end together, the longest. Knuth-Morris-Pratt (1977), one state per
-    stop string: a constant cost per character and string, whatever the lengths.
+    Without `include` the returned text contains no stop string and no part of the matched one, however the text is
+    split. The match that ends first counts; of several that end together, the longest. Knuth-Morris-Pratt (1977), with
+    one state per stop string: a constant cost per character and stop string, whatever the lengths.
     """
 
     __slots__ = ("_fallbacks", "_held", "_include", "_initials", "_matched", "_states", "_stops")
@@ -197,7 +197,7 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that is safe to send, and the stop string that ends it, if one does.
+        """Return the text that is safe to send, and the stop string that ended the stream (None if none did).
 
         After a match no more text is returned.
         """
@@ -212,25 +212,25 @@ class StopStrings:
             if matched is not None:
                 self._matched, self._held = matched, ""
                 return pending[: end if self._include else end - len(matched)], matched
-        # With `include` nothing is taken back, so nothing needs to be held.
+        # With `include` no text is cut off later, so nothing needs to be held back.
         num_held = 0 if self._include else max(self._states, default=0)
         cut = len(pending) - num_held
         self._held = pending[cut:]
         return pending[:cut], None
 
     def flush(self) -> str:
-        """Return the text held back: the stream has ended without a stop string."""
+        """Return the text held back, at the end of a stream without a stop string."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held
 
     @property
     def num_held_chars(self) -> int:
-        """Characters held back; fewer than the longest stop string has."""
+        """Characters held back: fewer than the longest stop string has."""
         return len(self._held)
 
     def _advance(self, character: str) -> str | None:
-        """Take one character; return the longest stop string that it completes."""
+        """Process one character; return the longest stop string that it completes."""
         states = self._states
         matched: str | None = None
         for index, stop in enumerate(self._stops):
@@ -244,7 +244,7 @@ class StopStrings:
 
 
 def _fallback_table(stop: str) -> tuple[int, ...]:
-    """Return, for each length of a matched prefix, that of its longest proper prefix that is also its suffix."""
+    """Return, per length of a matched prefix, the length of its longest proper prefix that is also its suffix."""
     table = [0, 0]
     length = 0
     for character in stop[1:]:

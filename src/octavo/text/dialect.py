@@ -1,7 +1,7 @@
 """Dialect: how a model writes tool calls and reasoning, derived from its chat template.
 
-Owns: the call formats and reasoning tags by name, the texts that mark calls, and choosing among them.
-Does not: read answers (AnswerReader does), or render anything.
+Owns: the call formats and reasoning tags by name, the texts that mark calls, and the choice of a dialect.
+Does not: read answers (AnswerReader does), or render templates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.text.calls.xml import XmlCalls
 
 PYTHON_TAG = "<|python_tag|>"
 HERMES_TAGS = ("<tool_call>", "</tool_call>")
-MISTRAL_DIGITS = 9  # the length that its templates require of an id
+MISTRAL_DIGITS = 9  # length of a call id that Mistral's templates require
 
 CALL_READERS: Mapping[str, Callable[[AnswerFormat, str], CallReader]] = {
     "hermes": lambda _, seed: TaggedCalls(Output(seed), HERMES_TAGS),
@@ -46,21 +46,21 @@ REASONING_TAGS: Mapping[str, Tags] = {
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "seed": ("<seed:think>", "</seed:think>"),
 }
-# Other engines' names of the same formats.
+# Other engines' names for these formats.
 CALL_ALIASES = {"llama3_json": "llama3", "qwen3_xml": "qwen3_coder", "qwen": "hermes"}
 REASONING_ALIASES = {"deepseek_r1": "think", "qwen3": "think", "command_a": "cohere", "seed_oss": "seed"}
-WITHOUT_TEMPLATE = "hermes"  # the format requested in the prompt if the template has no tools
+WITHOUT_TEMPLATE = "hermes"  # the format that the prompt asks for if the template renders no tools
 _VARIABLE = r"(?<![.\w'\"])tools\b(?!['\"])"
 _TOOLS = re.compile(_VARIABLE)
-_CODE = re.compile(r"\{%[^%]*|\{\{[^}]*")  # the parts of a template that are code
+_CODE = re.compile(r"\{%[^%]*|\{\{[^}]*")  # the code in a template
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A model's formats. `calls` is None if calls are not parsed, `reasoning` is None if the model writes none.
+    """A model's formats. `calls` is None if calls are not parsed. `reasoning` is None if the model writes none.
 
-    `takes_tools`: the template renders tools itself. `effort_variables`: the template's variables that set how much
+    `takes_tools`: the template renders tools itself. `effort_variables` are the template's variables that set how much
     the model reasons.
     """
 
@@ -70,13 +70,13 @@ class Dialect:
     effort_variables: tuple[str, ...] = ()
 
     def markers(self, has_tools: bool) -> tuple[str, ...]:
-        """Return the texts that delimit parts of an answer; in some models some of them are special tokens."""
+        """Return the texts that delimit parts of an answer. In some models, some of these texts are special tokens."""
         calls = CALL_MARKERS[self.calls] if has_tools and self.calls is not None else ()
         return (*calls, *(self.reasoning or ()))
 
 
 def read_dialect(template: str | None, call_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
-    """Return the dialect of a template, or that of the settings (names of config.CALL_PARSERS, REASONING_PARSERS)."""
+    """Return the dialect of a template. A parser other than "auto" (a name in config.CALL_PARSERS) takes precedence."""
     source = template or ""
     has_tools = takes_tools(source)
     calls: str | None = CALL_ALIASES.get(call_parser, call_parser)

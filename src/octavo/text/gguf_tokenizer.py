@@ -2,8 +2,9 @@
 
 Owns: the two vocabulary kinds of the supported families: "gpt2" (byte-level BPE) and "llama" (SentencePiece BPE).
 Does not: know templates or end-of-sequence ids.
-Invariants: equal to what transformers builds from the same metadata, except that Llama 3's and Tekken's vocabularies,
-as in their own tokenizer.json, keep a word that is in the vocabulary whole, and add BOS unless add_bos_token is false.
+Invariants: equal to what transformers builds from the same metadata, with two exceptions. As in their own
+tokenizer.json, Llama 3's and Tekken's vocabularies keep a word of the vocabulary whole, and add BOS unless
+add_bos_token is false.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _SPACE_MARK = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How text is split before merging. `pattern=None` is GPT-2's pattern, which tokenizers has built in."""
+    """How text is split before merging. `pattern=None` means GPT-2's pattern, which tokenizers has built in."""
 
     pattern: str | None = None
     ignore_merges: bool = False
     add_bos: bool = False
-    single_digits: bool = False  # each digit is cut out before the pattern is applied
+    single_digits: bool = False  # each digit is split off before the pattern is applied
 
 
 _LLAMA3 = _Split(
@@ -51,8 +52,8 @@ _TEKKEN = _Split(
 _QWEN2 = _Split(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The patterns are those of the families' published tokenizer.json. (transformers' conversion of "smollm" leaves the
-# digits to the pattern, so its ids differ where several spaces or line ends precede a digit.)
+# The patterns are those of the families' published tokenizer.json. (transformers' conversion of "smollm" lets the
+# pattern split digits, so its ids differ where several spaces or line ends precede a digit.)
 _SPLITS = {
     "default": _Split(),
     "gpt-2": _Split(),
@@ -67,7 +68,7 @@ _SPLITS = {
 
 
 class GGUFVocabulary:
-    """The tokenizer's part of the metadata, checked. Raises ModelFileError naming the key."""
+    """The tokenizer's part of the metadata, checked. Raises ModelFileError, which names the key."""
 
     def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
         self.metadata = metadata
@@ -79,14 +80,14 @@ class GGUFVocabulary:
         self.types = self._per_token("token_type")
 
     def get(self, key: str, kind: type, default: Any) -> Any:
-        """Return the value of `tokenizer.ggml.<key>`, which must be of that type."""
+        """Return the value of `tokenizer.ggml.<key>`, which must be of type `kind`."""
         value = self.metadata.get(f"tokenizer.ggml.{key}", default)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ModelFileError(self.path, f"tokenizer.ggml.{key} is a {type(value).__name__}, not a {kind.__name__}")
         return value
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of `tokenizer.ggml.<name>_token_id`, if there is one."""
+        """Return the id of `tokenizer.ggml.<name>_token_id`, or None if there is none."""
         token_id = self.get(f"{name}_token_id", int, -1)
         if token_id >= len(self.tokens):
             raise ModelFileError(
@@ -142,7 +143,7 @@ def build_gguf_backend(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 def _set_template(backend: Tokenizer, before: Sequence[int], after: Sequence[int]) -> None:
     """Make encoding put these ids before and after each text."""
-    names = {token_id: f"special{token_id}" for token_id in (*before, *after)}  # any name but the token's own will do
+    names = {token_id: f"special{token_id}" for token_id in (*before, *after)}  # any name except the token's own works
     single = [*(names[i] for i in before), "$A", *(names[i] for i in after)]
     special = [{"id": name, "ids": [i], "tokens": [backend.id_to_token(i)]} for i, name in names.items()]
     backend.post_processor = processors.TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=special)
@@ -191,7 +192,7 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(ids: Mapping[str, int], scores: Mapping[str, float], path: Path) -> list[tuple[str, str]]:
-    """Return all ways to make a token of two others, best score first: the merges that a SentencePiece file implies."""
+    """Return all pairs of tokens that form a token, best score first: the merges that a SentencePiece file implies."""
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, score in scores.items():
         if len(token) > _MAX_PIECE_CHARS:
@@ -213,9 +214,9 @@ def _checked_merges(merges: list[tuple[str, str]], ids: Mapping[str, int], path:
 
 
 def _add_tokens(backend: Tokenizer, vocabulary: GGUFVocabulary, spellable: set[str] | None) -> None:
-    """Keep control tokens (special) and user-defined ones (plain) whole.
+    """Make the backend keep control tokens (special) and user-defined tokens (plain) whole.
 
-    In a byte-level vocabulary a control token outside the byte alphabet is a mislabelled word and is not added.
+    In a byte-level vocabulary a control token outside the byte alphabet is a mislabelled word, so it is not added.
     """
     typed = list(zip(vocabulary.tokens, vocabulary.types, strict=False))
     control = [t for t, kind in typed if kind == _CONTROL and (spellable is None or spellable.issuperset(t))]

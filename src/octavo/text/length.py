@@ -1,10 +1,10 @@
 """Decide whether a text has too many tokens, without tokenizing all of it.
 
-Owns: two lower bounds: the text's length by that of the vocabulary's longest piece; the tokens of the text's parts,
-counted one part after the other until there are too many.
-Does not: give ids.
-Invariant: a text that fits is never reported as too long. A cut before a single space divides no word, and most
-tokenizers cut there themselves; in others a cut adds a few tokens, which SPARE_PER_CUT allows for.
+Owns: two lower bounds of the number of tokens: the text's length divided by that of the longest piece; and the tokens
+of the text's parts, counted one part after the other until there are too many.
+Does not: return ids.
+Invariant: a text that fits is never reported as too long. Cutting before a single space divides no word, and most
+tokenizers cut there themselves. With other tokenizers a cut adds a few tokens, which SPARE_PER_CUT allows for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PART_CHARS = 16_384
 SPARE_PER_CUT = 16
 _LIKELY_CHARS = 5  # characters per token; a text with fewer per allowed token is not counted in parts
-_SEARCH_CHARS = 1024  # at the end of a part that are searched for a place to cut
+_SEARCH_CHARS = 1024  # characters at the end of a part in which to look for a place to cut
 
 
 def num_tokens_if_over(tokenizer: Tokenizer, text: str, max_tokens: int) -> int | None:
@@ -45,7 +45,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _cut(text: str, end: int) -> int:
-    """Return the last place shortly before `end` with a single space between two words, or `end`."""
+    """Return the last position in the _SEARCH_CHARS before `end` with a single space between two words, else `end`."""
     if end >= len(text):
         return len(text)
     at, first = end, end - _SEARCH_CHARS

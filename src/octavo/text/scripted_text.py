@@ -1,8 +1,8 @@
-"""The text side of a scripted model: a tokenizer of bytes and a chat template, both made here.
+"""The text side of a scripted model: a byte tokenizer and a chat template, both defined here.
 
 Owns: the vocabulary (three special tokens, then the bytes), the template, and reading a prompt back from its ids.
 Does not: know rules (artifacts.script does).
-The template has the marks of ChatML; tools and their calls are written as Hermes models do.
+The template has ChatML's marks; tools and calls are written as for Hermes models.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Write each call as <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>.<|
 
 
 def scripted_tokenizer(path: Path) -> Tokenizer:
-    """Return a tokenizer with one id for each byte, after the special ids; `path` is named in errors."""
+    """Return a tokenizer with one id per byte, after the special ids. Errors name `path`."""
     pieces = sorted(byte_alphabet(), key=byte_alphabet().__getitem__)
     vocab = {piece: index for index, piece in enumerate((*_SPECIAL, *pieces))}
     assert len(vocab) == VOCAB_SIZE and vocab[_END] == END_ID
@@ -66,7 +66,7 @@ def scripted_tokenizer(path: Path) -> Tokenizer:
 
 
 class ScriptedText:
-    """Encoder of a script's answers and decoder of prompts, for the scripted executor."""
+    """Encodes a script's answers and decodes prompts, for the scripted executor."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = scripted_tokenizer(path)
@@ -76,7 +76,7 @@ class ScriptedText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def read(self, ids: Sequence[int]) -> ScriptedRequest:
-        """Decode a prompt; return its last message if the template made it, else all of it."""
+        """Decode a prompt. Return its last message if the template rendered it, else the whole prompt."""
         prompt = self._tokenizer.decode(ids, skip_special_tokens=False)
         last = ""
         for part in prompt.split(_START)[1:]:

@@ -1,12 +1,12 @@
-"""Keep special tokens that are spelled out in messages as text, so that a user's `<|im_end|>` ends no turn.
+"""Keep special tokens that messages spell out as text, so that a user's `<|im_end|>` ends no message.
 
-Owns: which tokens these are, marking them in a conversation before its template is rendered, and encoding the rendered
-prompt so that only the tokens of the template and of the assistant's messages become ids.
-Does not: render, or touch a conversation without such text.
+Owns: which tokens are guarded, marking these tokens in a conversation before its template is rendered, and encoding the
+rendered prompt so that only the tokens of the template and of the assistant's messages become ids.
+Does not: render, or change a conversation without such tokens.
 
 A mark of random digits is put inside each occurrence; digits survive what templates do to text (trim, upper, tojson).
-The template's own tokens are then those without a mark. They are replaced by private names, which a second tokenizer
-over the same model has in place of the guarded tokens, so the rest is encoded as any other text.
+The template's own tokens are those without a mark. Private names replace them; a second tokenizer over the same model
+has these names instead of the guarded tokens, so the rest is encoded as any other text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from octavo.text.tokenizer import Tokenizer, check_text
 
 _MARK_DIGITS = 16
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_PRIVATE = "octavoprivate"  # begins the private names; a random part follows
+_PRIVATE = "octavoprivate"  # each private name begins with this and a random part
 
 
 class SpecialTextGuard:
-    """Encoder which keeps special tokens in messages as text. Safe to share between threads.
+    """Encoder that keeps special tokens in messages as text. Safe to share between threads.
 
     It guards the special added tokens, and other added tokens that the template's source spells out, such as
     `<tool_call>`.
@@ -58,7 +58,7 @@ class SpecialTextGuard:
     ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, dict[str, Any], str | None]:
         """Return messages, tools and variables with marks in guarded tokens, and the mark (None if none was needed).
 
-        Marks the messages other than the assistant's, the tools, and the variable `documents`.
+        Assistant messages are not marked; other messages, tools, and the variable `documents` are.
         """
         marking = _Marking(self)
         shown: list[dict[str, Any]] = []
@@ -76,9 +76,9 @@ class SpecialTextGuard:
         return shown, shown_tools, {**variables, **documents}, marking.mark
 
     def places(self, text: str, has_edges: bool) -> list[int]:
-        """Return the indexes for marks in a text: inside each guarded token, and in parts of one at the text's ends.
+        """Return the indexes for marks in a text: inside each guarded token, and in partial tokens at the text's ends.
 
-        `has_edges`: the template may put other text directly beside it, which could complete a token.
+        `has_edges`: the template may put other text directly beside this text, which could complete a token.
         """
         if self._pattern is None:
             return []
@@ -100,7 +100,7 @@ class SpecialTextGuard:
                 yield start + 1
 
     def encode(self, prompt: str, mark: str, add_special_tokens: bool, num_kept: int | None) -> list[int]:
-        """Return the ids of a rendered prompt, the last `num_kept` where given. Raises InvalidRequestError."""
+        """Return the ids of a rendered prompt, or the last `num_kept` of them. Raises InvalidRequestError."""
         parts = prompt.split(mark)
         text = "".join(self._named(part) for part in parts)
         if any(piece in text for piece in (mark[: _MARK_DIGITS // 2], mark[_MARK_DIGITS // 2 :])):
@@ -114,7 +114,7 @@ class SpecialTextGuard:
         for token_id in encoding.ids:
             if (spelled := self._spelled.get(token_id)) is None:
                 ids.append(self._own_ids.get(token_id, token_id))
-            else:  # the model made this token of text
+            else:  # the model formed this token from plain text
                 ids += [piece.id for character in spelled for piece in self._backend.model.tokenize(character)]
         if add_special_tokens:
             before, after = self._around
@@ -131,7 +131,7 @@ class SpecialTextGuard:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """A private name for each guarded token: lower-case letters, which every normalizer leaves as they are."""
+        """A private name for each guarded token, in lower-case letters, which every normalizer leaves unchanged."""
         secret = "".join(secrets.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(20))
         letters = str.maketrans("0123456789", "abcdefghij")
         return {
@@ -141,7 +141,7 @@ class SpecialTextGuard:
 
     @cached_property
     def _own_ids(self) -> dict[int, int]:
-        """The tokenizer's own ids of the added tokens, by their ids in `_backend`."""
+        """The tokenizer's own id of each added token, by the token's id in `_backend`."""
         own_ids: dict[int, int] = {}
         for token_id, token in self._added.items():
             name = self._names.get(token.content, token.content)
@@ -155,7 +155,7 @@ class SpecialTextGuard:
 
     @cached_property
     def _backend(self) -> Backend:
-        """A tokenizer over the same model, which shares its memory, with private names for the guarded tokens."""
+        """A tokenizer over the same model (its memory is shared), with private names for the guarded tokens."""
         own = self._tokenizer.backend
         backend = Backend(own.model)
         if own.normalizer is not None:
@@ -169,9 +169,9 @@ class SpecialTextGuard:
 
     @cached_property
     def _spelled(self) -> dict[int, str]:
-        """The guarded tokens that are also pieces of the model's vocabulary, by id: the model may make them of text.
+        """The guarded tokens, by id, that are also pieces of the vocabulary: the model may form them from plain text.
 
-        The token for unknown characters is left out: it represents them.
+        The token for unknown characters is left out, since it represents these characters.
         """
         model = self._tokenizer.backend.model
         unknown = {getattr(model, "unk_token", None), self._tokenizer.special_tokens.get("unk_token")}
@@ -188,7 +188,7 @@ class SpecialTextGuard:
 
 
 class _Marking:
-    """The marks of one conversation."""
+    """The mark of one conversation, and the values marked with it."""
 
     def __init__(self, guard: SpecialTextGuard) -> None:
         self._guard = guard
@@ -211,12 +211,12 @@ class _Marking:
 
 
 def _is_marker(token: str, template: str) -> bool:
-    """Return True if an added token that is not special is a delimiter in a template."""
+    """Return True if a template uses this added token, which is not special, as a delimiter."""
     return token in template and any(not character.isalnum() and not character.isspace() for character in token)
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """Return an expression that matches the longest of these words; its time does not grow with their number."""
+    """Return an expression that matches the longest of these words. Its time does not grow with the number of words."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree

@@ -1,6 +1,6 @@
 """The text side of a model: tokenizer, chat template, specification.
 
-Owns: loading them from the same files, once; converting messages to the form that templates expect, and cutting a
+Owns: loading all three from the same files, once; converting messages to the form that templates expect; cutting a
 prompt inside its last message. Does not: load torch or weights.
 """
 
@@ -30,9 +30,9 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # templates 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Checked messages and the template's other inputs; with `is_continued` the model continues the last message.
+    """Checked messages and the template's other inputs. `is_continued`: the model continues the last message.
 
-    `mark` is inside each special token spelled in the messages; None if there are none (special_text.py).
+    `mark` was put inside each special token that the messages spell out; None if there was none (special_text.py).
     """
 
     messages: list[dict[str, Any]]
@@ -43,19 +43,19 @@ class Conversation:
     mark: str | None = None
 
     def cut_at_continuation(self, prompt: str) -> str:
-        """Return a rendered prompt up to where the model continues. Raises InvalidRequestError."""
+        """Return a rendered prompt up to the place where the model continues. Raises InvalidRequestError."""
         head, mark, tail = prompt.rpartition(_CONTINUE_MARK)
         if not mark:
             reason = "the chat template does not show the last message, so it cannot be continued"
             raise InvalidRequestError(reason, "messages")
-        return head if tail.startswith(" ") else head.rstrip()  # a template that trims has cut the message's end too
+        return head if tail.startswith(" ") else head.rstrip()  # a template that trims also trimmed the message's end
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A model's text side. `chat_template` is None for a model without one.
+    """A model's text side. `chat_template` is None if the model has none.
 
-    `special_tokens_in_text`: special tokens spelled in messages become their ids, as in transformers.
+    `special_tokens_in_text`: special tokens that messages spell out become ids, as in transformers.
     """
 
     name: str
@@ -78,7 +78,7 @@ class TextModel:
         trust_template: bool = False,
         special_tokens_in_text: bool = False,
     ) -> TextModel:
-        """Read everything. `chat_template_file` replaces the model's template. Raises ModelFileError."""
+        """Read all files. `chat_template_file` replaces the model's template. Raises ModelFileError."""
         spec = read_model_spec(files)
         source: tuple[str, Path] | None
         if files.kind == "scripted":
@@ -111,7 +111,7 @@ class TextModel:
     ) -> str:
         """Return the prompt text of a chat. Raises InvalidRequestError.
 
-        `template_kwargs` (from a client, with any names) and `variables` are both variables of the template.
+        The template gets `template_kwargs` (from a client, with any names) and `variables` as variables.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         conversation = self.conversation(
@@ -136,9 +136,9 @@ class TextModel:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """Check a template's inputs, which may be rendered in another process. Raises InvalidRequestError.
+        """Check a template's inputs, which another process may render. Raises InvalidRequestError.
 
-        For a template without tools, the tools are described in the messages.
+        If the template renders no tools, the messages describe the tools.
         """
         if self.chat_template is None:
             reason = f"{self.name} has no chat template; start with --chat-template FILE, or use plain completions"
@@ -147,7 +147,7 @@ class TextModel:
         variables, mark = dict(variables or {}), None
         if variables:
             check_variables(variables)
-        if not self.special_tokens_in_text:  # before Octavo's own words are put among the messages
+        if not self.special_tokens_in_text:  # before Octavo's own texts are added to the messages
             plain, tools, variables, mark = self.guard.mark(plain, tools, variables)
         if takes_tools(self.chat_template.source):
             plain = with_short_ids(plain) if "[TOOL_CALLS]" in self.chat_template.source else plain
@@ -169,7 +169,7 @@ class TextModel:
     ) -> list[int]:
         """Return the prompt ids of a chat; the arguments are those of prompt_from_messages.
 
-        The template writes the beginning-of-sequence token where the model wants one, so none is added here.
+        No beginning-of-sequence token is added, because the template writes it if the model needs it.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         conversation = self.conversation(
@@ -180,7 +180,7 @@ class TextModel:
     def encode_prompt(
         self, prompt: str, mark: str | None, add_special_tokens: bool = False, num_kept: int | None = None
     ) -> list[int]:
-        """Return the ids of a rendered prompt, only the last `num_kept` if given. Raises InvalidRequestError."""
+        """Return the ids of a rendered prompt, or the last `num_kept` of them. Raises InvalidRequestError."""
         if mark is not None:
             return self.guard.encode(prompt, mark, add_special_tokens, num_kept)
         if num_kept is None:
@@ -192,7 +192,7 @@ class TextModel:
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return copies with string content and parsed tool arguments. Raises InvalidRequestError.
 
-    Text parts are joined by line ends; a missing content becomes empty.
+    Text parts are joined by line breaks; missing content becomes "".
     """
     if not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list of at least one message", "messages")
@@ -235,7 +235,7 @@ def _plain_content(content: object, index: int) -> str:
 
 
 def _plain_tool_call(call: object, index: int) -> object:
-    """Return a tool call with parsed arguments, since templates write arguments as JSON themselves."""
+    """Return a tool call with parsed arguments, since templates convert arguments to JSON themselves."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise InvalidRequestError(f"message {index} has a tool call without a function", f"messages.{index}.tool_calls")
     function = dict(call["function"])
@@ -264,7 +264,7 @@ def _gguf_template(file: GGUFFile) -> tuple[str, Path] | None:
 
 
 def _folder_template(root: Path) -> tuple[str, Path] | None:
-    """Return chat_template.jinja, else the (default) template of tokenizer_config.json, with its path."""
+    """Return the text and path of chat_template.jinja, or else of tokenizer_config.json's (default) template."""
     path = root / "chat_template.jinja"
     if path.is_file():
         return _read_text(path), path

@@ -1,8 +1,8 @@
 """Convert text to ids and back, for one model.
 
-Owns: the tokenizers backend, its special ids, and what the model's files say about beginning and end.
-Does not: template chats, or stream (detokenizer.py does, with the same result).
-Invariants: no truncation and no padding, even if the file asks for it; ids of a text do not depend on earlier calls.
+Owns: the tokenizers backend, its special ids, and the beginning and end ids that the model's files name.
+Does not: render chats, or stream (detokenizer.py does, with the same result).
+Invariants: no truncation and no padding, even if the file asks for them. A text's ids do not depend on earlier calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tokenizer:
     """A model's tokenizer. Safe to share between threads."""
 
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str], eos_ids: Iterable[int], path: Path) -> None:
-        """`special_tokens` are the named ones ("bos_token": "<s>"); `path` is named in errors."""
+        """Wrap a backend. `special_tokens` are the named ones ("bos_token": "<s>"); errors name `path`."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -62,7 +62,7 @@ class Tokenizer:
     def from_folder(cls, root: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the end-of-sequence ids of a model folder.
 
-        tokenizer.json alone decides which ids surround a text; as in transformers, add_bos_token is ignored.
+        tokenizer.json alone decides which ids surround a text. As in transformers, add_bos_token is ignored.
         """
         path = root / "tokenizer.json"
         backend = _read_backend(path)
@@ -77,10 +77,10 @@ class Tokenizer:
         return cls(backend, special, [*ends, *([] if eos is None else [eos])], path)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text. Special tokens spelled out in it become their ids.
+        """Return the ids of a text. Special tokens that it spells out become their ids.
 
-        Other threads run meanwhile: the library's `encode` would keep the interpreter's lock (a second for a megabyte),
-        its batch calls release it, and the fast one leaves out offsets.
+        Other threads run during the call: the library's `encode` keeps the interpreter's lock (for a second per
+        megabyte), while its batch calls release it; the fast batch call omits offsets.
         Raises InvalidRequestError for a text with lone surrogates, which UTF-8 cannot encode.
         """
         if not text.isascii():
@@ -90,7 +90,7 @@ class Tokenizer:
         return ids
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a part of a text, without those added before and after."""
+        """Return the number of tokens of a part of a text, without the special tokens around a text."""
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return len(encoding)
 
@@ -100,7 +100,7 @@ class Tokenizer:
         return max(1, *map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids; ids without a token add nothing. Raises InvalidRequestError for an impossible id."""
+        """Return the text of ids; unknown ids add nothing. Raises InvalidRequestError for an impossible id."""
         ids = list(ids)
         if ids and not 0 <= min(ids) <= max(ids) < _MAX_ID:
             raise InvalidRequestError("token ids must be whole numbers from 0 to 2147483647", "tokens")
@@ -108,17 +108,17 @@ class Tokenizer:
         return stream.push(ids) + stream.flush()
 
     def id_to_piece(self, token_id: int) -> str:
-        """Return the vocabulary's spelling of an id ("Ġthe"), empty for an id that has none."""
+        """Return the vocabulary's spelling of an id ("Ġthe"), or "" if the id has none."""
         piece: str | None = self.backend.id_to_token(token_id)
         return piece or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that an id adds inside a text; they may be part of a character."""
+        """Return the bytes that an id adds inside a text; the bytes may be part of a character."""
         return self.pieces[token_id]
 
 
 def check_text(text: str) -> None:
-    """Refuse lone surrogates. Raises InvalidRequestError."""
+    """Raise InvalidRequestError if the text has a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -142,14 +142,14 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str | None:
-    """Return the text of a token in a configuration: a string, or an object with `content`."""
+    """Return the text of a token in a configuration (a string, or an object with `content`), or None."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _add_missing_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Add the tokens that only tokenizer_config.json has, in order of their ids."""
+    """Add the tokens that only tokenizer_config.json has, in the order of their ids."""
     entries = config.get("added_tokens_decoder")
     if not isinstance(entries, dict):
         return

@@ -1,8 +1,8 @@
 """Write tools and calls into the messages of a model whose chat template does not support them.
 
-Owns: the section that describes the tools, calls and results as plain messages, and ids as Mistral's templates require
+Owns: the section that describes the tools; calls and results as plain messages; call ids as Mistral's templates require
 them. Calls have the form that Hermes and Qwen use. Does not: render.
-Invariant: no message of the role tool is left; consecutive results are one message.
+Invariant: no message with the role tool remains; consecutive results are one message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-NO_SYSTEM = "System role not supported"  # how templates of Gemma and others refuse a system message
+NO_SYSTEM = "System role not supported"  # in templates of Gemma and others that refuse a system message
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _INTRODUCTION = """\
 You can call functions. These are the functions, one JSON object a line:
@@ -26,13 +26,13 @@ To call a function, answer with its name and arguments as a JSON object between 
 </tool_call>
 The result comes between <tool_response> tags. Call a function only if it helps; otherwise just answer."""
 _RESULT = "<tool_response>\n{}\n</tool_response>"
-_AFTER_RESULTS = "\nNow answer my question in plain words."  # without it the smallest models repeat the result
+_AFTER_RESULTS = "\nNow answer my question in plain words."  # without this the smallest models repeat the result
 
 
 def with_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, takes_system: bool = True
 ) -> list[dict[str, Any]]:
-    """Describe the tools in the system message, and write calls and results as text. Takes plain messages.
+    """Describe the tools in the system message, and write calls and results as text. `messages` are plain messages.
 
     If the template takes no system message, the description is put into the user's first message.
     """
@@ -57,8 +57,8 @@ def with_tools(
 
 
 def _ordered(message: Mapping[str, Any], section: str) -> tuple[str, str]:
-    """Return text and description in order: a system message has its text first, a user's message has it last.
-    (A description after the user's question would be taken for the question.)
+    """Return text and description in order: a system message begins with its text, a user's message ends with it.
+    (A description after the user's question would be read as the question.)
     """
     return (message["content"], section) if message["role"] == "system" else (section, message["content"])
 
@@ -81,7 +81,7 @@ def _line(tool: Mapping[str, Any]) -> str:
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Replace ids of calls that are not nine letters and digits, which Mistral's templates refuse."""
+    """Replace call ids that are not nine letters and digits, because Mistral's templates refuse other ids."""
     shown = [dict(message) for message in messages]
     for message in shown:
         if message.get("tool_calls"):

@@ -1,1 +1,1 @@
-"""Formats of tool calls, a file for each family."""
+"""Formats of tool calls, one file per format."""

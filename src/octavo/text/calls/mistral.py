@@ -1,7 +1,7 @@
-"""MistralCalls: calls after a marker: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] as Mistral's models up to
-version 7 of their tokenizer write them, and [TOOL_CALLS]name[ARGS]{...}[TOOL_CALLS]name[ARGS]{...} as later ones do.
+"""MistralCalls: calls after the marker [TOOL_CALLS]. Mistral's models up to version 7 of their tokenizer write
+[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; later models write [TOOL_CALLS]name[ARGS]{...} for each call.
 
-Owns: the second form, and choosing between both. Does not: read the first (TaggedCalls does).
+Owns: the second form, and the choice between the two. Does not: read the first form (TaggedCalls does).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class MistralCalls:
 
     @property
     def num_calls(self) -> int:
-        """Calls rest so far."""
+        """Calls begun so far."""
         return self._output.num_calls
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that this text makes certain."""
+        """Return the parts that are certain after this text."""
         self._held += text
         while self._held and self._step():
             pass
         return self._output.take()
 
     def finish(self) -> list[Part]:
-        """Return what was held back."""
+        """Return the text held back, at the end of the answer."""
         parts: list[Part] = []
         if self._state == _LIST:
             parts = self._list.finish()
@@ -54,7 +54,7 @@ class MistralCalls:
 
     def _step(self) -> bool:
         """Parse some of the held text; return False if more is needed."""
-        if self._state == _LIST:  # _list finds all later markers itself
+        if self._state == _LIST:  # _list finds all later markers by itself
             held, self._held = self._held, ""
             self._list.feed(held)
             return False

@@ -1,7 +1,7 @@
-"""PlainCalls: an answer that consists only of calls, each {"name": ..., "parameters": {...}}, as Llama 3 writes them,
-with or without a marker in front; several are separated by ";", "," or blank space, or are in a list.
+"""PlainCalls: an answer that consists only of calls, each {"name": ..., "parameters": {...}}, as Llama 3 writes them.
+A marker may precede the calls. Calls are separated by ";", "," or blank space, or are items of a list.
 
-Owns: distinguishing such an answer from other JSON: the name must be one of the functions.
+Owns: distinguishing calls from other JSON: the name must be that of a function.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _START, _OBJECT, _AFTER_CALL, _TEXT = range(4)
 
 
 class PlainCalls:
-    """Incremental parser of one answer; `marker` may precede its calls."""
+    """Incremental parser of one answer. `marker` may precede the answer's calls."""
 
     def __init__(self, output: Output, names: Collection[str], marker: str = "") -> None:
         self._output = output
@@ -32,14 +32,14 @@ class PlainCalls:
         return self._output.num_calls
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that this text makes certain."""
+        """Return the parts that are certain after this text."""
         self._held += text
         while self._held and self._step():
             pass
         return self._output.take()
 
     def finish(self) -> list[Part]:
-        """Return what was held back."""
+        """Return the text held back, at the end of the answer."""
         if self._state == _OBJECT:
             self._output.text(self._consumed + self._object.raw + self._held)
         elif self._state in (_START, _TEXT):
@@ -64,7 +64,7 @@ class PlainCalls:
         return self._start() if self._state == _START else self._after_call()
 
     def _in_text(self) -> bool:
-        """Read content: once there is some, only the marker begins a call."""
+        """Read content. After content, only the marker begins a call."""
         at = self._held.find(self._marker) if self._marker else -1
         if at >= 0:
             self._output.text(self._held[:at])

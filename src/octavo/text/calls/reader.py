@@ -1,10 +1,10 @@
-"""CallReader, the protocol of the parsers of call formats, and what they share: JsonValue, CallObject, Output.
+"""CallReader, the protocol of the parsers of call formats, and their common parts: JsonValue, CallObject, Output.
 
-Owns: the end of a JSON value, a call written as a JSON object, the numbers and ids of calls, blank space around them.
+Owns: the end of a JSON value; calls written as JSON objects; numbers and ids of calls; blank space around calls.
 Does not: know a format.
-Invariants: until a CallObject has begun it returns no arguments, and `raw` holds all its text, so that the caller can
-emit it as content if it is no call; from then on parsing cannot fail. Control characters in strings, which models write
-and JSON forbids, are escaped; all else is unchanged.
+Invariants: a CallObject that has not begun returns no arguments, and its `raw` is all text so far, which the caller can
+emit as content if the text is no call. Once it has begun, parsing cannot fail. Control characters in strings, which
+models write although JSON forbids them, are escaped; all other text is unchanged.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class CallReader(Protocol):
         ...
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that this text makes certain."""
+        """Return the parts that are certain after this text."""
         ...
 
     def finish(self) -> list[Part]:
-        """Return what was held back."""
+        """Return the text held back, at the end of the answer."""
         ...
 
 
 def held_at_end(text: str, marker: str) -> int:
-    """Return the length of the longest end of the text that is a proper beginning of the marker."""
+    """Return the length of the longest end of the text that is a beginning of the marker, but not the whole marker."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length
@@ -50,7 +50,7 @@ def held_at_end(text: str, marker: str) -> int:
 
 
 class JsonValue:
-    """Incremental scanner of one value. `text` is the value so far."""
+    """Incremental scanner of one JSON value. `text` is the value so far."""
 
     __slots__ = ("_depth", "_is_escaped", "_is_in_string", "_num_taken", "_parts", "is_done")
 
@@ -78,7 +78,7 @@ class JsonValue:
         return new
 
     def push(self, text: str, at: int = 0) -> int:
-        """Take text from `at` on; return the index at which the value, or else the text, ends."""
+        """Scan text from `at` on; return the index at which the value ends, or the text's length if it does not."""
         start = at
         while at < len(text) and not self.is_done:
             character = text[at]
@@ -107,7 +107,7 @@ class JsonValue:
             self.is_done = self._depth == 0
 
     def _step(self, character: str) -> bool:
-        """Take a character outside of strings; return False if the value ended before it."""
+        """Scan a character outside of strings; return False if the value ended before this character."""
         if character == '"':
             self._is_in_string = True
         elif character in "{[":
@@ -122,7 +122,7 @@ class JsonValue:
 
 
 class CallObject:
-    """Incremental parser of one object. `accepts` says whether a name can be called."""
+    """Incremental parser of one JSON object. `accepts` returns True for the name of a function that can be called."""
 
     __slots__ = (
         "_accepts",
@@ -146,7 +146,7 @@ class CallObject:
         self._is_streaming = False
         self.name: str | None = None
         self.has_begun = False
-        self.arguments = ""  # read since the last take()
+        self.arguments = ""  # the arguments read since the last take()
         self.raw = ""
 
     @property
@@ -156,7 +156,7 @@ class CallObject:
 
     @property
     def has_failed(self) -> bool:
-        """True if the text is no call."""
+        """True if the text is not a call."""
         return self._state == _FAILED
 
     def take(self) -> str:
@@ -165,7 +165,7 @@ class CallObject:
         return arguments
 
     def push(self, text: str) -> str:
-        """Parse text; return the rest after the object, or from the first character that shows that it is no call."""
+        """Parse text; return the rest: what follows the object, or all from the character that rules out a call."""
         at = 0
         while at < len(text) and self._state not in (_DONE, _FAILED):
             if self._state == _VALUE:
@@ -178,7 +178,7 @@ class CallObject:
         return text[at:]
 
     def _step(self, character: str) -> bool:
-        """Take one character outside of values; return False if it is not part of the object."""
+        """Parse one character outside of values; return False if it is not part of the object."""
         is_in_key = self._state == _KEY and self._key is not None
         if is_in_key and len(self._key or "") < _MAX_KEY:
             self._add_to_key(character)
@@ -203,12 +203,12 @@ class CallObject:
         return True
 
     def _fail(self) -> bool:
-        """Stop before the next character: done if the call has begun, else failed. Return False."""
+        """Stop before the next character: as done if the call has begun, else as failed. Return False."""
         self._state = _DONE if self.has_begun else _FAILED
         return False
 
     def _add_to_key(self, character: str) -> None:
-        """Take one character of a key."""
+        """Add one character to the current key."""
         assert self._key is not None
         self._key += character
         if character == '"' and not self._key.endswith('\\"'):
@@ -240,7 +240,7 @@ class CallObject:
             self._begin(self._arguments_before_name)
 
     def _set_arguments(self, text: str) -> None:
-        """Take arguments that could not be streamed: those before the name, or written as a string."""
+        """Handle arguments that could not be streamed: they preceded the name, or were written as a string."""
         value = _parse(text)
         if isinstance(value, str):
             text = value
@@ -264,12 +264,12 @@ def _parse(text: str) -> object:
 
 
 class Output:
-    """The parts of one answer, in order. Blank space next to a call is not part of the content."""
+    """The parts of one answer, in order. Blank space next to a call does not become content."""
 
     __slots__ = ("_blank", "_digits", "_follows_call", "_parts", "_seed", "num_calls")
 
     def __init__(self, seed: str, digits: int = 0) -> None:
-        """Derive call ids from `seed`: `digits` hexadecimal digits, or with 0 OpenAI's form, "call_..."."""
+        """Derive call ids from `seed`: `digits` hexadecimal digits, or OpenAI's form "call_..." if `digits` is 0."""
         self._seed = seed
         self._digits = digits
         self._parts: list[Part] = []
@@ -306,7 +306,7 @@ class Output:
             self._parts.append(CallArguments(self.num_calls - 1, text))
 
     def object(self, call: CallObject, text: str) -> str:
-        """Push text to an object, add the call and arguments that it yields, and return the text after it."""
+        """Push text to an object; add the call and arguments that this yields; return the text after the object."""
         was_begun = call.has_begun
         rest = call.push(text)
         if call.has_begun and not was_begun:
@@ -316,7 +316,7 @@ class Output:
         return rest
 
     def finish(self) -> list[Part]:
-        """Return the last parts, with trailing blank space."""
+        """Return the last parts, including trailing blank space."""
         if self._blank:
             self._parts.append(Text("".join(self._blank)))
         self._blank = []

@@ -1,8 +1,8 @@
 """TaggedCalls: calls as JSON between tags, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and
-Qwen write them; several objects or a list of them between two tags are accepted too.
+Qwen write them. Several objects, or a list of objects, between two tags are accepted too.
 
 Owns: the tags. Does not: read an object (CallObject does).
-Invariant: text between tags that is no call is returned as content, tags included; what follows is parsed as usual.
+Invariant: text between tags that is not a call is returned as content, with the tags; later text is parsed as before.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _OUTSIDE, _OPENED, _OBJECT, _AFTER_CALL = range(4)
 
 
 class TaggedCalls:
-    """Incremental parser of one answer. The closing tag may be empty: then calls end where their JSON does."""
+    """Incremental parser of one answer. If the closing tag is empty, a call ends where its JSON ends."""
 
     def __init__(self, output: Output, tags: tuple[str, str]) -> None:
         self._output = output
         self._open, self._close = tags
         self._state = _OUTSIDE
         self._held = ""
-        self._consumed = ""  # text taken from the opening tag on, while no call has begun
+        self._consumed = ""  # text read since the opening tag, while no call has begun
         self._object = CallObject(bool)
 
     @property
@@ -30,18 +30,18 @@ class TaggedCalls:
         return self._output.num_calls
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that this text makes certain."""
+        """Return the parts that are certain after this text."""
         self.feed(text)
         return self._output.take()
 
     def feed(self, text: str) -> None:
-        """Parse text; the parts stay in the output."""
+        """Parse text; leave the parts in the output."""
         self._held += text
         while self._held and self._step():
             pass
 
     def finish(self) -> list[Part]:
-        """Return what was held back. An unfinished tag is dropped; an opening tag only if the answer has calls."""
+        """Return the text held back. An unfinished tag, or an opening tag without a call, is dropped after a call."""
         if self._state == _OBJECT or (self._state == _OPENED and not self.num_calls):
             self._output.text(self._consumed + self._object.raw + self._held)
         elif self._state == _OUTSIDE and not self.num_calls:

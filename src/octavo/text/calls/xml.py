@@ -1,8 +1,8 @@
-"""XmlCalls: calls as Qwen3-Coder writes them:
-<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>, the outer tags being optional.
+"""XmlCalls: calls as Qwen3-Coder writes them. The outer tags are optional:
+<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>.
 
-Owns: this form, and converting its arguments to JSON; each argument is returned when it ends.
-Invariant: text that is no call is returned as content.
+Owns: this form, and converting its arguments to JSON. Each argument is returned when it ends.
+Invariant: text that is not a call is returned as content.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class XmlCalls:
         return self._output.num_calls
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that this text makes certain."""
+        """Return the parts that are certain after this text."""
         self._held += text
         while self._held and self._step():
             pass
         return self._output.take()
 
     def finish(self) -> list[Part]:
-        """Return what was held back; an unfinished argument is returned as an unfinished string."""
+        """Return the text held back. An unfinished argument is returned as an unfinished string."""
         if self._state in (_OUTSIDE, _OPENED):
             self._output.text(self._held)
         elif self._state == _VALUE:
@@ -131,11 +131,11 @@ class XmlCalls:
             try:
                 return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)
             except (ValueError, RecursionError):
-                pass  # then it is a string
+                pass  # not JSON, so the value is a string
         return json.dumps(value, ensure_ascii=False)
 
     def _after_call(self) -> bool:
-        """Read what follows a call: its outer tag may be closed here."""
+        """Read what follows a call, possibly its closing outer tag."""
         if _CLOSE.startswith(self._held) and self._held != _CLOSE:
             return False
         self._held = self._held.removeprefix(_CLOSE)
