@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches: uploads, files of requests that run beside interactive ones, their outputs."""
+"""/v1/files and /v1/batches: file uploads, batches of requests that run beside interactive ones, and their outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_FILE_ID_CHARACTERS = 128
 
 
 class OutputExpiry(Body):
-    """How long the outputs are kept."""
+    """How long a batch's outputs are kept."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
@@ -49,7 +49,7 @@ class BatchBody(Body):
 
 
 def read_batch(fields: dict[str, object]) -> BatchBody:
-    """Check a batch. Raises ApiError naming the field."""
+    """Check a batch body. Raises ApiError naming the field."""
     return read(BatchBody, fields, {}, {})
 
 
@@ -57,8 +57,8 @@ R = TypeVar("R", FileRecord, BatchRecord)
 _MAX_FIELDS = 8
 _MAX_FIELD_BYTES = 4096
 _MAX_NAME = 255
-_AROUND_FILE = 65_536  # bytes of a form in addition to its file
-_MAX_LISTED = 10_000  # OpenAI's bound of a page
+_AROUND_FILE = 65_536  # bytes of a form besides its file
+_MAX_LISTED = 10_000  # OpenAI's bound on a page
 _EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
 
 
@@ -94,7 +94,7 @@ async def create_file(request: Request) -> Response:
 
 
 def clean_name(given: str) -> str:
-    """Return the name of a file without folders and unprintable characters, of at most _MAX_NAME characters."""
+    """Return a file's name without folders and unprintable characters, at most _MAX_NAME characters long."""
     name = given.replace("\\", "/").rpartition("/")[2]
     name = "".join(character for character in name if character.isprintable()).strip()[:_MAX_NAME]
     return name if name.strip(".") else "file"
@@ -146,7 +146,7 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
 
 
 def _read_fields(form: FormData) -> tuple[UploadFile, int | None]:
-    """Return the file, and the seconds that it is kept (None: no bound given). Raises ApiError."""
+    """Return the file, and the seconds to keep it (None: no bound was sent). Raises ApiError."""
     for name in form:
         if name not in ("file", "purpose", *_EXPIRY):
             ignore(name[:64])
@@ -197,7 +197,7 @@ async def file_content(request: Request) -> Response:
 
 
 def _page(request: Request, records: list[R], max_records: int) -> dict[str, Any]:
-    """Return a page of the caller's records: limit, after and order are in the query. Raises ApiError."""
+    """Return a page of the caller's records, as limit, after and order in the query demand. Raises ApiError."""
     query = request.query_params
     limit_text, order, after = query.get("limit"), query.get("order", "desc"), query.get("after")
     if limit_text is not None and not (
@@ -250,7 +250,7 @@ _MAX_LISTED_BATCHES = 100
 
 
 async def create_batch(request: Request) -> Response:
-    """Accept a batch; it is checked and run later."""
+    """Accept a batch. It is checked and run later."""
     context = context_of(request)
     context.lifecycle.check_ready()
     store = context.batches.store
@@ -281,7 +281,7 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """List the caller's batches, newest first."""
+    """List the caller's batches, newest first unless `order` is asc."""
     store = context_of(request).batches.store
     return json_response(_page(request, list(store.batches.values()), _MAX_LISTED_BATCHES))
 
@@ -292,7 +292,7 @@ async def get_batch(request: Request) -> Response:
 
 
 async def cancel_batch(request: Request) -> Response:
-    """Cancel a batch; it keeps its answers."""
+    """Cancel a batch. The answers that it has are kept."""
     batch = _batch(request)
     await context_of(request).batches.cancel(batch)
     return json_response(batch.shown())

@@ -1,9 +1,9 @@
 """Running a file of requests: its lines, sending them to the application, and the files of answers.
 
-Owns: OpenAI's formats of lines, the bounds of a line, the order (that of the file), retries of temporary refusals,
+Owns: OpenAI's line formats, a line's bounds, the order of sending (the file's), retries after temporary refusals,
 appending answers, the repair of an output that a crash truncated.
-Does not: know folders or tenants; check a key (the key's KeyInfo is in the request's scope, which clients cannot set).
-Invariant: a run that is interrupted at any point can be continued: answers are appended whole and are on disk before
+Does not: know folders or tenants, or check a key (the KeyInfo is in the request's scope, which clients cannot set).
+Invariant: a run that is interrupted at any point can be continued. Answers are appended whole and are on disk before
 they are counted, and a request with an answer in either file is not sent again.
 Format: https://platform.openai.com/docs/api-reference/batch (request input and output objects).
 """
@@ -30,18 +30,18 @@ from octavo.server.http.keys import KeyInfo
 
 @dataclass(slots=True)
 class InnerResponse:
-    """A whole response. Header names are lower case."""
+    """A complete HTTP response. Header names are in lower case."""
 
     status: int = 500
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
 
 
-InnerCall = Callable[[str, bytes], Awaitable[InnerResponse]]  # of a path and a JSON body
+InnerCall = Callable[[str, bytes], Awaitable[InnerResponse]]  # (path, JSON body) -> response
 
 
 def inner_call(app: ASGIApp, holder: KeyInfo) -> InnerCall:
-    """Return a function that posts to the app with the rights of a key."""
+    """Return a function that sends POST requests to the app with the rights of a key."""
 
     async def call(path: str, body: bytes) -> InnerResponse:
         return await _post(app, holder, path, body)
@@ -59,7 +59,7 @@ async def _post(app: ASGIApp, holder: KeyInfo, path: str, body: bytes) -> InnerR
         if not is_sent:
             is_sent = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.Event().wait()  # this client stays connected: a call is ended by cancelling it
+        await asyncio.Event().wait()  # this client never disconnects: a call ends by cancellation
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
@@ -93,7 +93,7 @@ async def _post(app: ASGIApp, holder: KeyInfo, path: str, body: bytes) -> InnerR
 
 
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-MAX_LINE_BYTES = 8 << 20  # a body's own bound
+MAX_LINE_BYTES = 8 << 20  # the bound of a body
 MAX_ID_CHARACTERS = 512
 _NOT_IN_A_BATCH = (
     ("stream", "an answer in a batch cannot be streamed"),
@@ -103,7 +103,7 @@ _NOT_IN_A_BATCH = (
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request: its line (from 1), its client's id for it, its endpoint and its body."""
+    """One request: its line number (from 1), the client's id, the endpoint and the body."""
 
     line: int
     custom_id: str
@@ -113,7 +113,7 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is not a request, with the reason."""
+    """A line that is not a valid request, and the reason."""
 
     line: int
     custom_id: str | None
@@ -125,9 +125,9 @@ class BadLine:
 def read_lines(
     path: Path, endpoint: str | None = None, least_priority: int | None = None
 ) -> Generator[BatchLine | BadLine, None, None]:
-    """Yield the requests of a file, in order; skip blank lines.
+    """Yield the requests of a file in order, without blank lines.
 
-    `endpoint`: the only url that is allowed. `least_priority`: a request with a smaller priority is a BadLine.
+    `endpoint` is the only url allowed. A request whose priority is a number below `least_priority` becomes a BadLine.
     """
     seen: set[str] = set()
     with path.open("rb") as file:
@@ -181,7 +181,7 @@ def _read_line(number: int, line: bytes, endpoint: str | None, least_priority: i
 
 
 def _faults_of(body: dict[str, Any], least_priority: int | None) -> Generator[tuple[str, str], None, None]:
-    """Yield the fields whose values a request of a batch may not have, each with the reason."""
+    """Yield (field, reason) for each value that a batch's request may not have."""
     yield from ((name, reason) for name, reason in _NOT_IN_A_BATCH if body.get(name))
     priority = body.get("priority")
     if least_priority is not None and isinstance(priority, int | float) and priority < least_priority:
@@ -189,7 +189,7 @@ def _faults_of(body: dict[str, Any], least_priority: int | None) -> Generator[tu
 
 
 def answered(entry: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
-    """Return the output line of an answer of any status."""
+    """Return the output line of an answer, whatever its status."""
     made = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body or b"null")}
     return _line(entry.line, entry.custom_id, made, None)
 
@@ -199,7 +199,7 @@ def not_answered(line: int, custom_id: str | None, code: str, message: str) -> b
     return _line(line, custom_id, None, {"code": code, "message": message})
 
 
-_START = b'{"id":"batch_req_'  # of every line
+_START = b'{"id":"batch_req_'  # the first bytes of every output line
 
 
 def _line(line: int, custom_id: str | None, response: object, error: object) -> bytes:
@@ -208,14 +208,14 @@ def _line(line: int, custom_id: str | None, response: object, error: object) -> 
 
 
 class _FinishedLine(msgspec.Struct):
-    """The fields of an output line that name its request."""
+    """The fields of an output line that identify its request."""
 
     id: str
     custom_id: str | None = None
 
 
 def is_output(path: Path) -> bool:
-    """Return True if a file holds lines of an output, or nothing yet; False for a file of something else."""
+    """Return True if a file is empty, absent or contains output lines; False if it contains anything else."""
     try:
         with path.open("rb") as file:
             return _START.startswith(file.read(len(_START)))
@@ -247,10 +247,10 @@ def repair(path: Path) -> int:
 
 @dataclass(slots=True)
 class AnsweredLines:
-    """The requests of a file that have an answer, and how many of them failed."""
+    """The requests of a file that have an answer; and the numbers of completed and failed ones."""
 
     custom_ids: set[str]
-    lines: set[str]  # ids of those without a custom_id
+    lines: set[str]  # ids of requests without a custom_id
     num_completed: int = 0
     num_failed: int = 0
 
@@ -262,7 +262,7 @@ class AnsweredLines:
 
 
 def read_finished(output: Path, errors: Path) -> AnsweredLines:
-    """Return the answered requests in an earlier run's outputs. Lines that are not answers are ignored."""
+    """Return the requests that an earlier run answered. Lines that are not answers are ignored."""
     found = AnsweredLines(set(), set())
     for path in (output, errors):
         for done in _finished_lines(path):
@@ -278,7 +278,7 @@ def read_finished(output: Path, errors: Path) -> AnsweredLines:
 
 
 class TokenCounts(msgspec.Struct):
-    """Tokens as the APIs name them."""
+    """Token counts, under the names of all APIs."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -287,7 +287,7 @@ class TokenCounts(msgspec.Struct):
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Return the tokens of prompts and of outputs."""
+        """The tokens of the prompt, and the tokens of the output."""
         return self.prompt_tokens + self.input_tokens, self.completion_tokens + self.output_tokens
 
 
@@ -304,7 +304,7 @@ class _OutputLine(msgspec.Struct):
 
 
 def usage_of(body: bytes) -> tuple[int, int]:
-    """Return the tokens of prompt and output in an answer; 0 if it has no usage."""
+    """Return the prompt tokens and output tokens of an answer; zeros if it has no usage."""
     try:
         usage = msgspec.json.decode(body, type=_Answered).usage
     except msgspec.MsgspecError:
@@ -313,7 +313,7 @@ def usage_of(body: bytes) -> tuple[int, int]:
 
 
 def usage_in(output: Path) -> tuple[int, int]:
-    """Return the tokens of prompts and outputs of all answers in a file."""
+    """Return the prompt tokens and output tokens of all answers in a file."""
     decoder = msgspec.json.Decoder(_OutputLine)
     num_input = num_output = 0
     if output.exists():
@@ -340,15 +340,15 @@ def _finished_lines(path: Path) -> Iterable[_FinishedLine]:
 
 
 _log = logging.getLogger(__name__)
-_RETRIED = (408, 429, 503)  # 408: it waited too long in the queue
+_RETRIED = (408, 429, 503)  # 408: the request waited too long in the queue
 _MAX_WAIT_S = 60.0
-_QUEUED = 256  # lines on their way to the disk
-_CLOSE_S = 5.0  # to write the remaining answers of a cancelled run; requests without one are sent again
+_QUEUED = 256  # answers that wait to be written
+_CLOSE_S = 5.0  # time to write the remaining answers of a cancelled run; requests without an answer are sent again
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPaths:
-    """The files of a run: requests, answers, and what failed."""
+    """The files of a run: requests, answers and errors."""
 
     requests: Path
     output: Path
@@ -357,7 +357,7 @@ class BatchPaths:
 
 @dataclass(slots=True)
 class Counts:
-    """The progress of a run. Failed requests count neither as completed nor as open."""
+    """The progress of a run. `num_failed` requests are not in `num_completed`."""
 
     num_completed: int = 0
     num_failed: int = 0
@@ -366,13 +366,16 @@ class Counts:
 
     @property
     def num_done(self) -> int:
-        """Requests with an answer, completed or failed."""
+        """The number of requests with an answer, completed or failed."""
         return self.num_completed + self.num_failed
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a run: open requests, tries of one refused temporarily (0 = no bound), the url, the least priority."""
+    """Options of a run. `num_open` requests are open at once; each is sent up to `max_tries` times (0: no bound).
+
+    `endpoint` and `least_priority` are those of `read_lines`.
+    """
 
     num_open: int = 8
     max_tries: int = 0
@@ -381,13 +384,13 @@ class RunOptions:
 
 
 async def in_thread(work: Callable[[], object]) -> None:
-    """Do work that waits for the disk in another thread."""
+    """Do work that waits for the disk, on another thread."""
     await asyncio.to_thread(work)
 
 
 @dataclass(slots=True)
 class BatchRun:
-    """One run over a file. `write` runs the writes of answers; `on_progress` is called after them."""
+    """One run over a file. `write` runs the work that appends answers; `on_progress` is called after each write."""
 
     call: InnerCall
     paths: BatchPaths
@@ -397,7 +400,7 @@ class BatchRun:
     counts: Counts = field(default_factory=Counts)
 
     async def run(self) -> Counts:
-        """Send all requests that have no answer yet. A run that is cancelled can be continued."""
+        """Send all requests without an answer. A cancelled run can be continued."""
         finished = await asyncio.to_thread(self._read_answers)
         entries = read_lines(self.paths.requests, self.options.endpoint, self.options.least_priority)
         written: asyncio.Queue[tuple[bool, bytes] | None] = asyncio.Queue(_QUEUED)
@@ -452,7 +455,7 @@ class BatchRun:
             await written.put((is_fine, answered(entry, answer.status, request_id, answer.body)))
 
     async def _send_until_final(self, entry: BatchLine) -> InnerResponse:
-        """Send a request until it is not refused temporarily."""
+        """Send a request until its answer is not a temporary refusal, or its tries are used up."""
         body = msgspec.json.encode(entry.body)
         tries = 0
         while True:
@@ -464,7 +467,7 @@ class BatchRun:
             await asyncio.sleep(_wait_s(answer))
 
     async def _write(self, written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
-        """Append answers until None arrives; those queued together share one sync per file."""
+        """Append answers until None arrives. Answers that are queued together share one sync per file."""
         is_open = True
         while is_open:
             taken = [await written.get()]
@@ -484,7 +487,7 @@ class BatchRun:
 
 
 async def _wait_for_workers(workers: list[asyncio.Task[None]], writer: asyncio.Task[None]) -> None:
-    """Wait for the workers. Raises what a worker raised, or a writer that ended before them."""
+    """Wait for the workers. Raises the error of a worker, or of a writer that ends before the workers."""
     pending = {*workers, writer}
     while not pending <= {writer}:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -493,7 +496,7 @@ async def _wait_for_workers(workers: list[asyncio.Task[None]], writer: asyncio.T
 
 
 async def _close(writer: asyncio.Task[None], written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
-    """Wait up to _CLOSE_S until the writer has written its queue. Raises what it raised."""
+    """Wait up to _CLOSE_S until the writer has written its queue. Raises the writer's error."""
     try:
         async with asyncio.timeout(_CLOSE_S):
             if not writer.done():
@@ -506,7 +509,7 @@ async def _close(writer: asyncio.Task[None], written: asyncio.Queue[tuple[bool, 
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append whole lines and wait for the disk. Raises OSError, and then nothing is appended."""
+    """Append whole lines and wait for the disk. On OSError, nothing was appended."""
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
@@ -517,7 +520,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def write_whole(file: FileIO, data: bytes) -> None:
-    """Write all data to an unbuffered file, and wait for the disk. Raises OSError."""
+    """Write all data to an unbuffered file and wait for the disk. Raises OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]

@@ -1,10 +1,10 @@
-"""Batches of a server: accept them, run them along with interactive requests, end them; and the slots of uploads.
+"""Batches of a server: accepted, run beside interactive requests, and ended; and the slots for uploads.
 
-Owns: which batch runs (one of each tenant, oldest first), its states, its end by cancellation, expiry or a failure; how
-many uploads of a tenant are read at once, and how fast each must arrive.
+Owns: which batches run (one per tenant, oldest first); their states; their end by cancellation, expiry or a failure;
+how many uploads of a tenant are read at once, and their minimum speed.
 Does not: write files (store does) or send requests (run does).
-Invariants: a batch that is pending when the server ends continues when it starts again, with the answers that it has;
-an upload of one tenant never waits for another tenant's.
+Invariants: a batch that is pending when the server ends continues at the next start, with the answers that it has. An
+upload of one tenant never waits for another tenant's upload.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from octavo.server.http.errors import ApiError, is_disk_full
 from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
 from octavo.server.http.limits import HttpLimits, Shares
 
-MAX_UPLOADS = 4  # of one tenant at once: their bodies are in temporary files
-MAX_WAITING_UPLOADS = 16  # of one tenant, each with an unread body
-MAX_UPLOAD_WAIT_S = 10.0  # for a slot
+MAX_UPLOADS = 4  # per tenant, read at once: their bodies are in temporary files
+MAX_WAITING_UPLOADS = 16  # per tenant, each with an unread body
+MAX_UPLOAD_WAIT_S = 10.0  # maximum wait for a slot
 
 
 @dataclass(slots=True)
 class _TenantSlots:
-    """The slots of one tenant, and how many uploads hold one or wait for one."""
+    """One tenant's upload slots, and the number of its uploads that have a slot or wait for one."""
 
     semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_UPLOADS))
     num_users: int = 0
 
 
 class UploadSlots:
-    """Slots for uploads, MAX_UPLOADS for each tenant."""
+    """Slots for uploads: MAX_UPLOADS per tenant."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _TenantSlots] = {}
@@ -89,33 +89,33 @@ def _refusal() -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class UploadPace:
-    """The minimum speed of an upload that began at `began`, on the event loop's clock."""
+    """The minimum speed of an upload that started at `began`, on the event loop's clock."""
 
     limits: HttpLimits
     began: float
 
     def deadline(self, num_bytes: int) -> float:
-        """Return when the next part must arrive, after `num_bytes`."""
+        """Return the time at which the next part must have arrived, after `num_bytes`."""
         limits = self.limits
         allowed_s = limits.upload_grace_s + num_bytes / limits.min_upload_bytes_per_s
         return self.began + min(limits.body_timeout_s, allowed_s)
 
 
-BATCH_PRIORITY = 10  # after interactive requests: low in a busy queue, later under --policy priority
+BATCH_PRIORITY = 10  # below interactive requests: refused first in a busy queue, run later under --policy priority
 MAX_LINE_ERRORS = 100
-_MAX_OPEN = 128  # requests, without --batch-concurrency
+_MAX_OPEN = 128  # open requests of all batches, unless --batch-concurrency is set
 _TIDY_S = 600.0
-_RETRY_S = 1.0  # after a write for which the disk had no room; doubled up to _MAX_RETRY_S
+_RETRY_S = 1.0  # wait after a write that found the disk full; doubles up to _MAX_RETRY_S
 _MAX_RETRY_S = 30.0
 _log = logging.getLogger(__name__)
 
 
 class _KeyGoneError(Exception):
-    """The batch's tenant has no API key any more."""
+    """The batch's tenant no longer has an API key."""
 
 
 class BatchService:
-    """Files and batches; without --batch-dir it refuses both."""
+    """The files and batches of a server. Without --batch-dir, both are refused."""
 
     def __init__(self, config: BatchConfig, keys: KeyRing, num_slots: int) -> None:
         """Open the folder. Raises ConfigError."""
@@ -134,14 +134,14 @@ class BatchService:
 
     @property
     def store(self) -> BatchStore:
-        """The batch store. Raises ApiError if there is none."""
+        """The store. Raises ApiError without --batch-dir."""
         if self._store is None:
             message = "files and batches are off here; start the server with --batch-dir FOLDER"
             raise ApiError(400, message, code="batches_off")
         return self._store
 
     def connect(self, app: ASGIApp) -> None:
-        """Set the application that answers the requests of batches."""
+        """Set the application that answers the batches' requests."""
         self._app = app
 
     async def add(self, batch: BatchRecord, holder: KeyInfo) -> None:
@@ -150,7 +150,7 @@ class BatchService:
         self._wake.set()
 
     async def cancel(self, batch: BatchRecord) -> None:
-        """Cancel a batch; it keeps its answers. Raises ApiError if it has ended, OSError if that cannot be written."""
+        """Cancel a batch; its answers are kept. Raises ApiError if it has ended, OSError if the disk fails."""
         if not batch.is_pending:
             message = f"batch {batch.id} is {batch.status}; only one that is not over can be cancelled"
             raise ApiError(409, message, code="batch_is_over")
@@ -170,7 +170,7 @@ class BatchService:
             self._wake.set()
 
     async def run(self) -> None:
-        """Run batches until cancelled."""
+        """Run batches until this task is cancelled."""
         if self._store is None:
             return
         try:
@@ -204,7 +204,7 @@ class BatchService:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks = {name: other for name, other in self._tasks.items() if other is not task}
-        if not task.cancelled() and task.exception() is not None:  # its end could not be written
+        if not task.cancelled() and task.exception() is not None:  # the batch's end could not be written
             _log.error("%s stays as it is until a restart", task.get_name(), exc_info=task.exception())
         self._wake.set()
 
@@ -224,14 +224,14 @@ class BatchService:
             await self._write(batch, partial(_write_expired, store, batch))
             await self._finish(store, batch, "expired")
         except asyncio.CancelledError:
-            if batch.status == "cancelling":  # else the server shuts down, and the batch continues later
+            if batch.status == "cancelling":  # else the server shuts down, and the next one continues the batch
                 await self._finish(store, batch, "cancelled")
             else:
                 raise
         except _KeyGoneError:
             batch.errors = [LineError("invalid_api_key", "the key of this batch is no longer known")]
             await self._finish(store, batch, "failed")
-        except Exception as error:  # the shell of a batch: the next one must run
+        except Exception as error:  # one failure must not stop later batches
             if self._is_closing:
                 raise
             _log.exception("batch %s failed", batch.id)
@@ -249,9 +249,9 @@ class BatchService:
         return True
 
     def _check_input(self, store: BatchStore, batch: BatchRecord) -> tuple[int, list[LineError]]:
-        """Return the number of requests, and the errors that refuse the batch."""
+        """Return the number of requests, and the errors for which the batch is refused."""
         holder = self._holder(batch)
-        if holder is not None:  # else the run fails it
+        if holder is not None:  # else the run fails the batch
             try:
                 store.check_output_room(holder)
             except ApiError as error:
@@ -280,11 +280,11 @@ class BatchService:
             await run.run()
         finally:
             batch.count(run.counts)
-            with suppress(OSError):  # the files of answers hold the counts, too
+            with suppress(OSError):  # the files of answers contain the counts too
                 await asyncio.shield(asyncio.to_thread(store.save, batch))
 
     def _bounded(self, holder: KeyInfo) -> InnerCall:
-        """Return an InnerCall with the bound on requests that all batches share."""
+        """Return an InnerCall that waits for one of the slots that all batches share."""
         assert self._app is not None, "connect() comes first"
         call = inner_call(self._app, holder)
 
@@ -295,7 +295,7 @@ class BatchService:
         return bounded
 
     def _holder(self, batch: BatchRecord) -> KeyInfo | None:
-        """Return the key as it is now, with a batch's priority; None if its tenant has no key any more."""
+        """Return the key as it is now, with a batch's priority; None if the tenant no longer has a key."""
         known = {info.name: info for info in self._keys.keys if info.tenant == batch.tenant}
         info = known.get(batch.holder) or next(iter(known.values()), None)
         if info is None and not self._keys.keys:
@@ -303,7 +303,7 @@ class BatchService:
         return None if info is None else msgspec.structs.replace(info, priority=max(info.priority, BATCH_PRIORITY))
 
     async def _finish(self, store: BatchStore, batch: BatchRecord, status: str) -> None:
-        """Make a batch's outputs files of its tenant, and write its last status."""
+        """Make a batch's outputs files of its tenant, and write the batch's final status."""
         if status == "completed":
             await self._move(batch, "finalizing")
 
@@ -323,7 +323,7 @@ class BatchService:
         await self._write(batch, partial(self.store.save, batch))
 
     async def _write(self, batch: BatchRecord, work: Callable[[], object]) -> None:
-        """Do work that writes; while the disk is full, show that in the batch and retry."""
+        """Do work that writes to the disk. While the disk is full, show this in the batch and retry."""
         wait_s = _RETRY_S
         while True:
             try:
@@ -342,7 +342,7 @@ class BatchService:
 
 
 def _write_expired(store: BatchStore, batch: BatchRecord) -> None:
-    """Answer each request that has no answer with an error that the batch expired."""
+    """Write an error "batch_expired" for each request without an answer."""
     paths = store.paths(batch)
     finished = read_finished(paths.output, paths.errors)
     message = "this request could not be made before the completion window expired"

@@ -1,10 +1,10 @@
-"""Files and batches on disk: a folder with a small record for each file.
+"""Files and batches on disk: a folder with a small record for each of them.
 
-Owns: the two records and their form in OpenAI's API, names, bounds (files, bytes, batches, age), which tenant has
-which file, the lock against a second server.
-Does not: run batches. All methods but reads from memory wait for the disk: call them off the event loop.
+Owns: both record types and their form in OpenAI's API; names; bounds (files, bytes, batches, age); which tenant has
+which file; the lock against a second server.
+Does not: run batches. All methods except reads from memory wait for the disk: call them off the event loop.
 Invariant: a record is written under another name and renamed, so it is whole or absent. A file without a record belongs
-to no tenant, and is removed when the folder is opened, except for outputs of batches that are pending.
+to no tenant. It is removed when the folder is opened, unless it is the output of a pending batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PENDING = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class FileRecord(msgspec.Struct):
-    """A file of a tenant. Times are whole seconds since 1970; `expires_at` None means the server's own age bound."""
+    """A file of a tenant. Times are whole Unix seconds. If `expires_at` is None, the server's age bound applies."""
 
     id: str
     tenant: str
@@ -45,7 +45,7 @@ class FileRecord(msgspec.Struct):
     expires_at: int | None = None
 
     def shown(self) -> dict[str, Any]:
-        """Return it as clients see it."""
+        """Return the file as OpenAI's API shows it."""
         made: dict[str, Any] = {
             "id": self.id,
             "object": "file",
@@ -69,7 +69,7 @@ class LineError(msgspec.Struct):
 
 
 class BatchRecord(msgspec.Struct):
-    """A batch. `holder` names the key whose requests it makes; `output_id`, `error_id` are files once it is over."""
+    """A batch. `holder` names the key that its requests use; `output_id` and `error_id` are files once it has ended."""
 
     id: str
     tenant: str
@@ -93,19 +93,19 @@ class BatchRecord(msgspec.Struct):
     times: dict[str, int] = {}
     has_output: bool = False
     has_errors: bool = False
-    paused: LineError | None = None  # why it waits; None while it runs
+    paused: LineError | None = None  # why the batch waits; None while it runs
 
     @property
     def is_pending(self) -> bool:
-        """Return True until it has ended."""
+        """True until the batch has ended."""
         return self.status in PENDING
 
     def count(self, counts: Counts) -> None:
-        """Copy its run's progress."""
+        """Copy the progress of the batch's run."""
         self.num_completed, self.num_failed = counts.num_completed, counts.num_failed
 
     def shown(self) -> dict[str, Any]:
-        """Return it as clients see it."""
+        """Return the batch as OpenAI's API shows it."""
         moments = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         listed = [msgspec.to_builtins(error) for error in (*self.errors, self.paused) if error is not None]
         return {
@@ -133,13 +133,13 @@ class BatchRecord(msgspec.Struct):
         }
 
 
-MAX_ENDED_BATCHES = 1000  # of one tenant: a new batch drops the oldest ones beyond, not their files
-_OURS = re.compile(r"(file-|batch_)[0-9a-f]{32}\.(data|new)")  # what may be removed; any other file is foreign
+MAX_ENDED_BATCHES = 1000  # per tenant; above this, a new batch drops the oldest ended ones, but not their files
+_OURS = re.compile(r"(file-|batch_)[0-9a-f]{32}\.(data|new)")  # only files with these names may be removed
 R = TypeVar("R", FileRecord, BatchRecord)
 
 
 class BatchStore:
-    """The folder of files and batches. Ids are drawn here, so a client's name never becomes a path."""
+    """The folder of files and batches. The store draws all ids, so a client's name never becomes a path."""
 
     def __init__(self, config: BatchConfig, folder: Path, shares: Shares) -> None:
         """Open the folder, take its lock, and read its records. Raises ConfigError."""
@@ -166,11 +166,11 @@ class BatchStore:
         return self._folder / "files" / f"{file_id}.data"
 
     def paths(self, batch: BatchRecord) -> BatchPaths:
-        """Return the files of a batch."""
+        """Return the paths of a batch's files."""
         return BatchPaths(self.path(batch.input_id), self.path(batch.output_id), self.path(batch.error_id))
 
     def add_file(self, source: IO[bytes], record: FileRecord, holder: KeyInfo) -> None:
-        """Store a file sent with the key `holder`. Raises ApiError if its tenant has no room."""
+        """Store a file that was sent with the key `holder`. Raises ApiError if the tenant has no room."""
         with self._changes:
             self.check_room(holder, record.bytes)
             self.files[record.id] = record
@@ -186,7 +186,7 @@ class BatchStore:
             raise
 
     def adopt(self, file_id: str, batch: BatchRecord, name: str) -> bool:
-        """Make an output of a batch its tenant's file; return False if it has no bytes."""
+        """Make a batch's output a file of its tenant; return False if the output is empty."""
         path = self.path(file_id)
         if not path.exists() or not path.stat().st_size:
             return False
@@ -198,7 +198,7 @@ class BatchStore:
         return True
 
     def delete_file(self, record: FileRecord) -> None:
-        """Delete a file. Raises ApiError while a batch needs it."""
+        """Delete a file. Raises ApiError while a pending batch needs it."""
         for batch in self.batches.values():
             if batch.is_pending and record.id == batch.input_id:
                 message = f"file {record.id} is the input of {batch.id}, which is {batch.status}; cancel that first"
@@ -210,7 +210,7 @@ class BatchStore:
         self._write("batches", msgspec.structs.replace(batch, paused=None))
 
     def add_batch(self, batch: BatchRecord, holder: KeyInfo) -> None:
-        """Add a batch of the key `holder`. Raises ApiError if its tenant has too many, OSError; then nothing is."""
+        """Add a batch of the key `holder`. On ApiError (too many, or no room) or OSError, nothing was added."""
         with self._new_batches:
             ended = self._check_batches(batch, holder)
             self.save(batch)
@@ -219,7 +219,7 @@ class BatchStore:
             self._drop_batch(other)
 
     def _check_batches(self, batch: BatchRecord, holder: KeyInfo) -> list[BatchRecord]:
-        """Return the tenant's batches that have ended. Raises ApiError if it has too many pending ones."""
+        """Return the tenant's ended batches. Raises ApiError if too many are pending, or for lack of room."""
         own = [other for other in tuple(self.batches.values()) if other.tenant == batch.tenant]
         pending = sum(other.is_pending for other in own)
         most = min(self._config.max_pending_batches, holder.max_pending_batches or self._config.max_pending_batches)
@@ -240,7 +240,7 @@ class BatchStore:
                 self._drop_batch(batch)
 
     def check_room(self, holder: KeyInfo, num_bytes: int) -> None:
-        """Raise ApiError if a tenant has no room for a file of `num_bytes`."""
+        """Raise ApiError if the tenant has no room for a file of `num_bytes`."""
         free_files, reason = self._free_files(holder)
         if free_files < 1:
             raise bad_field("file", f"there is no room for another file: {reason}; delete some", "storage_full")
@@ -249,20 +249,20 @@ class BatchStore:
             raise bad_field("file", f"the file has {num_bytes} bytes; {reason}; delete some files", "storage_full")
 
     def check_output_room(self, holder: KeyInfo) -> None:
-        """Raise ApiError if a tenant has no room for a batch's answers."""
+        """Raise ApiError if the tenant has no room for a batch's answers."""
         for free, reason in (self._free_files(holder), self._free_bytes(holder)):
             if free < 1:
                 message = f"there is no room for the answers of a batch: {reason}; delete some files"
                 raise bad_field("input_file_id", message, "storage_full")
 
     def _free_files(self, holder: KeyInfo) -> tuple[int, str]:
-        """Return how many files a tenant may add, and a text on what it has."""
+        """Return how many files a tenant may add, and a text about its use."""
         used = Counter(file.tenant for file in tuple(self.files.values()))
         free, bound = self._free(holder.tenant, used, ("max_files", self._config.max_files, holder.max_files))
         return free, f"you keep {used[holder.tenant]} files, and have room for {free} more ({bound})"
 
     def _free_bytes(self, holder: KeyInfo) -> tuple[int, str]:
-        """Return the bytes that a tenant may add, and a text on what it has. Answers of pending batches count."""
+        """Return how many bytes a tenant may add, and a text about its use, which includes pending batches' answers."""
         used: Counter[str] = Counter()
         for file in tuple(self.files.values()):
             used[file.tenant] += file.bytes
@@ -277,7 +277,7 @@ class BatchStore:
         return free, f"you keep {used[holder.tenant]} bytes, and have room for {free} more ({bound})"
 
     def _free(self, tenant: str, used: Counter[str], bounds: tuple[str, int, int | None]) -> tuple[int, str]:
-        """Return what a tenant may add, and the bound that applies: the server's, or the named one of its key."""
+        """Return how much a tenant may add, and the bound that applies: the server's, or the one of its key."""
         name, bound, own = bounds
         free = self._shares.free(tenant, used, bound)
         if own is None or own - used[tenant] >= free:
@@ -306,13 +306,13 @@ class BatchStore:
                 raise
 
     def _clear(self) -> None:
-        """Delete the remains of a crash: unfinished records, bytes without a record, records without bytes."""
+        """Delete what a crash left: unfinished records, bytes without a record, records without bytes."""
         kept = {*self.files}
         for batch in self.batches.values():
             if batch.is_pending:
                 kept |= {batch.output_id, batch.error_id}
         for path in (self._folder / "files").iterdir():
-            is_kept = path.stem in kept or path.with_suffix(".json").exists()  # a record of a later version, too
+            is_kept = path.stem in kept or path.with_suffix(".json").exists()  # also a record of a later version
             if _OURS.fullmatch(path.name) and (path.suffix == ".new" or not is_kept):
                 path.unlink(missing_ok=True)
         for path in (self._folder / "batches").iterdir():
@@ -328,7 +328,7 @@ def new_id(kind: str) -> str:
 
 
 def _read_all(folder: Path, record_type: type[R]) -> Iterable[tuple[str, R]]:
-    """Return the records of a folder, oldest first, without those that cannot be read."""
+    """Return the readable records of a folder, oldest first."""
     decoder: Any = msgspec.json.Decoder(record_type)
     found: list[R] = []
     for path in sorted(folder.glob("*.json")):
@@ -336,6 +336,6 @@ def _read_all(folder: Path, record_type: type[R]) -> Iterable[tuple[str, R]]:
             record = decoder.decode(path.read_bytes())
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             continue
-        if record.id == path.stem:  # else its id would name another record's files
+        if record.id == path.stem:  # else the id would name another record's files
             found.append(record)
     return [(record.id, record) for record in sorted(found, key=lambda record: record.created_at)]

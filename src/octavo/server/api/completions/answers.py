@@ -1,12 +1,12 @@
 """Answers of /v1/chat/completions and /v1/completions, whole and as chunks.
 
-Owns: both encoders, and the usage, timings and log-probabilities that other APIs' answers have too.
+Owns: both encoders; the JSON of usage, timings and log-probabilities that other APIs use too.
 Does not: separate calls and reasoning from text (AnswerReader does).
-Invariants: every chunk of a stream has the same id; finish_reason is null in all but a choice's last chunk; a delta
-makes at most one chunk, beside those that begin and end a choice.
+Invariants: every chunk of a stream has the same id. finish_reason is null in all but a choice's last chunk. A delta
+makes at most one chunk, besides the chunks that begin and end a choice.
 Facts of both specs: "num_prompt_tokens_each" (each chunk has the usage so far), "prompt_token_ids" (ids are sent),
-"shows_ids" (a token is shown as its id).
-Chunks are joined from bytes made once per request; only the text and what follows from it is encoded per delta.
+"shows_ids" (tokens are shown as ids).
+Chunks are joined from bytes that are encoded once per request; only the delta's own data is encoded per delta.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPENAI = StreamFormat("text/event-stream", b"data: [DONE]\n\n", b": keep-alive\n
 
 
 class ChunkStream:
-    """The shared state of one request's chunks: id, model, and the usage of the choices that ended."""
+    """The shared state of one request's chunks: id, model, and the usage of the choices that have ended."""
 
     def __init__(self, kind: str, spec: AnswerSpec, pieces: Pieces) -> None:
         request_id, created, model = spec.identity
@@ -65,16 +65,16 @@ class ChunkStream:
         self._usages: list[Usage] = []
         self._n = spec.n
         self._num_prompt_tokens: Sequence[int] | None = spec.facts.get("num_prompt_tokens_each")
-        self.counts_tokens = self.has_ids or self._num_prompt_tokens is not None  # `count` must be called
-        self._num_tokens: Counter[int] = Counter()  # of each choice
-        self._ids: defaultdict[int, list[int]] = defaultdict(list)  # of each choice, not sent yet
+        self.counts_tokens = self.has_ids or self._num_prompt_tokens is not None  # whether `count` must be called
+        self._num_tokens: Counter[int] = Counter()  # by choice
+        self._ids: defaultdict[int, list[int]] = defaultdict(list)  # ids not sent yet, by choice
 
     def chunk(self, choice: bytes, extra: bytes = b"") -> bytes:
-        """Return a chunk with one choice; `extra` are further members of the object, each with its comma."""
+        """Return a chunk with one choice. `extra` is further JSON members of the chunk, each after a comma."""
         return b"".join((self.head, choice, b"]", extra, self._tail))
 
     def ending(self, delta: TextDelta, word: str, more: bytes, num_prompts: int) -> tuple[bytes, bytes]:
-        """Return the last members of a choice that ends, and the timings if no usage chunk will have them."""
+        """Return a choice's last JSON members, and the timings unless a usage chunk will have them."""
         end = b'"finish_reason":%b,"stop_reason":%b%b}' % (encode(word), encode(delta.stop_reason), more)
         if delta.usage is not None:
             self._usages.append(delta.usage)
@@ -88,18 +88,18 @@ class ChunkStream:
         return b"".join((self.head, b'],"usage":', usage, b',"timings":', encode(timings_json(self._usages)), b"}\n\n"))
 
     def count(self, index: int, token_ids: Sequence[int]) -> None:
-        """Count tokens of a choice, for the ids and the usage so far in its next chunk."""
+        """Count a choice's tokens: for the ids in its next chunk, and for the usage so far."""
         if self.has_ids:
             self._ids[index].extend(token_ids)
         if self._num_prompt_tokens is not None:
             self._num_tokens[index] += len(token_ids)
-            number = min(index // self._n, len(self._num_prompt_tokens) - 1)  # all choices of a chat have one prompt
+            number = min(index // self._n, len(self._num_prompt_tokens) - 1)  # all choices of a chat share a prompt
             prompt, made = self._num_prompt_tokens[number], self._num_tokens[index]
             usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
             self._tail = b',"usage":%b}\n\n' % encode(usage)
 
     def take_ids(self, index: int) -> bytes:
-        """Return the member with the ids counted since the choice's chunk before."""
+        """Return the JSON member with the ids that were counted since the choice's last chunk."""
         return b',"token_ids":%b' % encode(self._ids.pop(index, []))
 
 
@@ -107,8 +107,8 @@ class ChunkStream:
 class ChatEncoder:
     """The encoder of /v1/chat/completions.
 
-    Facts: "format" (an AnswerFormat; without one all text is content), "num_prompt_logprobs" (how many are shown
-    for each token of the prompt, in separate chunks).
+    Facts: "format" (an AnswerFormat; without one, all text is content); "num_prompt_logprobs" (the number of best
+    tokens shown for each prompt token, in separate chunks).
     """
 
     stream_format = OPENAI
@@ -155,7 +155,7 @@ class ChatEncoder:
         }
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return a delta's chunks: the role first; text, reasoning and calls; last the reason with text held back."""
+        """Return a delta's chunks: the role; text, reasoning and calls; at the end the finish reason and held text."""
         stream = self._stream
         if delta.prompt_logprobs is not None:
             return stream.head + b'],"prompt_logprobs":' + encode(self._scores(delta)) + b"}\n\n"
@@ -182,11 +182,11 @@ class ChatEncoder:
         return b"".join(events)
 
     def last(self) -> bytes:
-        """Return the usage chunk."""
+        """Return the usage chunk; b"" if it was not requested."""
         return self._stream.usage_chunk(self._reasoning_share()) if self._stream.include_usage else b""
 
     def _begin(self, index: int) -> bytes:
-        """Return a choice's first chunk, with its role; the answer's first has the prompt's ids, if requested."""
+        """Return a choice's first chunk, with its role. The answer's first chunk has the prompt's ids, if requested."""
         prompt = b"" if self._readers else encode(self._prompt_member)[1:-1]
         self._readers[index] = AnswerReader(self._format, f"{self._stream.identity['id']}:{index}")
         if self._stream.counts_tokens:
@@ -195,7 +195,7 @@ class ChatEncoder:
         return self._stream.chunk(begin % index, b"," + prompt if prompt else b"")
 
     def _word(self, reader: AnswerReader, reason: FinishReason) -> str:
-        """Return OpenAI's word for the end: "tool_calls" if there are any, unless the client named the function."""
+        """Return OpenAI's finish reason: "tool_calls" if there are calls, unless the client named the function."""
         is_call = self._ends_by_calls and reason is FinishReason.STOP and reader.has_calls
         return "tool_calls" if is_call else REASONS[reason]
 
@@ -212,7 +212,7 @@ class ChatEncoder:
 
 
 def _message(parts: Sequence[Part]) -> Json:
-    """Return the members of a message, without its role."""
+    """Return the fields of a message, without its role."""
     text = "".join(part.text for part in parts if isinstance(part, Text))
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls = [{"id": call["id"], "type": call["type"], "function": call["function"]} for call in _calls(parts)]
@@ -225,7 +225,7 @@ def _message(parts: Sequence[Part]) -> Json:
 
 
 def _calls(parts: Sequence[Part]) -> list[Json]:
-    """Return one object for each call in the parts; a call that began earlier has only its arguments."""
+    """Return one object for each call in the parts. A call that began in an earlier delta has only its arguments."""
     calls: dict[int, Json] = {}
     for part in parts:
         if isinstance(part, CallBegin):
@@ -238,7 +238,7 @@ def _calls(parts: Sequence[Part]) -> list[Json]:
 
 
 def _fields(parts: Sequence[Part]) -> bytes:
-    """Return the members of a delta, without its braces."""
+    """Return the JSON members of a delta, without braces."""
     if not parts:
         return b""
     delta: Json = {}
@@ -258,11 +258,11 @@ def _fields(parts: Sequence[Part]) -> bytes:
 
 @encodes("text")
 class CompletionEncoder:
-    """The encoder of /v1/completions; the spec's `echoes` are the prompts' texts, put before each of the `n` choices.
+    """The encoder of /v1/completions. The spec's `echoes` are the prompts' texts, put before each of the `n` choices.
 
-    A prompt's log-probabilities arrive with deltas of its first choice, before the answer; each of its choices shows
-    them. Facts, each only if requested: "first_ids" (of each prompt), "num_echo" and "num_prompt_logprobs" (how many
-    of the best tokens are shown beside each token of the prompt in `logprobs` and in `prompt_logprobs`).
+    A prompt's log-probabilities arrive with deltas of its first choice, before the answer; all its choices show them.
+    Facts, each only if requested: "first_ids" (each prompt's first id), "num_echo" and "num_prompt_logprobs" (the
+    number of best tokens per prompt token, in `logprobs` and in `prompt_logprobs`).
     """
 
     stream_format = OPENAI
@@ -328,7 +328,7 @@ class CompletionEncoder:
         return {"prompt_logprobs": found or [None]}
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return text, with the reason in the choice's last chunk."""
+        """Return a chunk with text; the choice's last chunk has the finish reason."""
         if delta.prompt_logprobs is not None:
             choices = range(index, index + self._n)
             return b"".join(self._scores_chunk(choice, delta.prompt_logprobs) for choice in choices)
@@ -354,7 +354,7 @@ class CompletionEncoder:
         return stream.chunk(begin + end, timings)
 
     def _scores_chunk(self, index: int, scores: Scores) -> bytes:
-        """Return some of the prompt's log-probabilities; the first chunk of them has the echoed text."""
+        """Return a chunk with more of the prompt's log-probabilities. The first such chunk has the echoed text."""
         text, self._texts[index] = self._texts[index], ""
         columns, echo = LogprobColumns(), self._echoes[index]
         if echo is not None:
@@ -366,15 +366,15 @@ class CompletionEncoder:
         return self._stream.chunk(encode({**choice, "finish_reason": None, **member}))
 
     def last(self) -> bytes:
-        """Return the usage chunk."""
+        """Return the usage chunk; b"" if it was not requested."""
         return self._stream.usage_chunk() if self._stream.include_usage else b""
 
 
 def usage_json(usages: Iterable[Usage | None], reasoning_share: float | None = None) -> Json:
-    """Return OpenAI's usage object, summed over the prompts; the choices of one prompt share a usage.
+    """Return OpenAI's usage object, summed over the prompts. All choices of a prompt share one usage.
 
-    `reasoning_share` is the reasoning's share of the text, given if an answer may have reasoning: tokens are not
-    counted by part.
+    `reasoning_share` is the reasoning's share of the text, if an answer may have reasoning. The reasoning's tokens are
+    estimated from it, since tokens are not counted by part.
     """
     known = [usage for usage in usages if usage is not None]
     prompt = sum(usage.prompt_tokens for usage in known)
@@ -392,7 +392,7 @@ def usage_json(usages: Iterable[Usage | None], reasoning_share: float | None = N
 
 @dataclass(slots=True)
 class LogprobColumns:
-    """OpenAI's `logprobs` of a text, as columns that grow."""
+    """OpenAI's `logprobs` of a text completion: one list per field, with an entry per token."""
 
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
@@ -400,14 +400,14 @@ class LogprobColumns:
     text_offset: list[int] = field(default_factory=list)
 
     def add(self, token_id: int, entry: TokenLogprobs | None, offset: int, pieces: Pieces) -> None:
-        """Add a token; the first of a prompt has no entry."""
+        """Add a token. A prompt's first token has no entry."""
         self.tokens.append(token_text(token_id, pieces))
         self.token_logprobs.append(None if entry is None else finite(entry.logprob))
         self.top_logprobs.append(None if entry is None else top_logprobs(entry, pieces))
         self.text_offset.append(offset)
 
     def json(self) -> Json:
-        """Return the columns as an object."""
+        """Return the lists as one object."""
         return {
             "tokens": self.tokens,
             "token_logprobs": self.token_logprobs,
@@ -417,7 +417,7 @@ class LogprobColumns:
 
 
 class EchoedPrompt:
-    """One prompt's part of `logprobs`, added in pieces; its first token, `first_id`, has no log-probability."""
+    """One prompt's part of `logprobs`, added in pieces. Its first token, `first_id`, has no log-probability."""
 
     def __init__(self, text: str, first_id: int, num_top: int, pieces: Pieces) -> None:
         self._text = text
@@ -428,11 +428,11 @@ class EchoedPrompt:
 
     @property
     def has_started(self) -> bool:
-        """True once the first token was added."""
+        """True if the first token was added."""
         return self._first_id is None
 
     def add(self, entries: Iterable[TokenLogprobs], columns: LogprobColumns) -> None:
-        """Add the next tokens of the prompt; the first call also adds `first_id`."""
+        """Add the next tokens of the prompt. The first call also adds `first_id`."""
         if self._first_id is not None:
             columns.add(self._first_id, None, 0, self._pieces)
             self._pass(self._first_id)
@@ -442,7 +442,7 @@ class EchoedPrompt:
             self._pass(entry.token_id)
 
     def _pass(self, token_id: int) -> None:
-        """Move the offset past a token. A token that the text does not show, such as BOS, has no width."""
+        """Move the offset past a token. A token that the text does not show, such as BOS, has length 0."""
         raw = self._pieces.token_bytes(token_id)
         shown = raw.decode(errors="replace")
         if "\ufffd" in shown or self._text.startswith(shown, self._offset):
@@ -450,7 +450,7 @@ class EchoedPrompt:
 
 
 def prompt_logprobs(first: int, entries: Sequence[TokenLogprobs], num_top: int, pieces: Pieces) -> list[Json | None]:
-    """Return vLLM's `prompt_logprobs` from position `first` on: id -> log-probability, rank, text; first token null."""
+    """Return vLLM's `prompt_logprobs` from position `first`: id -> log-probability, rank, text; null for token 0."""
     found: list[Json | None] = [None] if first == 1 else []
     for entry in entries:
         entry = shortened(entry, num_top)
@@ -471,7 +471,7 @@ def prompt_logprobs(first: int, entries: Sequence[TokenLogprobs], num_top: int, 
 
 
 def top_logprobs(entry: TokenLogprobs, pieces: Pieces) -> dict[str, float]:
-    """Return the best tokens and the token itself: text -> log-probability, the best first."""
+    """Return text -> log-probability for the best tokens, best first, and for the token itself."""
     own = token_text(entry.token_id, pieces)
     tops: dict[str, float] = {}
     for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
@@ -483,7 +483,7 @@ def top_logprobs(entry: TokenLogprobs, pieces: Pieces) -> dict[str, float]:
 
 
 def shortened(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    """Return the entry with its `num_top` best tokens."""
+    """Return the entry with only its `num_top` best tokens."""
     if len(entry.top_ids) <= num_top:
         return entry
     kind = type(entry)
@@ -491,17 +491,17 @@ def shortened(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
 
 
 def token_text(token_id: int, pieces: Pieces) -> str:
-    """Return a token's text, decoded alone."""
+    """Return the text of one token, decoded alone."""
     return pieces.token_bytes(token_id).decode(errors="replace")
 
 
 def num_characters(raw: bytes) -> int:
-    """Return the number of characters that begin in these bytes; one split over tokens counts with its first."""
+    """Return the number of characters that begin in these bytes. A character in several tokens counts in its first."""
     return sum(byte & 0xC0 != 0x80 for byte in raw)
 
 
 def add_logprobs(columns: LogprobColumns, deltas: Iterable[TextDelta], pieces: Pieces, offset: int) -> int:
-    """Add the tokens of deltas to a text's columns, the first one `offset` characters in; return the end's offset."""
+    """Add the deltas' tokens to the columns, starting `offset` characters into the text; return the end's offset."""
     for entry in entries_of(deltas):
         columns.add(entry.token_id, entry, offset, pieces)
         offset += num_characters(pieces.token_bytes(entry.token_id))

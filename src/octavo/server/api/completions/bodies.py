@@ -1,6 +1,6 @@
-"""Bodies of POST /v1/chat/completions and POST /v1/completions; other APIs' conversations become a ChatBody.
+"""Bodies of POST /v1/chat/completions and POST /v1/completions. Other APIs translate conversations to a ChatBody.
 
-Owns: messages and the fields around them, and prompts. Does not: render or parse anything.
+Owns: messages, the fields around messages, and prompts. Does not: render or parse anything.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ IGNORED_IN_PARTS: Mapping[str, str] = {
     "prompt_cache_breakpoint": IGNORED_IN_MESSAGES["cache_control"],
     "annotations": IGNORED_IN_MESSAGES["annotations"],
 }
-_PART_KINDS = {  # types of parts other than text -> the media they hold
+_PART_KINDS = {  # types of parts other than text -> their media
     "image_url": "images",
     "image": "images",
     "input_image": "images",
@@ -74,7 +74,7 @@ class TextPart(Body):
 
 
 def _by_role(schema: dict[str, Any]) -> None:
-    """Describe in the schema what a message of each role may and must have."""
+    """Describe in the schema which fields a message of each role may have and must have."""
     known = schema.pop("properties")
     known["reasoning_content"] = {"type": "string", "description": "the same as reasoning"}
     known["tool_call_id"] = {**known["tool_call_id"]["anyOf"][0], "description": known["tool_call_id"]["description"]}
@@ -97,7 +97,7 @@ def _by_role(schema: dict[str, Any]) -> None:
 
 
 class Message(Body):
-    """One message of a conversation. `developer` is shown to the model as `system`."""
+    """One message of a conversation. The model sees `developer` as `system`."""
 
     model_config = ConfigDict(json_schema_extra=_by_role)
 
@@ -116,7 +116,7 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The text parts, joined by newlines."""
+        """The text of all text parts, joined by newlines."""
         if len(self.content) == 1:
             return self.content[0].text
         return "\n".join(part.text for part in self.content)
@@ -145,7 +145,7 @@ class ChatBody(SamplingBody, ToolFields):
 
     @property
     def num_characters(self) -> int:
-        """Characters in the messages and tools that the prompt shows, without the messages' names."""
+        """The number of characters in messages and tools that the prompt shows, without the messages' names."""
         total = 0
         for message in self.messages:
             total += len(message.reasoning or "")
@@ -158,7 +158,7 @@ class ChatBody(SamplingBody, ToolFields):
         return total
 
     def own_params(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return max_tokens and the log-probabilities, and the client's names of them. Raises ApiError."""
+        """Return max_tokens and the log-probabilities, and the client's field name for each. Raises ApiError."""
         renamed: dict[str, str] = {}
         max_tokens = self.max_tokens
         if self.max_completion_tokens is not None:
@@ -176,14 +176,14 @@ class ChatBody(SamplingBody, ToolFields):
 
     @property
     def effort(self) -> str | None:
-        """The reasoning effort, from any of the fields for it."""
+        """The reasoning effort, from the first of its fields that is given."""
         effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
         is_off = self.thinking is not None and self.thinking.type == "disabled"
         return effort or ("none" if is_off else None)
 
     @property
     def effort_field(self) -> str | None:
-        """The name of the field that gives `effort`."""
+        """The name of the field that gives the effort."""
         if self.reasoning_effort is not None:
             return "reasoning_effort"
         is_given = self.reasoning is not None and self.reasoning.effort is not None
@@ -216,7 +216,7 @@ def read_chat(fields: dict[str, object]) -> ChatBody:
 
 
 def _read_message(message: dict[str, object], where: str) -> dict[str, object]:
-    """Return the message with checked calls, and with its reasoning under one name."""
+    """Return the message with its calls checked and its reasoning in one field."""
     if "reasoning" in message or "reasoning_content" in message:
         message = _with_reasoning(message, where)
     if message.get("refusal"):
@@ -235,7 +235,7 @@ def _read_message(message: dict[str, object], where: str) -> dict[str, object]:
 
 
 def _read_part(part: object, where: str) -> object:
-    """Return a checked content part; a refusal becomes text. Raises ApiError for images, audio, videos and files."""
+    """Return a content part, checked. A refusal becomes text. Raises ApiError for images, audio, videos and files."""
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
@@ -249,7 +249,7 @@ def _read_part(part: object, where: str) -> object:
 
 
 def _with_refusal(message: dict[str, object], where: str) -> dict[str, object]:
-    """Return the message with its refusal as a part of its content."""
+    """Return the message with its refusal as a content part."""
     refusal, content = message["refusal"], message.get("content")
     if not isinstance(refusal, str):
         raise bad_field(f"{where}refusal", f"{where}refusal is {shown_value(refusal)}; give a string")
@@ -292,7 +292,7 @@ def _is_id(value: object) -> bool:
 
 
 def read_texts_or_ids(value: object) -> list[str | list[int]]:
-    """Normalise the four shapes of `prompt` to a list of texts or id lists. Raises ValueError."""
+    """Convert the four forms of `prompt` to a list of texts or lists of ids. Raises ValueError."""
     message = "give a string, a list of strings, a list of token ids (0 or more) or a list of lists of token ids"
     if isinstance(value, str):
         return [value]
@@ -309,7 +309,7 @@ def read_texts_or_ids(value: object) -> list[str | list[int]]:
 
 
 Prompts = Annotated[
-    list[Any],  # texts and lists of ids, checked by the validator below
+    list[Any],  # texts and lists of ids; the validator below checks them
     BeforeValidator(read_texts_or_ids),
     WithJsonSchema(
         {
@@ -335,7 +335,7 @@ class CompletionBody(SamplingBody):
     echo: bool = False
 
     def own_params(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return max_tokens and the log-probabilities, and the client's names of them."""
+        """Return max_tokens and the log-probabilities, and the client's field name for each."""
         num_scored = self.prompt_logprobs
         if self.echo and (self.logprobs is not None or self.max_tokens == 0):
             num_scored = max(num_scored or 0, self.logprobs or 0)
@@ -346,12 +346,12 @@ class CompletionBody(SamplingBody):
 
     @property
     def num_candidates(self) -> int | None:
-        """Choices to make, of which the n best are returned; None for n."""
+        """The number of choices to generate, of which the best n are returned; None means n."""
         return self.best_of
 
 
 def _length_of(n_predict: int) -> int | None:
-    """Return the max_tokens of llama.cpp's n_predict: None, as many as fit, for a negative one."""
+    """Return max_tokens for llama.cpp's n_predict. A negative n_predict gives None: as many tokens as fit."""
     return None if n_predict < 0 else n_predict
 
 

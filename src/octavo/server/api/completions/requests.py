@@ -1,7 +1,7 @@
-"""/v1/chat/completions and /v1/completions: the GenerationRequests of their bodies, and the routes.
+"""/v1/chat/completions and /v1/completions: turns a body into a GenerationRequest; declares the routes.
 
-Owns: the request for a conversation, also for the other APIs, which translate their bodies to a ChatBody.
-Does not: encode answers (answers does) or submit anything (generation does).
+Owns: ChatRequest, which other APIs use after translating their bodies to a ChatBody; CompletionRequest.
+Does not: encode answers (answers does) or submit requests (generation does).
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from octavo.server.reply import RESUME_NOTE, reply
 from octavo.text.answer_format import AnswerFormat
 from octavo.text.dialect import Tags
 
-FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar: a schema cannot constrain qwen3_coder's values
-TAIL_IDS = 32  # at a prompt's end, decoded to find tags: those and blank space take fewer
+FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar, since a schema cannot constrain qwen3_coder's values
+TAIL_IDS = 32  # last tokens of a prompt, decoded to find tags: a tag and whitespace take fewer
 MAX_FORCED_CALLS = 16  # in one answer that a grammar restricts to calls
 
 
 @dataclass(kw_only=True)
 class TextRequest(GenerationRequest):
-    """A request for text, from a SamplingBody. `facts` are what the encoder of its `kind` needs in addition."""
+    """A request for text, from a SamplingBody. `facts` are the extra data for the encoder of `kind`."""
 
     context: Context
     body: SamplingBody
     kind: str
     facts: Mapping[str, object] = field(default_factory=dict)
-    structure: Structure | None = None  # what the answer must be
-    echoes: Sequence[str] = ("",)  # texts of the prompts, to be repeated before each of their choices
-    num_choices: int = 1  # of each echo
+    structure: Structure | None = None  # the constraint of the answer
+    echoes: Sequence[str] = ("",)  # each prompt's text, if it is repeated before each of its choices
+    num_choices: int = 1  # per echo
 
     async def read_grammar(self) -> str:
-        """Return the compiled structure."""
+        """Return the compiled constraint."""
         assert self.structure is not None
         return await self.context.grammars.read_structure(self.structure)
 
     def field_names(self) -> dict[str, str]:
-        """Return the client's names of fields, including sampling fields."""
+        """Return a map from field names to the client's names, including sampling fields."""
         return {**spellings(self.body), **super().field_names()}
 
     def _spec(self, identity: Identity, prompts: Sequence[Sequence[int]], own: Mapping[str, object]) -> AnswerSpec:
-        """Return the spec with the facts of both kinds. Raises ApiError for too many log-probabilities."""
+        """Return the spec with the facts of the request and `own`. Raises ApiError for too many log-probabilities."""
         body, facts = self.body, {**self.facts, **own}
         options = body.stream_options
         includes_usage = options is not None and options.include_usage
@@ -86,7 +86,7 @@ class TextRequest(GenerationRequest):
 
 @dataclass(kw_only=True)
 class ChatRequest(TextRequest):
-    """The answer to a conversation."""
+    """The request for the answer to a conversation."""
 
     body: ChatBody
     prompt_param: str = "messages"
@@ -94,7 +94,7 @@ class ChatRequest(TextRequest):
 
     @classmethod
     async def of(cls, context: Context, body: ChatBody, kind: str, id_prefix: str, **fields: Any) -> Self:
-        """Return the request of a body, of any API. Raises ApiError."""
+        """Return the request of a body of any API. Raises ApiError."""
         params = await context.params.read(body)
         if body.tools or not STRUCTURE_FIELDS.isdisjoint(body.model_fields_set):
             fields["structure"] = _structure_of(body)
@@ -113,12 +113,12 @@ class ChatRequest(TextRequest):
         )
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
-        """Return the ids of the rendered conversation."""
+        """Return the token ids of the rendered conversation."""
         self.prompt = await self.context.prompts.chat(self.body, self.params.num_kept(self.context.max_model_len))
         return [self.prompt]
 
     async def read_grammar(self) -> str:
-        """Return the answer's grammar: its structure, calls, or either of them after its reasoning."""
+        """Return the answer's grammar: a constraint, calls, or either, after the reasoning."""
         body, dialect, structure = self.body, self.context.dialect, self.structure
         has_calls = bool(body.usable_tools) and dialect.calls is not None
         if structure is not None and not has_calls and dialect.reasoning is None:
@@ -133,14 +133,14 @@ class ChatRequest(TextRequest):
             raise from_exception(type(error)(with_field(str(error), param, param), param)) from None
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
-        """Return the spec, with the format of the answer if it has one."""
+        """Return the spec, including the answer's format if it has several parts."""
         facts: dict[str, object] = {"num_prompt_tokens": len(self.prompt)}
         if (answer_format := self.answer_format()) is not None:
             facts["format"] = answer_format
         return self._spec(identity, [self.prompt], facts)
 
     def answer_format(self) -> AnswerFormat | None:
-        """Return the format that separates the answer's parts; None if all of it is content."""
+        """Return the format that separates the answer's parts; None if the whole answer is content."""
         body = self.body
         tools = body.usable_tools if body.tools else []
         calls = self.context.dialect.calls if tools else None
@@ -158,7 +158,7 @@ class ChatRequest(TextRequest):
         )
 
     def _reasoning(self) -> tuple[Tags | None, bool]:
-        """Return the reasoning's tags, None if the prompt has closed them, and True if the prompt has opened them."""
+        """Return the reasoning's tags (None if the prompt has closed them), and True if the prompt has opened them."""
         tags = self.context.dialect.reasoning
         if tags is None:
             return None, False
@@ -192,7 +192,7 @@ class ChatRequest(TextRequest):
 
 @dataclass(kw_only=True)
 class CompletionRequest(TextRequest):
-    """One or several texts to continue; the choices of each prompt follow those of the one before."""
+    """A request to continue one or several texts. Choices are numbered prompt by prompt."""
 
     body: CompletionBody
     prompt_param: str = "prompt"
@@ -220,7 +220,7 @@ class CompletionRequest(TextRequest):
         )
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
-        """Return the ids of the prompts."""
+        """Return the token ids of the prompts."""
         body, num_kept = self.body, self.params.num_kept(self.context.max_model_len)
         self.prompts = await self.context.prompts.completion(body.prompt, num_kept, body.add_special_tokens)
         if body.echo:
@@ -228,7 +228,7 @@ class CompletionRequest(TextRequest):
         return self.prompts
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
-        """Return the spec, with what a repeated prompt's log-probabilities need."""
+        """Return the spec, including the data for the log-probabilities of echoed prompts."""
         facts: dict[str, object] = {}
         if self.body.echo and self.body.logprobs is not None:
             facts = {"num_echo": self.body.logprobs, "first_ids": [ids[0] for ids in self.prompts]}
@@ -247,13 +247,13 @@ async def chat_completions(request: Request) -> Response:
     context.check_model(body.model)
     if not context.dialect.effort_variables and body.effort_field is not None:
         ignored: IgnoredFields = request.scope[IGNORED_FIELDS]
-        if body.effort != "none" or context.dialect.reasoning is not None:  # else there is nothing to switch off
+        if body.effort != "none" or context.dialect.reasoning is not None:  # else there is no reasoning to switch off
             ignored.add(body.effort_field)
     return await reply(request, await ChatRequest.of(context, body, "chat", "chatcmpl"))
 
 
 async def completions(request: Request) -> Response:
-    """Continue one or several texts; the choices of each prompt follow those of the one before."""
+    """Continue one or several texts. Choices are numbered prompt by prompt."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_completion)
     context.check_model(body.model)
@@ -265,7 +265,7 @@ async def completions(request: Request) -> Response:
 
 
 def _structure_of(body: SamplingBody) -> Structure | None:
-    """Return the constraint in a body, None if it has none. Raises ApiError for what cannot be combined with one."""
+    """Return the constraint in a body; None without one. Raises ApiError for fields that contradict a constraint."""
     structure = structure_of(body)
     if structure is None:
         return None
@@ -280,7 +280,7 @@ def _structure_of(body: SamplingBody) -> Structure | None:
 
 
 def _check_forced(context: Context, body: ChatBody) -> None:
-    """Refuse a forced call that cannot be parsed, and fields that cannot be combined with one."""
+    """Refuse a forced call that cannot be parsed, and fields that contradict a forced call. Raises ApiError."""
     for name, is_given in (
         ("min_tokens", bool(body.min_tokens)),
         ("ignore_eos", body.ignore_eos),
@@ -294,7 +294,7 @@ def _check_forced(context: Context, body: ChatBody) -> None:
 
 
 def _check_ids_in_all(body: CompletionBody) -> None:
-    """Refuse many prompts with long lists of ids: each prompt is sent to the engine with these lists."""
+    """Refuse many prompts with long lists of ids, since each prompt is sent to the engine with all lists."""
     lists = {"allowed_token_ids": body.allowed_token_ids, "logit_bias": body.logit_bias, "bad_words": body.bad_words}
     for name, ids in lists.items():
         if len(body.prompt) * len(ids) > MAX_ALLOWED_IDS:
@@ -303,7 +303,7 @@ def _check_ids_in_all(body: CompletionBody) -> None:
 
 
 def _texts(tool: Tool) -> list[str]:
-    """Return the arguments that are strings by their schema, each as `function.argument`."""
+    """Return `function.argument` for each argument whose schema is a string."""
     properties = json.loads(tool.function.parameters).get("properties")
     if not isinstance(properties, dict):
         return []

@@ -1,7 +1,7 @@
 """Answers of /api/chat and /api/generate, as lines of JSON.
 
-Owns: the lines, durations and reasons. Does not: separate thinking and calls from text (AnswerReader does).
-Invariants: each delta makes one line at most; a call is sent once it is complete; durations add up to the total.
+Owns: the lines, durations and finish reasons. Does not: separate thinking and calls from text (AnswerReader does).
+Invariants: each delta makes at most one line. A call is sent when it is complete. Durations add up to the total.
 The lines follow Ollama's public API description and the types of its Python package.
 """
 
@@ -47,7 +47,7 @@ OLLAMA = StreamFormat("application/x-ndjson", b"", b"", _error, has_ids=False)
 
 @encodes("ollama")
 class OllamaEncoder:
-    """The encoder of /api/chat and /api/generate. Facts of the spec: is_chat, format."""
+    """The encoder of /api/chat and /api/generate. It uses the facts is_chat and format."""
 
     stream_format = OLLAMA
     head = b""
@@ -71,7 +71,7 @@ class OllamaEncoder:
         return body if logprobs is None else {**body, "logprobs": logprobs["content"]}
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return a line with the delta's text and completed calls, if it has any."""
+        """Return a line with the delta's text and completed calls; b"" if it has neither."""
         parts = self._reader.push(delta.text)
         if delta.finish_reason is not None:
             self._end = delta
@@ -102,14 +102,14 @@ class OllamaEncoder:
 
 
 class Calls:
-    """The calls of an answer; the arguments of each are collected until it is complete."""
+    """The calls of an answer. It collects each call's arguments until the call is complete."""
 
     def __init__(self) -> None:
         self._open_call: CallBegin | None = None
         self._arguments: list[str] = []
 
     def take(self, parts: Iterable[Part]) -> list[Json]:
-        """Add parts, and return the calls that they complete."""
+        """Add parts; return the calls that these parts complete."""
         done: list[Json] = []
         for part in parts:
             if isinstance(part, CallArguments):
@@ -121,7 +121,7 @@ class Calls:
         return done
 
     def finish(self) -> list[Json]:
-        """Return the open call, if there is one."""
+        """Return the open call as a list; empty if there is none."""
         open_call, text = self._open_call, "".join(self._arguments)
         self._open_call, self._arguments = None, []
         if open_call is None:
@@ -131,13 +131,13 @@ class Calls:
 
 
 def line_begin(model: str, created: int) -> Json:
-    """Return the members that begin every line; `created` is in Unix seconds."""
+    """Return the fields that begin every line. `created` is in Unix seconds."""
     moment = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
     return {"model": model, "created_at": moment}
 
 
 def ending(end: TextDelta, usage: Usage | None) -> Json:
-    """Return the finish reason, counts, and durations in nanoseconds; load_duration is the time in the queue."""
+    """Return the finish reason, the counts and the durations in nanoseconds. load_duration is the time in the queue."""
     assert end.finish_reason is not None
     over: Json = {"done": True, "done_reason": REASONS[end.finish_reason]}
     if usage is None:

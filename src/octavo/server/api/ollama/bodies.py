@@ -1,7 +1,7 @@
 """Bodies of Ollama's API, and their translation to a ChatBody or CompletionBody.
 
-Owns: their fields, messages and options, and their translation, also of Ollama's names on a chat completion.
-Does not: encode answers.
+Owns: the fields, messages and options of these bodies; their translation; the translation of Ollama's field names in a
+chat completion. Does not: encode answers.
 The names follow Ollama's public API description and the types of its Python package.
 """
 
@@ -66,7 +66,7 @@ def _no_text_is_nothing(value: object) -> object:
 
 @with_numbers(OLLAMA_NAMES)
 class Options(Body):
-    """How to sample, in Ollama's names."""
+    """Sampling options, in Ollama's names."""
 
     seed: int | None = None
     num_predict: int | None = Field(None, description="-1 or -2: as many as fit")
@@ -77,7 +77,7 @@ class Options(Body):
 
 
 class Function(Body):
-    """The function that is called, and its arguments."""
+    """The function of a call, and the call's arguments."""
 
     name: str
     arguments: dict[str, object] = Field(default_factory=dict)
@@ -96,7 +96,7 @@ class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: list[Call] = Field(default_factory=list)  # a list would be copied for every message
+    tool_calls: list[Call] = Field(default_factory=list)  # a plain [] would be copied for every message
     tool_name: str | None = None
     tool_call_id: str | None = Field(None, min_length=1, max_length=MAX_TOOL_ID_CHARACTERS)
 
@@ -108,7 +108,7 @@ Format = Annotated[
 
 
 class OllamaBody(ServedFields):
-    """The fields that both endpoints share."""
+    """The fields that /api/chat and /api/generate share."""
 
     stream: bool = True
     format: Format = Field(None, description='"json", or a JSON schema that the answer obeys')
@@ -149,7 +149,7 @@ def read_ollama_generate(fields: dict[str, object]) -> OllamaGenerateBody:
 
 
 def read_options(options: object) -> object:
-    """Return the supported options; the others are ignored and reported. What is no object is returned unchanged."""
+    """Return the supported options; ignore and report the others. A value that is no object is returned unchanged."""
     return reject_unsupported_in(options, {}, Options, "options.", IGNORED_OPTIONS)
 
 
@@ -181,12 +181,12 @@ def _read_call(call: object, where: str) -> object:
 
 
 _LATEST = ":latest"
-_SAMPLING = {**OLLAMA_NAMES, "seed": "seed", "stop": "stop"}  # a chat completion's name -> the name among the options
+_SAMPLING = {**OLLAMA_NAMES, "seed": "seed", "stop": "stop"}  # a chat completion's field -> the option's name
 _ALWAYS = ("stream", *ServedFields.model_fields)
-_ANY_LENGTH = (-1, -2)  # without end, and to the end of the context: both mean as many as fit
+_ANY_LENGTH = (-1, -2)  # no bound, and up to the end of the context: both mean as many tokens as fit
 _EFFORTS: dict[bool | str, str] = {True: "medium", False: "none", "max": "xhigh"}
-SENT_NAMES = ("num_predict", "repeat_penalty", "think", "options")  # Ollama's names that a chat completion may have
-_OWN_NAMES = {  # Ollama's name -> a chat completion's name, and its other names there
+SENT_NAMES = ("num_predict", "repeat_penalty", "think", "options")  # Ollama's names that a chat completion may use
+_OWN_NAMES = {  # Ollama's name -> the chat completion's name, and that field's other names
     "num_predict": ("max_tokens", "max_completion_tokens"),
     **{name: (ours,) for ours, name in OLLAMA_NAMES.items() if name != ours},
     "think": ("reasoning_effort", "reasoning"),
@@ -201,12 +201,12 @@ GENERATE_SPELLING: Spelling = (*SPELLING, (r"^messages.*$", "prompt"))
 
 
 def model_of(body: ServedFields) -> str | None:
-    """Return the requested model, without the `:latest` that Ollama's clients add to a name without a tag."""
+    """Return the requested model without `:latest`, which Ollama's clients add to names without a tag."""
     return None if body.model is None else body.model.removesuffix(_LATEST)
 
 
 def chat_of(body: OllamaChatBody, dialect: Dialect) -> ChatBody:
-    """Return the body of the same chat completion. Raises ApiError naming the field as Ollama spells it."""
+    """Return the same request as a ChatBody. Raises ApiError naming the field as Ollama spells it."""
     fields = _fields(body) | _conversation_fields(body, dialect)
     fields["messages"] = _messages(body.messages)
     if body.tools:
@@ -220,7 +220,7 @@ def chat_of(body: OllamaChatBody, dialect: Dialect) -> ChatBody:
 
 
 def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
-    """Return the body of a conversation of one message. Raises ApiError naming the field as Ollama spells it."""
+    """Return the prompt as a ChatBody of one message. Raises ApiError naming the field as Ollama spells it."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     fields = _fields(body) | _conversation_fields(body, dialect)
     fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
@@ -231,11 +231,11 @@ def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
 
 
 def raw_of(body: OllamaGenerateBody) -> CompletionBody:
-    """Return the body that continues the raw prompt. Raises ApiError naming the field as Ollama spells it."""
+    """Return a raw prompt as a CompletionBody. Raises ApiError naming the field as Ollama spells it."""
     for name, value in (("system", body.system), ("think", body.think)):
         if value:
             raise bad_field(name, f"{name} is a matter of the chat template, which raw leaves out; leave one out")
-    fields: dict[str, object] = {"n_predict": -1, **_fields(body), "prompt": body.prompt}  # any length, unless given
+    fields: dict[str, object] = {"n_predict": -1, **_fields(body), "prompt": body.prompt}  # any length by default
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     try:
@@ -245,9 +245,10 @@ def raw_of(body: OllamaGenerateBody) -> CompletionBody:
 
 
 def with_ollama_names(fields: dict[str, object], dialect: Dialect) -> dict[str, object]:
-    """Return the fields of a chat completion, with Ollama's names, which Open WebUI sends, translated.
+    """Return the fields of a chat completion, with Ollama's names (which Open WebUI sends) translated.
 
-    A field in its own name wins; one without a meaning here is ignored and reported. Raises ApiError.
+    If a field is also given in the chat completion's own name, that value is used. Ollama's fields without a meaning in
+    a chat completion are ignored and reported. Raises ApiError.
     """
     made = {name: value for name, value in fields.items() if name not in SENT_NAMES}
     options = read_options(fields.get("options"))
@@ -268,20 +269,20 @@ def with_ollama_names(fields: dict[str, object], dialect: Dialect) -> dict[str, 
 
 
 def _translated(name: str, value: object, dialect: Dialect) -> dict[str, object] | None:
-    """Return the same field of a chat completion, as a dict; None if there is none."""
+    """Return the same field of a chat completion as a dict; None if there is no such field."""
     if name == "think":
         if not dialect.effort_variables or not isinstance(value, bool | str):
             return None
         return {"reasoning_effort": _EFFORTS.get(value, value)}
     if name == "repeat_last_n":
         return None
-    if name == "num_predict" and value in _ANY_LENGTH:  # the same as no length
+    if name == "num_predict" and value in _ANY_LENGTH:  # no bound is the default
         return {}
     return {_OWN_NAMES.get(name, (name,))[0]: value}
 
 
 def _fields(body: OllamaBody) -> dict[str, object]:
-    """Return the fields that conversations and texts share."""
+    """Return the fields that chat and text completions share."""
     options = body.options
     fields: dict[str, object] = {ours: getattr(options, name) for ours, name in _SAMPLING.items()}
     fields |= {name: getattr(body, name) for name in _ALWAYS}
@@ -299,7 +300,7 @@ def _fields(body: OllamaBody) -> dict[str, object]:
 
 
 def _conversation_fields(body: OllamaBody, dialect: Dialect) -> dict[str, object]:
-    """Return the fields that only conversations have; `think` is left out if the template has no variable for it."""
+    """Return the fields that only chats have. `think` is left out if the template has no variable for it."""
     fields: dict[str, object] = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
     if body.think is not None and dialect.effort_variables:
         fields["reasoning_effort"] = _EFFORTS.get(body.think, body.think)
@@ -307,9 +308,9 @@ def _conversation_fields(body: OllamaBody, dialect: Dialect) -> dict[str, object
 
 
 def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Return the messages; calls without an id get one, and results get their calls' ids, by name or in order."""
+    """Return the messages with ids for all calls. Results get their calls' ids, by the tool's name or in order."""
     made: list[dict[str, Any]] = []
-    unanswered: list[tuple[str, str]] = []  # id and name of calls
+    unanswered: list[tuple[str, str]] = []  # (id, name) of each call
     num_calls = 0
     for message in messages:
         plain: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -336,7 +337,7 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _answered(unanswered: list[tuple[str, str]], name: str | None) -> str:
-    """Remove the first unanswered call (of this name, if one is given), and return its id."""
+    """Remove the first unanswered call (of this name, if one is given); return the call's id."""
     found = next((call for call in unanswered if name in (None, call[1])), None)
     if found is None:
         return "call_unknown"

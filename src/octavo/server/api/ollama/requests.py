@@ -1,6 +1,6 @@
 """Ollama's API: /api/chat, /api/generate, /api/embed, /api/embeddings, its endpoints for models, and `/`.
 
-Browsers get a page at `/`. Models can be listed and described; none is fetched, made or removed over HTTP.
+Browsers get a page at `/`. Models can be listed and described, but not fetched, made or removed over HTTP.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from octavo.text.dialect import Dialect
 
 
 async def chat(request: Request) -> Response:
-    """Answer a conversation; one without messages asks to load the model, which is loaded already."""
+    """Answer a conversation. One without messages requests loading the model, which is loaded already."""
     context = context_of(request)
     body, chat_body = await read_json(request, context.limits, lambda fields: _read_chat(fields, context.dialect))
     model = context.check_model(model_of(body))
@@ -68,7 +68,7 @@ async def chat(request: Request) -> Response:
 
 
 async def generate(request: Request) -> Response:
-    """Answer a prompt; an empty one asks to load the model, which is loaded already."""
+    """Answer a prompt. An empty one requests loading the model, which is loaded already."""
     context = context_of(request)
     body, text_body = await read_json(request, context.limits, lambda fields: _read_generate(fields, context.dialect))
     model = context.check_model(model_of(body))
@@ -106,14 +106,14 @@ _OPTIONS = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
 
 
 async def embed_texts(request: Request) -> Response:
-    """Return a vector for each text, scaled to length 1."""
+    """Return each text's vector, scaled to length 1."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embed)
     model = context.check_model(model_of(body))
     size = context.text.spec.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
-    if not body.input:  # asks to load the model, which is loaded already
+    if not body.input:  # an empty input requests loading the model, which is loaded already
         return json_response({"model": model, "embeddings": []})
     params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
     keep = context.max_model_len if body.truncate else None
@@ -135,7 +135,7 @@ async def embed_texts(request: Request) -> Response:
 
 
 async def embed_prompt(request: Request) -> Response:
-    """Return the vector of one text."""
+    """Return the vector of one text, scaled to length 1."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embeddings)
     context.check_model(model_of(body))
@@ -154,7 +154,7 @@ async def _vectors(answer: Callable[[], Json], found: Embedded) -> Response:
 _NOTES = field_notes(REFUSED_EMBED, IGNORED_EMBED)
 
 
-API_VERSION = "0.12.11"  # of Ollama's API that this follows: clients compare it with what they need
+API_VERSION = "0.12.11"  # of Ollama's API that this server follows; clients require a minimum version
 _REFUSED_NAMED: Refused = {"system": ("",), "template": ("",), "options": ({},)}
 _IGNORED_NAMED = {"verbose", "stream", "insecure", "keep_alive"}
 _NO_HTML_FROM_TEXT = "; require-trusted-types-for 'script'; trusted-types 'none'"  # a model's text never becomes HTML
@@ -167,14 +167,14 @@ _ELSEWHERE = {
 
 
 class ModelNameBody(Body):
-    """A body with a model's name, in the new field or the old one."""
+    """A body with a model's name, in the field `model` or the older field `name`."""
 
     model: str | None = None
     name: str | None = None
 
     @property
     def requested(self) -> str:
-        """The model's name, without the tag that Ollama's clients add. Raises ApiError."""
+        """The model's name without the tag that Ollama's clients add. Raises ApiError."""
         name = self.model or self.name
         if not name:
             raise bad_field("model", "model is missing", "missing_field")
@@ -187,39 +187,39 @@ async def version(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    """List the model that is served, under each of its names."""
+    """List the served model under each of its names."""
     context = context_of(request)
     return json_response({"models": [ollama_card(context, name) for name in context.models]})
 
 
 async def running(request: Request) -> Response:
-    """List the model that is loaded, under each of its names."""
+    """List the loaded model under each of its names."""
     context = context_of(request)
     return json_response({"models": [ollama_running(context, name) for name in context.models]})
 
 
 async def show(request: Request) -> Response:
-    """Describe the served model; another name is 404."""
+    """Describe the served model. Any other name gets a 404."""
     context = context_of(request)
     name = context.check_model((await _read_name(request)).requested)
     return json_response(ollama_show(context, name))
 
 
 async def pull(request: Request) -> Response:
-    """Answer success for the served model; no other model is fetched."""
+    """Answer "success" for the served model. No other model is fetched."""
     context = context_of(request)
     context.check_model((await _read_name(request)).requested)
     return Response(b'{"status":"success"}\n', media_type="application/x-ndjson")
 
 
 async def refuse(request: Request) -> Response:
-    """Refuse an operation that a server of one model does not have."""
+    """Refuse an operation that a server of one model does not support."""
     path = request.url.path
     raise ApiError(400, f"{path} is not done here: {_ELSEWHERE[path]}", code="unsupported_endpoint")
 
 
 async def root(request: Request) -> Response:
-    """Return the chat page to browsers, and a line of text to other clients: Ollama's request it first."""
+    """Return the chat page to browsers and a line of text to other clients. Ollama's clients call this first."""
     if not wants_html(request.headers.get("accept", "")):
         return PlainTextResponse("Octavo is running", headers={"vary": "Accept"})
     page = file_response(request, "chat.html")

@@ -1,7 +1,7 @@
 """Answers of /v1/responses: the response object, its output items, and the events that stream them.
 
 Owns: items and their ids, the order and the numbers of events. Does not: store answers.
-Invariant: the events of an item add up to the item in the whole answer.
+Invariant: the events of an item add up to that item in the whole answer.
 Formats: OpenAI's API reference, "Responses" and "Streaming events".
 """
 
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     from octavo.server.encoding import Json
     from octavo.server.http.errors import ApiError
 
-Event = tuple[str, "Json"]  # its type, and its members without type and sequence number
+Event = tuple[str, "Json"]  # (type, fields without type and sequence number)
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
 class ItemWriter:
-    """A writer of output items from parts. An item's id is the prefix of its kind, `seed`, and its index."""
+    """Makes output items from parts. An item's id consists of its kind's prefix, `seed` and its index."""
 
     def __init__(self, seed: str) -> None:
         self.output: list[Json] = []
         self._seed = seed
-        self._texts: list[str] = []  # of the item that is open
+        self._texts: list[str] = []  # of the open item
         self._is_open = False
         self._logprobs: list[Raw] = []  # of tokens whose text has not arrived
-        self._message_logprobs: list[Raw] = []  # log-probabilities of the open message
-        self._place = b""  # of the open message's text, as members of its events
+        self._message_logprobs: list[Raw] = []  # of the open message
+        self._place = b""  # the fields that locate the open message's text in events, as JSON members
 
     def add_text(self, text: str) -> bytes:
-        """Add text to the open message; return the members of its event that locate it.
+        """Add text to the open message; return the JSON members that locate this text in its event.
 
-        Return b"" and add nothing if no message is open or log-probabilities are due.
+        Return b"" and add nothing if no message is open or if log-probabilities wait to be sent.
         """
         if self._place and not self._logprobs:
             self._texts.append(text)
@@ -60,7 +60,7 @@ class ItemWriter:
         return b""
 
     def push(self, parts: Sequence[Part], logprobs: Sequence[Raw]) -> Iterator[Event]:
-        """Add the next parts, and yield their events; `logprobs` are those of the parts' tokens."""
+        """Add the next parts, and yield their events. `logprobs` belong to the parts' tokens."""
         self._logprobs += logprobs
         for part in parts:
             if isinstance(part, Text):
@@ -78,13 +78,13 @@ class ItemWriter:
                 yield self._delta("response.function_call_arguments.delta", part.text)
 
     def finish(self, is_cut: bool) -> Iterator[Event]:
-        """End the answer; an answer without any item gets an empty message."""
+        """End the answer. An answer without items gets an empty message."""
         if not self.output:
             yield from self._ensure("message")
         yield from self.close("incomplete" if is_cut else "completed")
 
     def close(self, status: str) -> Iterator[Event]:
-        """End the open item, if there is one."""
+        """End the open item, if there is one, with this status."""
         if not self._is_open:
             return
         self._is_open, self._place = False, b""
@@ -109,7 +109,7 @@ class ItemWriter:
         yield self._event("response.content_part.done", part=part, content_index=0)
 
     def _ensure(self, kind: str) -> Iterator[Event]:
-        """Open an item of this kind, unless one is open."""
+        """Open an item of this kind, unless one is already open."""
         if self._is_open and self.output[-1]["type"] == kind:
             return
         yield from self.close("completed")
@@ -156,9 +156,9 @@ _TEXT_EVENT = (
 
 @encodes("response")
 class ResponseEncoder:
-    """The encoder of /v1/responses. `keep` is called with the whole answer before the last event is returned.
+    """The encoder of /v1/responses. It calls `keep` with the whole answer before it returns the last event.
 
-    Events up to the number `behind` are left out: the reader has them.
+    Events up to number `behind` are left out, since the reader already has them.
     """
 
     def __init__(self, spec: AnswerSpec, pieces: Pieces) -> None:
@@ -175,7 +175,7 @@ class ResponseEncoder:
         self._pieces: Pieces = IdPieces() if facts.get("shows_ids") else pieces
         self._reader = AnswerReader(convert(facts.get("format"), AnswerFormat | None), seed=f"{self.response_id}:0")
         self._items = ItemWriter(self.response_id.removeprefix(ID_PREFIX))
-        self._number = 1  # of the last event; `head` has two
+        self._number = 1  # of the last event; `head` has events 0 and 1
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """Return a response object."""
@@ -187,7 +187,7 @@ class ResponseEncoder:
 
     @property
     def head(self) -> bytes:
-        """The response without output, in two events: created, and in progress."""
+        """The events "created" and "in progress", with the response without output."""
         events = enumerate(("response.created", "response.in_progress"))
         return b"".join(
             _event(kind, number, response=self.in_progress()) for number, kind in events if number > self.behind
@@ -198,23 +198,23 @@ class ResponseEncoder:
         return self._response("in_progress")
 
     def ended(self, error: ApiError, status: str = "failed") -> Json:
-        """Return the response that an error ended, with its output so far."""
+        """Return the response as an error ended it, with its output so far."""
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         return self._response(status, error={"code": code, "message": error.message})
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return the events of a delta; those of the last delta end with the response's own last event."""
+        """Return the events of a delta. The last delta's events include the response's last event."""
         parts = self._read(delta)
         if len(parts) == 1 and isinstance(parts[0], Text) and delta.finish_reason is None and not delta.logprobs:
             place = self._items.add_text(parts[0].text)
-            if place:  # only more text: by far the most frequent case
+            if place:  # only more text, by far the most frequent case
                 self._number += 1
                 event = _TEXT_EVENT % (self._number, place, encode(parts[0].text))
                 return event if self._number > self.behind else b""
         return self._bytes(self._events(delta, parts))
 
     def last(self) -> bytes:
-        """Return nothing: the last delta's events include the end."""
+        """Return nothing: the last delta's events include the response's last event."""
         return b""
 
     def _read(self, delta: TextDelta) -> list[Part]:
@@ -233,7 +233,7 @@ class ResponseEncoder:
             yield f"response.{status}", {"response": response}
 
     def _logprobs(self, delta: TextDelta) -> list[Raw]:
-        """Return each token's entry, encoded once: it is sent several times."""
+        """Return each token's entry, encoded once because several events contain it."""
         found = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
         return [Raw(encode(entry)) for entry in found["content"]] if found else []
 
@@ -257,7 +257,7 @@ class ResponseEncoder:
         return response
 
     def _usage(self, usage: Usage) -> Json:
-        """Return the token counts; reasoning tokens are estimated from the reasoning's share of the text."""
+        """Return the token counts. Reasoning tokens are estimated from the reasoning's share of the text."""
         share = self._reader.num_reasoning_characters / max(1, self._reader.num_characters)
         return {
             "input_tokens": usage.prompt_tokens,
@@ -268,7 +268,7 @@ class ResponseEncoder:
         }
 
     def _failure(self, error: ApiError) -> bytes:
-        """Return an error in mid-stream: as an event of its own, and as the response's end."""
+        """Return the events for an error in mid-stream: the open item's end, the error, and the response's end."""
         open_items = self._bytes(self._items.close("incomplete"))
         failure = {"code": error.code, "message": error.message, "param": error.param}
         return open_items + self._bytes((("error", failure), ("response.failed", {"response": self.ended(error)})))

@@ -1,6 +1,6 @@
-"""The body of POST /v1/responses: its fields, its items, and their translation to a chat's fields.
+"""The body of POST /v1/responses: its fields, its items, and their translation to the fields of a ChatBody.
 
-Owns: the shapes and bounds of items, and their translation to messages. Does not: store or assemble conversations.
+Owns: the types and bounds of items, and their translation to messages. Does not: store or assemble conversations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REFUSED_RESPONSES: Refused = {
     "background_options": ({"completion_window": "soonest"},),
     "access_programs": (),
 }
-# Fields of the other bodies that have no place here.
+# Fields of other bodies that this endpoint does not have.
 NOT_HERE: Refused = {
     "max_tokens": (),
     "n": (1,),
@@ -48,7 +48,7 @@ _REFUSED_TOOL: Refused = {
     "output_schema": (),
 }
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second asks for nothing: reasoning is given as text
+_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second has no effect: reasoning is returned as text
 
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 Metadata = dict[
@@ -61,11 +61,11 @@ _INPUT_SCHEMA = {
         {"type": "array", "items": {"type": "object"}, "description": "messages, function calls and their outputs"},
     ]
 }
-Items = Annotated[list[Any], WithJsonSchema(_INPUT_SCHEMA)]  # checked by read_items
+Items = Annotated[list[Any], WithJsonSchema(_INPUT_SCHEMA)]  # read_items checks them
 
 
 class Format(Body):
-    """The format of the text. A json_schema has its name and schema beside its type."""
+    """The format of the text. A json_schema has its name and schema in this object."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -81,7 +81,7 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """How much the model reasons. `summary` and `generate_summary` do nothing: the reasoning itself is given."""
+    """How much the model reasons. `summary` and `generate_summary` have no effect: the reasoning itself is returned."""
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -99,14 +99,14 @@ class FunctionTool(Body):
 
 
 class NamedTool(Body):
-    """One function, by its name."""
+    """One function, named."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedTools(Body):
-    """Some of the functions."""
+    """The functions among `tools` that may be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -117,7 +117,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class ResponsesBody(SamplingBody):
-    """POST /v1/responses. A sampling field left out takes the model's own default."""
+    """POST /v1/responses. A sampling field that is absent takes the model's own default."""
 
     input: Items
     instructions: str | None = None
@@ -143,7 +143,7 @@ class ResponsesBody(SamplingBody):
 
     @property
     def items(self) -> list[Item]:
-        """The input in full form."""
+        """The input as a list of items."""
         return self.input
 
 
@@ -172,7 +172,7 @@ def read_responses(fields: dict[str, object]) -> ResponsesBody:
 
 
 def _read_parts(fields: dict[str, object]) -> None:
-    """Sift the nested objects in place, so that what is not supported is refused by name."""
+    """Check the nested objects in place, so that unsupported fields are refused by name."""
     text = fields.get("text")
     if isinstance(text, dict):
         text = reject_unsupported(text, {}, TextConfig, "text.")
@@ -297,9 +297,9 @@ _KINDS: Mapping[str, tuple[type[Body], Refused]] = {
 
 
 def read_items(value: object) -> list[Item]:
-    """Return the items of `input`, a text or a list of items. Raises ApiError naming the field.
+    """Return the items of `input`, which is a text or a list of items. Raises ApiError naming the field.
 
-    The items are in full form; one has an id only if the client gave one.
+    Every item has all fields of its type, but an id only if the client sent one.
     """
     if isinstance(value, str):
         return [_message("user", [{"type": "input_text", "text": value}])]
@@ -325,7 +325,7 @@ def _item(value: object, where: str) -> Item:
 
 
 def checked(body: type[B], value: Mapping[str, object], refused: Refused, where: str) -> B:
-    """Check one object of the body; errors name its place."""
+    """Check one object of the body. Raises ApiError with the object's place."""
     fields = reject_unsupported(value, refused, body, f"{where}.", _IGNORED)
     try:
         return validate(body, fields)
@@ -375,7 +375,7 @@ def _message(role: str, content: list[Item], item_id: str | None = None) -> Item
 
 
 def _contents(value: str | list[object], kinds: tuple[str, ...], where: str) -> list[Item]:
-    """Return the parts of a message or of a call's output; a text is one part."""
+    """Return the parts of a message or of a call's output. A text becomes one part."""
     if isinstance(value, str):
         return [{"type": kinds[0], "text": value}]
     if not value:
@@ -402,8 +402,8 @@ def _texts(value: list[object], kinds: tuple[str, ...], where: str, has_refusals
 
 Message = dict[str, Any]
 _SYSTEM = ("system", "developer")
-_OWN = frozenset({"stream_options", "response_format"})  # the fields of SamplingBody that are translated
-# What a ChatBody calls it -> what the client called it.
+_OWN = frozenset({"stream_options", "response_format"})  # the fields of SamplingBody that are translated separately
+# Field path in a ChatBody -> field path in this body.
 SPELLING: Spelling = (
     (r"^messages(?=[.\[]|$).*", "input"),
     (r"^max_completion_tokens$", "max_output_tokens"),
@@ -414,7 +414,7 @@ SPELLING: Spelling = (
 
 
 def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, object]:
-    """Return the fields of the same ChatBody; `items` are all items, those of earlier responses first."""
+    """Return the fields of the same request as a ChatBody. `items` are all items, earlier responses first."""
     given = body.model_dump(exclude_unset=True, by_alias=True, include=set(SamplingBody.model_fields) - _OWN)
     fields: dict[str, object] = {**given, "messages": chat_messages(body.instructions, items)}
     fields["max_completion_tokens"] = body.max_output_tokens
@@ -434,17 +434,17 @@ def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, object]
 
 
 def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:
-    """Return the messages of the items, the instructions first.
+    """Return the messages of the items, after a message with the instructions.
 
-    An assistant's turn (reasoning, a text, calls) becomes one message, and so do the instructions with a system message
-    that directly follows them: many templates show one system message only, and only at the beginning.
+    An assistant's turn (reasoning, text, calls) becomes one message. The instructions and a system message that
+    directly follows them become one message too: many templates show only one system message, at the beginning.
     """
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     calls: set[str] = set()
     for item in items:
         kind = item["type"]
         if kind == "function_call" and item["status"] == "incomplete":
-            continue  # cut before its arguments were complete, so it has no output
+            continue  # the call was cut before its arguments were complete, so it has no output
         if kind == "function_call_output":
             if item["call_id"] not in calls:
                 raise _no_call(item["call_id"])
@@ -470,7 +470,7 @@ def _no_call(call_id: str) -> ApiError:
 
 
 def _turn(messages: list[Message], *filled: str) -> Message:
-    """Return the assistant's message to add to: the last one, or a new one if that has one of these parts."""
+    """Return the assistant's message to extend: the last message, or a new one if that has one of these parts."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(part in last for part in filled):
         messages.append({"role": "assistant"})
@@ -504,7 +504,7 @@ def _chat_tool(tool: FunctionTool) -> Message:
 
 
 def _tools(body: ResponsesBody) -> tuple[Sequence[FunctionTool], object]:
-    """Return the functions that may be called, and the tool_choice of a chat."""
+    """Return the functions, and tool_choice in a chat's form."""
     choice, tools = body.tool_choice, body.tools
     names = {tool.name for tool in tools}
     if isinstance(choice, NamedTool):

@@ -1,9 +1,9 @@
-"""/v1/responses: the conversation of a body, what is stored of it, and the routes.
+"""/v1/responses: turns a body into a conversation and a request; stores responses; declares the routes.
 
-Owns: assembling the conversation, leaving out its oldest turns if a client requests that, and what of the
-request the answer repeats. Does not: know how the answer looks, or run anything in the background (Background does).
-Invariants of truncation: the system messages at the beginning and the last turn of the user stay; the rest begins
-with a turn of the user, so that no result is shown without its call.
+Owns: assembling the conversation; leaving out its oldest turns if the client requests that; the fields of the request
+that the answer repeats. Does not: know the answer's format, or run responses in the background (Background does).
+Invariants of truncation: the system messages at the beginning and the user's last turn stay. The rest begins with a
+turn of the user, so that no result is shown without its call.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from octavo.server.context import Context
     from octavo.server.encoding import Json
 
-ANSWER_SHARE = 8  # 1/8 of the model's length is reserved for an answer whose length is not bounded
+ANSWER_SHARE = 8  # 1/8 of the model's length is reserved for an answer without a bound
 _SYSTEM = ("system", "developer")
 
 
 async def fitted(context: Context, body: ChatBody) -> ChatBody:
-    """Return the body without its oldest turns, as few as must go; unchanged if no cut fits. Raises ApiError.
+    """Return the body without its oldest turns, removing as few as possible; unchanged if no cut fits. Raises ApiError.
 
-    Each try renders and tokenizes the conversation: at most 12 for 2,048 messages.
+    Each try renders and tokenizes the conversation; 2,048 messages need at most 12 tries.
     """
     reserved = body.max_completion_tokens or context.max_model_len // ANSWER_SHARE
     room = context.max_model_len - max(1, reserved)
@@ -63,7 +63,7 @@ async def fitted(context: Context, body: ChatBody) -> ChatBody:
         return body
     head = next((i for i, message in enumerate(body.messages) if message.role not in _SYSTEM), len(body.messages))
     starts = [i for i, message in enumerate(body.messages) if i > head and message.role == "user"]
-    low, high = 0, len(starts)  # the first of `starts` that fits is in [low, high]
+    low, high = 0, len(starts)  # the first index in `starts` that fits is in [low, high]
     while low < high:
         middle = (low + high) // 2
         if await _fits(context, _cut(body, head, starts[middle]), room):
@@ -86,14 +86,16 @@ async def _fits(context: Context, body: ChatBody, room: int) -> bool:
         return False
 
 
-_ITEM_CHARACTERS = 64  # added for each item to those of its text
+_ITEM_CHARACTERS = 64  # counted for each item in addition to its text
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseConversation:
-    """A conversation to answer: its chat, the items that are stored with the answer, and the fields of the request that
-    the answer repeats (as JSON by field: they may be long, and are sent several times)."""
+    """A conversation to answer: its ChatBody, and the items that are stored with the answer.
+
+    `echo` has the fields of the request that the answer repeats, each as JSON: they may be long, and are sent often.
+    """
 
     chat: ChatBody
     given: InputItems
@@ -102,8 +104,7 @@ class ResponseConversation:
 
 @dataclass(kw_only=True)
 class ResponseRequest(ChatRequest):
-    """The request of a Responses body. `keep` stores a response; one in the background is stored by
-    Background."""
+    """The request of a Responses body. `keep` stores a response; Background stores the ones in the background."""
 
     response_id: str
     echo: Mapping[str, str]
@@ -111,21 +112,21 @@ class ResponseRequest(ChatRequest):
     is_kept: bool
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
-        """Return the ids of the rendered conversation."""
+        """Return the token ids of the rendered conversation."""
         try:
             return await super().read_prompts()
         except ApiError as error:
             raise rename_field(error, SPELLING) from None
 
     async def read_grammar(self) -> str:
-        """Return the grammar of the answer, with errors in the Responses API's spelling."""
+        """Return the answer's grammar. Errors have the Responses API's field names."""
         try:
             return await super().read_grammar()
         except ApiError as error:
             raise rename_field(error, SPELLING) from None
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
-        """Return the spec, with the fields of the request that the response repeats."""
+        """Return the spec, including the fields of the request that the response repeats."""
         spec = super().answer_spec(identity)
         given = {"store": self.is_kept, "temperature": self.params.temperature, "top_p": self.params.top_p}
         facts = {**spec.facts, "id": self.response_id, "echo": {**self.echo, **_texts(given)}}
@@ -171,7 +172,7 @@ async def response_request(context: Context, tenant: str, body: ResponsesBody) -
 
 
 def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | None:
-    """Return the response that this one continues. Raises ApiError."""
+    """Return the response that this body continues; None if it continues none. Raises ApiError."""
     if body.previous_response_id is None:
         return None
     previous = context.responses.get(tenant, body.previous_response_id, "previous_response_id")
@@ -186,7 +187,7 @@ def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | 
 async def read_conversation(
     context: Context, tenant: str, body: ResponsesBody, previous: Stored | None, seed: str
 ) -> ResponseConversation:
-    """Assemble all items up to and with the input; `seed` makes the ids of those without one. Raises ApiError."""
+    """Assemble all items, including the input. `seed` makes the ids of items without one. Raises ApiError."""
     wanted = {item["id"] for item in body.items if item["type"] == "item_reference"}
     history = previous.history() if previous is not None else ()
     turns = context.responses.turns(tenant, wanted)
@@ -235,7 +236,7 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _echo(body: ResponsesBody) -> dict[str, str]:
-    """Return the fields of the request that the answer repeats, with defaults for those left out."""
+    """Return the fields of the request that the answer repeats. Absent fields get their defaults."""
     choice, text_format = body.tool_choice, body.text.format
     shown = text_format.model_dump(exclude_none=True, by_alias=True)
     if text_format.type == "json_schema":
@@ -281,7 +282,7 @@ async def create(request: Request) -> Response:
 
 
 async def _in_background(request: Request, wanted: ResponseRequest) -> Response:
-    """Start a response that runs without its connection; return its first state, or its events."""
+    """Start a response that runs without its connection; return its first state or its events."""
     context, tenant = context_of(request), _tenant(request)
     key, event = key_of(request)
     if event is not None:
@@ -311,7 +312,7 @@ async def _in_background(request: Request, wanted: ResponseRequest) -> Response:
 
 
 async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
-    """Return the events of a run after event number `behind`; -1: all."""
+    """Return the events of a run after event number `behind`; -1 means all events."""
 
     async def refuse(_: IdempotentRequest) -> StartedRun:
         raise bad_field("stream", "stream: the events of this response are not kept any more; leave it out")
@@ -323,7 +324,7 @@ async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
 
 
 async def count(request: Request) -> Response:
-    """Count the tokens of the prompt that would be answered."""
+    """Count the tokens of the prompt that the same body would be answered for."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
     context.check_model(body.model)
@@ -334,7 +335,7 @@ async def count(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """Return a stored response, or the events of one that runs in the background."""
+    """Return a stored response, or the events of a response that runs in the background."""
     _check_query(request, _READING)
     query = request.query_params
     stream, behind = query.get("stream", "false"), query.get("starting_after", "")
@@ -355,7 +356,7 @@ async def retrieve(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Delete a stored response, and end one that runs. Responses that continue it remain."""
+    """Delete a stored response, and end it if it still runs. Responses that continue it remain."""
     context, stored = _found(request)
     await context.background.cancel(_tenant(request), stored.response_id)
     context.responses.delete(_tenant(request), stored.response_id)
@@ -363,7 +364,7 @@ async def delete(request: Request) -> Response:
 
 
 async def list_input_items(request: Request) -> Response:
-    """List the items that a stored response answered: its input, and all items before it."""
+    """List the items that a stored response answered: its input and all earlier items."""
     _check_query(request, _LISTING)
     query = request.query_params
     limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
@@ -372,7 +373,7 @@ async def list_input_items(request: Request) -> Response:
     if order not in ("asc", "desc"):
         raise bad_field("order", f"order is {order[:32]!r}; give asc or desc")
     _, stored = _found(request)
-    lists = stored.history()[:-1]  # without its own output
+    lists = stored.history()[:-1]  # without the response's own output
 
     def page() -> bytes:
         items = [item for each in lists for item in msgspec.json.decode(each)]
@@ -383,7 +384,7 @@ async def list_input_items(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """End a response that runs in the background; one that has ended stays as it is."""
+    """End a response that runs in the background. A response that has ended does not change."""
     context, stored = _found(request)
     if not msgspec.json.decode(stored.rest)["background"]:
         message = "only a response that runs in the background can be cancelled; end others by closing their connection"
@@ -422,7 +423,7 @@ def _tenant(request: Request) -> str:
 
 
 async def compact(request: Request) -> Response:
-    """Answer 404: without this route, "compact" would be taken for a response's id."""
+    """Answer 404. Without this route, "compact" would be read as a response's id."""
     raise ApiError(404, f"no endpoint at {request.url.path!r}: conversations are not compacted here", code="not_found")
 
 
@@ -440,7 +441,7 @@ def _notes() -> str:
 
 
 def _schema() -> dict[str, object]:
-    """Return the body's schema without the inherited fields that this endpoint does not accept."""
+    """Return the body's schema, without the inherited fields that this endpoint does not accept."""
     schema = inline_schema(ResponsesBody)
     properties = schema["properties"]
     assert isinstance(properties, dict)
@@ -461,7 +462,7 @@ ENDPOINTS = [
     ),
     Endpoint("POST", f"{_PATH}/input_tokens", count, body=_schema()),
     Endpoint("POST", f"{_PATH}/compact", compact, is_documented=False),
-    Endpoint("GET", _ONE, retrieve, limit=Limit.RATE_WITH_QUERY),  # a poll has no query, a stream has
+    Endpoint("GET", _ONE, retrieve, limit=Limit.RATE_WITH_QUERY),  # a poll has no query; a stream has one
     Endpoint("DELETE", _ONE, delete, limit=Limit.NONE),
     Endpoint("GET", f"{_ONE}/input_items", list_input_items),
     Endpoint("POST", f"{_ONE}/cancel", cancel, limit=Limit.NONE),

@@ -1,11 +1,12 @@
-"""The stored responses, in memory, and those that run without the connection that requested them.
+"""The stored responses, in memory; and the responses that run without the connection that requested them.
 
-Owns: the responses of each tenant, their bounds in number, bytes and age, the chain of a response to earlier ones; the
+Owns: each tenant's responses, their bounds in number, bytes and age, and the chain from a response to earlier ones; the
 running responses, storing each one's end, cancelling.
-Does not: make responses, run anything (IdempotentRequests does), or keep anything over a restart.
-Invariants: no tenant finds another's; over a bound, the tenant that keeps most loses its least recently used; the items
-that a later response continues are kept as long as it is, even if their own response was deleted or evicted; a running
-response is stored as in progress until its end replaces it, and not at all once it was deleted or evicted.
+Does not: make or run responses (IdempotentRequests runs them), or keep anything over a restart.
+Invariants: no tenant finds another tenant's response. Above a bound, the tenant that keeps most loses its least
+recently used response. Items that a later response continues are kept as long as that response, even if their own
+response was deleted or evicted. A running response is stored as in progress until its end replaces it; if it was
+deleted or evicted before, its end is not stored.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
     from octavo.server.resumable_stream import ResumableStream
 
 _ID_IN_PATH = "the response's id"
-_OVERHEAD_BYTES = 1024  # of a response's own objects
-_ID_BYTES = 256  # of an item's id and its entry in `items`
+_OVERHEAD_BYTES = 1024  # for a response's Python objects
+_ID_BYTES = 256  # for an item's id and its entry in `items`
 
 
 @dataclass(frozen=True, slots=True)
 class InputItems:
-    """The items that a response answers, as one JSON list, and their ids."""
+    """The items that a response answers: as one JSON list, and their ids."""
 
     items: bytes
     ids: tuple[str, ...]
@@ -49,13 +50,13 @@ class InputItems:
 
 @dataclass(slots=True, eq=False)
 class StoredTurn:
-    """One turn: the given items and the items of the answer, as JSON, and the turn before."""
+    """One turn: the input items and the answer's items, as JSON; and the previous turn."""
 
     input_items: bytes
     output: bytes
     ids: tuple[str, ...]
     previous: StoredTurn | None
-    num_users: int = 0  # the store itself, and the turns after it
+    num_users: int = 0  # the store itself, and each turn that continues this one
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +66,7 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One stored response: `rest` is its JSON without the output."""
+    """One stored response. `rest` is its JSON without the output."""
 
     response_id: str
     turn: StoredTurn
@@ -78,7 +79,7 @@ class Stored:
         return self.rest[:-1] + b',"output":' + self.turn.output + b"}"
 
     def history(self) -> tuple[bytes, ...]:
-        """Return lists of items as JSON, oldest first: all inputs and outputs up to and with this response."""
+        """Return the JSON lists of all inputs and outputs up to and including this response, oldest first."""
         found: list[bytes] = []
         turn: StoredTurn | None = self.turn
         while turn is not None:
@@ -89,7 +90,7 @@ class Stored:
 
 @dataclass(slots=True)
 class _TenantResponses:
-    """One tenant's responses, least recently used first, each with the time of its last use; and the turns of items."""
+    """One tenant's responses with their last use, least recently used first; and the turn of each item id."""
 
     stored: OrderedDict[str, tuple[Stored, float]] = field(default_factory=OrderedDict)
     items: dict[str, StoredTurn] = field(default_factory=dict)
@@ -116,10 +117,10 @@ class ResponseStore:
         return sum(own.num_bytes for own in self._by_tenant.values())
 
     def put(self, tenant: str, response: Json, input_items: InputItems, previous: Stored | None) -> None:
-        """Store a response and the items that it answers, then evict responses beyond the bounds."""
+        """Store a response and the items that it answers; then evict responses beyond the bounds."""
         output = msgspec.json.encode(response["output"])
         rest = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
-        self.delete(tenant, response["id"])  # replaces its state in progress
+        self.delete(tenant, response["id"])  # replaces the response in progress
         ids = (*input_items.ids, *(item["id"] for item in response["output"]))
         turn = StoredTurn(input_items.items, output, ids, previous.turn if previous is not None else None)
         stored = Stored(response["id"], turn, rest, previous.response_id if previous else None, response["status"])
@@ -132,7 +133,7 @@ class ResponseStore:
         self._sweep()
 
     def get(self, tenant: str, response_id: str, param: str | None = None) -> Stored:
-        """Return a response; its use renews it and those before it. Raises ApiError (404)."""
+        """Return a response; this counts as a use of the response and of all earlier ones. Raises ApiError (404)."""
         self._drop_old()
         found = self._find(tenant, response_id)
         if found is None:
@@ -143,7 +144,7 @@ class ResponseStore:
         return found
 
     def has(self, tenant: str, response_id: str) -> bool:
-        """Return True if a response is stored, without counting that as a use."""
+        """Return True if a response is stored. This does not count as a use."""
         return self._find(tenant, response_id) is not None
 
     def delete(self, tenant: str, response_id: str) -> bool:
@@ -161,7 +162,7 @@ class ResponseStore:
         return True
 
     def turns(self, tenant: str, item_ids: Iterable[str]) -> list[StoredTurn]:
-        """Return the turns that have these items, each once. Raises ApiError."""
+        """Return the turns that contain these items, each turn once. Raises ApiError."""
         items = self._by_tenant[tenant].items if tenant in self._by_tenant else {}
         found: dict[int, StoredTurn] = {}
         for item_id in item_ids:
@@ -178,7 +179,7 @@ class ResponseStore:
         return self._config.max_stored_responses > 0
 
     def report(self) -> dict[str, int]:
-        """Return the figures for /metrics."""
+        """Return the counts for /metrics."""
         return {"kept": len(self), "bytes": self.num_bytes, "given_way": self.num_evicted}
 
     def _find(self, tenant: str, response_id: str) -> Stored | None:
@@ -187,7 +188,7 @@ class ResponseStore:
         return found[0] if found is not None else None
 
     def _touch(self, own: _TenantResponses, stored: Stored) -> None:
-        """Mark a response and those before it as used now, the oldest first."""
+        """Mark a response and the earlier ones in its chain as used now, oldest first."""
         chain: list[Stored] = []
         current: Stored | None = stored
         while current is not None:
@@ -199,7 +200,7 @@ class ResponseStore:
             own.stored.move_to_end(each.response_id)
 
     def _use(self, own: _TenantResponses, turn: StoredTurn) -> None:
-        """Count a new user of a link; a new link uses the one before it."""
+        """Count a new user of a turn. A turn's first user makes the turn a user of the previous one."""
         current: StoredTurn | None = turn
         while current is not None:
             current.num_users += 1
@@ -217,7 +218,7 @@ class ResponseStore:
                 return
             own.num_bytes -= current.num_bytes
             for item_id in current.ids:
-                if own.items.get(item_id) is current:  # clients may give the same id again
+                if own.items.get(item_id) is current:  # clients may send the same id again
                     del own.items[item_id]
             current = current.previous
 
@@ -242,7 +243,7 @@ class ResponseStore:
                 self.delete(tenant, response_id)
 
     def _sweep(self) -> None:
-        """Set the timer that drops old responses when there are no requests."""
+        """Set the timer that drops old responses even without requests."""
         if self._timer is None and self._num:
             used = [next(iter(own.stored.values()))[1] for own in self._by_tenant.values()]
             wait_s = max(0.1, min(used) + self._config.keep_responses_s - self._now())
@@ -254,7 +255,7 @@ class ResponseStore:
         self._sweep()
 
 
-MAX_RESUMABLE = 10_000  # remembered runs; over this, those that are no longer kept are dropped
+MAX_RESUMABLE = 10_000  # remembered runs; above this, runs that are no longer kept are dropped
 
 
 @dataclass(slots=True)
@@ -284,7 +285,7 @@ class Background:
         return len(self._jobs)
 
     def start(self, key: RetryKey, replay: ResumableStream, keep: Callable[[Json], None]) -> None:
-        """Follow a run until its end, and store its response. A server that drains waits for it."""
+        """Follow a run to its end and store its response. A draining server waits for the run."""
         encoder = replay.encoder
         assert isinstance(encoder, ResponseEncoder)
         name = (key.tenant, encoder.response_id)
@@ -302,11 +303,11 @@ class Background:
         task.add_done_callback(lambda _: is_open.close())
 
     def key_of(self, tenant: str, response_id: str) -> RetryKey | None:
-        """Return the key of a response's run."""
+        """Return the RetryKey of a response's run; None if unknown."""
         return self._keys.get((tenant, response_id))
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        """End a response and wait until that is stored. Do nothing if it has ended already."""
+        """End a running response and wait until its end is stored. Do nothing if it has ended."""
         job = self._jobs.get((tenant, response_id))
         if job is not None:
             job.is_cancelled = True
@@ -329,6 +330,6 @@ class Background:
 
 
 async def _never_disconnects() -> Message:
-    """Wait forever: the `receive` of a connection that is never closed."""
+    """Wait forever: the `receive` of a connection that never closes."""
     nothing: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await nothing
