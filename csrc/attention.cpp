@@ -1,4 +1,4 @@
-// Which instructions attention uses, and its phases through the C ABI.
+// The choice of an instruction set for attention, and attention's phases through the C ABI.
 //
 // Owns: the choice, the threads' scratch, octavo_attention and octavo_write_kv (for the torch decoder and tests; the
 // native decoder calls the phases itself). Does not: compute.
@@ -44,11 +44,11 @@ void attend_join(const AttentionLayer& layer, const AttentionStep& step, const f
 
 }  // namespace octavo
 
-// Positions of a part, and the rows of an item: the callers' plan is made of them.
+// Positions of a part, and the most rows of an item. The caller's plan uses both.
 EXPORT int32_t octavo_attention_part() { return octavo::kPart; }
 EXPORT int32_t octavo_attention_max_rows() { return octavo::kMaxRows; }
 
-// Both phases over all tokens of a step; strides in floats.
+// Both phases over all tokens of a step. Strides are in floats.
 EXPORT void octavo_attention(const octavo::AttentionLayer* layer, const octavo::AttentionStep* step, const float* query,
                              int64_t query_stride, float* out, int64_t out_stride, int32_t num_threads) {
     if (num_threads <= 1) {  // no parallel region at all: it would wake the pool

@@ -1,11 +1,11 @@
 // Causal attention of query tokens over their rows' paged keys and values, in phases of one parallel region.
 //
-// Owns: the layout of a layer's pools and of a step's work, and the phases that compute them.
-// Does not: allocate pools, start threads, or hold barriers; AttentionPlan in ops/attention_kernel.py fills the work.
-// Invariants: a token's result depends on its own row alone, by bits. Contexts are cut into parts of kPart positions
-// at fixed places; within a part every sum runs in a fixed order of positions and sizes, whatever the tile; parts are
-// folded one after the other. So neither the tokens of an item nor the items of a thread change a bit.
-// Positions before a token's window, their table entries, and positions behind a context are not read.
+// Owns: the layout of a layer's pools and of a step's work, and the phases that compute the work.
+// Does not: allocate pools, start threads, or hold barriers. AttentionPlan in ops/attention_plan.py fills the work.
+// Invariants: a token's result depends on its own row alone, bit for bit. Contexts are cut into parts of kPart
+// positions at fixed multiples. Within a part every sum runs in a fixed order of positions and sizes, whatever the
+// tile. Parts are folded in order. Neither the tokens of an item nor the items of a thread therefore change a bit.
+// Positions before a token's window, their table entries, and positions after a context are not read.
 
 #pragma once
 
@@ -29,7 +29,7 @@ struct AttentionLayer {
 };
 
 // Some tokens that see the same keys and values in parts [first_part, end_part), for KV heads [first_head, end_head).
-// tokens * heads * (num_heads / num_kv_heads) <= kMaxRows, unless there are just one token and one KV head.
+// tokens * heads * (num_heads / num_kv_heads) <= kMaxRows, unless there are only one token and one KV head.
 struct AttentionItem {
     int64_t first_member, num_members;  // its tokens: members[first_member ...]; keys and values of the first one's row
     int64_t first_part, end_part, first_head, end_head;
@@ -38,14 +38,14 @@ struct AttentionItem {
 struct AttentionStep {
     int64_t num_tokens, num_rows, table_stride;
     const int64_t* table;                // [row, index]: block numbers
-    const int64_t *rows, *contexts;      // of each token: its row; the positions it sees, its own included
+    const int64_t *rows, *contexts;      // of each token: its row; how many positions it sees, including its own
     int64_t num_items;
     const AttentionItem* items;
     const int64_t* members;              // tokens, by item
     const int64_t* costs;                // [num_items + 1], ascending from 0: a thread takes a run of equal cost
     const int64_t* first_slots;          // of each token: slot of its part 0 in `partial` (may be < 0: a window), or
                                          // kDirect where one item has all its parts and writes its output itself
-    int64_t num_joins;                   // 0: attend_join has nothing to do
+    int64_t num_joins;                   // if 0, attend_join does nothing
     const int64_t* joins;                // tokens whose parts are in `partial`
     float* partial;                      // [slot, head, head_dim + kTail]: weighted values, then maximum and sum
 };
@@ -53,16 +53,16 @@ struct AttentionStep {
 constexpr int64_t kDirect = INT64_MIN;
 constexpr int64_t kTail = 8;
 
-// Keys and values of tokens [first_token, end_token) into their slots, rounded to the pool's kind; a token's row of k
-// (and v) is [KV head, size] at k + token * stride.
+// Write keys and values of tokens [first_token, end_token) into their slots, rounded to the pool's kind. A token's row
+// of k (and of v) is [KV head, size] at k + token * stride.
 void write_kv(const AttentionLayer& layer, const int64_t* slot_mapping, int64_t first_token, int64_t end_token,
               const float* k, const float* v, int64_t stride);
 
-// First phase: this thread's items. Query and output rows are [head, size], strides in floats.
+// First phase: compute this thread's items. Query and output rows are [head, size]; strides are in floats.
 void attend(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
             float* out, int64_t out_stride, int thread, int threads);
 
-// Second phase, behind a barrier: folds the parts of this thread's share of `joins`.
+// Second phase, after a barrier: fold the parts of this thread's share of `joins`.
 void attend_join(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
                  float* out, int64_t out_stride, int thread, int threads);
 

@@ -1,6 +1,6 @@
-// What the attention kernels of all instruction sets share: float16, the scratch of a thread, the table of functions.
+// What all instruction sets share for attention: float16, the scratch of a thread, the table of functions.
 //
-// Does not: compute attention (attention_tile.h does) or choose an instruction set (attention.cpp does).
+// Does not: compute attention (attention_tile.h does), or choose an instruction set (attention.cpp does).
 
 #pragma once
 
@@ -26,7 +26,7 @@ INLINE float widen(Float16 value) {
     return wide;
 }
 
-// Round to nearest, ties to even; what is too great becomes infinity, a NaN stays one.
+// Round to nearest, ties to even. A value that is too large becomes infinity; a NaN stays NaN.
 INLINE void narrow(float value, Float16& out) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -48,14 +48,14 @@ INLINE void narrow(float value, Float16& out) {
     out.bits = static_cast<uint16_t>(sign | half);
 }
 
-// Asks memory for the line at an address, which need not be valid.
+// Prefetch the cache line at an address, which need not be valid.
 INLINE void ask_for(const void* line) { __builtin_prefetch(line); }
 
 namespace octavo {
 
 constexpr int64_t kMaxLanes = 16;
 
-// Buffers of one thread; rows are dense at the head size in use, so that small heads touch little of them.
+// Buffers of one thread. Rows are dense at the head size in use, so small heads touch little of the buffers.
 struct alignas(64) AttentionScratch {
     float query[kMaxRows * kMaxSize], part[kMaxRows * kMaxSize], total[kMaxRows * kMaxSize];
     float scores[kMaxRows * (kPart + 16)];

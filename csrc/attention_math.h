@@ -1,6 +1,6 @@
-// The arithmetic below attention_tile.h, for any vector type V: exponentials, and small matrix products in registers.
+// The arithmetic of attention_tile.h, for any vector type V: exponentials, and small matrix products in registers.
 //
-// Owns: one element's order of computing: a chain of multiply-adds by ascending k. Does not: know parts or items.
+// Owns: the order of computing one element: a chain of multiply-adds by ascending k. Does not: know parts or items.
 // Every including file is one translation unit of one instruction set; nothing here has linkage.
 
 #pragma once
@@ -10,7 +10,7 @@
 namespace octavo {
 namespace {
 
-// e^x for x <= 0 within 2 ulp, 0 far below; a NaN stays one.
+// e^x for x <= 0 within 2 ulp, and 0 for x < -87; a NaN stays NaN.
 template <class V>
 INLINE typename V::Reg exp_lanes(typename V::Reg x) {
     typedef typename V::Reg Reg;
@@ -50,7 +50,7 @@ INLINE void multiply(const float* a, int64_t a_stride, const Rows& b, int64_t fi
             sums[m][v] = accumulate ? V::load(c + m * c_stride + v * V::kLanes) : V::set1(0.0f);
     for (int64_t k = first; k < end; ++k) {
         b.ask(k);
-        if constexpr (M < NV) {  // whichever needs fewer registers: with one sum in memory a step took twice as long
+        if constexpr (M < NV) {  // the order with fewer registers: with one sum in memory a step took twice as long
             typename V::Reg ones[M];
             for (int m = 0; m < M; ++m) ones[m] = V::set1(a[m * a_stride + k]);
             for (int v = 0; v < NV; ++v) {
@@ -80,14 +80,14 @@ struct PanelRows {  // rows of a packed panel
     }
 };
 
-struct FetchingPanelRows : PanelRows {  // on the way, lines of the pool are asked for, evenly: in bursts they wait
+struct FetchingPanelRows : PanelRows {  // also prefetches lines of the pool, evenly: bursts stall
     const void* const* lines;
     int64_t shift;
     INLINE_MEMBER void ask(int64_t k) const { ask_for(lines[k >> shift]); }
 };
 
 template <class T, int kLines>
-struct PoolRows {  // rows of the pool itself; on the way, lines of it are asked for, kLines at each position
+struct PoolRows {  // rows of the pool itself; also prefetches lines of the pool, kLines per position
     const T* pool;
     const int64_t* at;
     int64_t first;
@@ -101,7 +101,7 @@ struct PoolRows {  // rows of the pool itself; on the way, lines of it are asked
     }
 };
 
-// `multiply` for any number of rows: at most kMost at a time, evenly. Not inlined: compiled once for all its callers.
+// `multiply` for any number of rows, in evenly sized groups of at most kMost. Not inlined: compiled once.
 template <class V, int NV, int kMost, class Rows>
 __attribute__((noinline)) void multiply_rows(int64_t num_rows, const float* a, int64_t a_stride, const Rows& b,
                                              int64_t first, int64_t end, float* c, int64_t c_stride, bool accumulate) {

@@ -1,9 +1,9 @@
-// Where the positions of a part lie in the pool, and asking memory for them before they are needed.
+// The positions of a part in the pool, and prefetching their rows.
 //
 // Does not: compute. Every including file is one translation unit of one instruction set; nothing here has linkage.
-// Few rows are bound by memory, and what counts there was found by measuring (one Zen 3 core, 32 rows x 200 positions,
-// bfloat16, cycles a position and KV head, where reading alone takes 45): rows of all heads asked for line after line
-// as they lie 66, each head's lines apart 84 to 105; in bursts instead of evenly 73 to 93; 16 positions ahead 85.
+// With few rows, attention is bound by memory. Measured in cycles per position and KV head (one Zen 3 core, 32 rows x
+// 200 positions, bfloat16; reading alone takes 45): prefetching the rows of all heads, line after line in memory order,
+// 66; the lines of each head separately, 84 to 105; in bursts instead of evenly, 73 to 93; 16 positions ahead, 85.
 
 #pragma once
 
@@ -12,12 +12,12 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kMaxBlock = 8;  // keys that are turned at once, at most
-constexpr int64_t kAhead = 32;    // positions whose rows are asked for before their turn
-constexpr int64_t kMaxLines = (kPart + kMaxRows) * kMaxSize * 4 / 64;  // of a part's rows that are one head's share
+constexpr int64_t kMaxBlock = 8;  // most keys that are transposed at once
+constexpr int64_t kAhead = 32;    // distance of the prefetch, in positions
+constexpr int64_t kMaxLines = (kPart + kMaxRows) * kMaxSize * 4 / 64;  // lines of a part's rows: one head's share
 
-// Where a part's positions [first, end) are in the pool. Around them, as keys are turned in whole blocks, some that are
-// seen stand for those that are not: what comes of them is hidden.
+// The pool offsets of a part's positions [first, end). Keys are transposed in whole blocks, so the entries around this
+// range repeat a visible position; what is computed for these entries is masked.
 struct Places {
     int64_t part, first, end;
     int64_t at[kPart + kMaxBlock];
@@ -27,7 +27,7 @@ INLINE int64_t low_of(const AttentionLayer& layer, int64_t context) {
     return layer.window > 0 && context > layer.window ? context - layer.window : 0;
 }
 
-// The positions of a part that any token of the item sees.
+// Find the positions of a part that any token of the item sees.
 INLINE void find_places(const AttentionLayer& layer, const AttentionStep& step, const AttentionItem& item, int64_t part,
                         Places& places) {
     const int64_t* members = step.members + item.first_member;
@@ -51,8 +51,8 @@ INLINE void find_places(const AttentionLayer& layer, const AttentionStep& step, 
     for (int64_t at = places.end; at % kMaxBlock != 0; ++at) places.at[at] = seen;
 }
 
-// The rows that an item reads, in the order in which it does: a part's keys, then its values, then what comes next.
-// A row has the item's heads, which lie side by side.
+// The rows that an item reads, in reading order: a part's keys, the part's values, then the next part's rows.
+// A row has the item's heads, which are adjacent.
 template <class T>
 class Lookahead {
    public:
@@ -62,19 +62,19 @@ class Lookahead {
         append(layer, places, first_head, 2 * kPart);
     }
 
-    // Goes on with the next part, as far as is asked for during this one.
+    // Append as many rows of the next part as are prefetched during this part.
     INLINE_MEMBER void list_next(const AttentionLayer& layer, const Places& places, int64_t first_head) {
         append(layer, places, first_head, num_rows_ + kAhead);
     }
 
-    // Asks for the first rows of all, before anything is computed.
+    // Prefetch the very first rows, before anything is computed.
     INLINE_MEMBER void begin() const {
         for (int64_t row = 0; row < kAhead && row < num_rows_; ++row)
             for (int64_t byte = 0; byte < row_bytes_; byte += 64) ask_for(rows_[row] + byte);
     }
 
-    // Fills `lines` with what to ask for while `count` rows from `from` are computed for the head at `index`: its share
-    // of the lines of the rows kAhead further on. Returns their number; at least `least` entries are valid addresses.
+    // Fill `lines` with the lines to prefetch while `count` rows from `from` are computed for the head at `index`: the
+    // head's share of the rows kAhead later. Return their number; at least `least` entries are valid addresses.
     INLINE_MEMBER int64_t lines(int64_t from, int64_t count, int64_t index, int64_t least, const void** lines) const {
         int64_t row = from + kAhead, end = row + count, num = 0;
         if (heads_ > 1) row += count * index / heads_, end = from + kAhead + count * (index + 1) / heads_;

@@ -1,4 +1,4 @@
-// Attention on any machine: four lanes, by the compiler's own vectors.
+// Attention on any machine: four lanes, with the compiler's own vectors.
 
 #include "attention_tile.h"
 
@@ -68,7 +68,7 @@ struct PortableLanes {
         for (int i = 1; i < kLanes; ++i) best = x[i] > best ? x[i] : best;
         return best;
     }
-    // Panel [size][width] of kBlock keys.
+    // Make the panel [size][width] of kBlock keys.
     template <class T>
     static INLINE_MEMBER void turn(const T* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
         for (int64_t d = 0; d < size; ++d)

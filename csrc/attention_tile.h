@@ -4,9 +4,9 @@
 // values are both small matrix products with keys (or sizes) in lanes, one chain of multiply-adds per element:
 //     score[row, key]   = sum over size, ascending, of (scale * query) * key      weight = exp(score - part's maximum)
 //     value[row, size]  = sum over the part's positions, ascending, of weight * value
-//     fold: parts ascending; both sides rescaled to the greater maximum.
-// What a row does not see has weight 0, and adding 0 * value changes no bit, so tiles and edges do not matter.
-// Does not: choose items, or know how the instruction set spells its instructions.
+//     fold: parts ascending; both sides are rescaled to the larger maximum.
+// A position that a row does not see has weight 0, and adding 0 * value changes no bit, so tiles and edges do not
+// matter. Does not: choose items, or know the instruction set's intrinsics.
 // Every including file is one translation unit of one instruction set; nothing here has linkage.
 //
 // Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; Goto, van de Geijn, "Anatomy of
@@ -25,11 +25,11 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kScoreStride = kPart + 16;  // not a power of two: rows would share cache sets
-constexpr int64_t kChunk = 32;               // positions whose values are weighed at once for few rows
+constexpr int64_t kScoreStride = kPart + 16;  // not a power of two, or rows would share cache sets
+constexpr int64_t kChunk = 32;               // positions whose values are weighted at once, for few rows
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-// One item on its way through the parts of its context.
+// One item, computed part by part of its context.
 template <class V, class T>
 class Tile {
    public:
@@ -38,8 +38,8 @@ class Tile {
           padded_((size_ + V::kLanes - 1) / V::kLanes * V::kLanes), group_(layer.num_heads / layer.num_kv_heads),
           members_(step.members + item.first_member) {}
 
-    // All of the item for heads [first_of_group, + heads) of each group. `places` are those of its first part; behind
-    // the call, those of the next item's, where there is one.
+    // Compute the item for heads [first_of_group, + heads) of each group. On entry `places` are those of the item's
+    // first part; on return they are those of the next item's first part, if there is a next item.
     void run(int64_t first_of_group, int64_t heads, const AttentionItem* next, const float* query, int64_t query_stride,
              float* out, int64_t out_stride, Places& places) {
         first_of_group_ = first_of_group, heads_ = heads, rows_ = item_.num_members * heads;
@@ -72,7 +72,7 @@ class Tile {
         if (is_direct) write_rows(out, out_stride);
     }
 
-    // Adds a part's maximum, sum and values to those so far.
+    // Add a part's maximum, sum and values to the totals so far.
     static INLINE_MEMBER void fold(int64_t padded, const float* part, float part_max, float part_sum, float* total,
                                    float* total_max, float* total_sum) {
         const float highest = part_max > *total_max ? part_max : *total_max;
@@ -91,7 +91,7 @@ class Tile {
     }
 
    private:
-    static constexpr int kWide = 4, kNarrow = 2;               // vectors of a panel: for few rows, for many
+    static constexpr int kWide = 4, kNarrow = 2;               // vectors of a panel: for few rows; for many rows
     static constexpr int kFew = V::kRows / 2, kMost = V::kRows;  // rows whose sums fit into the registers
 
     INLINE_MEMBER int64_t base_row(int64_t head) const { return (head - item_.first_head) * rows_; }
@@ -106,8 +106,8 @@ class Tile {
             }
     }
 
-    // Scores, weights and weighted values of one part; on the way, asks for what lies kAhead positions ahead. All heads
-    // take their turn before the next positions do, as they lie side by side.
+    // Compute scores, weights and weighted values of one part; meanwhile prefetch the rows kAhead positions later. All
+    // heads are computed before the next positions, because the heads of a position are adjacent.
     INLINE_MEMBER void attend_part(const Places& places, const Places* ahead, int64_t next_head) {
         first_ = places.first, end_ = places.end;
         lookahead_.list(layer_, places, item_.first_head, item_.end_head);
@@ -132,7 +132,8 @@ class Tile {
         }
     }
 
-    // Scores of all heads, some keys after the others. Few rows ask for memory in the products too: half of the lines.
+    // Compute the scores of all heads, a block of keys at a time. Few rows also prefetch during the products: half of
+    // the lines.
     template <int kVectors, int kRows>
     INLINE_MEMBER void score(const Places& places) {
         constexpr int64_t kWidth = kVectors * V::kLanes;
@@ -178,7 +179,7 @@ class Tile {
         }
     }
 
-    // Scores to weights, with each row's maximum and sum; what a row does not see weighs 0.
+    // Convert scores to weights, with each row's maximum and sum. A position that a row does not see has weight 0.
     INLINE_MEMBER void soften(int64_t part) {
         const int64_t from = first_ / V::kLanes * V::kLanes, to = (end_ + V::kLanes - 1) / V::kLanes * V::kLanes;
         const auto cap = V::set1(static_cast<float>(layer_.soft_cap));
@@ -207,7 +208,7 @@ class Tile {
         }
     }
 
-    // Values of positions [first, end) weighed where they lie.
+    // Weight the values of positions [first, end) in place, without copying them.
     INLINE_MEMBER void weigh_in_place(const Places& places, int64_t first, int64_t end, int64_t head) {
         constexpr int64_t kWidth = kWide * V::kLanes, kLines = kWidth * static_cast<int64_t>(sizeof(T)) / 64;
         const int64_t row = base_row(head), in_products = (end - first) * kLines * (size_ / kWidth);
@@ -225,7 +226,7 @@ class Tile {
         return lookahead_.lines(end_ - first_ + first - first_, end - first, head - item_.first_head, least, lines_);
     }
 
-    // Values of positions [first, end) copied to panels [positions][sizes], then weighed.
+    // Copy the values of positions [first, end) to panels [positions][sizes], then weight the panels.
     INLINE_MEMBER void weigh(const Places& places, int64_t first, int64_t end, int64_t head) {
         constexpr int64_t kWidth = kNarrow * V::kLanes;
         const T* values = static_cast<const T*>(layer_.values) + head * size_;
@@ -309,11 +310,11 @@ class Tile {
     Lookahead<T> lookahead_;
     const void* lines_[kMaxLines];
     struct {
-        int64_t low, context, token, head;  // of a row: positions [low, context) seen; head within the group
+        int64_t low, context, token, head;  // per row: it sees positions [low, context); head within the group
     } seen_[kMaxRows];
 };
 
-// The first item whose work begins at or behind the share of `thread`.
+// Return the first item whose work begins at or after the share of `thread`.
 INLINE int64_t first_item(const AttentionStep& step, int64_t thread, int64_t threads) {
     const int64_t cost = step.costs[step.num_items] * thread / threads;
     int64_t low = 0, high = step.num_items;

@@ -1,4 +1,4 @@
-// Turning keys on x86: eight keys of eight sizes at a time.
+// Transposing keys on x86: eight keys by eight sizes at a time.
 //
 // Needs AVX2 and F16C; one instruction set per including file.
 
@@ -22,7 +22,7 @@ INLINE __m256 load8(const Float16* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
-// Low halves of rows j and j + 4: the first step of a transposition, done by the loads.
+// Load four sizes of rows j and j + 4: the first step of a transposition, done by the loads.
 INLINE __m256 load4_pair(const float* low, const float* high) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
 }
@@ -32,7 +32,7 @@ INLINE __m256 load4_pair(const Float16* low, const Float16* high) {
                                               _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high))));
 }
 
-// Panel [size][width] of the keys at eight places of a pool.
+// Make the panel [size][width] of the keys at eight offsets of a pool.
 template <class T>
 INLINE void turn8(const T* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
     const T* keys[8];
@@ -50,7 +50,7 @@ INLINE void turn8(const T* pool, const int64_t* at, int64_t size, float* panel, 
     }
 }
 
-// Halves of 16 bits are turned as they are; the last step, with zeros below, widens them.
+// 16-bit values are transposed before widening; the last step widens them, with zeros as the low halves.
 INLINE void turn8(const Bfloat16* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
     const Bfloat16* keys[8];
     for (int j = 0; j < 8; ++j) keys[j] = pool + at[j];

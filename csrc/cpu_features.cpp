@@ -42,19 +42,19 @@ bool has_bf16() { return isa == kAvx512 && features.bf16; }
 
 }  // namespace octavo
 
-// Version of this ABI; the loader refuses another one.
+// Version of this ABI. The loader refuses any other version.
 EXPORT int32_t octavo_kernels_abi() { return 5; }
 
 // Instruction set in use: 0 portable, 1 AVX2 (with FMA and F16C), 2 AVX-512 (F, BW, DQ, VL).
 EXPORT int32_t octavo_kernels_isa() { return isa; }
 
-// Use an instruction set up to the best that this machine has (for tests); returns the one in use.
+// Use an instruction set, at most the best that this machine has; return the one in use. For tests.
 EXPORT int32_t octavo_kernels_use_isa(int32_t wanted) {
     isa = static_cast<Isa>(wanted < 0 ? 0 : (wanted < features.isa ? wanted : features.isa));
     return isa;
 }
 
-// Whether the build has OpenMP.
+// Return 1 if the build has OpenMP, else 0.
 EXPORT int32_t octavo_kernels_has_openmp() {
 #if defined(_OPENMP)
     return 1;

@@ -1,7 +1,7 @@
-// What this machine can do, and which instruction set is in use.
+// The features of this machine, and the instruction set in use.
 //
-// Owns: detection and the choice. Invariants: a feature function is true only where kAvx512 is in use too, so that
-// restricting the instruction set (for tests) restricts all.
+// Owns: detection and the choice. Invariants: a feature function is true only while kAvx512 is in use, so restricting
+// the instruction set (for tests) restricts the features too.
 
 #pragma once
 

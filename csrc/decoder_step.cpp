@@ -1,10 +1,10 @@
 // The layers of a decoder over the tokens of one step, as phases of one parallel region.
 //
 // Owns: the order of the phases, the barriers between them, the layout of the workspace.
-// Does not: allocate, choose sizes, or know requests; the phases are linear.cpp's, attention.cpp's and rows.cpp's.
-// Invariants: a token's result depends on its row of the batch alone, by bits: every phase is so, and only who computes
-// a thing depends on the number of threads. With few tokens each thread makes the rows that it multiplies for itself,
-// joined parts of attention among them, which saves a barrier and costs next to nothing.
+// Does not: allocate, choose sizes, or know requests. linear.cpp, attention.cpp and rows.cpp own the phases.
+// Invariants: a token's result depends on its row of the batch alone, bit for bit. This holds for every phase; the
+// number of threads changes only which thread computes what. With few tokens each thread prepares all rows that it
+// multiplies by itself, including joined parts of attention; this saves a barrier and costs next to nothing.
 
 #include "decoder_step.h"
 
@@ -20,7 +20,7 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kPrivateRows = 4;  // up to so many tokens each thread prepares every row for itself; FEW in Python
+constexpr int64_t kPrivateRows = 4;  // up to this many tokens, each thread prepares every row for itself; FEW in Python
 constexpr int64_t kAlign = 64;
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -42,7 +42,7 @@ int64_t largest_prepared(const Model& model) {
 
 int64_t row_width(const Model& m) { return std::max({m.hidden_size, m.num_heads * m.head_dim, m.intermediate_size}); }
 
-// Where everything of a step lies; bytes() is the size of the whole.
+// The addresses of a step's buffers in the workspace; `bytes` is the size of the whole.
 struct Workspace {
     float *stream, *qkv, *attended, *gate_up, *added, *scratch, *own_joined;
     char *prepared, *own_prepared;
@@ -72,7 +72,7 @@ struct Workspace {
     }
 };
 
-// One thread's way through a step.
+// One thread's part of a step.
 class Runner {
   public:
     Runner(const Model& model, const Workspace& work, Barrier& barrier, int thread, int threads)
@@ -116,7 +116,7 @@ class Runner {
         }
     }
 
-    // out (+)= row(t) times the weight, for every token. `row` gives token t's inputs, if need be in scratch_.
+    // out (+)= row(t) times the weight, for every token. `row` returns token t's inputs; it may use scratch_.
     template <typename Row>
     void multiply(const Multiplication& m, const Row& row, float* out, int64_t stride, bool accumulate) {
         const bool is_private = tokens_ <= kPrivateRows;
@@ -126,7 +126,7 @@ class Runner {
             const Weight& weight = m.parts[p];
             const int64_t bytes = prepared_bytes(weight.kind, weight.inputs);
             if (p == 0 || weight.kind != m.parts[p - 1].kind) {
-                if (p > 0 && !is_private) barrier_.wait();  // others still read the other form
+                if (p > 0 && !is_private) barrier_.wait();  // other threads still read the previous form
                 for (int64_t t = own.first; t < own.end; ++t)
                     prepare_row(weight.kind, row(t), weight.inputs, prepared + t * bytes);
                 if (!is_private) barrier_.wait();
@@ -136,7 +136,7 @@ class Runner {
         }
     }
 
-    // stream += row(t) times the weight, through a norm where the family has one behind it. Ends with a barrier.
+    // stream += row(t) times the weight, normed first if the family has a norm there. Ends with a barrier.
     template <typename Row>
     void add_to_stream(const Multiplication& m, const Row& row, const float* norm_after) {
         multiply(m, row, norm_after == nullptr ? w_.stream : w_.added, m_.hidden_size, norm_after == nullptr);
@@ -169,7 +169,7 @@ class Runner {
         barrier_.wait();
         const AttentionStep& step = *group.attention;
         const bool is_private = tokens_ <= kPrivateRows;
-        if (step.num_joins > 0 && is_private) {  // each thread for itself
+        if (step.num_joins > 0 && is_private) {  // each thread joins all tokens for itself
             attend_join(layer.attention, step, w_.qkv, width, own_joined_, size, 0, 1);
         } else if (step.num_joins > 0) {
             attend_join(layer.attention, step, w_.qkv, width, w_.attended, size, thread_, threads_);
@@ -226,7 +226,7 @@ void run(const Model& model, int64_t tokens, void* memory, int32_t threads, cons
         Barrier* barrier = nullptr;
 #pragma omp parallel num_threads(threads)
         {
-            const int count = omp_get_num_threads();  // may be fewer than asked for
+            const int count = omp_get_num_threads();  // may be fewer than requested
 #pragma omp single
             barrier = new Barrier(count);
             work(Runner(model, workspace, *barrier, omp_get_thread_num(), count));
@@ -242,7 +242,7 @@ void run(const Model& model, int64_t tokens, void* memory, int32_t threads, cons
 }  // namespace
 }  // namespace octavo
 
-// Bytes of workspace for a step, or for logits, of so many rows.
+// Return the bytes of workspace for a step, or for logits, of `rows` rows.
 EXPORT int64_t octavo_decoder_workspace(const octavo::Model* model, int64_t rows, int64_t threads) {
     return octavo::Workspace(*model, rows, threads, nullptr).bytes;
 }

@@ -1,6 +1,6 @@
-// One step of a Llama-like decoder in one call: what Python describes once (the model) and per step.
+// One step of a Llama-like decoder in one call: the structures with which Python describes the model and each step.
 //
-// Owns: the structures shared with models/native_decoder.py; all fields have 8 bytes.
+// Owns: the structures shared with models/native_decoder.py. All fields have 8 bytes.
 // Shapes: T tokens, E hidden size, H query heads, K KV heads, D head size, I intermediate size, V vocabulary.
 
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace octavo {
 
-// One multiplication: weights over consecutive runs of outputs, all over the same inputs.
+// One multiplication: weights over consecutive runs of outputs, with the same inputs.
 struct Multiplication {
     const Weight* parts;
     int64_t num_parts;
@@ -19,7 +19,7 @@ struct Multiplication {
 struct Layer {
     Multiplication qkv, output, gate_up, down;
     const float *attention_norm, *mlp_norm;         // [E]
-    const float *after_attention, *after_mlp;       // [E] or null: norms of what a half of the layer adds
+    const float *after_attention, *after_mlp;       // [E] or null: norms of attention's and the MLP's outputs
     const float *query_norm, *key_norm;             // [D] or null
     const float* rope_table;                        // [position, 2, D]: cosines, signed sines
     int64_t group;                                  // cache group, an index into Step::groups
@@ -44,7 +44,7 @@ struct Step {
     const int32_t* token_ids;
     const int64_t* positions;
     const StepGroup* groups;
-    float* hidden;                                  // out [T, E], behind the final norm
+    float* hidden;                                  // out [T, E], after the final norm
     void* workspace;
 };
 

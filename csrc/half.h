@@ -6,7 +6,7 @@
 
 #include "kernel.h"
 
-// Exact for every float16; subnormals by a subtraction of floats, infinities and NaNs by the widened exponent.
+// Exact for every float16. A subtraction of floats handles subnormals, the widened exponent infinities and NaNs.
 INLINE float half_to_float(uint16_t half) {
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
     uint32_t bits = static_cast<uint32_t>(half & 0x7fffu) << 13;

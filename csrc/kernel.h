@@ -25,7 +25,7 @@ INLINE float widen(Bfloat16 value) {
 
 INLINE void narrow(float value, float& out) { out = value; }
 
-// Round to nearest, ties to even; a NaN stays one (its payload could round up into an infinity).
+// Round to nearest, ties to even. A NaN becomes 0x7fc0, because rounding its payload up could give an infinity.
 INLINE void narrow(float value, Bfloat16& out) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);

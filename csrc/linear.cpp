@@ -1,4 +1,4 @@
-// Choosing the kernels of a linear layer, sharing its outputs among threads, and the C ABI octavo_linear*.
+// The choice of a linear layer's kernels, dividing its outputs among threads, and the C ABI octavo_linear*.
 
 #include "linear.h"
 
@@ -55,7 +55,7 @@ EXPORT void octavo_linear_prepare(int64_t kind, const float* x, int64_t x_stride
     for (int64_t row = 0; row < rows; ++row) octavo::prepare_row(kind, x + row * x_stride, inputs, to + row * bytes);
 }
 
-// The whole of `linear`, with shares for num_threads.
+// All shares of `linear`, on num_threads threads.
 EXPORT void octavo_linear(const octavo::Weight* weight, const void* prepared, int64_t rows, float* out,
                           int64_t out_stride, int32_t accumulate, int32_t num_threads) {
     if (num_threads <= 1) return octavo::linear(*weight, prepared, rows, out, out_stride, accumulate != 0, 0, 1);
@@ -64,7 +64,7 @@ EXPORT void octavo_linear(const octavo::Weight* weight, const void* prepared, in
         octavo::linear(*weight, prepared, rows, out, out_stride, accumulate != 0, share, num_threads);
 }
 
-// Dequantise rows outputs[count] of a weight into out[count, inputs].
+// Dequantise the rows `outputs`[count] of a weight into out[count, inputs].
 EXPORT void octavo_linear_unpack_rows(const octavo::Weight* weight, const int64_t* outputs, int64_t count, float* out,
                                       int64_t out_stride) {
     for (int64_t i = 0; i < count; ++i) octavo::unpack_row(*weight, outputs[i], out + i * out_stride);

@@ -1,6 +1,6 @@
-// Kernels of float32 and bfloat16 weights for AVX2. Included by linear_avx2.cpp alone.
+// Kernels of float32 and bfloat16 weights for AVX2. Only linear_avx2.cpp includes this file.
 //
-// bfloat16 weights are widened (a shift or a mask) and multiplied with float32 activations: exact products.
+// bfloat16 weights are widened (by a shift or a mask) and multiplied with float32 activations; the products are exact.
 
 #pragma once
 

@@ -1,8 +1,8 @@
-// Kernels of int4 and int8 weights for AVX2. Included by linear_avx2.cpp alone.
+// Kernels of int4 and int8 weights for AVX2. Only linear_avx2.cpp includes this file.
 //
-// int4: unsigned codes times signed ones, pairs summed in 16 bits: 15 * 127 * 2 * 8 quads = 30480, no overflow.
-// int8: 8-bit multiplication would saturate, so both sides have 16 bits; the weight's even bytes and its odd ones are a
-// mask and a shift away, hence the swapped quads of the prepared codes.
+// int4: unsigned codes times signed codes; pairs are summed in 16 bits: 15 * 127 * 2 * 8 quads = 30480, no overflow.
+// int8: 8-bit multiplication would saturate, so both sides have 16 bits. A mask extracts the weight's even bytes and a
+// shift its odd bytes; for this the quads of the prepared codes are swapped.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Linear layers with AVX-512: float32, and bfloat16 widened to it.
+// Linear layers with AVX-512: float32 weights, and bfloat16 weights widened to float32.
 
 #if defined(__x86_64__)
 
@@ -34,7 +34,7 @@ struct Floats {
 
     static int64_t steps(const Weight& weight) { return weight.inputs; }
 
-    // Input k of a panel; for bfloat16 the low or the high half of a pair.
+    // Input k of a panel; for bfloat16, the low or the high half of a pair.
     INLINE __m512 input(const uint8_t* panel, int64_t k) {
         if (kIsFloat) return _mm512_loadu_ps(reinterpret_cast<const float*>(panel + k * kStep));
         const __m512i pair = load(panel + k / 2 * 2 * kStep);

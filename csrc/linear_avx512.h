@@ -1,6 +1,6 @@
-// What the AVX-512 files share: loading, and sums of whole panels. A panel is one vector.
+// Shared code of the AVX-512 files: loading, and sums of whole panels. A panel is one vector.
 //
-// Included after the target is set. tests/ops/emulated_avx512 runs these files where the instructions are absent.
+// Include it after setting the target. tests/ops/emulated_avx512 runs these files on machines without AVX-512.
 
 #pragma once
 

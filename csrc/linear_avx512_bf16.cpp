@@ -1,5 +1,5 @@
-// Linear layers over bfloat16 weights with AVX512_BF16: activations are rounded to bfloat16, pairs are multiplied and
-// added by one instruction, whose rounding is its own (subnormal products are zeros).
+// Linear layers over bfloat16 weights with AVX512_BF16. Activations are rounded to bfloat16. One instruction multiplies
+// and adds pairs, with its own rounding (subnormal products become zero).
 
 #if defined(__x86_64__)
 

@@ -1,4 +1,4 @@
-// Linear layers over int8 and int4 weights with AVX512_VNNI: four products to a 32-bit sum, exact.
+// Linear layers over int8 and int4 weights with AVX512_VNNI, which adds four products to a 32-bit sum, exactly.
 
 #if defined(__x86_64__)
 
@@ -28,7 +28,7 @@ INLINE __m512 halves(const uint8_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
-// kParts: scales within 32 inputs. Unpacked: codes [8][16][4], then scales (and mins for int4) as floats.
+// kParts: number of scales within 32 inputs. Unpacked: codes [8][16][4], then scales (and mins for int4) as floats.
 template <bool kIsInt4, int kParts>
 struct Quantised {
     static constexpr int64_t kUnpacked = 512 + 64 * (kIsInt4 ? 2 : kParts);
@@ -44,7 +44,7 @@ struct Quantised {
         return broadcast32(head + (kParts == 1 ? 4 : 8 + part * 4));
     }
 
-    // One part of a group for R rows; int4: the order of operations is that of linear_portable.cpp.
+    // Compute one part of a group for R rows. For int4 the order of operations is that of linear_portable.cpp.
     template <int R>
     INLINE void part_of(const __m512i (&weights)[kPartQuads], __m512 scale, __m512 min, const uint8_t* rows,
                         int64_t stride, int part, __m512 (&sum)[R]) {
@@ -63,7 +63,7 @@ struct Quantised {
         }
     }
 
-    // The codes of a group's part as they lie packed: int4 halves of bytes, int8 whole ones.
+    // Load the codes of a group's part from their packed form: half bytes for int4, whole bytes for int8.
     INLINE void packed_codes(const uint8_t* from, __m512i (&weights)[kPartQuads]) {
         const __m512i low = _mm512_set1_epi32(0x0f0f0f0f);
         for (int quad = 0; quad < kPartQuads; ++quad) {
@@ -74,7 +74,7 @@ struct Quantised {
         }
     }
 
-    // Where a panel's codes and scales of group `group`, part `part`, stand.
+    // The addresses of a panel's codes and scales for group `group`, part `part`.
     INLINE const uint8_t* codes_at(const Weight& weight, const uint8_t* panel, int64_t group, int part) {
         if (kIsInt4) return panel + group * kInt4Record + kNibblesOffset;
         return panel + int8_scale_bytes(weight.inputs, weight.group) + group * kInt8Codes + part * kPartQuads * 64;

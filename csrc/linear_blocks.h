@@ -2,19 +2,19 @@
 // weights stay unpacked in the first-level cache, and tiles of rows.
 //
 // Owns: the order of work, which is the same for every kernel. Compiled into each instruction set's file: all names are
-// local to it. Invariants: sums of a (row, output) take their inputs in ascending order through one accumulator,
-// whatever the blocks.
+// local to that file. Invariants: the sum of a (row, output) takes its inputs in ascending order through one
+// accumulator, whatever the blocks.
 //
 // A kernel K has:
 //   kTile               rows of a tile, at most 8
-//   kDirectRows         up to so many rows, weights are read as they lie; at most kTile
+//   kDirectRows         up to this many rows, weights are read in their packed form; at most kTile
 //   kDirectPanels       panels that `direct` takes at once for a single row
-//   kBlockSteps         steps (groups, or inputs) of a block; kScratchBytes: what they take unpacked
-//   steps(weight)       of a panel
-//   direct<R, P>(weight, panel, gap, rows, stride, sums)           all inputs of P panels at a distance of gap bytes:
+//   kBlockSteps         steps (groups, or inputs) of a block; kScratchBytes: the bytes of a block's unpacked steps
+//   steps(weight)       steps of a panel
+//   direct<R, P>(weight, panel, gap, rows, stride, sums)           all inputs of P panels, which are gap bytes apart:
 //                                                                  sums[P][R][16]
-//   unpack(weight, panel, first, count, scratch)                   returns where the unpacked steps stand
-//   tile<R>(weight, unpacked, first, count, rows, stride, sums, ahead)    sums[R][16] += ...; fetches ahead by steps
+//   unpack(weight, panel, first, count, scratch)                   returns the address of the unpacked steps
+//   tile<R>(weight, unpacked, first, count, rows, stride, sums, ahead)    sums[R][16] += ...; prefetches by steps
 
 #pragma once
 
@@ -25,7 +25,7 @@ namespace {
 constexpr int64_t kRowBlockBytes = 192 * 1024;  // of prepared rows: less than half of a second-level cache
 constexpr int64_t kMaxBlockRows = 96;
 
-// Weights to bring near while a tile computes: the tiles of a block share the bytes of the next one.
+// Weights to prefetch while a tile computes. The tiles of a block share the prefetching of the next block.
 struct Ahead {
     const uint8_t* at;
     int64_t step;  // bytes
@@ -42,7 +42,7 @@ INLINE const uint8_t* panel_at(const octavo::Weight& weight, int64_t panel) {
     return static_cast<const uint8_t*>(weight.packed) + panel * bytes;
 }
 
-// Panels `panel`, panel + gap, ...: P of them, beside each other.
+// Compute P panels side by side: `panel`, panel + gap, and so on.
 template <class K, int R, int P>
 INLINE void direct_panels(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t panel, int64_t gap) {
     alignas(64) float sums[P * R * octavo::kPanel];
@@ -53,7 +53,7 @@ INLINE void direct_panels(const octavo::Weight& weight, const octavo::LinearJob&
             finish_row(weight, job, panel + p * gap, row, sums + (p * R + row) * octavo::kPanel);
 }
 
-// The panels are cut into P runs that are read beside each other: memory serves several streams faster than one.
+// The panels are cut into P runs that are read side by side, because memory serves several streams faster than one.
 template <class K, int R>
 void run_direct(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t begin, int64_t end) {
     constexpr int kPanels = R == 1 ? K::kDirectPanels : (K::kDirectPanels > 1 && R == 2) ? 2 : 1;
@@ -62,7 +62,7 @@ void run_direct(const octavo::Weight& weight, const octavo::LinearJob& job, int6
     for (int64_t panel = begin + gap * kPanels; panel < end; ++panel) direct_panels<K, R, 1>(weight, job, panel, 0);
 }
 
-// Tiles of R rows while there are so many, then of fewer.
+// Compute tiles of R rows while R rows remain, then smaller tiles.
 template <class K, int R>
 INLINE void run_tiles(const octavo::Weight& weight, const uint8_t* unpacked, int64_t first, int64_t count,
                       const uint8_t* rows, int64_t stride, int64_t num_rows, float* sums, Ahead ahead) {

@@ -1,6 +1,6 @@
-// The seam between linear.cpp, which chooses, and the files of one instruction set each, which compute.
+// The interface between linear.cpp, which chooses kernels, and the files of one instruction set each, which have them.
 //
-// Owns: the tables' type. A kind's three functions belong together: `panels` reads what its own `prepare` wrote.
+// Owns: the tables' type. A kind's three functions belong together: `panels` reads the rows that `prepare` wrote.
 
 #pragma once
 

@@ -1,9 +1,9 @@
 // The bytes of packed weights and prepared activations.
 //
-// Owns: sizes and offsets. Does not: compute. Invariants: weights are equal on every machine; prepared rows live in one
-// step only, so their form may differ by instruction set.
+// Owns: sizes and offsets. Does not: compute. Invariants: packed weights are equal on every machine. Prepared rows
+// exist in one step only, so their form may differ by instruction set.
 //
-// A weight is a run of panels of 16 outputs (the last one padded with zeros), each one contiguous:
+// A weight is a run of panels of 16 outputs (the last one padded with zeros). Each panel is contiguous:
 //   float32   [input][16]
 //   bfloat16  [pair of inputs][16][2]                                    inputs padded to a multiple of 2
 //   int8      scales [group][16] float16, padded to 64 bytes; then codes + 128 as [quad of inputs][16][4]
@@ -40,7 +40,7 @@ INLINE constexpr int64_t panel_bytes(int64_t kind, int64_t inputs, int64_t group
                                : inputs / kGroup * kInt4Record;
 }
 
-// What stands before the codes of each 32 activations.
+// The values before the codes of each 32 activations.
 struct GroupHead {
     float scale;  // NaN where an activation was not finite
     union {
@@ -50,7 +50,7 @@ struct GroupHead {
     int32_t half_offset[2];  // int8: the same for each 16 codes
 };
 
-// Rows at a distance that is an odd number of cache lines do not fall on one another in a cache.
+// Rows at a distance of an odd number of cache lines use different cache sets.
 INLINE constexpr int64_t padded_row(int64_t bytes) { return round_up(bytes, 128) + 64; }
 
 }  // namespace octavo

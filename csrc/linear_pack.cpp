@@ -1,6 +1,6 @@
-// Packing: canonical weights to panels, and a row of panels back to floats.
+// Packing: canonical weights to panels, and one row of the panels back to floats.
 //
-// Owns: the C ABI octavo_linear_{packed_bytes,pack}, and unpack_row. Does not: choose codes (quantisation is Python's).
+// Owns: the C ABI octavo_linear_{packed_bytes,pack}, and unpack_row. Does not: choose codes (Python quantises).
 
 #include "half.h"
 #include "linear_layout.h"
@@ -8,7 +8,7 @@
 namespace octavo {
 namespace {
 
-// Rows [first_row, first_row + num_rows) of a weight, and where they come from.
+// Rows [first_row, first_row + num_rows) of a weight, and the addresses of their codes, scales and mins.
 struct Source {
     const uint8_t* codes;  // of row first_row on: uint8, int8, float32 or bfloat16 bits
     const uint16_t *scales, *mins;
@@ -132,13 +132,14 @@ void unpack_row(const Weight& weight, int64_t output, float* out) {
 
 }  // namespace octavo
 
-// Bytes of a packed weight, the last panel's padding included.
+// Bytes of a packed weight, including the last panel's padding.
 EXPORT int64_t octavo_linear_packed_bytes(int64_t kind, int64_t outputs, int64_t inputs, int64_t group) {
     return octavo::num_panels(outputs) * octavo::panel_bytes(kind, inputs, group);
 }
 
-// Pack `num_rows` rows, given as codes [num_rows, inputs] with scales and mins [num_rows, inputs / group], as rows
-// first_row on. Calls for different rows may run beside each other. Packing the last row clears the padding after it.
+// Pack `num_rows` rows as the weight's rows from first_row on. The rows are given as codes [num_rows, inputs], with
+// scales and mins [num_rows, inputs / group]. Calls for different rows may run at once. Packing the last row clears the
+// padding after it.
 EXPORT void octavo_linear_pack(int64_t kind, int64_t outputs, int64_t inputs, int64_t group,
                                const void* codes_or_values, const uint16_t* scales, const uint16_t* mins, void* packed,
                                int64_t first_row, int64_t num_rows) {
@@ -146,7 +147,7 @@ EXPORT void octavo_linear_pack(int64_t kind, int64_t outputs, int64_t inputs, in
     const Source source{static_cast<const uint8_t*>(codes_or_values), scales, mins, inputs, group};
     const int64_t bytes = panel_bytes(kind, inputs, group);
     uint8_t* panels = static_cast<uint8_t*>(packed);
-    // int8 scales are padded to whole cache lines: cleared when the panel's first row is packed.
+    // int8 scales are padded to whole cache lines; the padding is cleared when the panel's first row is packed.
     const int64_t scale_bytes = kind == kInt8 ? inputs / group * 2 * kPanel : 0;
     for (int64_t row = 0; row < num_rows; ++row) {
         const int64_t panel = (first_row + row) / kPanel, slot = (first_row + row) % kPanel;

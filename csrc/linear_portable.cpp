@@ -1,4 +1,4 @@
-// Linear layers in plain C++: any machine, and the twin that the others equal by bits for the quantised kinds.
+// Linear layers in plain C++ for any machine. For quantised kinds all other kernels equal these, bit for bit.
 
 #include "half.h"
 #include "linear_prepare.h"

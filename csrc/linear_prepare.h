@@ -1,6 +1,6 @@
-// Quantising rows of activations: one source for all instruction sets, compiled into each of their files.
+// Quantising rows of activations: one source, compiled into each instruction set's file.
 //
-// Invariants: the same codes, scales and sums everywhere: one multiplication by 127 / max, rounded to nearest even.
+// Invariants: equal codes, scales and sums on every machine: one multiplication by 127 / max, rounded to nearest even.
 
 #pragma once
 
@@ -14,7 +14,7 @@ constexpr float kSmallestScaled = 1e-30f;   // below, 127 / max could overflow: 
 constexpr float kRoundingMagic = 12582912;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
 constexpr float kNotANumber = __builtin_nanf("");
 
-// Codes of 32 activations as int32, and their scale. A non-finite one makes the scale NaN and the codes zeros.
+// Codes of 32 activations as int32, and their scale. An activation that is not finite makes the scale NaN, the codes 0.
 INLINE float quantise_group(const float* x, int32_t* codes) {
     int32_t largest_bits = 0;  // of absolute values: ordered as integers, infinities and NaNs last
     for (int i = 0; i < octavo::kGroup; ++i) {
@@ -39,7 +39,7 @@ INLINE float quantise_group(const float* x, int32_t* codes) {
     return largest / 127.0f;
 }
 
-// Group after group: GroupHead, then 32 codes. `kIsSwapped` puts quads as 0 2 1 3, for 16-bit multiplications.
+// Write each group: GroupHead, then 32 codes. `kIsSwapped` orders quads as 0 2 1 3, for 16-bit multiplications.
 template <typename Code, bool kIsInt4, bool kIsSwapped>
 INLINE void prepare_codes(const float* x, int64_t inputs, void* out) {
     uint8_t* to = static_cast<uint8_t*>(out);
@@ -79,13 +79,13 @@ int64_t codes_bytes(int64_t inputs) {
 
 INLINE int64_t floats_bytes(int64_t inputs) { return octavo::padded_row((inputs + 1) / 2 * 8); }
 
-// float32 as they are, padded to an even number with a zero.
+// Copy float32 unchanged, padded to an even number with a zero.
 INLINE void prepare_floats(const float* x, int64_t inputs, void* out) {
     std::memcpy(out, x, static_cast<size_t>(inputs) * sizeof *x);
     if (inputs % 2 != 0) static_cast<float*>(out)[inputs] = 0.0f;
 }
 
-// Bias, addition and storing of one panel of one row: the same order everywhere.
+// Add bias and sums, and store them, for one panel of one row; the order is the same everywhere.
 INLINE void finish_row(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t panel, int64_t row,
                        const float* sums) {
     const int64_t first = panel * octavo::kPanel;

@@ -4,7 +4,7 @@
 // Does not: allocate, know torch or Python, or start threads of its own (OpenMP's pool is shared with torch).
 // Invariants: a row's result depends on that row alone, not on the row count, the threads or the instruction set:
 // every path sums in the same 16 lanes and the same tree, without fused multiply-add (-ffp-contract=off).
-// Rounding is that of the torch twin in ops/rms_norm.py; only the order of the sum of squares differs.
+// Rounding is that of the torch twin in ops/rms_norm.py; only the order of the sum of squares is different.
 
 #include <cmath>
 
@@ -19,7 +19,7 @@ struct Rows {
     const void* residual;  // null: nothing to add
     const void* weight;
     void* normed;
-    void* sum;  // written only where there is a residual
+    void* sum;  // written only if there is a residual
     int64_t x_stride, residual_stride, normed_stride, sum_stride;  // in elements
     int64_t num_columns;
     float eps;

@@ -1,4 +1,4 @@
-// See rows.h. The loops are plain; the compiler makes what it can of them for each instruction set.
+// See rows.h. The loops are plain C++, which the compiler vectorises for each instruction set.
 
 #include "rows.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// e^x within 2 ulp for |x| <= 87, clamped beyond; a NaN stays one. Cephes' reduction and polynomial (Moshier, 1989).
+// e^x within 2 ulp for |x| <= 87, clamped beyond; a NaN stays NaN. Cephes' reduction and polynomial (Moshier, 1989).
 INLINE float exponential(float x) {
     const float clamped = x < -87.0f ? -87.0f : (x > 87.0f ? 87.0f : x);
     const float scaled = clamped * 1.44269504088896341f;
@@ -105,7 +105,7 @@ const RowKernels& row_kernels() {
 
 }  // namespace octavo
 
-// The C ABI, for tests: rows of one buffer, one thread.
+// The C ABI, for tests: the rows of one buffer, on one thread.
 EXPORT void octavo_rows_rms_norm(const float* x, const float* weight, float eps, float* out, int64_t rows,
                                  int64_t size) {
     for (int64_t r = 0; r < rows; ++r) octavo::row_kernels().rms_norm(x + r * size, weight, size, eps, out + r * size);

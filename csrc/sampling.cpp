@@ -1,9 +1,9 @@
-// One id per row of float32 logits: the best one, or a draw with temperature, top-k, top-p and min-p.
+// One id per row of float32 logits: the best id, or a draw with temperature, top-k, top-p and min-p.
 //
-// Owns: octavo_sample. Does not: edit logits, or cut by typical-p (the twin in sampling/selection.py does).
-// Order of candidates: logit descending, id ascending. What top-k, top-p and min-p keep is a prefix of that order.
-// Cost: the maxima of a row's blocks say where candidates can be, so nothing is sorted but the few that matter. Where
-// these are many (a flat distribution), bins by value find the cuts, and one bin at a time is sorted.
+// Owns: octavo_sample. Does not: edit logits, or cut by typical-p (the torch twin in sampling/selection.py does).
+// Order of candidates: logit descending, id ascending. Top-k, top-p and min-p keep a prefix of that order.
+// Cost: the maxima of a row's blocks show where candidates can be, so only a few logits are sorted. If there are many
+// candidates (a flat distribution), bins by value find the cuts, and one bin at a time is sorted.
 
 #include <algorithm>
 #include <cmath>
@@ -19,11 +19,11 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kFirstLook = 128;    // candidates tried before bins, without top-k
-constexpr int64_t kMostSorted = 4096;  // more than these go through bins
+constexpr int64_t kFirstLook = 128;    // without top-k: candidates tried before bins
+constexpr int64_t kMostSorted = 4096;  // with more candidates than this, bins are used
 
-struct Columns {  // of all slots: sampling/selection.py
-    const float *inverse_temperature, *floor;  // 0 = the best one; the least scaled logit that min-p keeps
+struct Columns {  // one entry per slot; see sampling/selection.py
+    const float *inverse_temperature, *floor;  // 0: take the best id; the lowest scaled logit that min-p keeps
     const double* top_p;
     const int64_t* top_k;
     const uint64_t* seed;
@@ -66,7 +66,7 @@ INLINE uint64_t key_of(float value, int32_t id) {
 
 INLINE int64_t id_of(uint64_t key) { return static_cast<int64_t>(key & 0xffffffffu); }
 
-// The first id whose logit is `best`, the largest: NaN where there is one.
+// Return the first id whose logit is `best`, the largest logit; if `best` is NaN, the first id with a NaN.
 int64_t first_of(const LogitRow& row, const float* maxima, float best) {
     const bool is_nan = best != best;
     for (int64_t b = 0; b < row.num_blocks(); ++b) {
@@ -77,7 +77,7 @@ int64_t first_of(const LogitRow& row, const float* maxima, float best) {
     return 0;
 }
 
-// The first id whose cumulative weight exceeds uniform * total; `sums` are of what min-p keeps.
+// Return the first id whose cumulative weight exceeds uniform * total. `sums` are sums of the weights that min-p keeps.
 int64_t draw_in_id_order(const LogitRow& row, const std::vector<double>& sums, double total) {
     const double target = row.uniform * total;  // below the total, as a uniform is at most 1 - 2^-48
     double reached = 0.0;
@@ -95,19 +95,19 @@ int64_t draw_in_id_order(const LogitRow& row, const std::vector<double>& sums, d
     return -1;
 }
 
-// Make the candidates of a range the sorted keys; false, and unsorted, where they are too many.
+// Make the candidates of a range the sorted keys. If there are too many, return false and leave them unsorted.
 bool sort_range(const LogitRow& row, Scratch& scratch, const LogitRange& range, int64_t most) {
     const int64_t num = sampling_passes().select(row, scratch.maxima.data(), range, scratch.ids.data());
     if (num > most) return false;
     scratch.keys.resize(static_cast<size_t>(num));
     for (size_t n = 0; n < scratch.keys.size(); ++n)
         scratch.keys[n] = key_of(row.x[scratch.ids[n]], scratch.ids[n]);
-    // equal logits are in order already, which a sort does not see
+    // equal logits are in order already, which the sort does not know
     if (!std::is_sorted(scratch.keys.begin(), scratch.keys.end())) std::sort(scratch.keys.begin(), scratch.keys.end());
     return true;
 }
 
-// Draw from sorted keys that hold every candidate down to some logit; -1 where the cut may lie below them.
+// Draw from sorted keys, which are all candidates down to some logit. Return -1 if the cut may be below that logit.
 int64_t draw_from_sorted(const LogitRow& row, const std::vector<uint64_t>& keys, double total) {
     size_t limit = keys.size();
     if (row.top_k > 0) {
@@ -136,11 +136,11 @@ int64_t draw_from_sorted(const LogitRow& row, const std::vector<uint64_t>& keys,
     return -1;
 }
 
-// Bins of equal width, from the best logit down to the least that has a weight: each a run of candidates.
+// Bins of equal width, from the best logit down to the lowest with a weight. Each bin is a run of candidates.
 class Bins {
   public:
     Bins(const LogitRow& row, Scratch& scratch) : row_(row), scratch_(scratch) {
-        // a little below, so that rounding leaves out none; what has no weight does no harm
+        // a little lower, so that rounding leaves out no candidate; ids without a weight do no harm
         const float below = row.best + 1.01f * kLeast / row.inverse - 1e-6f * std::fabs(row.best);
         const float least = std::max(below, -std::numeric_limits<float>::max());
         const float span = row.best - sampling_passes().lowest_from(row, scratch.maxima.data(), least);
@@ -175,7 +175,7 @@ class Bins {
     }
 
   private:
-    // The weights of the first candidates, until `limit` of them are in or the sum reaches `mass`.
+    // Sum the weights of the first candidates, until `limit` of them are counted or the sum reaches `mass`.
     double sum_first(int64_t limit, double mass) {
         int64_t count = 0;
         double sum = 0.0;
@@ -207,7 +207,7 @@ class Bins {
 
 int64_t draw_from_best(const LogitRow& row, Scratch& scratch, double total) {
     const int64_t wanted = row.top_k > 0 ? row.top_k : kFirstLook;
-    if (wanted < row.num_blocks() * 3 / 4) {  // so many blocks' maxima are as many candidates
+    if (wanted < row.num_blocks() * 3 / 4) {  // the maxima of this many blocks are as many candidates
         scratch.picked = scratch.maxima;
         const auto last = scratch.picked.begin() + (wanted - 1);
         std::nth_element(scratch.picked.begin(), last, scratch.picked.end(), [](float a, float b) { return a > b; });
@@ -221,7 +221,7 @@ int64_t draw_from_best(const LogitRow& row, Scratch& scratch, double total) {
 
 // --- rows
 
-// SplitMix64, as sampling/selection.py has it: one number in [0, 1) from the top 48 bits.
+// SplitMix64, as in sampling/selection.py: one number in [0, 1) from the top 48 bits.
 INLINE uint64_t splitmix64(uint64_t state, uint64_t index) {
     uint64_t z = state + (index + 1) * 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -244,7 +244,7 @@ LogitRow row_of(const Call& call, int64_t r) {
             std::min(columns.top_k[slot], call.size)};
 }
 
-// One row in a team whose threads share its vocabulary; `sync` is the team's barrier.
+// One row, computed by a team whose threads share its vocabulary. `sync` is the team's barrier.
 template <typename Sync>
 void sample_row(const Call& call, int64_t r, Scratch& scratch, int thread, int threads, const Sync& sync) {
     LogitRow row = row_of(call, r);
@@ -308,8 +308,8 @@ void sample_rows(const Call& call, int num_threads) {
 }  // namespace
 }  // namespace octavo
 
-// Give one id per row, and the row's best logit (NaN wins). A row whose best is not finite, or whose slot's inverse
-// temperature is 0, gives the first id that has the best. Vocabularies of at most 2^19 ids.
+// Return one id per row, and the row's best logit (NaN if any logit is). If the best logit is not finite, or the slot's
+// inverse temperature is 0, the id is the first with the best logit. Vocabularies have at most 2^19 ids.
 EXPORT void octavo_sample(const void* columns, const int64_t* slots, const int64_t* positions, const float* logits,
                           int64_t stride, int64_t num_rows, int64_t size, int64_t* ids, float* best,
                           int32_t num_threads) {

@@ -1,4 +1,4 @@
-// See sampling_passes.h. Vectors of 8; tails one by one.
+// See sampling_passes.h. Vectors of 8 logits; the remaining logits are processed one by one.
 
 #include "sampling_passes.h"
 
@@ -23,7 +23,7 @@ INLINE bool is_any(const Int8& mask) {
     return (part[0] | part[1] | part[2] | part[3]) != 0;
 }
 
-// The weights of 8 scaled logits; 0 where `is_in` is not set.
+// The weights of 8 scaled logits, or 0 where `is_in` is not set.
 INLINE void weigh(const Float8& scaled, const Int8& is_in, Double4& low, Double4& high) {
     const Float8 value = exponential(scaled);
     Int8 bits;
@@ -144,7 +144,7 @@ INLINE int64_t fill_bins(const LogitRow& row, const float* maxima, const LogitRa
     for (int64_t b = 0; b < row.num_blocks(); ++b) {
         if (maxima[b] < in.least) continue;
         const int64_t count = std::min(kBlock, row.size - b * kBlock);
-        float padded[kBlock];  // what is missing in the last block is below every range
+        float padded[kBlock];  // the last block's padding is below every range
         const float* block = row.x + b * kBlock;
         if (count < kBlock) block = std::fill_n(std::copy_n(block, count, padded), kBlock - count, -INFINITY) - kBlock;
         double one[kBlock];

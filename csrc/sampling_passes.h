@@ -1,10 +1,10 @@
-// Passes over a row of logits, for the instruction set in use; what a weight is.
+// Passes over a row of logits, for the instruction set in use, and the definition of a weight.
 //
-// Owns: the loops over a whole vocabulary. Does not: choose (sampling.cpp does) or split work among threads.
-// Definition, shared bit by bit with the torch twin in sampling/selection.py: scaled = (logit - best) * (1 /
-// temperature) in float32; weight = e^scaled in float32, rounded to a multiple of 2^-34 in double. Weights are at most
-// 1 and a vocabulary has at most 2^19 ids, so every sum of weights is exact in whatever order it is made: threads,
-// vectors, blocks and bins cannot change an id.
+// Owns: the loops over a whole vocabulary. Does not: choose ids (sampling.cpp does) or split work among threads.
+// Definition, equal bit for bit to that of the torch twin in sampling/selection.py: scaled = (logit - best) * (1 /
+// temperature) in float32; weight = e^scaled in float32, rounded to a multiple of 2^-34 in double. A weight is at most
+// 1 and a vocabulary has at most 2^19 ids, so every sum of weights is exact in any order: threads, vectors, blocks and
+// bins cannot change an id.
 
 #pragma once
 
@@ -30,7 +30,7 @@ struct LogitRow {
     int64_t num_blocks() const { return (size + kBlock - 1) / kBlock; }
 };
 
-// Which logits are looked for: at least `least`, in one of the bins [first, end) below `best`.
+// The logits to look for: at least `least`, and in one of the bins [first, end) below `best`.
 struct LogitRange {
     float least, best, bins_per_unit, first, end;
 };
@@ -44,8 +44,8 @@ INLINE int32_t to_int(float value) { return static_cast<int32_t>(value); }
 
 INLINE Int8 to_int(const Float8& value) { return __builtin_convertvector(value, Int8); }
 
-// e^x of x <= 0 within 2 ulp: Cephes' reduction and polynomial (Moshier, 1989). Below -30 as if it were -30.
-// For one float or a vector of them: the same operations on each.
+// e^x of x <= 0 within 2 ulp: Cephes' reduction and polynomial (Moshier, 1989). An x below -30 counts as -30.
+// Works on one float or on a vector of floats, with the same operations on each.
 template <typename Float>
 INLINE Float exponential(const Float& x) {
     const Float clamped = x < -30.0f ? Float{} - 30.0f : x;
@@ -68,16 +68,16 @@ constexpr double kRound = 393216.0;  // 1.5 * 2^18: its last place is 2^-34
 INLINE double weight(float scaled) { return (static_cast<double>(exponential(scaled)) + kRound) - kRound; }
 
 struct SamplingPasses {
-    // Over the blocks [first, end): the largest logit of each, NaN where the block has one.
+    // Find the largest logit of each block in [first, end); NaN if the block has a NaN.
     void (*find_maxima)(const float* x, int64_t size, int64_t first, int64_t end, float* maxima);
-    // Over the blocks [first, end): the weights of each summed; those below `floor` count as 0.
+    // Sum the weights of each block in [first, end). Weights of scaled logits below `floor` count as 0.
     void (*sum_weights)(const LogitRow&, const float* maxima, int64_t first, int64_t end, float floor, double* sums);
-    // The ids of the logits in a range, ascending; returns how many. `ids` has room for all, and kLanes more.
+    // Write the ids of the logits in a range, ascending; return their number. `ids` has room for all, and kLanes more.
     int64_t (*select)(const LogitRow&, const float* maxima, const LogitRange&, int32_t* ids);
-    // The least logit that is at least `least`.
+    // Return the lowest logit that is at least `least`.
     float (*lowest_from)(const LogitRow&, const float* maxima, float least);
-    // Add counts and weights of the logits from `range.least` on to their bins; what is below goes to bin kBins.
-    // Returns how many of them min-p keeps.
+    // Add counts and weights of the logits from `range.least` on to their bins; lower logits go to bin kBins.
+    // Return how many of these logits min-p keeps.
     int64_t (*fill_bins)(const LogitRow&, const float* maxima, const LogitRange&, double* weights, int64_t* counts);
 };
 

@@ -1,8 +1,8 @@
 // The threads of one parallel region: their shares of work, and the barrier between phases.
 //
-// Owns: Share (which part of so many items is a thread's) and Barrier. Does not: start threads (OpenMP does).
-// A barrier here costs well under a microsecond while all threads run. Who waits longer sleeps: only an idle core takes
-// over a thread that waits for a busy one, and two threads that spin on one core would share it for milliseconds.
+// Owns: Share (one thread's part of a number of items) and Barrier. Does not: start threads (OpenMP does).
+// A barrier costs well under a microsecond while all threads run. A thread that waits longer sleeps, because only an
+// idle core takes over a waiting thread, and two threads that spin on one core would share it for milliseconds.
 
 #pragma once
 
@@ -29,7 +29,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Barrier of `count` threads; it may be waited on any number of times.
+// A barrier for `count` threads, which may wait on it any number of times.
 class Barrier {
   public:
     explicit Barrier(int count) : count_(count) {}
@@ -39,7 +39,7 @@ class Barrier {
         const uint32_t phase = phase_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == count_ - 1) {
             arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1);  // sequentially consistent with `sleepers_`: no thread sleeps through it
+            phase_.store(phase + 1);  // sequentially consistent with `sleepers_`, so no thread misses it
             if (sleepers_.load() > 0) wake();
             return;
         }
@@ -69,7 +69,7 @@ class Barrier {
     static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the kernel reads the phase");
 };
 
-// The contiguous share [first, end) of `count` items of one thread.
+// One thread's contiguous share [first, end) of `count` items.
 struct Share {
     int64_t first, end;
 

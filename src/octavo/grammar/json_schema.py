@@ -247,7 +247,7 @@ def _check_counts(schema: dict[str, Any], where: str) -> None:
 
 
 def _set_numbers(prepared: dict[str, Any], where: str) -> None:
-    """Lower bounds beyond 53 bits to 53, the most that the compiler supports; refuse other numbers beyond 53 bits."""
+    """Tighten bounds to the 53 bits that the compiler supports; refuse other numbers that need more bits."""
     for name, limit in (("minimum", -_MAX_EXACT), ("exclusiveMinimum", -_MAX_EXACT), ("maximum", _MAX_EXACT),
                            ("exclusiveMaximum", _MAX_EXACT)):  # fmt: skip
         bound = prepared.get(name)

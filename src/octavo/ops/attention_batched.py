@@ -49,7 +49,7 @@ class _Chunk:
 
 
 def padded_levels(longest: int, block_size: int) -> np.ndarray:
-    """Return padded contexts, multiples of PAD_TOKENS and the block size; steps are a quarter or one multiple."""
+    """Return padded contexts: multiples of PAD_TOKENS and the block size, at most a quarter or one multiple apart."""
     unit = int(np.lcm(PAD_TOKENS, block_size))
     levels = [unit]
     while levels[-1] < longest:
