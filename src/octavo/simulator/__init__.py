@@ -1,1 +1,1 @@
-"""The scheduler under a virtual clock: workloads, cost models, one engine or a fleet, and the figures of a run."""
+"""Simulates the scheduler under a virtual clock: workloads, cost models, an engine or a fleet, and figures of a run."""

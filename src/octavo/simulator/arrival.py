@@ -1,7 +1,7 @@
-"""Arrival: one request of a workload, known by its lengths and the keys of its prompt's blocks; and the core's request.
+"""Arrival: one request of a workload, described by its lengths and block keys; its conversion to a core Request.
 
-Owns: the fields, and how a trace's keys become keys of the scheduler's blocks. Does not: read a trace (workloads do).
-Invariant: equal keys at equal positions of a trace give equal block keys, different ones different block keys.
+Owns: the fields; the conversion of a trace's keys to the scheduler's block keys. Does not: read traces (workloads).
+Invariant: equal keys at equal positions of a trace give equal block keys; different keys give different block keys.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _KEY = struct.Struct("<qI")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a workload. `time` is in seconds from the workload's start, tokens are counts.
+    """A request of a workload. `time` is in seconds from the workload's start.
 
-    `output_tokens` is how many it will generate; with several `choices` (the tokens of each) the longest's. `keys` name
-    the prompt's content, one for each full `key_tokens` tokens: equal keys at equal positions mean equal prefixes (a
-    public trace's block ids, or a recording's block keys). `output_keys` continue them over prompt and output.
-    `follows`: index in the workload of the request after whose end this one arrives, `time` seconds later (a
-    conversation's next turn); None: it arrives at `time` itself.
+    `output_tokens` is the number of tokens that the request generates. `choices` has the number for each choice, if
+    there are several; `output_tokens` is the largest. `keys` has one key for each full `key_tokens` tokens of the
+    prompt: equal keys at equal positions mean equal prefixes (a public trace's block ids, or a recording's block keys).
+    `output_keys` continue `keys` over the output. `follows` is the index of an earlier request in the workload: this
+    one arrives `time` seconds after that one's end, as a conversation's next turn. None: it arrives at `time`.
     """
 
     time: float
@@ -50,7 +50,7 @@ def _params(max_tokens: int, n: int) -> SamplingParams:
 
 
 def make_request(name: str, arrival: Arrival, at: float, emitted: int, limits: Limits) -> Request:
-    """Return the core's request of an arrival at `at`, of which `emitted` tokens were emitted before a restart."""
+    """Return the core's Request for an arrival at `at`; `emitted` is the number of tokens emitted before a restart."""
     has_keys = limits.prefix_caching and arrival.keys
     return Request(
         name,
@@ -68,10 +68,10 @@ def make_request(name: str, arrival: Arrival, at: float, emitted: int, limits: L
 
 
 def block_keys(arrival: Arrival, block_size: int) -> tuple[bytes, ...]:
-    """Return keys of the prompt's full blocks; with `output_keys` also of the outputs', as far as the keys reach.
+    """Return the keys of the prompt's full blocks, and with `output_keys` of the output's full blocks that have keys.
 
-    A key covers `key_tokens` tokens and all before them, so a block is named by the key that covers its end, and by its
-    position. If both sizes are equal, bytes stay as they are.
+    An arrival's key covers `key_tokens` tokens and all tokens before them. A block's key is therefore made of the
+    arrival's key that covers the block's end, and the position. If both sizes are equal, byte keys are unchanged.
     """
     keys, size, tokens = (*arrival.keys, *arrival.output_keys), arrival.key_tokens, arrival.prompt_tokens
     if not keys or size < 1:

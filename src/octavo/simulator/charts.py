@@ -1,7 +1,7 @@
-"""Line charts as SVG text in the colours of the surrounding page, light or dark, or as a file of their own.
+"""Draws line charts as SVG text: inside a page, in the page's light or dark colours, or as a separate file.
 
-Owns: axes (linear or logarithmic), ticks, lines as steps or straight, a legend. Does not: write files, or compute.
-Equal numbers give equal text. The caller has already thinned the points to what a chart can show.
+Owns: axes (linear or logarithmic), ticks, stepped or straight lines, a legend. Does not: write files or compute points.
+Equal numbers give equal text. The caller reduces the points to a number that a chart can show.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 290, 62, 30, 14, 62
-# Colours that are legible on white and on near-black and distinct for the colour-blind (Okabe and Ito, darkened).
+# Okabe and Ito's colours, darkened: legible on white and on near-black, and distinct for colour-blind readers.
 LIGHT = ("#0072b2", "#c8500a", "#007a5a", "#9b4f8a", "#8a6d00", "#c22d4a", "#3b6f8f", "#555555")
 DARK = ("#56b4e9", "#f08a4b", "#2fc49a", "#d39ac6", "#e6c84a", "#f2738c", "#8fc1e0", "#b8b8b8")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A named line of (x, y) points. `colour` is its index among the colours; a bound is dashed."""
+    """A named line of (x, y) points. `colour` is an index into the palette; a line that shows a bound is dashed."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -41,7 +41,7 @@ class Chart:
 
 
 def draw(chart: Chart) -> str:
-    """Return one chart as an `svg` element for a page that has the style sheet's variables."""
+    """Return one chart as an `svg` element, for a page whose style sheet defines the colour variables."""
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title, quote=True)}">'
     return "\n".join([head, *_chart(chart), "</svg>"])
 
@@ -62,7 +62,7 @@ def draw_alone(charts: Sequence[Chart], columns: int = 2) -> str:
 
 
 def palette(colours: Sequence[str]) -> str:
-    """Return the lines' colours as style sheet variables."""
+    """Return the lines' colours as CSS variables."""
     return "".join(f"--c{index}:{colour};" for index, colour in enumerate(colours))
 
 
@@ -145,7 +145,7 @@ def _legend(lines: Sequence[Line]) -> list[str]:
 
 
 def _ticks(axes: _Axes) -> list[float]:
-    """Return about five round values; on a logarithmic axis powers of ten, or 1, 2, 5 times these if they are few."""
+    """Return about five round values; on a logarithmic axis powers of ten, and with few of those also 2 and 5 times."""
     if axes.is_log:
         first, last = math.floor(math.log10(axes.low)), math.ceil(math.log10(axes.high))
         steps = (1, 2, 5) if last - first <= 2 else (1,)

@@ -1,6 +1,6 @@
-"""CostModel: how long a step takes; StepShape: all of a plan that a cost model may read; ScaledCosts.
+"""CostModel (predicts step times), StepShape (the part of a plan that a cost model may read) and ScaledCosts.
 
-Owns: the protocol, the shape of a plan. Does not: know any device or model (costs does).
+Owns: the protocol, and the conversion of a plan to its shape. Does not: know any device or model (costs does).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ DecodeSeconds = Callable[[int, int, int], float]
 
 @dataclass(slots=True)
 class StepShape:
-    """What a step computes, moves and reads.
+    """The work of a step: tokens to compute, KV positions to read, blocks to move.
 
-    `decode_kv` are the positions that each one-token row attends to, its own included; `prefills` are (tokens,
-    positions before them) of the other rows, with drafts too. `num_samples` rows sample a token. The last three count
-    the blocks copied on the device, swapped out and loaded.
+    `decode_kv` has, for each one-token row, the number of positions that the row attends to, its own included.
+    `prefills` has (tokens, positions before them) for each other row, including rows with drafts. `num_samples` rows
+    sample a token. The last three fields count the blocks copied on the device, swapped out and loaded.
     """
 
     decode_kv: list[int]
@@ -38,21 +38,21 @@ class StepShape:
 
 
 class CostModel(Protocol):
-    """Predicts step times. Deterministic: equal shapes take equal times.
+    """Predicts step times. Deterministic: equal shapes have equal times.
 
-    `decode_s(num_rows, kv_sum, kv_max)` is step_s of a plan of decode rows only, in constant time; None if the time is
-    not a function of these.
+    `decode_s(num_rows, kv_sum, kv_max)` returns, in constant time, step_s of a plan with decode rows only. It is None if
+    the time depends on more than these three numbers.
     """
 
     name: str
     decode_s: DecodeSeconds | None
 
     def step_s(self, shape: StepShape) -> float:
-        """Return the seconds that a device takes for a step, once it begins."""
+        """Return the seconds from a step's begin on the device to the step's end."""
         ...
 
     def host_s(self, shape: StepShape) -> float:
-        """Return the seconds of scheduling and delivery; with a depth of 2 the device computes meanwhile."""
+        """Return the seconds of scheduling and delivery. With a depth of 2, the device computes at the same time."""
         ...
 
 
@@ -72,7 +72,7 @@ def shape_of(plan: StepPlan) -> StepShape:
 
 
 class ScaledCosts:
-    """A CostModel whose steps take `factor` times another's; the host's time is the other's."""
+    """A CostModel whose device times are another model's times `factor`; host times are the other model's."""
 
     def __init__(self, costs: CostModel, factor: float) -> None:
         if not 0 < factor < 1e6:

@@ -1,7 +1,7 @@
-"""What a simulation records: each request's outcome, each replica's totals, and samples over time.
+"""The records of a simulation: each request's outcome, each replica's totals, and samples over time.
 
-Owns: the records, the state of open requests, and reading decisions and tokens from a commit. Does not: drive a
-simulation (replica, run) or judge it (summary). Columns are packed: a million outcomes fit in a hundred megabytes.
+Owns: the records; the state of open requests; reading decisions and tokens from a commit. Does not: run a simulation
+(replica, run) or judge one (summary). Columns are packed: a million outcomes fit in a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ NEVER = -1.0  # a time that was not reached
 
 
 class Outcomes:
-    """One entry per request that ended, in the order of their ends.
+    """Columns with one entry per ended request, in order of ends.
 
-    Times are seconds on the simulation's clock: `arrivals`, `starts` (first scheduled), `first_tokens`, `ends`, NEVER
-    if not reached. `reasons` are FinishReasons, `indices` the requests' indices in the workload, `replicas` the
-    replicas that served them, `tenants` indices into `tenant_names`. `cached` counts tokens found in the prefix cache,
-    `restarts` those by a replica's failure. `output_tokens` are of all choices, `longest` of the longest one.
+    `arrivals`, `starts` (first scheduled), `first_tokens` and `ends` are seconds on the simulation's clock, or NEVER.
+    `reasons` holds FinishReasons; `indices` holds positions in the workload; `replicas` holds the number of the serving
+    replica; `tenants` holds indices into `tenant_names`. `cached` counts tokens found in the prefix cache; `restarts`
+    counts restarts after a replica's failure. `output_tokens` counts all choices, `longest` the longest choice.
     """
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class Outcomes:
         return number
 
     def served(self, index: int) -> bool:
-        """Return True if the entry ended as requested, not by an error, a timeout or a cancellation."""
+        """Return True if the request ended as requested, not by an error, a timeout or a cancellation."""
         return self.reasons[index] in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class SimulatedRequest:
-    """A request that arrived and has not ended. `emitted`: tokens emitted before its replica's last failure."""
+    """A request that arrived and has not ended. `emitted` counts the tokens before its replica's last failure."""
 
     __slots__ = (
         "arrival", "at", "cached", "counts", "emitted", "first", "index", "name", "preemptions", "replica", "restarts",
@@ -74,7 +74,7 @@ class SimulatedRequest:
         self.start = NEVER
         self.first = NEVER
         self.emitted = 0
-        self.counts = [0] * len(arrival.choices)  # tokens of each choice, if there are several
+        self.counts = [0] * len(arrival.choices)  # tokens of each choice; empty for one choice
         self.cached = 0
         self.preemptions = 0
         self.restarts = 0
@@ -118,7 +118,7 @@ class RequestTracker:
         return ended
 
     def apply_tokens(self, events: Events) -> list[tuple[str, int]]:
-        """Record first tokens, and the tokens of several choices; return the choices that have all of theirs."""
+        """Record first tokens, and tokens by choice; return (request, choice) of each choice that is complete."""
         positions, at = events.positions, 0
         for _ in range(positions.count(0)):
             at = positions.index(0, at)
@@ -161,11 +161,11 @@ class RequestTracker:
 
 @dataclass(slots=True)
 class ReplicaTotals:
-    """What one replica did, over all its restarts. Seconds, tokens and counts.
+    """One replica's totals over all its restarts: seconds, tokens and counts.
 
-    `busy_s`: the device computed; `host_s`: scheduling and delivery. `queried_tokens` of admitted requests were looked
-    up in the prefix cache, `hit_tokens` were found. `forwarded_steps` of `steps` were computed together with others.
-    `max_blocks_used` is the most that running requests held of `num_blocks`, sampled when a plan was made by itself.
+    `busy_s` is the device's time, `host_s` the time of scheduling and delivery. `queried_tokens` were looked up in the
+    prefix cache for admitted requests; `hit_tokens` were found. Of `steps`, `forwarded_steps` were fast-forwarded.
+    `max_blocks_used` is the maximum, over all steps that were not fast-forwarded, of the blocks of running requests.
     """
 
     requests: int = 0
@@ -186,10 +186,10 @@ class ReplicaTotals:
 
 
 class Samples:
-    """Columns of samples, at the first turn of a replica after each `sample_s`, in order of time.
+    """Columns of samples in order of time. A replica is sampled at its first turn after each `sample_s` seconds.
 
-    `used` are the blocks of the leading cache group that running requests hold. `steps` and `tokens` (computed) count
-    from the replica's last start.
+    `used` counts the blocks of the leading cache group that running requests hold. `steps`, and `tokens` (computed),
+    count from the replica's last start.
     """
 
     def __init__(self) -> None:
@@ -205,9 +205,9 @@ class Samples:
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """A simulation's result: each request's outcome, each replica's totals, the time of the last end (seconds).
+    """A simulation's result: each request's outcome, each replica's totals, and the time of the last end in seconds.
 
-    If `gave_up`, the requests that were open or had not arrived are not among the outcomes.
+    If `gave_up`, the outcomes lack the requests that were open or had not arrived.
     """
 
     outcomes: Outcomes

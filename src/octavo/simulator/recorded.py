@@ -1,7 +1,7 @@
-"""A recording as a simulated run, to compare it with simulations of the same requests.
+"""Converts a recording to a SimulatedRun, for comparison with simulations of the same requests.
 
-Owns: recorded_run, and the check of a recording's policy. Does not: read files, fit (costs), or open a recording as a
-workload (workloads).
+Owns: recorded_run, and the check of a recording's policy. Does not: read files, fit a cost model (costs), or open a
+recording as a workload (workloads).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from octavo.simulator.workloads.traces import recorded_arrival
 
 
 def check_policy(name: str) -> None:
-    """Check that a recording's policy is installed, plug-ins too. Raises ConfigError with the remedy."""
+    """Check that a recording's policy is built in or an installed plug-in. Raises ConfigError with the remedy."""
     try:
-        if not name.isidentifier():  # a file is data: it does not name modules to import
+        if not name.isidentifier():  # never import a module that a recording names
             raise ConfigError(f"{name!r} is no name of a policy")
         find_policy(name)
     except ConfigError as error:
@@ -31,7 +31,7 @@ def check_policy(name: str) -> None:
 
 
 def recorded_run(recording: Recording) -> SimulatedRun:
-    """Return a recording as a SimulatedRun of one replica. Raises what arrivals raises."""
+    """Return a recording as a SimulatedRun of one replica. Raises the errors of reading the recording."""
     totals = ReplicaTotals()
 
     def count(scheduler: Scheduler) -> None:
@@ -57,12 +57,12 @@ def recorded_run(recording: Recording) -> SimulatedRun:
 
 
 def uses_device(plan: StepPlan) -> bool:
-    """Return True if a simulation gives the plan device time; reporting finished requests is host work."""
+    """Return True if a simulation gives the plan device time. A plan that only reports finished requests has none."""
     return bool(plan.slots or plan.copies or plan.swap_outs or plan.host_loads)
 
 
 def _merge_lives(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:
-    """Return one entry for each request, merging those that continued in later processes of the engine."""
+    """Merge the records of each request that continued in a later process of the engine; return one per request."""
     merged: dict[str, RecordedRequest] = {}
     for one in requests:
         first = merged.get(one.name)
@@ -81,7 +81,7 @@ def _merge_lives(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:
 
 
 def _outcomes(requests: list[RecordedRequest]) -> Outcomes:
-    """Return the requests that ended, in the order of their ends."""
+    """Return the outcomes of the requests that ended, in order of ends."""
     tracker = RequestTracker()
     ended = [(one.end, index, one) for index, one in enumerate(requests) if one.end is not None]
     for end, index, one in sorted(ended, key=lambda entry: entry[:2]):

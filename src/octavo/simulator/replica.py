@@ -1,11 +1,11 @@
-"""One engine under a virtual clock: the core's scheduler, stepped in the order of engine.loop.
+"""Simulates one engine: the core's scheduler under a virtual clock, stepped in the order of engine.loop.
 
-Owns: turns (commands, then plans up to the depth), retirements (commit, delivery) and their times; and the times of
-decode steps during which nothing arrives, ends or waits for a block, which core.repeat applies together.
+Owns: turns (admit commands, then plan up to the depth); retirements (commit and delivery); the times of both; runs of
+decode steps in which no request arrives, ends or waits for a block, which core.repeat applies together.
 Does not: know other replicas, or the source of requests (run).
-Time: a plan is made at a turn's start; its device time begins after the previous step's; its commit is at the end of
-that; `host_s` passes after each commit, and with two plans in flight the device computes meanwhile.
-Invariant: depth, plans and times are those of a loop whose executor takes these times.
+Time: a plan is made at a turn's start, begins on the device after the previous plan ends, and is committed at its end.
+`host_s` passes after each commit; with two plans in flight, the device computes during `host_s`.
+Invariant: plans and times equal those of an engine loop whose executor takes the cost model's times.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from octavo.simulator.cost_model import CostModel, StepShape, shape_of
 from octavo.simulator.outcomes import ReplicaTotals, RequestTracker, Samples, SimulatedRequest
 from octavo.simulator.setup import Setup
 
-MIN_WAIT_S = 0.001  # as in engine.loop: after an empty plan the next is at least this much later
-MORE_TURNS = 8  # predicted at once
+MIN_WAIT_S = 0.001  # minimum seconds between an empty plan and the next plan, as in engine.loop
+MORE_TURNS = 8  # maximum turns that DecodeRun.more predicts
 
 
 class StepPrices:
-    """Prices plans. Plans of decode rows only are priced from sums, if the cost model can."""
+    """Returns the times of plans. For a plan with decode rows only, uses the cost model's decode_s if there is one."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
@@ -38,7 +38,7 @@ class StepPrices:
         self._host: dict[int, float] = {}
 
     def of(self, plan: StepPlan) -> tuple[float, float]:
-        """Return seconds on the device and on the host. A plan without rows and copies takes the device no time."""
+        """Return a plan's seconds on the device and on the host. Without rows and copies, the device time is 0."""
         num_rows = len(plan.slots)
         has_copies = plan.copies or plan.swap_outs or plan.host_loads
         if not num_rows and not has_copies:
@@ -49,7 +49,7 @@ class StepPrices:
         return self._costs.step_s(shape), self._costs.host_s(shape)
 
     def host_s(self, num_rows: int) -> float:
-        """Return seconds on the host for a plan of `num_rows` decode rows."""
+        """Return the host's seconds for a plan of `num_rows` decode rows."""
         known = self._host.get(num_rows)
         if known is None:
             known = self._host[num_rows] = self._costs.host_s(StepShape([1] * num_rows, [], num_rows))
@@ -57,11 +57,11 @@ class StepPrices:
 
 
 class DecodeRun:
-    """Predicted turns of repeating steps: when each begins and commits, and the time and end of the plan it makes.
+    """Predicted turns of repeating decode steps. Each turn makes one plan and commits one plan.
 
-    `begins` has one entry more: when the next turn begins. `host_s` passes after each commit of these plans.
-    `in_flight` is the plan in flight before the first turn, if any: its end and its host time. Each turn then commits
-    the plan of the turn before.
+    `begins` and `commits` are the times of turns and commits; `steps_s` and `ends` are the plans' durations and ends.
+    `begins` has one extra entry: the begin of the next turn. `host_s` passes after each commit. `in_flight` is (end,
+    host time) of a plan in flight before the first turn; if there is one, each turn commits the previous turn's plan.
     """
 
     __slots__ = ("_decode_s", "_in_flight", "_until", "begins", "commits", "ends", "host_s", "steps", "steps_s")
@@ -82,7 +82,7 @@ class DecodeRun:
         self.more()
 
     def more(self) -> None:
-        """Predict up to MORE_TURNS more turns, as long as they begin before `until`."""
+        """Predict up to MORE_TURNS more turns that begin before `until`."""
         done, num_rows = len(self.steps_s), self.steps.num_rows
         kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
         decode_s, at, until = self._decode_s, self.begins[-1], self._until
@@ -92,13 +92,13 @@ class DecodeRun:
             if at >= until:
                 break
             step_s = decode_s(num_rows, kv_sum, kv_max)
-            if is_ahead:  # this turn commits the plan before its own, which ends at `end`
+            if is_ahead:  # this turn commits the previous turn's plan, which ends at `end`
                 commit = max(at, end)
                 self.commits.append(commit)
                 end = commit + step_s
                 at = commit + host_s
                 host_s = self.host_s
-            else:  # its own plan is committed before the next is made
+            else:  # this turn commits its own plan
                 end = at + step_s
                 at = end + host_s
             self.steps_s.append(step_s)
@@ -121,7 +121,7 @@ class DecodeRun:
 
     @property
     def next_at(self) -> float:
-        """Return when the replica has to act: requests end, or the next turn begins."""
+        """Return when requests end, or else when the next turn begins."""
         return self.commits[-1] if self.has_end else self.begins[-1]
 
     @property
@@ -140,7 +140,7 @@ class DecodeRun:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan on the device: its seconds there and on the host, and when it ends."""
+    """A plan on the device: its device seconds, its host seconds, and its end."""
 
     plan: StepPlan
     step_s: float
@@ -149,9 +149,9 @@ class StepInFlight:
 
 
 class Replica:
-    """One engine, up or down. `next_at` is when `advance` must be called; nothing happens without it.
+    """One engine, up or down. The caller must call `advance` at `next_at`.
 
-    `load` counts the prompt tokens of its requests that have not ended, `num_open` those requests.
+    `num_open` counts the replica's open requests, `load` their prompt tokens.
     """
 
     def __init__(self, number: int, setup: Setup, tracker: RequestTracker, samples: Samples) -> None:
@@ -197,7 +197,7 @@ class Replica:
             self._is_idle, self.next_at = False, max(at, self._idle_since)
 
     def fail(self, at: float) -> list[SimulatedRequest]:
-        """Drop the replica's state; return its open requests with their emitted tokens, in order of arrival."""
+        """Drop the replica's state; return its open requests, with `emitted` updated, in order of arrival."""
         run = self._run
         if run is not None:
             num_committed, num_begun = run.num_commits_before(at), run.num_turns_before(at)
@@ -208,7 +208,7 @@ class Replica:
         outputs = {one.name: one.num_outputs for one in (*work.running, *work.waiting)}
         for entry in self._open.values():
             if entry.name in outputs:
-                if entry.counts:  # a request with several choices starts again from nothing
+                if entry.counts:  # a request with several choices loses its tokens
                     entry.counts = [0] * len(entry.counts)
                 else:
                     entry.emitted = outputs[entry.name]
@@ -222,7 +222,7 @@ class Replica:
         return lost
 
     def restart(self, at: float) -> None:
-        """Bring the replica back, with an empty cache."""
+        """Restart the replica with an empty cache."""
         self.is_up = True
         self._idle_since = at
 
@@ -240,7 +240,7 @@ class Replica:
     # --- time
 
     def advance(self) -> list[SimulatedRequest]:
-        """Do what is due at `next_at`; return the requests that ended."""
+        """Run the turn or the commit that is due at `next_at`; return the requests that ended."""
         if self._run is not None:
             if self._run.is_whole:
                 return self._end_run(self._run.num_turns)
@@ -265,7 +265,7 @@ class Replica:
         return ended
 
     def _admit(self, entry: SimulatedRequest, now: float) -> bool:
-        """Admit a request; end it with an error if it does not fit or too many wait."""
+        """Admit a request. End the request with an error if it does not fit, or if too many requests wait."""
         setup = self._setup
         is_full = setup.max_waiting and not entry.restarts and self.scheduler.num_waiting >= setup.max_waiting
         request = make_request(entry.name, entry.arrival, entry.at, entry.emitted, setup.limits)
@@ -284,7 +284,7 @@ class Replica:
         return True
 
     def _make_plans(self, now: float) -> list[SimulatedRequest]:
-        """Plan up to the depth."""
+        """Make plans until `depth` plans are in flight; return the requests that ended."""
         ended: list[SimulatedRequest] = []
         wake_at = None
         while len(self._flight) < self._setup.depth:
@@ -312,7 +312,7 @@ class Replica:
         self._flight.append(StepInFlight(plan, step_s, host_s, end))
 
     def _retire(self) -> list[SimulatedRequest]:
-        """Commit the oldest plan, and let the host's time for it pass."""
+        """Commit the oldest plan, and advance by the plan's host time."""
         now, flight, totals = self.next_at, self._flight.popleft(), self.totals
         result = StepResult(None, timings=StepTimings(forward_s=flight.step_s))
         events = self.scheduler.commit(flight.plan, result, now)
@@ -320,7 +320,7 @@ class Replica:
         ended = self._apply(events.decisions) if events.decisions else []
         if self._sink is not None:
             self._sink.stepped(flight.plan, result, events)
-        for name, choice in complete:  # the longest choice ends the request by itself
+        for name, choice in complete:  # the scheduler ends the request at its longest choice
             self.scheduler.end_choice(name, choice, now)
         totals.busy_s += flight.step_s
         totals.host_s += flight.host_s
@@ -345,7 +345,7 @@ class Replica:
     # --- repeating decode steps, applied together
 
     def _begin_run(self, now: float) -> bool:
-        """Predict steps in which running requests only decode; they are applied when their number is known."""
+        """Begin to predict steps in which running requests only decode. _end_run applies the predicted steps."""
         if self._prices.decode_s is None or len(self._flight) != self._setup.depth - 1:
             return False
         steps = self.scheduler.find_repeat()
@@ -360,7 +360,7 @@ class Replica:
         return True
 
     def _cut_run(self, run: DecodeRun, at: float) -> None:
-        """Apply the turns that begin before an arrival; plan separately the turn whose commit ends requests."""
+        """Apply the turns that begin before an arrival. A turn whose commit ends requests is planned separately."""
         num_turns = run.num_turns_before(at)
         is_last = run.has_end and num_turns == run.num_turns
         self._end_run(num_turns - is_last)
@@ -368,7 +368,7 @@ class Replica:
             self._make_plans(self.next_at)
 
     def _end_run(self, num_turns: int) -> list[SimulatedRequest]:
-        """Apply `num_turns` turns of the run; the next one is planned separately. Return the requests that ended."""
+        """Apply `num_turns` turns of the run; the next turn is planned separately. Return the requests that ended."""
         run, self._run, totals = self._run, None, self.totals
         assert run is not None
         self.next_at = run.begins[num_turns]
@@ -390,7 +390,7 @@ class Replica:
             totals.busy_s += first.step_s
             totals.host_s += first.host_s
             del committed[-1]
-        for step_s in committed:  # one by one, so that the sums round as single steps do
+        for step_s in committed:  # one by one, so that the sum has the same rounding as single steps
             totals.busy_s += step_s
             totals.host_s += run.host_s
         return self._apply(decisions) if decisions else []

@@ -1,7 +1,8 @@
-"""A simulation's report: tables for a terminal, and one HTML file with tables and charts that needs no other file.
+"""A simulation's report: tables for a terminal, and one self-contained HTML page with tables and charts.
 
-Owns: what is shown, for one setting or several side by side. Does not: compute figures (summary) or write files (cli).
-Invariants: the page has no script and no network, and is light and dark; all text of users is escaped.
+Owns: the contents and layout, for one setting or several side by side. Does not: compute figures (summary) or write
+files (cli). Invariants: the page has no script, needs no network and follows the light or dark setting; text from users
+is escaped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from octavo.simulator.summary import METRICS, Columns, Facts, Points
 MAX_TENANT_LINES = 8
 MAX_TENANT_ROWS = 20
 MAX_ROWS = 64
-MAX_CASES_BY_TENANT = 4  # more are not drawn tenant by tenant
+MAX_CASES_BY_TENANT = 4  # with more cases, the page has no charts by tenant
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 TITLES = {"ttft": "Time to first token", "tpot": "Time per token", "e2e": "End to end", "queue": "Time in the queue"}
 TIME_CHARTS = (
@@ -38,7 +39,7 @@ TIME_CHARTS = (
 
 @dataclass(slots=True)
 class Case:
-    """One setting's run, reduced to what the report shows: its figures, and its curves by name."""
+    """The figures and curves of one setting's run, for the report."""
 
     label: str
     facts: Facts
@@ -49,7 +50,7 @@ class Case:
 
     @staticmethod
     def of(label: str, run: SimulatedRun, facts: Facts) -> Case:
-        """Reduce a run."""
+        """Reduce a run to its figures and curves."""
         columns, span = Columns.of(run.outcomes), run.duration
         curves = {f"cdf {name}": summary.distribution(columns.latency(name)) for name in METRICS}
         curves |= {
@@ -73,7 +74,7 @@ class Case:
 
 
 class Figure(NamedTuple):
-    """A figure to compare: `sign` says whether more (1) or less (-1) is better, 0 for neither."""
+    """A figure to compare. `sign` is 1 if more is better, -1 if less is better, else 0."""
 
     name: str
     value: float | None
@@ -82,7 +83,7 @@ class Figure(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the value in its unit; empty for none."""
+        """Return the value with its unit; "" if there is no value."""
         return "" if self.value is None else self.format(self.value)
 
 
@@ -158,7 +159,7 @@ def latency_table(facts: Facts) -> Iterator[str]:
 def comparison_table(
     cases: Sequence[Case], heads: Sequence[str] = (), width: int = 16, points: Collection[str] = STATISTICS
 ) -> Iterator[str]:
-    """Yield a table with a column for each case; `points` are the statistics of latencies that it has."""
+    """Yield the lines of a table with a column for each case; `points` names the statistics of latencies to show."""
     if heads:
         yield f"{'':28}" + "".join(f"{head:>{width}}" for head in heads)
     columns = [{figure.name: figure.text for figure in figures(case.facts)} for case in cases]
@@ -172,7 +173,7 @@ def comparison_table(
 
 
 def page(title: str, cases: Sequence[Case], settings: Mapping[str, str], remarks: Sequence[str]) -> str:
-    """Return the whole file."""
+    """Return the HTML page."""
     body = [
         f"<h1>{escape(title)}</h1>",
         *(f'<p class="remark">{escape(remark)}</p>' for remark in remarks),
@@ -221,7 +222,7 @@ def _lines(cases: Sequence[Case], name: str) -> list[Line]:
 
 
 def _figures(cases: Sequence[Case]) -> str:
-    """Return a row for each figure, a column for each case; the best value of a row is bold if the values differ."""
+    """Return a table with a row per figure and a column per case. A row's best value is bold if the values differ."""
     columns = [{figure.name: figure for figure in figures(case.facts)} for case in cases]
     rows = []
     for name, first in columns[0].items():

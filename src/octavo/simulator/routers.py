@@ -1,8 +1,8 @@
-"""Routers: the choice of a replica for each request, by name.
+"""Routers: each chooses a replica for each request.
 
-Owns: the protocol, the registry, and what each router remembers. Does not: read of a replica anything but `load`
-(prompt tokens of its requests that have not ended) and `num_open` (the number of those requests).
-Invariants: equal calls give equal choices for a seed; only replicas that are up are chosen; memory is bounded.
+Owns: the protocol, the registry by name, and each router's state. A router reads only two fields of a replica:
+`num_open` (its open requests) and `load` (their prompt tokens).
+Invariants: with equal seeds, equal calls give equal choices; only replicas that are up are chosen; memory is bounded.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Protocol, TypeVar
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 
-MAX_KEYS = 1_000_000  # prefix keys, and sessions, that a router remembers; the least recently used are dropped first
+MAX_KEYS = 1_000_000  # maximum prefix keys, or sessions, that a router stores; the least recently used are dropped
 _Key = TypeVar("_Key")
-LOAD_BOUND = 1.25  # times the mean load that a replica may have and still be preferred
-FEW_REQUESTS = 1  # with at most this many requests, a replica is preferred whatever the mean is
+LOAD_BOUND = 1.25  # a replica may be preferred while its load is at most this many times the mean
+FEW_REQUESTS = 1  # a replica with at most this many requests may be preferred at any mean
 
 
 class RouterTarget(Protocol):
@@ -35,7 +35,7 @@ _load: Callable[[RouterTarget], int] = attrgetter("load")
 
 
 class Router(Protocol):
-    """Chooses among the replicas that are up, of which there is at least one."""
+    """Chooses one of the replicas that are up. At least one is up."""
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the replica for a request."""
@@ -43,13 +43,13 @@ class Router(Protocol):
 
 
 class Spread:
-    """Chooses the least loaded; of several the one that was given the least, so that an idle fleet fills evenly."""
+    """Chooses the least loaded replica; among equals the one with the smallest total so far, to fill a fleet evenly."""
 
     def __init__(self) -> None:
         self._given: dict[int, int] = {}
 
     def choose(self, targets: Sequence[RouterTarget], amount: int) -> RouterTarget:
-        """Choose a replica, and count `amount` as given to it."""
+        """Choose a replica, and add `amount` to its total."""
         chosen = min(targets, key=lambda target: (target.load, self._given.get(target.number, 0)))
         self._given[chosen.number] = self._given.get(chosen.number, 0) + amount
         return chosen
@@ -62,14 +62,14 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """Return the next one by number, after the one chosen last."""
+        """Return the replica that follows the last choice by number."""
         chosen = next((target for target in targets if target.number >= self._next), targets[0])
         self._next = chosen.number + 1
         return chosen
 
 
 class Random:
-    """Chooses at random, uniformly."""
+    """Chooses a replica at random, uniformly."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
@@ -80,20 +80,20 @@ class Random:
 
 
 class PowerOfTwo:
-    """Chooses the less loaded of two drawn at random (Mitzenmacher, The Power of Two Choices, 2001)."""
+    """Chooses the less loaded of two random replicas (Mitzenmacher, The Power of Two Choices, 2001)."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """Return the less loaded of two; the first drawn if both have the same load."""
+        """Return the less loaded of two random replicas; the first one drawn if both have the same load."""
         first = targets[self._rng.randrange(len(targets))]
         second = targets[self._rng.randrange(len(targets))]
         return second if second.load < first.load else first
 
 
 class LeastLoaded:
-    """Chooses the fewest prompt tokens of requests that have not ended; ties go to the lower number."""
+    """Chooses the replica whose open requests have the fewest prompt tokens; ties go to the lower number."""
 
     def __init__(self, seed: int = 0) -> None:
         pass
@@ -104,7 +104,7 @@ class LeastLoaded:
 
 
 class LeastRequests:
-    """Chooses the fewest requests that have not ended, as web balancers count; ties go to the lower number."""
+    """Chooses the replica with the fewest open requests, as web load balancers do; ties go to the lower number."""
 
     def __init__(self, seed: int = 0) -> None:
         pass
@@ -115,10 +115,10 @@ class LeastRequests:
 
 
 class SessionRouter:
-    """Keeps a session at the replica where it began, the least loaded then, until that fails.
+    """Sends all requests of a session to one replica, until that replica fails.
 
-    Of several equally loaded ones, it begins at the one that was given the fewest requests.
-    Requests without a session are kept together by tenant; those without both go to the least loaded.
+    A new session is assigned to the least loaded replica; ties go to the replica with the fewest requests so far.
+    A request without a session uses its tenant as the session; without both, the least loaded replica is chosen.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -137,12 +137,12 @@ class SessionRouter:
 
 
 class PrefixAffinityRouter:
-    """Chooses the replica that last got the longest prefix of this prompt, unless its load exceeds the bound.
+    """Chooses the replica that last received the longest prefix of this prompt, unless that replica's load is too high.
 
-    Otherwise, and for a prompt whose first key is new, it chooses the least loaded. The keys are the router's own
-    memory of where it sent them, as a router in front of servers has it (SGLang's cache-aware router, 2024); the bound
-    on the load is that of Mirrokni, Thorup and Zadimoghaddam (Consistent Hashing with Bounded Loads, 2018): LOAD_BOUND
-    times the mean, this request included.
+    In that case, and for a prompt whose first key is new, chooses the least loaded replica. The router only remembers
+    where it sent each key; it does not see the replicas' caches (as SGLang's cache-aware router, 2024). The load limit
+    is LOAD_BOUND times the mean, this request included (Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with
+    Bounded Loads, 2018).
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -150,7 +150,7 @@ class PrefixAffinityRouter:
         self._spread = Spread()
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """Return the replica with the longest prefix within the bound."""
+        """Return the replica with the longest prefix whose load is within the limit."""
         homes = self._homes
         by_number = {target.number: target for target in targets}
         bound = _bound(arrival, targets)
@@ -167,19 +167,19 @@ class PrefixAffinityRouter:
 
 
 class PrefixHash:
-    """Consistent hashing of the prompt's first keys (or the session, or tenant) with bounded loads.
+    """Consistent hashing, with bounded loads, of the prompt's first keys (else the session, else the tenant).
 
-    Each key has an order of replicas (rendezvous hashing: Thaler and Ravishankar, 1998); the first within the bound
-    gets the request (Mirrokni, Thorup and Zadimoghaddam, 2018). It remembers nothing.
+    Each hash has an order of replicas (rendezvous hashing: Thaler and Ravishankar, 1998). The first replica within the
+    load limit gets the request (Mirrokni, Thorup and Zadimoghaddam, 2018). The router has no state.
     """
 
-    num_keys = 4  # of the prompt that are hashed, fewer if it has fewer
+    num_keys = 4  # maximum number of the prompt's keys that are hashed
 
     def __init__(self, seed: int = 0) -> None:
         self._salt = seed.to_bytes(8, "little", signed=True)
 
     def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
-        """Return the first replica in the key's order that is within the bound."""
+        """Return the first replica in the hash's order whose load is within the limit."""
         name = repr((list(arrival.keys[: self.num_keys]) or arrival.session or arrival.tenant,)).encode()
         bound = _bound(arrival, targets)
         order = sorted(targets, key=lambda target: self._weight(name, target.number))
@@ -193,19 +193,19 @@ class PrefixHash:
 
 
 def _bound(arrival: Arrival, targets: Sequence[RouterTarget]) -> float:
-    """Return the load that a preferred replica may have: LOAD_BOUND times the mean, this request included."""
+    """Return the load limit of a preferred replica: LOAD_BOUND times the mean, this request included."""
     return LOAD_BOUND * (sum(target.load for target in targets) + arrival.prompt_tokens) / len(targets)
 
 
 def least_loaded(targets: Sequence[RouterTarget]) -> RouterTarget:
-    """Return the replica with the fewest tokens; ties go to the lower number."""
+    """Return the replica with the lowest load; ties go to the lower number."""
     return min(targets, key=_load)
 
 
 def _deepest_first(keys: Sequence[int] | Sequence[bytes], homes: OrderedDict[int | bytes, int]) -> list[int | bytes]:
-    """Return the keys that are known, the longest prefix first."""
+    """Return the known keys, longest prefix first."""
     low, high = 0, len(keys)
-    while low < high:  # known keys come before unknown ones, except for those dropped
+    while low < high:  # known keys precede unknown ones, except for dropped keys
         middle = (low + high) // 2
         if keys[middle] in homes:
             low = middle + 1

@@ -1,6 +1,6 @@
-"""Rows of text files, plain or gzipped, one at a time, with errors that name the file, the line and the column.
+"""Reads rows of text files, plain or gzipped, one at a time. Errors name the file, the line and the column.
 
-Owns: CSV with a header and JSON lines, their typed fields. Does not: know any format's columns (their readers do).
+Owns: CSV with a header, and JSON lines; typed fields. Does not: know any format's columns (the formats' readers do).
 Invariant: for any file, a row is correct or a ConfigError names its fault.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-MAX_LINE = 16 << 20  # characters of a line: those of all known traces are far shorter
+MAX_LINE = 16 << 20  # maximum characters of a line; lines of all known traces are far shorter
 MAX_COUNT = 1 << 30
 
 
@@ -85,9 +85,9 @@ class FileRow:
 
 
 def csv_rows(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[FileRow]:
-    """Yield rows of a CSV file whose header has at least `columns`, in any order; quoting is not read.
+    """Yield the rows of a CSV file without quoting. The header must have `columns`, in any order.
 
-    Rows have the optional columns too if the header has them.
+    Rows also have those `optional` columns that the header has.
     """
     lines = _numbered_lines(path)
     header = [name.strip() for name in next(lines, (0, ""))[1].lstrip("\ufeff").split(",")]

@@ -1,10 +1,10 @@
-"""simulate: a workload through one engine or several behind a router, on one virtual clock.
+"""Simulates a workload on one engine, or on several behind a router, on one virtual clock.
 
-Owns: the heap of next events, the workload's arrivals, which request follows which, failures and restarts, the rarer
-garbage collections. Does not: step an engine (replica), choose one (routers), judge the outcome (summary).
-Invariants: equal workload and setup give an equal SimulatedRun, with fast_forward or without; events are in order of
-time, at equal times failures first, then arrivals, then replicas by number; an idle replica is never advanced; each
-request ends exactly once.
+Owns: the event heap; the workload's arrivals; requests that follow other requests; failures and restarts; the garbage
+collector's threshold. Does not: step an engine (replica), choose one (routers), judge the outcome (summary).
+Invariants: equal workload and setup give an equal SimulatedRun, with fast_forward or without. Events are in order of
+time; at equal times failures come first, then arrivals, then replicas by number. An idle replica is never advanced.
+Each request ends exactly once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from octavo.simulator.routers import create_router
 from octavo.simulator.setup import Setup
 
 LOOK_EVERY = 1024  # events between two checks of `give_up`
-YOUNG_OBJECTS = 100_000  # allocations between collections; Python's own 700 made a simulation a fifth slower
+YOUNG_OBJECTS = 100_000  # allocations between garbage collections; Python's 700 made a simulation a fifth slower
 _FAILURE, _ARRIVAL, _REPLICA = 0, 1, 2
 
 
 def simulate(workload: Iterable[Arrival], setup: Setup) -> SimulatedRun:
     """Simulate a workload to its end.
 
-    `workload` is in order of time. A request that follows another may be anywhere in a sequence; in an iterator it must
-    be after that one, in the order of the earliest times at which they can arrive. Raises ConfigError otherwise.
+    `workload` must be in order of time. In a sequence, a request that follows another one may be anywhere. In an
+    iterator it must come after that one, in order of the requests' earliest possible arrivals. Raises ConfigError.
     """
     with _rare_collections():
         return _Fleet(workload, setup).run()
@@ -42,7 +42,7 @@ def simulate(workload: Iterable[Arrival], setup: Setup) -> SimulatedRun:
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     before = gc.get_threshold()
-    if before[0]:  # 0: the caller has switched it off
+    if before[0]:  # 0: the caller has disabled garbage collection
         gc.set_threshold(max(before[0], YOUNG_OBJECTS), *before[1:])
     try:
         yield
@@ -51,7 +51,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 class _Fleet:
-    """One simulation; `run` once."""
+    """One simulation. Call `run` once."""
 
     def __init__(self, workload: Iterable[Arrival], setup: Setup) -> None:
         self._setup = setup
@@ -61,10 +61,10 @@ class _Fleet:
         self._up = self._replicas[:]
         self._router = create_router(setup.router, setup.seed)
         self._heap: list[tuple[float, int, int]] = []
-        self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # by the request that they follow
-        self._ends = array("d")  # of each arrival, by its index
+        self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # followed request -> its followers
+        self._ends = array("d")  # end of each request, by index
         self._arriving: dict[int, Arrival] = {}  # arrivals in the heap
-        self._unrouted: list[SimulatedRequest] = []  # requests that wait while no replica is up
+        self._unrouted: list[SimulatedRequest] = []  # requests that arrived while no replica was up
         self._now = 0.0
         self._num_events = 0
         self._gave_up = False
@@ -120,7 +120,7 @@ class _Fleet:
     # --- arrivals
 
     def _timed(self, workload: Iterable[Arrival]) -> Iterator[tuple[int, Arrival]]:
-        """Yield the arrivals that have a time of their own; register the others under the request they follow."""
+        """Yield the arrivals that follow no request; register each other one under the request that it follows."""
         if isinstance(workload, Sequence):
             for index, arrival in enumerate(workload):
                 if arrival.follows is not None:
@@ -132,7 +132,7 @@ class _Fleet:
                 self._follow(index, arrival, index)
 
     def _follow(self, index: int, arrival: Arrival, end: int) -> None:
-        """Register a request under the one it follows, or enter it if that has ended already."""
+        """Register a request under the one that it follows; if that one has ended, schedule the arrival."""
         leader = arrival.follows
         assert leader is not None
         if not 0 <= leader < end or leader == index:
@@ -149,7 +149,7 @@ class _Fleet:
             )
 
     def _pull(self) -> None:
-        """Enter the next arrival of the workload."""
+        """Add the workload's next arrival to the heap."""
         entry = next(self._stream, None)
         if entry is None:
             return
@@ -173,7 +173,7 @@ class _Fleet:
             self._pull()
 
     def _send(self, entry: SimulatedRequest) -> None:
-        """Give a request to a replica; keep it if none is up."""
+        """Submit a request to a replica, or store the request if no replica is up."""
         if not self._up:
             self._unrouted.append(entry)
             return
@@ -185,7 +185,7 @@ class _Fleet:
             heappush(self._heap, (replica.next_at, _REPLICA, replica.number))
 
     def _ended(self, entry: SimulatedRequest) -> None:
-        """Enter the requests that follow this one, at a time strictly after its end."""
+        """Schedule the requests that follow this one, strictly after its end."""
         if entry.index >= len(self._ends):
             self._ends.extend([NEVER] * (entry.index + 1 - len(self._ends)))
         self._ends[entry.index] = self._now
@@ -195,7 +195,7 @@ class _Fleet:
     # --- failures
 
     def _fail(self, number: int) -> None:
-        """Fail or restart a replica: number n is failure n, number n + len(failures) its restart."""
+        """Fail or restart a replica. Number n is failure n; number n + len(failures) is the restart after failure n."""
         failures = self._setup.failures
         failure = failures[number % len(failures)]
         replica = self._replicas[failure.replica]

@@ -1,10 +1,10 @@
-"""Capacity search: the cheapest fleet that reaches given goals on a given workload.
+"""Finds the cheapest fleet that reaches given goals on a given workload.
 
-Owns: the goals' grammar, whether a run reached them and whether an unfinished run still can; the space of settings, the
+Owns: the goals' syntax; whether a run reached the goals, or an unfinished run still can; the space of settings; the
 order and list of trials. Does not: simulate, or define the figures (summary).
-More replicas mostly serve better, but not always (a router may spread prefixes thinner), so the answer is checked: the
-number found reaches the goals, one less was tried and does not, one more was tried and does.
-Invariant: a run is given up only when it can no longer reach a goal.
+More replicas usually serve better, but not always: a router may spread prefixes over more caches. The result is
+therefore checked: the number found reaches the goals, and so does one more (within the limit); one less was tried and
+does not. Invariant: a run is stopped early only when it can no longer reach a goal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.simulator.setup import Setup
 from octavo.simulator.summary import METRICS, POINTS, Columns, Facts, summarise
 
 STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
-DEFAULT_SHARE = 0.99  # of requests that meet the bounds on each, if no goodput is given
+DEFAULT_SHARE = 0.99  # share of requests that must meet the per-request bounds, if no goodput is given
 MAX_REPLICAS = 1024
 MAX_CANDIDATES = 256
 SEARCHED_SETTINGS = ("max_sequences", "max_batch_tokens", "policy", "router")
@@ -52,14 +52,14 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Bounds on statistics, and on each request, which a `share` of all requests must meet (refused ones fail)."""
+    """Bounds on statistics, and per-request bounds that a `share` of all requests must meet. Refused requests fail."""
 
     goals: tuple[Goal, ...] = ()
     bounds: dict[str, float] = field(default_factory=dict)
     share: float = DEFAULT_SHARE
 
     def judge(self, run: SimulatedRun, price_per_hour: float = 0.0) -> Verdict:
-        """Return whether a run reaches the goals, with its figures."""
+        """Return the verdict on a run: whether the run reaches the goals, and its figures."""
         facts = summarise(run, self.bounds, price_per_hour)
         values = [(goal.name, facts[goal.metric][goal.statistic], goal.bound) for goal in self.goals]
         missed = [name for name, value, bound in values if value is None or value > bound]
@@ -77,13 +77,13 @@ class Goals:
         return Verdict(not missed and not run.gave_up, min(margins, default=0.0), ", ".join(texts), facts)
 
     def unreachable(self, num_requests: int) -> Callable[[RequestTracker, float], bool]:
-        """Return a check for a run of `num_requests` requests: True once a goal cannot be reached any more."""
+        """Return a check for a run of `num_requests` requests. It returns True once a goal can no longer be reached."""
         return _MissCounter(self, num_requests).is_over
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether all goals are reached, the smallest margin relative to its bound, a text, and all figures."""
+    """Whether a run reaches all goals, the smallest margin relative to its bound, a summary text, and all figures."""
 
     is_reached: bool
     margin: float
@@ -127,10 +127,10 @@ def _number(text: str) -> float:
 
 
 class _MissCounter:
-    """Counts the requests beyond each bound, those included that have already waited longer than it."""
+    """Counts the requests beyond each bound, including open requests that are already beyond the bound."""
 
     def __init__(self, goals: Goals, num_requests: int) -> None:
-        self._bounds: list[tuple[str, float, float]] = []  # metric, bound, requests that may be beyond it
+        self._bounds: list[tuple[str, float, float]] = []  # metric, bound, requests allowed beyond the bound
         for goal in goals.goals:
             if goal.statistic.startswith("p"):
                 rank = math.ceil(float(goal.statistic[1:]) / 100 * num_requests)
@@ -144,7 +144,7 @@ class _MissCounter:
         self._num_read = 0
 
     def is_over(self, tracker: RequestTracker, now: float) -> bool:
-        """Return True if too many requests are beyond some bound."""
+        """Return True if too many requests are beyond one of the bounds."""
         ended = Columns.of(tracker.outcomes, self._num_read)
         self._num_read = len(tracker.outcomes)
         for number, (metric, bound, spare) in enumerate(self._bounds):
@@ -178,7 +178,7 @@ class SearchTrial:
 
 @dataclass(slots=True)
 class SearchResult:
-    """The cheapest fleet (None: nothing reaches the goals), its cost in the price's unit, and all trials."""
+    """The cheapest fleet (None: no fleet reaches the goals), its cost in the price's unit, and all trials."""
 
     setup: Setup | None = None
     label: str = ""
@@ -190,10 +190,10 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class CapacitySearch:
-    """What to search. `workload` gives the same `num_requests` arrivals each time; `price` is an hour of one replica.
+    """A search. `workload()` returns the same `num_requests` arrivals each time; `price` is per replica and hour.
 
-    `setup.replicas` is the first number tried. `make_limits` returns the limits of chosen settings. `report` gets each
-    trial.
+    `setup.replicas` is the first number of replicas tried. `make_limits` returns the Limits for chosen settings.
+    `report` is called with each trial.
     """
 
     workload: Callable[[], Iterable[Arrival]]
@@ -207,7 +207,7 @@ class CapacitySearch:
     report: Callable[[SearchTrial], object] = lambda _: None
 
     def run(self) -> SearchResult:
-        """Try the space, the settings in the given order; of fleets of equal cost choose the one of widest margin."""
+        """Try all combinations of settings, in order. Of fleets with equal cost, choose the one with most margin."""
         return _SearchRun(self).run()
 
 
@@ -242,7 +242,7 @@ class _SearchRun:
     def __init__(self, search: CapacitySearch) -> None:
         self._search = search
         self._best = SearchResult()
-        self._max_replicas = search.max_replicas  # more than the best so far are not tried
+        self._max_replicas = search.max_replicas  # lowered to the best fleet's number so far
 
     def run(self) -> SearchResult:
         candidates = list(product(*(self._search.space.get(name, ("",)) for name in SEARCHED_SETTINGS)))
@@ -254,7 +254,7 @@ class _SearchRun:
         return self._best
 
     def _try(self, chosen: dict[str, str]) -> None:
-        """Find the fewest replicas of one setting, and keep it if it is better than the best so far."""
+        """Find the fewest replicas for one combination of settings; store the fleet if it beats the best so far."""
         label = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "as set"
         setup = self._with(chosen)
         tried: dict[int, Verdict] = {}
@@ -275,10 +275,10 @@ class _SearchRun:
             self._max_replicas = number
 
     def _fewest(self, reaches: Callable[[int], bool], label: str) -> int | None:
-        """Double or halve to a number that reaches the goals above one that does not; bisect; then try one more."""
-        low, high = 0, min(self._search.setup.replicas, self._max_replicas)  # low misses (0 surely), high is tried next
+        """Return the fewest replicas that reach the goals: double or halve, bisect, and check one more replica."""
+        low, high = 0, min(self._search.setup.replicas, self._max_replicas)  # low misses the goals, high is tried next
         if self._best.setup is not None:
-            high = self._max_replicas  # more than that cannot be better
+            high = self._max_replicas  # more replicas cannot be cheaper
         while not reaches(high):
             if high >= self._max_replicas:
                 return None

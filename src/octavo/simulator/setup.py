@@ -1,8 +1,8 @@
-"""Setup: the engines that serve a simulated workload; SimulatedEngine: one replica's limits, from settings.
+"""Setup describes a simulated fleet; SimulatedEngine derives one replica's limits from settings.
 
-Owns: engines, their number, router, failures, what is observed, checks; the pool's size, the defaults that depend on
-the device, the words that describe an engine. Does not: parse flags (cli), or know a model's or a device's facts
-(costs). Invariant: a recorded engine keeps every setting that is not given anew.
+Owns: the number of engines, the router, failures, observers, checks of these; the KV pool's size; the defaults that
+depend on the device; an engine's description. Does not: parse flags (cli), or know facts of models and devices (costs).
+Invariant: a recorded engine keeps every setting that the user does not give.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware
 from octavo.simulator.outcomes import RequestTracker
 
-# Tokens in a step, sequences: an engine's defaults, as in assembly.
+# An engine's default (tokens per step, sequences), as in assembly.DEVICE_DEFAULTS.
 CPU_DEFAULTS, GPU_DEFAULTS = (512, 32), (8192, 256)
-# Fields of Limits that are settings under another name.
+# Setting -> the field of Limits with another name.
 _RENAMED = {"enable_prefix_caching": "prefix_caching"}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFailure:
-    """A replica fails at `time` and is back, empty, `restart_s` later (None: never). Seconds of the simulation."""
+    """A replica fails at `time`, and restarts with an empty cache `restart_s` later (None: never). In seconds."""
 
     replica: int
     time: float
@@ -39,13 +39,13 @@ class ReplicaFailure:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The engines of a simulation and how they are driven.
+    """The engines of a simulation, and its options.
 
-    `depth` plans are in flight in each replica, `max_waiting` requests wait at most (0: no bound). `router` is a name
-    of routers.ROUTERS. `make_sink` is called for each scheduler made, and makes every step be planned by itself;
-    otherwise `fast_forward` computes unchanged decode steps together, with the same outcome. `sample_s`: seconds
-    between samples of each replica (0: none). `give_up` is called from time to time with the requests and the time:
-    True ends the run.
+    Each replica has up to `depth` plans in flight and up to `max_waiting` waiting requests (0: no limit). `router` is a
+    name in routers.ROUTERS. `make_sink` is called with each new scheduler; with it, every step is planned separately.
+    Without it, `fast_forward` computes unchanged decode steps together, with the same outcome. `sample_s` is the time
+    between samples of each replica (0: none). `give_up` is called at intervals with the requests and the time; if it
+    returns True, the run ends.
     """
 
     limits: Limits
@@ -76,9 +76,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """The engine of one replica: a model on `hardware`, or an engine whose limits were `recorded`.
+    """The engine of one replica: a model on `hardware`, or an engine with the Limits of a recording (`recorded`).
 
-    `price` is dollars an hour for one replica.
+    `price` is dollars per replica and hour.
     """
 
     model: str
@@ -97,7 +97,7 @@ class SimulatedEngine:
     def limits(
         self, scheduling: SchedulingConfig, cache: CacheConfig, given: Collection[str], max_model_len: int | None = None
     ) -> Limits:
-        """Return the limits of one replica's scheduler. `given`: names of the given settings. Raises ConfigError."""
+        """Return one replica's Limits. `given` names the settings that the user gave. Raises ConfigError."""
         if self.recorded is not None:
             return _change_limits(self.recorded, scheduling, cache, given, max_model_len)
         assert self.hardware is not None
@@ -130,7 +130,7 @@ class SimulatedEngine:
 def _change_limits(
     limits: Limits, scheduling: SchedulingConfig, cache: CacheConfig, given: Collection[str], max_model_len: int | None
 ) -> Limits:
-    """Return a recorded engine's limits, changed by the given settings."""
+    """Return a recorded engine's Limits, changed by the settings that the user gave."""
     for name in ("block_size", "kv_cache_bytes", "memory_fraction", "host_cache_bytes"):
         if name in given:
             raise ConfigError(

@@ -1,10 +1,10 @@
-"""The figures of a simulation: percentiles, goodput, throughput, use of the machines, fairness, cost; and its curves.
+"""Computes a simulation's figures (percentiles, goodput, throughput, utilisation, fairness, cost) and curves.
 
-Owns: the figures and their definitions, and reducing a run to the few hundred points that a chart can show.
+Owns: the figures and their definitions; reducing a run to the few hundred points that a chart can show.
 Does not: draw or print (charts, report). Times are seconds, memory is in blocks.
-Percentiles are of the nearest rank. A mean's interval is of batch means: twenty batches in order of arrival, 95 %
-(Law and Kelton); it shows how much a longer run might move the mean, not how accurate the cost model is. Curves but
-those of memory and batch are derived from the requests' own times, so they are exact at any scale.
+Percentiles are of the nearest rank. A mean has a 95 % interval from batch means: twenty batches in order of arrival
+(Law and Kelton). The interval shows how much a longer run might change the mean, not the cost model's accuracy. All
+curves except memory and batch are computed from the requests' times, so they are exact at any scale.
 Invariant: a request that was refused, or never answered, meets no objective.
 """
 
@@ -25,15 +25,15 @@ METRICS = ("ttft", "tpot", "e2e", "queue")
 NUM_BATCHES = 20
 STUDENT_T = 2.093  # two-sided 95 % for 19 degrees of freedom
 MAX_TENANTS = 50
-NUM_BUCKETS = 160  # of a curve over time
-NUM_QUANTILES = 200  # of a distribution
+NUM_BUCKETS = 160  # time buckets of a curve
+NUM_QUANTILES = 200  # points of a distribution
 Facts = dict[str, Any]
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Outcomes as numpy arrays, in order of arrival; a latency is NaN if a request has none."""
+    """Outcomes as numpy arrays, in order of arrival. A latency that a request does not have is NaN."""
 
     arrivals: np.ndarray
     starts: np.ndarray
@@ -70,7 +70,7 @@ class Columns:
         )
 
     def latency(self, name: str) -> np.ndarray:
-        """Return seconds by request: ttft, tpot (per token after the first), e2e, or queue (to the first step)."""
+        """Return one latency per request, in seconds: ttft, tpot (per token after the first), e2e, or queue."""
         if name == "ttft":
             return np.where(self.firsts != NEVER, self.firsts - self.arrivals, np.nan)
         if name == "queue":
@@ -82,7 +82,10 @@ class Columns:
 
 
 def summarise(run: SimulatedRun, objectives: Mapping[str, float] | None = None, price_per_hour: float = 0.0) -> Facts:
-    """Return all figures of a run as plain values. `price_per_hour` is one replica's; objectives: seconds by name."""
+    """Return all figures of a run as plain values. `objectives` maps latencies to bounds in seconds.
+
+    `price_per_hour` is the price of one replica.
+    """
     columns = Columns.of(run.outcomes)
     span = run.duration - float(columns.arrivals[0]) if len(columns.arrivals) else 0.0
     facts: Facts = {
@@ -102,7 +105,7 @@ def summarise(run: SimulatedRun, objectives: Mapping[str, float] | None = None, 
 
 
 def spread(values: np.ndarray) -> Facts:
-    """Return count, mean with its interval, percentiles and maximum of the values that are not NaN."""
+    """Return the count, the mean with its interval, percentiles and the maximum of the values that are not NaN."""
     known = values[~np.isnan(values)]
     if not len(known):
         return {"count": 0, "mean": None, **{f"p{point}": None for point in POINTS}, "max": None}
@@ -115,12 +118,12 @@ def spread(values: np.ndarray) -> Facts:
 
 
 def nearest_rank(point: float, count: int) -> int:
-    """Return the index of a percentile in `count` sorted values: the first that `point` per cent do not exceed."""
+    """Return the index of a percentile in `count` sorted values, by the nearest-rank definition."""
     return max(0, math.ceil(point / 100 * count) - 1)
 
 
 def jain(values: np.ndarray) -> float:
-    """Return Jain's index of shares (Jain, Chiu and Hawe, 1984): 1 if all are equal, 1 / n if one has all."""
+    """Return Jain's fairness index (Jain, Chiu and Hawe, 1984): 1 if all n values are equal, 1 / n if one has all."""
     squares = float((values * values).sum())
     return float(values.sum()) ** 2 / (len(values) * squares) if squares else 1.0
 
@@ -154,7 +157,7 @@ def _throughput(columns: Columns, span: float) -> Facts:
 
 
 def _replicas(run: SimulatedRun, span: float) -> Facts:
-    """Return the use of the machines: shares of the span in which devices computed, and of the pool that was held."""
+    """Return utilisation: the share of time in which the devices computed, and the share of the pool in use."""
     totals = run.replicas
     busy = [one.busy_s / span if span > 0 else 0.0 for one in totals]
     steps = sum(one.steps for one in totals)
@@ -186,7 +189,7 @@ def _preemptions(outcomes: Outcomes) -> Facts:
 
 
 def _tenants(outcomes: Outcomes, columns: Columns) -> Facts:
-    """Return service by tenant: prompt tokens and twice the output's, as the fair policy counts; the most served."""
+    """Return service by tenant, as the fair policy counts it (prompt tokens + 2 x output tokens), most served first."""
     names = outcomes.tenant_names
     service = np.bincount(columns.tenants, columns.prompts + 2.0 * columns.outputs, minlength=len(names))
     ttft, e2e = columns.latency("ttft"), columns.latency("e2e")
@@ -217,7 +220,7 @@ def _goodput(columns: Columns, span: float, objectives: Mapping[str, float]) -> 
     met = {name: ~(columns.latency(name) > bound) for name, bound in objectives.items()}
     good = columns.served.copy()
     for name, kept in met.items():
-        # An answer of one token has no tpot to miss; without a first token there is no ttft.
+        # A one-token answer has no tpot, so it cannot miss a tpot bound. A missing ttft misses its bound.
         good &= kept & (~np.isnan(columns.latency(name)) if name != "tpot" else True)
     count, came = int(good.sum()), len(good)
     return {
@@ -231,7 +234,7 @@ def _goodput(columns: Columns, span: float, objectives: Mapping[str, float]) -> 
 
 
 def distribution(values: np.ndarray) -> Points:
-    """Return the cumulative distribution: (value, per cent of requests up to it)."""
+    """Return the cumulative distribution as (value, per cent of requests with at most this value)."""
     ordered = np.sort(values[~np.isnan(values)])
     if not len(ordered):
         return []
@@ -241,7 +244,7 @@ def distribution(values: np.ndarray) -> Points:
 
 
 def over_time(columns: Columns, name: str, point: float, span: float) -> Points:
-    """Return a percentile of a latency over the time of arrival, in equal spans; empty spans are left out."""
+    """Return a percentile of a latency by time of arrival, in equal intervals; skip intervals without requests."""
     values = columns.latency(name)
     buckets = _buckets(columns.arrivals, span)
     points = []
@@ -267,7 +270,7 @@ def running(columns: Columns, span: float) -> Points:
 
 
 def output_rate(columns: Columns, span: float) -> Points:
-    """Return output tokens a second: each request's are spread evenly between its first token and its end."""
+    """Return output tokens per second. A request's tokens are spread evenly between its first token and its end."""
     given = columns.firsts != NEVER
     grid = np.linspace(0, span, NUM_BUCKETS + 1)
     total = _ramps(columns.firsts[given], columns.ends[given], columns.outputs[given].astype(float), grid)
@@ -275,7 +278,7 @@ def output_rate(columns: Columns, span: float) -> Points:
 
 
 def prompt_rate(columns: Columns, span: float) -> Points:
-    """Return prompt tokens a second, each request's at its first token."""
+    """Return prompt tokens per second. A request's prompt tokens count at the time of its first output token."""
     given = columns.firsts != NEVER
     counts, edges = np.histogram(
         columns.firsts[given], NUM_BUCKETS, (0, span or 1.0), weights=columns.prompts[given].astype(float)
@@ -284,7 +287,7 @@ def prompt_rate(columns: Columns, span: float) -> Points:
 
 
 def memory(run: SimulatedRun, span: float) -> Points:
-    """Return the share of the KV pool that running requests hold, in per cent, the mean of all replicas' samples."""
+    """Return the per cent of the KV pool that running requests hold: the mean of all replicas' samples."""
     blocks = max((one.num_blocks for one in run.replicas), default=0)
     if not len(run.samples) or not blocks:
         return []
@@ -297,7 +300,7 @@ def memory(run: SimulatedRun, span: float) -> Points:
 
 
 def batch(run: SimulatedRun, span: float) -> Points:
-    """Return the tokens computed in a step, the mean over all replicas' steps between samples."""
+    """Return the mean number of tokens per step, over all replicas' steps between two samples."""
     tokens, steps = np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS)
     numbers = np.asarray(run.samples.replicas)
     for number in range(len(run.replicas)):
@@ -312,7 +315,7 @@ def batch(run: SimulatedRun, span: float) -> Points:
 
 
 def service(columns: Columns, tenant: int, grid: np.ndarray) -> np.ndarray:
-    """Return a tenant's service up to each time: prompts when first scheduled, twice the outputs when generated."""
+    """Return a tenant's service up to each time. Prompt tokens count at the first step, output tokens (twice) later."""
     own = (columns.tenants == tenant) & (columns.starts != NEVER)
     starts = np.sort(columns.starts[own])
     order = np.argsort(columns.starts[own], kind="stable")
@@ -337,10 +340,10 @@ def service_gap(columns: Columns, tenants: Sequence[int], span: float) -> Points
 
 
 def _level(ins: np.ndarray, outs: np.ndarray, span: float) -> Points:
-    """Return the number of requests that are in, the highest of each span."""
+    """Return the highest number of requests inside, for each interval, from their times of entry and exit."""
     times = np.concatenate([ins, outs])
     steps = np.concatenate([np.ones(len(ins)), -np.ones(len(outs))])
-    order = np.lexsort((steps, times))  # at equal times, those that leave are first
+    order = np.lexsort((steps, times))  # at equal times, exits come first
     levels = np.cumsum(steps[order])
     places = _buckets(times[order], span)
     highest = np.zeros(NUM_BUCKETS)
@@ -351,7 +354,7 @@ def _level(ins: np.ndarray, outs: np.ndarray, span: float) -> Points:
 
 
 def _ramps(begins: np.ndarray, ends: np.ndarray, amounts: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """Return the sum of all amounts up to each grid time, each spread evenly between its two times."""
+    """Return the sum of amounts up to each grid time. Each amount is spread evenly from its begin to its end."""
     lengths = np.maximum(ends - begins, 1e-9)
     slopes = amounts / lengths
 
