@@ -40,8 +40,8 @@ class StepShape:
 class CostModel(Protocol):
     """Predicts step times. Deterministic: equal shapes have equal times.
 
-    `decode_s(num_rows, kv_sum, kv_max)` returns, in constant time, step_s of a plan with decode rows only. It is None if
-    the time depends on more than these three numbers.
+    `decode_s(num_rows, kv_sum, kv_max)` returns, in constant time, step_s of a plan with decode rows only. It is None
+    if the time depends on more than these three numbers.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Cost models: how long a step takes, from facts (roofline), from operator profiles (table), from a recording (fitted).
+"""Cost models predict a step's time: from data sheets (roofline), operator profiles (table) or a recording (fitted).
 
-Owns: choosing one by its name. Does not: simulate.
+Owns: the choice of a cost model by name. Does not: simulate.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ KINDS = ("roofline", "table:DIR", "fitted:FILE.json", "fitted:RECORDING")
 
 
 def cost_model(name: str = "roofline", hardware: Hardware | None = None) -> CostModel:
-    """Return the cost model of a name: one of KINDS, with *FACTOR appended for slower or faster steps.
+    """Return the cost model with this name: one of KINDS. An appended *FACTOR multiplies the step times.
 
-    Only the roofline and a table need hardware; a table with a complete profile.json does not. Raises ConfigError,
-    RecordingError.
+    Only the roofline, and a table without a complete profile.json, need `hardware`. Raises ConfigError, RecordingError.
     """
     stem, star, factor = name.rpartition("*")
     if star:

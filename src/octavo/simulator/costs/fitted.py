@@ -1,11 +1,11 @@
-"""Fitted: a step's time from the steps of a recording, and DriftMonitor, which says when steps no longer take it.
+"""Fitted, a cost model fitted to a recording's steps; DriftMonitor, an alarm when live steps deviate from a fit.
 
-Owns: the features of a step, which seconds of a recording are the device's and which the host's, the fit, its errors
-and its file, the alarm. Does not: solve (least_squares), or read recordings (observe.recording).
-Device: from the plan's begin, or from the collection of the step before it if that is later, to the collection.
-Host: from there to the next plan, which an engine makes at once, even if it is empty.
-Tokens are split into ranges with a price each, so that a step may cost little more for the second token than for the
-first, and in proportion from the hundredth on.
+Owns: a step's features; the split of a recording's time into device and host; the fit, its errors and its file; the
+alarm. Does not: solve (least_squares), or read recordings (observe.recording).
+Device time: from a plan's begin, or the previous step's collection if that is later, to the step's collection. Host
+time: from the collection to the next plan, which an engine makes at once, even if the plan is empty.
+Tokens are split into ranges, and each range has its own price per token. A step's second token may therefore cost
+almost nothing, while the time grows in proportion from the hundredth token on.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from octavo.simulator.costs.least_squares import Array, solve
 VERSION = 1
 MIN_STEPS = 64
 HELD_OUT = 1 / 3
-BLOCK = 32  # steps that are compared together
-KNOTS = (0, 2, 8, 32, 128, 512)  # tokens where a range begins; the last one has no end
+BLOCK = 32  # steps per block; drift is measured by block
+KNOTS = (0, 2, 8, 32, 128, 512)  # first token of each range; the last range has no end
 NAMES = (
     "step",
     *(f"token from {low}" for low in KNOTS),
@@ -47,7 +47,7 @@ HOST_NAMES = ("step", "row", "sample")
 
 
 def features(shape: StepShape) -> list[float]:
-    """Return the numbers of NAMES, whose weighted sum is the step's time."""
+    """Return the step's features, one for each of NAMES. The predicted time is their weighted sum."""
     pairs = sum(count * before + count * (count + 1) // 2 for count, before in shape.prefills)
     return [
         *_tokens(shape.num_tokens),
@@ -62,12 +62,12 @@ def features(shape: StepShape) -> list[float]:
 
 
 def decode_features(num_rows: int, kv_sum: int) -> list[float]:
-    """Return the features of a step of decode rows only."""
+    """Return the features of a step with decode rows only."""
     return [*_tokens(num_rows), num_rows, kv_sum, 0, 0, num_rows, 0, 0]
 
 
 def host_features(shape: StepShape) -> list[float]:
-    """Return one number for each of HOST_NAMES."""
+    """Return the step's host features, one for each of HOST_NAMES."""
     return [1.0, len(shape.decode_kv) + len(shape.prefills), shape.num_samples]
 
 
@@ -79,7 +79,7 @@ def _tokens(count: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Coefficient:
-    """Seconds per unit of a feature, with bounds that contain 95 of 100 resamples."""
+    """Seconds per unit of a feature, with a 95 % bootstrap interval."""
 
     name: str
     value: float
@@ -89,12 +89,13 @@ class Coefficient:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fit of `num_steps` steps; written to and read from JSON.
+    """A fit of `num_steps` steps, which can be written to and read from JSON.
 
-    `held_out_bias` and `held_out_error` test a fit of the first two thirds on the rest: (sum predicted - sum measured)
-    / sum measured, and the mean of |predicted - measured| / measured. `spread` is the standard deviation of
-    log(measured / predicted) over blocks of steps, in which drift is measured. `engine` describes the recorded engine:
-    `model`, `device`, `depth` and `limits` (the fields of Limits; one cache group only).
+    `held_out_bias` and `held_out_error` test a fit of the first two thirds of the steps on the last third. The bias is
+    (sum predicted - sum measured) / sum measured, the error the mean of |predicted - measured| / measured. `spread` is
+    the standard deviation of log(measured / predicted) over blocks of steps, and the unit in which drift is measured.
+    `engine` describes the recorded engine: `model`, `device`, `depth` and `limits` (the fields of Limits; one cache
+    group only).
     """
 
     source: str
@@ -124,11 +125,11 @@ class Fit:
         path.write_text(self.as_json() + "\n", encoding="utf-8")
 
     def as_json(self) -> str:
-        """Return the fit as `save` writes it."""
+        """Return the fit as JSON text."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     def report(self) -> str:
-        """Return each coefficient in microseconds with its bounds, and the held-out error, as text."""
+        """Return a text with each coefficient in microseconds, its interval, and the held-out error."""
         lines = [f"fit of {self.num_steps} steps of {self.source}; microseconds, with bounds of 95 of 100 resamples"]
         for part, coefficients in (("device", self.device), ("host", self.host)):
             for one in coefficients:
@@ -178,7 +179,7 @@ def _priced(numbers: Sequence[float], prices: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class Observations:
-    """Features and seconds of steps that did not fail: the device's if they have rows, the host's if a plan follows."""
+    """Features and times of successful steps: device times of steps with rows, host times if another plan follows."""
 
     rows: list[list[float]]
     seconds: list[float]
@@ -187,7 +188,7 @@ class Observations:
 
 
 def observe(recorded: Iterable[RecordedStep]) -> Observations:
-    """Split steps into the device's and the host's seconds."""
+    """Return the features, device seconds and host seconds of recorded steps."""
     observed = Observations([], [], [], [])
     for step in recorded:
         if step.has_failed:
@@ -204,12 +205,12 @@ def observe(recorded: Iterable[RecordedStep]) -> Observations:
 
 
 def begin_of(step: RecordedStep) -> float:
-    """Return when the device began a step: at its plan, or at the end of the step before it if that is later."""
+    """Return when the device began a step: at the step's plan, or at the previous step's end if that is later."""
     return step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
 
 
 def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps") -> Fit:
-    """Fit device and host. Raises ConfigError if there are too few steps."""
+    """Fit device times and host times. Raises ConfigError if there are too few steps."""
     observed = observe(recorded)
     if len(observed.seconds) < MIN_STEPS:
         raise ConfigError(
@@ -234,7 +235,7 @@ def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps") -> Fit:
 
 
 def _extended(values: Array, rows: Array) -> Array:
-    """Give ranges of tokens that no step reached the price of the range before them."""
+    """Copy the price of the previous token range to each range that no step reached."""
     values = values.copy()
     for column in range(2, 1 + len(KNOTS)):
         if not rows[:, column].any():
@@ -247,7 +248,7 @@ def _coefficients(names: Sequence[str], values: Array, low: Array, high: Array) 
 
 
 def _spread(predicted: Array, seconds: Array) -> float:
-    """Return the standard deviation of the log ratio over blocks of steps."""
+    """Return the standard deviation of log(measured / predicted) over blocks of steps."""
     blocks = [slice(begin, begin + BLOCK) for begin in range(0, len(seconds) - BLOCK + 1, BLOCK)]
     ratios = [float(np.log(seconds[block].sum() / predicted[block].sum())) for block in blocks]
     return float(np.std(ratios)) if len(ratios) > 1 else 0.0
@@ -282,19 +283,19 @@ def load_fit(path: Path | str) -> Fit:
 
 # --- drift -------------------------------------------------------------------------------------------
 
-SLACK = 1.0  # spreads by which a block may be off without being counted
-BOUND = 8.0  # spreads beyond the slack, summed, that raise the alarm
+SLACK = 1.0  # deviation of a block that is ignored, in units of Fit.spread
+BOUND = 8.0  # cumulative deviation beyond the slack that raises the alarm, in units of Fit.spread
 LEAST_SPREAD = 0.03
-MEMORY = 0.2  # weight of the last block in the ratio shown
+MEMORY = 0.2  # weight of the last block in `ratio`
 
 
 class DriftMonitor:
     """An EventSink that compares a live engine's steps with a fit. Costs about 20 microseconds a step.
 
-    `ratio` is recent measured over predicted time; 1.0 before the first block. The alarm is a two-sided cumulative sum
-    (Page, "Continuous inspection schemes", Biometrika 41, 1954) of log(measured / predicted) over blocks of steps, in
-    units of the spread that these blocks had when the fit was made. `is_drifting` is True from the alarm until the sum
-    is back at 0. `num_alarms` counts the alarms.
+    `ratio` is measured / predicted time of recent steps; 1.0 before the first block. The alarm is a two-sided
+    cumulative sum (Page, "Continuous inspection schemes", Biometrika 41, 1954) of log(measured / predicted) over blocks
+    of steps, in units of the fit's `spread`. `is_drifting` is True from the alarm until the sum is 0 again.
+    `num_alarms` counts the alarms.
     """
 
     def __init__(self, fit: Fit) -> None:
@@ -315,7 +316,7 @@ class DriftMonitor:
         """Do nothing: there is no step to compare."""
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Compare a step, timed from its plan or from the end of the step before it, whichever is later."""
+        """Compare one step's time, measured from the step's plan or the previous step's end, whichever is later."""
         begin = max(plan.now, self._free_from)
         self._free_from = events.time
         if plan.slots and isinstance(outcome, StepResult) and events.time > begin:

@@ -1,10 +1,10 @@
-"""Hardware: a model's bytes and arithmetic from its shape, a device's numbers from its data sheet, and both together.
+"""ModelFacts (bytes and FLOP from a model's shape), DeviceFacts (data-sheet numbers) and Hardware (a model on devices).
 
-Owns: the facts, presets with their public numbers, reading a model's own files, a probe of this machine, the KV blocks
-that fit beside the weights. Does not: predict times (roofline).
-Models are decoders with grouped-query attention and dense or routed feed-forward layers; latent attention (DeepSeek)
-and state-space layers are not described. Peaks are dense (no structured sparsity) with 32-bit accumulation. Prices are
-common rents by the hour: a starting point to be replaced by one's own.
+Owns: the facts; presets with public numbers; reading the shape from a model's files; a probe of this machine; the
+number of KV blocks that fit beside the weights. Does not: predict times (roofline).
+Models are decoders with grouped-query attention and dense or mixture-of-experts layers; latent attention (DeepSeek) and
+state-space layers are not described. Peaks are without structured sparsity, with 32-bit accumulation. Prices are common
+hourly rents, as a default.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "int
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A decoder's shape, in the words of its config file.
+    """A decoder's shape, with the names of its config file.
 
-    `dtype` is one of DTYPE_BYTES: the linear layers' weights (int4 and fp4 with a scale per 16 to 32 values);
-    embeddings and the KV cache (`kv_bytes` per element) take 2 bytes unless given. `weight_file_bytes`: size of the
-    weights if known from a file, 0 to derive it. With `num_experts` each token uses `active_experts` of them,
-    of `expert_size`, in every layer. `windows` has each layer's sliding window, None for full; empty: all full.
+    `dtype`, a key of DTYPE_BYTES, is the linear layers' weight type (int4 and fp4: a scale per 16 to 32 values).
+    Embeddings take 2 bytes per element, and KV elements `kv_bytes` (default 2). `weight_file_bytes` is the weights'
+    size in a file; 0 = derive the size. In every layer, a token uses `active_experts` of `num_experts` experts of size
+    `expert_size`. `windows` has each layer's sliding window (None: full attention); empty: full attention everywhere.
     """
 
     name: str
@@ -88,7 +88,7 @@ class ModelFacts:
 
     @property
     def linear_bytes(self) -> float:
-        """Return the bytes per weight of the layers."""
+        """Return the bytes per weight of the linear layers."""
         if self.weight_file_bytes:
             count = self.num_layers * self.layer_weights + self.head_weights * (1 if self.is_tied else 2)
             return self.weight_file_bytes / count
@@ -96,7 +96,7 @@ class ModelFacts:
 
     @property
     def head_bytes(self) -> float:
-        """Return the bytes of the output projection: 16 bits in quantised checkpoints, else the file's mean."""
+        """Return the output projection's bytes: 16 bits per weight in quantised checkpoints, else the file's mean."""
         return self.head_weights * (self.linear_bytes if self.weight_file_bytes else max(2.0, DTYPE_BYTES[self.dtype]))
 
     @property
@@ -169,9 +169,9 @@ MODELS: dict[str, ModelFacts] = {
 
 
 def model_facts(name: str) -> ModelFacts:
-    """Return a model's facts: a preset, `preset:dtype` (llama-3.1-8b:fp8), or any model that `octavo serve` takes.
+    """Return a model's facts. `name` is a preset, `preset:dtype` (llama-3.1-8b:fp8), or a model for `octavo serve`.
 
-    Nothing is downloaded. Raises ConfigError naming the presets, ModelFileError for files that cannot be read.
+    Downloads nothing. Raises ConfigError naming the presets, ModelFileError for unreadable files.
     """
     stem, _, dtype = name.lower().rpartition(":") if ":" in name else (name.lower(), "", "")
     facts = MODELS.get(stem.rpartition("/")[2].removesuffix("-instruct"))
@@ -193,7 +193,7 @@ def _read_facts(files: ModelFiles) -> ModelFacts:
     spec = read_model_spec(files)
     if files.kind == "scripted":
         raise ConfigError(f"model is {files.name!r}, a script without a shape; give a model that computes")
-    is_kept = files.kind == "gguf"  # its weights are in memory as they are in the file
+    is_kept = files.kind == "gguf"  # GGUF weights keep the file's format in memory
     return ModelFacts(
         files.name,
         spec.num_layers,
@@ -213,12 +213,12 @@ def _read_facts(files: ModelFiles) -> ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A device: FLOP/s by the bytes of a weight (16, 8 and 4 bits; 0 = not in hardware), bytes/s, bytes.
+    """A device's peak FLOP/s for 16, 8 and 4-bit weights (0 = no hardware support), bandwidth in bytes/s, and memory.
 
-    `link_bandwidth` (bytes/s a direction) and `link_s` (latency of an all-reduce) join devices of one replica,
-    `host_bandwidth` the host. `kernel_s` is a layer's overhead between its kernels, `step_s` a step's overhead outside
-    the layers, on the device and on the host before it. `price` is in dollars per hour. A measured device's `flops16`
-    is its rate at 32 bits.
+    `link_bandwidth` (bytes/s per direction) and `link_s` (latency of an all-reduce) describe the links between devices
+    of one replica, `host_bandwidth` the link to the host. `kernel_s` is a layer's overhead between kernels, `step_s` a
+    step's overhead outside the layers, on the device and earlier on the host. `price` is in dollars per hour. A
+    measured device's `flops16` is its 32-bit rate.
     """
 
     name: str
@@ -236,7 +236,7 @@ class DeviceFacts:
     is_measured: bool = False
 
     def flops(self, weight_bytes: float) -> float:
-        """Return peak FLOP/s for weights of that many bytes each; of wider units where narrow ones do not exist."""
+        """Return peak FLOP/s for weights of `weight_bytes` each, or of the next wider supported size."""
         if weight_bytes < 0.75 and self.flops4:
             return self.flops4
         if weight_bytes <= 1.25 and self.flops8:
@@ -250,7 +250,7 @@ def _gpu(name: str, gib: float, gbs: float, tflops: tuple[float, ...], price: fl
 
 
 def _linked(device: DeviceFacts, gbs: float) -> DeviceFacts:
-    """Return the device with the links of NVLink or the like."""
+    """Return the device with NVLink-class links of `gbs` GB/s."""
     return replace(device, link_bandwidth=gbs * GB, link_s=8e-6)
 
 
@@ -283,7 +283,7 @@ THIS = "this"
 
 
 def device_facts(name: str) -> DeviceFacts:
-    """Return a device by name; "this" measures this machine's CPU (half a second). Raises ConfigError naming all."""
+    """Return a device by name; "this" measures this machine's CPU (0.5 s). Raises ConfigError naming all devices."""
     short = name.lower().removesuffix("_sxm").replace("_", "-").replace(" ", "")
     if short in (THIS, "cpu"):
         return _measure_machine()
@@ -294,7 +294,7 @@ def device_facts(name: str) -> DeviceFacts:
 
 
 def _measure_machine() -> DeviceFacts:
-    """Measure the rates of numpy's products and copies here: the best of a few short runs."""
+    """Measure this machine's rates of numpy products and copies: the best of a few short runs."""
     facts = machine.look()
     left, right = (np.ones((768, 768), np.float32) for _ in range(2))
     source, target = (np.ones(1 << 24, np.float32) for _ in range(2))
@@ -313,8 +313,8 @@ def _seconds_of(work: Callable[[], object]) -> float:
     return max(time.perf_counter() - start, 1e-9)
 
 
-ACTIVATION_TOKENS_BYTES = 24  # times hidden size, per token of the largest step: hidden, projections and logits' parts
-FIXED_BYTES = 1.0e9  # of contexts, graphs and libraries, per device
+ACTIVATION_TOKENS_BYTES = 24  # activation bytes per hidden element and token of the largest step
+FIXED_BYTES = 1.0e9  # bytes of contexts, graphs and libraries, per device
 MIN_BLOCKS = 16
 
 
@@ -329,11 +329,11 @@ class Hardware:
 
     @staticmethod
     def of(model: str, device: str, tp: int = 1, block_size: int = 16) -> Hardware:
-        """Look both up by name. Raises ConfigError naming the known ones."""
+        """Look up the model and the device by name. Raises ConfigError naming the known names."""
         return Hardware(model_facts(model), device_facts(device), tp, block_size)
 
     def pool_blocks(self, max_batch_tokens: int = 2048, memory_share: float = 0.9) -> int:
-        """Return how many blocks fit in `memory_share` of the devices' memory beside the weights.
+        """Return the number of blocks that fit beside the weights in `memory_share` of the devices' memory.
 
         Raises ConfigError with the numbers if fewer than 16 fit.
         """

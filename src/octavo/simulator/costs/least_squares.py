@@ -1,10 +1,10 @@
-"""Least squares with coefficients that are never negative, with confidence intervals.
+"""Non-negative least squares with confidence intervals.
 
-Owns: the solver, weights, resampling. Does not: know what the columns mean (fitted does).
-Solver: Bro and De Jong, "A fast non-negativity-constrained least squares algorithm", J. Chemometrics 11 (1997), the
-active sets of Lawson and Hanson on normal equations. Intervals: a bootstrap of blocks of neighbouring rows (Kuensch,
-"The jackknife and the bootstrap for general stationary observations", Ann. Statist. 17, 1989), so that a slow minute
-counts once and not a thousand times. Robust: Huber, "Robust estimation of a location parameter" (1964), by weights.
+Owns: the solver, the weights, the resampling. Does not: know the meaning of the columns (fitted does).
+Solver: Bro and De Jong, "A fast non-negativity-constrained least squares algorithm", J. Chemometrics 11 (1997), which
+is Lawson and Hanson's active sets on normal equations. Intervals: a bootstrap of blocks of neighbouring rows (Kuensch,
+"The jackknife and the bootstrap for general stationary observations", Ann. Statist. 17, 1989), because neighbouring
+rows are correlated. Outliers get less weight (Huber, "Robust estimation of a location parameter", 1964).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Array = npt.NDArray[np.float64]
 BLOCK = 32  # neighbouring rows that are drawn together
 NUM_DRAWS = 100
 NUM_PASSES = 4
-TUNING = 1.345  # Huber's, for 95 % of least squares' efficiency under normal noise
-LEAST_OFF = 0.005  # least tolerance: smaller relative errors always get the full weight
-LEVEL_CUT = 8.0  # in the level, a row counts at most this many times its prediction
+TUNING = 1.345  # Huber's constant: 95 % of least squares' efficiency under normal noise
+LEAST_OFF = 0.005  # smaller relative errors always have full weight
+LEVEL_CUT = 8.0  # the final level factor counts a row as at most this many times its prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Coefficients, and bounds that contain 95 of 100 resamples."""
+    """Coefficients with 95 % bootstrap intervals."""
 
     values: Array
     low: Array
@@ -33,11 +33,12 @@ class Solution:
 
 
 def solve(columns: Array, wanted: Array, num_draws: int = NUM_DRAWS) -> Solution:
-    """Fit wanted ~ columns @ values, values >= 0, by relative squares; [rows, columns] and [rows], wanted > 0.
+    """Fit wanted ~ columns @ values with values >= 0, by relative squared errors.
 
-    The first pass weighs rows by their measured times, which hiccups hardly move; each later pass weighs by the
-    previous predictions, so that short steps count as long ones do, and less the farther they are from it (Huber). A
-    last factor makes the predictions sum to the measured total: hiccups occur in all steps alike.
+    `columns` is [rows, columns]; `wanted` is [rows], all above 0. The first pass divides each row by its measured time,
+    so that slow outliers have little weight. Later passes divide by the previous prediction, so that short and long
+    steps count alike, and give outliers less weight (Huber). A last factor makes the predictions sum to the measured
+    total, because outliers occur in all kinds of steps.
     """
     relative = columns / wanted[:, None]
     values = non_negative(relative.T @ relative, relative.sum(0))
@@ -71,7 +72,7 @@ def _levelled(grams: Array, moments: Array, sums: Array, totals: Array) -> Array
 
 
 def non_negative(gram: Array, moment: Array) -> Array:
-    """Minimise x' gram x - 2 moment' x over x >= 0, to relative 1e-10; columns without information get 0."""
+    """Minimise x' gram x - 2 moment' x over x >= 0, to a relative error of 1e-10. Columns of zeros get 0."""
     size = len(moment)
     scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     gram, moment = gram / np.outer(scale, scale), moment / scale
@@ -89,7 +90,7 @@ def non_negative(gram: Array, moment: Array) -> Array:
 
 
 def _inner(gram: Array, moment: Array, values: Array, is_free: npt.NDArray[np.bool_]) -> Array:
-    """Solve over the free columns; remove those from the free set that would fall below 0."""
+    """Solve for the free columns. A column whose value would be negative is removed from the free set."""
     while True:
         trial = np.zeros_like(values)
         trial[is_free] = np.linalg.lstsq(gram[np.ix_(is_free, is_free)], moment[is_free], rcond=1e-12)[0]

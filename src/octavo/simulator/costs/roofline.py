@@ -1,9 +1,9 @@
-"""Roofline: a step's time from a model's and a device's facts alone.
+"""Roofline: predicts a step's time from the facts of a model and a device.
 
-Owns: bytes and arithmetic of a step's parts, and the efficiencies they are divided by.
-Does not: look facts up (hardware).
+Owns: the bytes and FLOP of a step's parts; the efficiencies (reached shares of the peaks).
+Does not: look up facts (hardware).
 Each part takes the larger of bytes / bandwidth and FLOP / peak (Williams, Waterman and Patterson, "Roofline: an
-insightful visual performance model", CACM 2009), and the parts run one after another.
+insightful visual performance model", CACM 2009). The parts run one after another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.simulator.costs.hardware import Hardware, ModelFacts
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Shares of a peak that kernels reach. One set for every device; docs/fidelity.md has its accuracy."""
+    """The shares of the peaks that kernels reach, the same for every device. docs/fidelity.md has the accuracy."""
 
     bandwidth: float = 0.80
     matmul: float = 0.70
@@ -30,7 +30,7 @@ EFFICIENCIES = Efficiencies()
 
 
 class Roofline:
-    """A CostModel from facts. The devices share every layer; a block's size prices copied blocks.
+    """A CostModel from facts. Every layer is split over all devices. Copied blocks cost their bytes.
 
     `decode_s` is None for a model with sliding windows.
     """
@@ -53,13 +53,13 @@ class Roofline:
         head_flops = device.flops(model.head_bytes / model.head_weights) * share.matmul * tp
         self._head_read_s = model.head_bytes / self._bandwidth
         self._head_product_s = 2 * model.head_weights / head_flops
-        kv_tp = min(tp, model.num_kv_heads)  # with more devices than KV heads, keys are read more than once
+        kv_tp = min(tp, model.num_kv_heads)  # with more devices than KV heads, devices hold copies of heads
         self._kv_s = model.kv_bytes_per_token_layer / (device.bandwidth * share.attention_bandwidth * kv_tp)
         self._score_s = 4 * model.num_heads * model.head_dim / (device.flops16 * share.attention * tp)
         self._link_bandwidth = device.link_bandwidth * share.link
         self._block_bytes = model.kv_bytes_per_token * hardware.block_size / kv_tp
         self._windows = _count_windows(model)
-        self._decodes: dict[int, float] = {}  # of steps in which every token is sampled: one entry per batch size
+        self._decodes: dict[int, float] = {}  # batch size -> seconds, for decode-only steps
         self.decode_s: DecodeSeconds | None = None if model.windows else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
@@ -122,7 +122,7 @@ class Roofline:
 
 
 def _distinct(kinds: int, draws: int) -> float:
-    """Return the expected number of distinct experts, of `kinds`, in that many uniform draws."""
+    """Return the expected number of distinct values in `draws` uniform draws from `kinds` values."""
     return kinds * (1.0 - (1.0 - 1.0 / kinds) ** draws) if kinds else 0.0
 
 

@@ -1,12 +1,12 @@
-"""CostTable: a step's time from operators measured on the device.
+"""CostTable: predicts a step's time from operator times measured on the device.
 
-Owns: finding and reading a table's files, interpolation, which operators a step runs and how often.
-Does not: parse rows (rows), or know a model's or a device's facts (hardware).
-A table is a folder, or a folder and the beginning of its files' names: [PREFIX]dense.csv, per_sequence.csv and
-attention.csv, optionally skew_fit.csv and profile.json, each plain or .gz. docs/simulating.md describes their columns.
-Each of a layer's operators runs once for all the step's tokens, layernorm twice; embedding and the final norm once a
-step; those of per_sequence once a step for all its rows. With several chunks in a step, the longest is looked up
-together with the decode rows; each other one adds its own time less that of the smallest chunk.
+Owns: finding and reading a table's files; interpolation; which operators a step runs, and how often.
+Does not: parse rows (rows), or know facts of models and devices (hardware).
+A table is FOLDER or FOLDER/PREFIX: [PREFIX]dense.csv, per_sequence.csv and attention.csv, optionally skew_fit.csv and
+profile.json, each plain or .gz. docs/simulating.md describes the columns.
+A step runs each operator of a layer once per layer for all tokens (layernorm twice), and embedding, the final norm and
+the per_sequence operators once. If a step has several chunks, the longest chunk is looked up together with the decode
+rows; each other chunk adds its own time minus the smallest chunk's time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.simulator.cost_model import DecodeSeconds, StepShape
 from octavo.simulator.costs.hardware import Hardware
 from octavo.simulator.rows import FileRow, csv_rows
 
-MAX_ROWS = 1 << 22  # of one file
+MAX_ROWS = 1 << 22  # maximum rows of one file
 MAX_PROFILE_BYTES = 1 << 20
 ONCE = ("embedding", "final_layernorm")
 TWICE = ("layernorm",)
@@ -32,17 +32,17 @@ ATTENTION_COLUMNS = ("prefill_chunk", "n_decode", "kv_prefill", "kv_decode")
 SKEW_LABELS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
 _LABEL = re.compile(r"[a-zA-Z]+(?P<relation><=|=|>)(?P<bound>\d+)(?P<unit>[k%]?)")
 _UNITS = {"": 1.0, "k": 1024.0, "%": 0.01}
-Times = Mapping[tuple[int, ...], float]  # seconds by sizes
+Times = Mapping[tuple[int, ...], float]  # sizes -> seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """The fields of a table's profile.json, all optional.
 
-    `num_layers` and `hidden_size`: the model's, needed if no model is named beside the table. `padded_tokens`: the
-    sizes that steps are padded up to (captured graphs); larger steps are not. `all_reduce_s` and `all_reduce_bandwidth`
-    (bytes/s): one all-reduce of b bytes over `tp` devices takes all_reduce_s + b / all_reduce_bandwidth. `step_s` is
-    the overhead of each step between the operators, `host_s` the host's time.
+    `num_layers` and `hidden_size` are the model's, and required if the user names no model. `padded_tokens` lists the
+    sizes to which steps are padded (captured graphs); larger steps are not padded. One all-reduce of b bytes over `tp`
+    devices takes all_reduce_s + b / all_reduce_bandwidth (bytes/s). `step_s` is a step's overhead between operators,
+    `host_s` a step's host time.
     """
 
     num_layers: int = 0
@@ -57,7 +57,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class TableFiles:
-    """The files' contents: times by layer and size, and by attention's four sizes."""
+    """The contents of a table's files: operator times by name and size, and attention times by four sizes."""
 
     name: str
     dense: Mapping[str, Times]
@@ -67,9 +67,9 @@ class TableFiles:
     profile: Profile = field(default_factory=Profile)
 
     def completed(self, hardware: Hardware) -> TableFiles:
-        """Fill in what the profile lacks: the model's sizes, and the device's links."""
+        """Return a copy with missing profile fields (the model's sizes, the device's links) filled in."""
         known, device, tp = self.profile, hardware.device, hardware.tp
-        moved = 2 * (tp - 1) / tp if tp > 1 else 1  # by a ring, of each byte
+        moved = 2 * (tp - 1) / tp if tp > 1 else 1  # transfers per byte of a ring all-reduce
         profile = replace(
             known,
             num_layers=known.num_layers or hardware.model.num_layers,
@@ -160,10 +160,10 @@ def _read_profile(path: str) -> Profile:
 
 
 class Interpolator:
-    """A function known at points of some coordinates, linear between them. Built from {point: value}.
+    """A piecewise linear function of several coordinates, built from {point: value}.
 
-    The points need not form a full grid: each value of an axis has its own next axis, so that sweeps of several
-    densities may be mixed. Below an axis its first value is used, above it the last two are extrapolated.
+    The points need not form a full grid: each value on one axis has its own values on the next axis, so sweeps of
+    different densities may be mixed. Below an axis, the first value is used; above it, the last two are extrapolated.
     """
 
     def __init__(self, points: Times) -> None:
@@ -171,7 +171,7 @@ class Interpolator:
         self._root = _tree(sorted(points.items()), 0)
 
     def at(self, *point: float) -> float:
-        """Return the value at a point, never below 0."""
+        """Return the function's value at a point, never below 0."""
         return max(0.0, _value(self._root, point, 0))
 
 
@@ -207,12 +207,12 @@ def _value(node: _Node | float, point: tuple[float, ...], axis: int) -> float:
 
 
 class Skew:
-    """The extra cost of decode rows of unequal lengths over rows that all have their mean length.
+    """The extra cost of decode rows with unequal lengths.
 
-    A share a of 0 to 1 puts a step between the times at the mean and at the greatest length: t_mean + a (t_max -
-    t_mean). The shares are fitted per bucket by LLMServingSim's profiler (Cho et al., IISWC 2024; its docs on skew):
-    the chunk as it is, the number of rows, (mean - least) / (greatest - least), the greatest length, and the chunk's
-    history. Without rows of skew_fit.csv there is no correction.
+    The time is t_mean + a (t_max - t_mean), where t_mean and t_max are the times if all rows had the mean or the
+    greatest length, and a is between 0 and 1. LLMServingSim's profiler (Cho et al., IISWC 2024; docs on skew) fits a
+    for buckets of: the chunk's tokens, the number of rows, (mean - least) / (greatest - least), the greatest length,
+    and the chunk's history. Without rows in skew_fit.csv there is no correction.
     """
 
     def __init__(self, rows: Iterable[FileRow]) -> None:
@@ -231,7 +231,7 @@ class Skew:
         self._default = total / weight if weight else 0.0
 
     def share(self, chunk: int, rows: int, kv: tuple[float, int, int], history: float) -> float:
-        """Return the share for a step with that chunk and history; `kv`: the decode rows' mean, shortest, longest."""
+        """Return a for a step. `kv` has the decode rows' mean, shortest and longest length."""
         mean, shortest, longest = kv
         if not self._shares or rows < 2 or shortest == longest:
             return 0.0
@@ -241,7 +241,7 @@ class Skew:
 
 
 def _read_label(row: FileRow, name: str) -> float:
-    """Return the upper bound that a label gives, infinity for its overflow."""
+    """Return the upper bound of a bucket's label; infinity for the overflow bucket."""
     match = _LABEL.fullmatch(row.text(name))
     if match is None:
         raise row.fault(name, "give a label such as n<=128, sr>70%, kvB<=16k or kp=0")
@@ -253,9 +253,9 @@ def _bucket(bounds: list[float], value: float) -> float:
 
 
 class CostTable:
-    """A CostModel of measured operators (tensors shared by `profile.tp` devices, as they were measured).
+    """A CostModel from measured operators. The measurements are for tensors split over `profile.tp` devices.
 
-    `decode_s` is None with skew_fit.csv: a step then depends on its least length too.
+    `decode_s` is None with skew_fit.csv, because a step's time then depends on the least length too.
     """
 
     def __init__(self, files: TableFiles) -> None:
@@ -293,7 +293,7 @@ class CostTable:
         return self._linear_s(shape.num_tokens) + attention + per_row + self._profile.step_s
 
     def host_s(self, shape: StepShape) -> float:
-        """Return seconds of the host, from the profile."""
+        """Return the host's seconds from the profile."""
         del shape
         return self._profile.host_s
 
@@ -304,7 +304,7 @@ class CostTable:
         return self._linear_s(num_rows) + attention + per_row + self._profile.step_s
 
     def _linear_s(self, tokens: int) -> float:
-        """Return seconds of all operators whose time depends on the step's tokens, and of all-reduces."""
+        """Return the seconds of all-reduces, and of the operators whose time depends on the number of tokens."""
         sizes = self._profile.padded_tokens
         if sizes and tokens <= sizes[-1]:
             tokens = sizes[bisect_left(sizes, tokens)]
@@ -338,7 +338,7 @@ class CostTable:
         return time_s + others_s
 
     def _even_s(self, rows: int, length: float, count: int, history: int) -> float:
-        """Return seconds of decode rows of one length, with a chunk or without."""
+        """Return the seconds of decode rows with equal lengths, with a chunk or without one."""
         if not count:
             return self._decodes.at(0, rows, 0, length)
         if self._mixed is None:

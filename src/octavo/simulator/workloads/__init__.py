@@ -1,9 +1,9 @@
-"""Workloads: requests that are generated, or read from public traces and one's own recordings.
+"""Workloads: requests that are generated, or read from public traces or Octavo's recordings.
 
-Owns: the known kinds, opening one or several, the options that every kind takes, changes before a run (a window, a
-scaled rate, a limit, a longest length), merging. Does not: read a format or draw lengths itself.
-Invariants: a workload may be iterated again and gives the same arrivals; it keeps only its specification; every request
-left out or shortened is counted in the notes; `follows` stays right when requests are left out or merged.
+Owns: the known kinds; opening and merging workloads; the options of every kind; Shaping (a window, a rate factor,
+limits of number and length). Does not: read a format or draw lengths (the other modules do).
+Invariants: each iteration of a workload gives the same arrivals; a workload stores only its specification; the notes
+count every dropped or shortened request; `follows` stays correct when requests are dropped or merged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOO_LONG = ("keep", "clip", "drop")
 
 @dataclass(frozen=True, slots=True)
 class WorkloadKind:
-    """How a kind is built, its help, whether it reads a file, and whether its requests follow others."""
+    """A kind's builder and help text; flags: the kind reads a file, its requests may follow others."""
 
     build: Callable[[Spec, BuildContext], Source]
     help: str
@@ -59,11 +59,11 @@ KINDS: dict[str, WorkloadKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """A window, `start` to `end` in seconds of the workload's own time; `rate_scale` speeds up arrivals in it.
+    """Changes to a workload: a window from `start` to `end` (workload seconds), a rate factor, a `limit` of requests.
 
-    `limit` requests at most. For a request longer than `max_len` tokens in all, `too_long` is clip: the prompt is
-    shortened, the answer too if it takes more than half; drop: it is left out; keep: the engine refuses the
-    prompt, or ends the answer there. Pauses of a closed loop belong to users and tools: no scale changes them.
+    `too_long` applies to a request with more than `max_len` tokens in all. clip: shorten the prompt, and the answer if
+    it is more than half. drop: omit the request. keep: the engine refuses the prompt, or ends the answer at `max_len`.
+    `rate_scale` does not change the pauses of a closed loop, which depend on users and tools.
     """
 
     seed: int = 0
@@ -89,7 +89,7 @@ class Shaping:
 
 
 class SimulatedWorkload:
-    """Arrivals that can be iterated repeatedly; `notes` count what the last iteration left out or changed."""
+    """Arrivals that can be iterated repeatedly. `notes` counts requests that the last iteration dropped or changed."""
 
     def __init__(self, texts: Sequence[str], shaping: Shaping) -> None:
         self.name = " + ".join(texts)
@@ -100,7 +100,7 @@ class SimulatedWorkload:
         self._has_followers = any(kind.has_followers for kind, _ in opened)
 
     def arrivals(self) -> Iterator[Arrival] | list[Arrival]:
-        """Return a list if requests may follow others, as all of those must be known at the start; else a stream."""
+        """Return a list if requests may follow others (all of those must be known at the start), else an iterator."""
         return list(self) if self._has_followers else iter(self)
 
     def __iter__(self) -> Iterator[Arrival]:
@@ -110,9 +110,9 @@ class SimulatedWorkload:
 
 
 def open_workload(texts: str | Sequence[str], shaping: Shaping | None = None) -> SimulatedWorkload:
-    """Return a workload from its specification, `KIND:...` or a recording's path; several are merged in time.
+    """Return a workload from its specification: `KIND:...` or a recording's path. Several are merged by time.
 
-    Raises ConfigError for a wrong specification; faults in a file are raised when it is read.
+    Raises ConfigError for a wrong specification. Iteration raises errors in a file.
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     if not texts:
@@ -121,7 +121,7 @@ def open_workload(texts: str | Sequence[str], shaping: Shaping | None = None) ->
 
 
 def _open(text: str, seed: int, index: int) -> tuple[WorkloadKind, Source]:
-    """Return one workload's source with the options of all kinds: tenant, tenants, zipf, priority, ttft, tpot, sort."""
+    """Return one workload's source. Applies the options of every kind: tenant(s), zipf, priority, ttft, tpot, sort."""
     spec = Spec(text if text.partition(":")[0] in KINDS or not Path(text).is_dir() else f"recording:{text}")
     kind = KINDS.get(spec.kind)
     if kind is None:
@@ -153,7 +153,7 @@ def _sorted(source: Source) -> Source:
 
 
 def _with_tenants(spec: Spec, context: BuildContext, source: Source) -> Source:
-    """Return the source with a tenant, a priority and objectives for its requests."""
+    """Wrap the source so that its requests have a tenant, a priority and objectives."""
     tenant, priority = spec.text_of("tenant"), spec.count("priority", 0)
     ttft, tpot = spec.optional_number("ttft"), spec.optional_number("tpot")
     count, exponent = spec.count("tenants", 0), spec.number("zipf", 0.0, min_value=0.0)
@@ -184,8 +184,8 @@ def _with_tenants(spec: Spec, context: BuildContext, source: Source) -> Source:
 def shape_arrivals(
     arrivals: Iterator[Arrival], shaping: Shaping, notes: Notes, *, has_followers: bool = True
 ) -> Iterator[Arrival]:
-    """Yield the shaped workload, its times from the window's start on. `has_followers`: some may follow others."""
-    indices = array("q")  # new index of each request; -1: left out
+    """Yield the shaped arrivals; times count from the window's start. `has_followers`: requests may follow others."""
+    indices = array("q")  # new index of each request; -1: dropped
     number = 0
     for arrival in arrivals:
         indices.append(-1)
@@ -199,7 +199,7 @@ def shape_arrivals(
                 continue
         elif arrival.time >= shaping.end:
             if not has_followers:
-                return  # open arrivals are in order: nothing of the window is left
+                return  # arrivals are in order of time, so the window has ended
             continue
         elif arrival.time < shaping.start:
             notes.add("before the window, left out")
@@ -245,7 +245,7 @@ class _Stream:
         self._times = array("d")
 
     def advance(self) -> bool:
-        """Fetch the next arrival; return False at the end."""
+        """Fetch the next arrival; return False at the end of the stream."""
         self._next = next(self._arrivals, None)
         if self._next is None:
             return False
@@ -281,5 +281,5 @@ def _fit(arrival: Arrival, shaping: Shaping, notes: Notes) -> Arrival | None:
     notes.add("prompt tokens cut", arrival.prompt_tokens - prompt)
     notes.add("output tokens cut", arrival.output_tokens - output)
     keys = arrival.keys[: prompt // arrival.key_tokens] if arrival.key_tokens else ()
-    # What was generated after the whole prompt does not follow a cut one: its keys are dropped.
+    # Drop the output's keys: the output of the whole prompt does not continue a shortened prompt.
     return replace(arrival, prompt_tokens=prompt, output_tokens=output, keys=keys, output_keys=())

@@ -1,9 +1,9 @@
-"""A workload's specification: `KIND:key=value,...` for a generated one, `KIND:PATH,key=value,...` for a file.
+"""A workload's specification: `KIND:key=value,...` if generated, `KIND:PATH,key=value,...` for a file.
 
-Owns: splitting the text, typed reading of the options, errors that name the option, its value and the remedy; and what
-every kind is built with and returns. Does not: know any kind.
-Invariants: an option that its kind does not read is an error, with a near name; nothing is left out of a workload or
-changed without a note.
+Owns: splitting the text; typed reading of options; errors that name the option, its value and the remedy; BuildContext
+and Source, the argument and the result of every kind's builder. Does not: know any kind.
+Invariants: an option that its kind does not read is an error, with a near name. Every dropped or changed request has a
+note.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 
-MAX_SPEC = 4096  # characters
+MAX_SPEC = 4096  # maximum characters of a specification
 
 
 class Spec:
@@ -95,13 +95,13 @@ class Spec:
 
 
 class Notes:
-    """Counts of what was left out or changed, by description."""
+    """Counts of dropped and changed requests, by description."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
     def add(self, description: str, number: int = 1) -> None:
-        """Add to a count."""
+        """Add `number` to the count of a description."""
         if number:
             self.counts[description] = self.counts.get(description, 0) + number
 
@@ -111,19 +111,19 @@ Source = Callable[[Notes], Iterator[Arrival]]
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What a kind is built with: the seed, its index among several, and a function that opens another specification."""
+    """The argument of a kind's builder: seed, index of the workload, function that opens another specification."""
 
     seed: int
     index: int
     open_source: Callable[[str], Source]
 
     def rng(self, spec: Spec, purpose: str) -> random.Random:
-        """Return a generator for one purpose, so that one more draw of lengths moves no arrival."""
+        """Return a separate random generator for each purpose, so that drawing lengths does not change arrivals."""
         return random.Random(f"{self.seed}/{self.index}/{spec.kind}/{purpose}")
 
 
 def read_number(text: str) -> float | None:
-    """Parse a number, with `4K` and `2k` as in settings (4096, 2000); None for anything else, NaN too."""
+    """Parse a number, also `4K` (4096) and `2k` (2000); return None for other text and for NaN."""
     units = {"k": 1e3, "m": 1e6, "K": 1024.0, "M": 1048576.0}
     unit = units.get(text[-1:], 0.0)
     try:
@@ -144,7 +144,7 @@ def read_call(text: str, option: str) -> tuple[str, list[str]]:
 
 
 def _split(rest: str, text: str) -> Iterable[str]:
-    """Yield the parts between commas that are outside of brackets."""
+    """Split at the commas outside brackets; yield the parts."""
     depth, start = 0, 0
     for index, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")

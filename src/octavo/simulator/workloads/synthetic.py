@@ -1,8 +1,8 @@
 """Generated workloads: arrival processes, distributions of lengths, shared prefixes, conversations and closed loops.
 
-Owns: what is drawn, in what order, and by which formula. Does not: read files.
-Invariants: the same spec and seed give the same arrivals; times never fall; requests of one group share their prefix's
-keys and no others; a turn of a conversation begins with all of the turns before it.
+Owns: the random draws, their order and their formulas. Does not: read files.
+Invariants: the same spec and seed give the same arrivals; times never decrease; requests of one group share the keys of
+the group's prefix and no others; a conversation's turn begins with all tokens of its earlier turns.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from octavo.simulator.workloads.spec import BuildContext, Notes, Source, Spec, r
 
 KEY_TOKENS = 16
 DEFAULT_REQUESTS = 1000
-MAX_PAIRS = 1_000_000  # of a trace from which lengths are drawn
-_STRIDE = 1 << 32  # keys of one group, or of one conversation: no prompt has more blocks
+MAX_PAIRS = 1_000_000  # maximum pairs of lengths that are read from a trace
+_STRIDE = 1 << 32  # number of keys reserved for one group or conversation: no prompt has more blocks
 
-# --- arrival processes: times of requests, from a rate and a random generator
+# --- arrival processes: a rate and a random generator give the times of requests
 
 Times = Callable[[random.Random], Iterator[float]]
 
@@ -47,7 +47,7 @@ def _constant(spec: Spec) -> Times:
 
 
 def _bursty(spec: Spec) -> Times:
-    """Return gaps of a gamma distribution: a coefficient of variation of 1 is Poisson, 2 twice as bursty."""
+    """Return a process with gamma-distributed gaps; a coefficient of variation of 1 is a Poisson process."""
     rate, shape = spec.number("rate"), spec.number("cv", 2.0) ** -2
     if not 1e-4 <= shape <= 1e4:
         raise ConfigError(f"workload {spec.text!r}: cv is {shape**-0.5:g}; give 0.01 to 100")
@@ -63,11 +63,11 @@ def _weibull(spec: Spec) -> Times:
 
 
 def _on_off(spec: Spec) -> Times:
-    """Return a process that is Poisson at `rate` for `on` seconds, silent for `off` seconds, and repeats."""
+    """Return a process that alternates `on` seconds of Poisson arrivals at `rate` with `off` seconds without any."""
     rate, on_s, off_s = spec.number("rate"), spec.number("on", 10.0), spec.number("off", 10.0, min_value=0.0)
 
     def times(rng: random.Random) -> Iterator[float]:
-        busy = 0.0  # seconds of `on` time so far
+        busy = 0.0  # elapsed seconds of `on` time
         while True:
             busy += _unit_gap(rng) / rate
             yield busy + off_s * (busy // on_s)
@@ -76,7 +76,7 @@ def _on_off(spec: Spec) -> Times:
 
 
 def _mmpp(spec: Spec) -> Times:
-    """Return a Poisson process whose rate changes between `low` and `high` at exponential times (Markov-modulated)."""
+    """Return a Markov-modulated Poisson process: the rate switches between `low` and `high` at exponential times."""
     rates = (spec.number("high"), spec.number("low", min_value=0.0))
     stays = (spec.number("high_s", 10.0), spec.number("low_s", 30.0))
 
@@ -84,7 +84,7 @@ def _mmpp(spec: Spec) -> Times:
         now, state = 0.0, 1
         until = _unit_gap(rng) * stays[state]
         while True:
-            # Exponential gaps have no memory, so the gap is drawn anew at a change of rate.
+            # Exponential gaps are memoryless, so draw a new gap at a change of rate.
             gap = _unit_gap(rng) / rates[state] if rates[state] else math.inf
             if now + gap < until:
                 now += gap
@@ -97,7 +97,7 @@ def _mmpp(spec: Spec) -> Times:
 
 
 def _wave(spec: Spec) -> Times:
-    """Return a Poisson process whose rate varies by `swing` of it each `period` s (thinning: Lewis, Shedler 1979)."""
+    """Return a Poisson process with a sinusoidal rate: amplitude `swing` x rate, `period` s (Lewis, Shedler 1979)."""
     rate, period = spec.number("rate"), spec.number("period", 86400.0)
     swing = spec.number("swing", 0.5, min_value=0.0)
     if swing > 1:
@@ -114,7 +114,7 @@ def _wave(spec: Spec) -> Times:
 
 
 def _burst(spec: Spec) -> Times:
-    """Return a process in which all requests arrive at 0."""
+    """Return a process in which all requests arrive at time 0."""
 
     def times(rng: random.Random) -> Iterator[float]:
         while True:
@@ -137,7 +137,7 @@ def _unit_gap(rng: random.Random) -> float:
     return -math.log1p(-rng.random())
 
 
-# Name -> how it is built, and its help.
+# Name -> (builder, help text).
 PROCESSES: dict[str, tuple[Callable[[Spec], Times], str]] = {
     "poisson": (_poisson, "rate=R"),
     "constant": (_constant, "rate=R, equal gaps"),
@@ -150,12 +150,12 @@ PROCESSES: dict[str, tuple[Callable[[Spec], Times], str]] = {
 }
 
 # --- distributions of prompt, answer and pause lengths, written as `512`, `lognormal(512,0.8)`, ...
-# A draw is a number of at least 0, decided by the generator's state alone.
+# A draw is a number of at least 0 that depends only on the generator's state.
 
 Draw = Callable[[random.Random], float]
 
-# Deciles and tails of the public Azure traces of 2023 (Patel et al., Splitwise, ISCA 2024; CC-BY-4.0), measured: (per
-# cent, prompt tokens, output tokens). The marginals only: prompt and output are drawn independently.
+# Measured deciles and tails of the public Azure traces of 2023 (Patel et al., Splitwise, ISCA 2024; CC-BY-4.0), as (per
+# cent, prompt tokens, output tokens). Prompt and output are drawn independently from these marginal distributions.
 AZURE_CONV = (
     (0, 2, 7), (1, 29, 16), (5, 181, 41), (10, 207, 54), (25, 396, 85), (50, 1020, 129), (75, 1189, 395),
     (90, 2735, 424), (95, 4083, 451), (99, 4142, 601), (99.9, 6212, 954), (100, 14050, 1000),
@@ -184,7 +184,7 @@ def read_distribution(text: str, option: str) -> Draw:
 def quantiles(points: Sequence[tuple[float, float]]) -> Draw:
     """Return a draw by inverse transform over (per cent, value), linear between points.
 
-    Below the first and above the last point, it gives their values.
+    Below the first point and above the last one, the draw is that point's value.
     """
     shares = [share / 100 for share, _ in points]
     values = [value for _, value in points]
@@ -286,7 +286,7 @@ class Zipf:
 
 
 def open_loop(spec: Spec, context: BuildContext) -> Source:
-    """Return requests that arrive independently of the earlier ones."""
+    """Return requests that arrive independently of earlier requests."""
     make_times, _ = PROCESSES[spec.kind]
     times, lengths, prefixes, until = make_times(spec), _Lengths(spec, context), _Prefixes(spec), _Until(spec)
     if spec.kind == "all_at_once" and until.count is None:
@@ -303,7 +303,7 @@ def open_loop(spec: Spec, context: BuildContext) -> Source:
 
 
 def closed_loop(spec: Spec, context: BuildContext) -> Source:
-    """Return requests of a number of users, each sending the next one a pause after its last answer."""
+    """Return the requests of `users` users. A user sends the next request a pause after the previous answer."""
     users, think = spec.count("users", 8, min_value=1), _distribution(spec, "think", "fixed(0)")
     lengths, prefixes, until = _Lengths(spec, context), _Prefixes(spec), _Until(spec)
     if until.count is None:
@@ -312,7 +312,7 @@ def closed_loop(spec: Spec, context: BuildContext) -> Source:
 
     def source(notes: Notes) -> Iterator[Arrival]:
         chance, groups = context.rng(spec, "lengths"), context.rng(spec, "groups")
-        # By the earliest time at which each can arrive, as if answers took none: a parent is always before its child.
+        # Ordered by earliest possible arrival (as if answers took no time), so that a parent precedes its child.
         heap: list[tuple[float, int, float, int | None]] = [(0.0, user, 0.0, None) for user in range(users)]
         for index in range(number):
             nominal, user, pause, parent = heappop(heap)
@@ -326,7 +326,7 @@ def closed_loop(spec: Spec, context: BuildContext) -> Source:
 
 
 def conversations(spec: Spec, context: BuildContext) -> Source:
-    """Return conversations that begin at a rate, each turn a pause after the answer before."""
+    """Return conversations that begin at a rate. Each turn arrives a pause after the previous answer."""
     rate = spec.number("rate")
     turns, think = _distribution(spec, "turns", "geometric(4)"), _distribution(spec, "think", "exponential(10)")
     lengths, prefixes, until = _Lengths(spec, context), _Prefixes(spec), _Until(spec)
@@ -357,7 +357,7 @@ def conversations(spec: Spec, context: BuildContext) -> Source:
 
 @dataclass(slots=True)
 class _Conversation:
-    """One conversation: the number of its tokens so far, and the pause before its next turn."""
+    """One conversation: its number of tokens so far, and the pause before its next turn."""
 
     serial: int
     turns_left: int
@@ -367,7 +367,7 @@ class _Conversation:
     parent: int | None = None
 
     def turn(self, prompt: int, output: int, prefixes: _Prefixes, index: int) -> Arrival:
-        """Return the next turn: all earlier tokens, and a new message."""
+        """Return the next turn. Its prompt has all earlier tokens and a new message."""
         prompt += self.num_tokens or prefixes.length
         shared = prefixes.length // KEY_TOKENS
         own = (self.serial + prefixes.count) * _STRIDE
@@ -382,7 +382,7 @@ class _Conversation:
 
 
 class _Prefixes:
-    """The prefixes of groups: `prefix` tokens for each of `groups`, which are drawn by Zipf's law."""
+    """Shared prefixes: `groups` groups, each with its own prefix of `prefix` tokens. Groups are drawn by Zipf's law."""
 
     def __init__(self, spec: Spec) -> None:
         self.length = spec.count("prefix", 0)
@@ -403,7 +403,7 @@ class _Prefixes:
         return range(group * _STRIDE, group * _STRIDE + self.length // KEY_TOKENS)
 
     def arrival(self, time: float, prompt: int, output: int, rng: random.Random) -> Arrival:
-        """Return a request of a drawn group; the part after the prefix is its own."""
+        """Return a request of a random group. Only the group's prefix is shared with other requests."""
         group = self.group(rng)
         keys = self.keys(group) if self.length else ()
         size = KEY_TOKENS if self.length else 0
@@ -411,7 +411,7 @@ class _Prefixes:
 
 
 class _Lengths:
-    """Pairs of lengths: two distributions, a preset, or the pairs of a trace, drawn with replacement."""
+    """A source of (prompt, output) lengths: two distributions, a preset, or a trace's pairs drawn with replacement."""
 
     def __init__(self, spec: Spec, context: BuildContext) -> None:
         words = spec.text_of("lengths")
@@ -440,7 +440,7 @@ class _Lengths:
 
 
 class _Until:
-    """The end of a generated workload: after `requests`, or `duration` seconds, whichever is first."""
+    """The end of a generated workload: `requests` requests or `duration` seconds, whichever is reached first."""
 
     def __init__(self, spec: Spec) -> None:
         self.duration = spec.optional_number("duration")
@@ -456,7 +456,7 @@ class _Until:
 
 
 def _length(spec: Spec, name: str, default: str) -> Draw:
-    """Return a distribution of tokens. Raises ConfigError for one that is always 0."""
+    """Return a distribution of token counts. Raises ConfigError if the distribution is always 0."""
     draw, chance = _distribution(spec, name, default), random.Random(0)
     if not any(draw(chance) >= 0.5 for _ in range(64)):
         raise ConfigError(f"workload {spec.text!r}: {name} is {spec.text_of(name)!r}; give at least 1 token")

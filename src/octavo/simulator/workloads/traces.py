@@ -1,7 +1,7 @@
-"""Readers of workloads in files: public traces, sessions of agents, ServeGen's clients, token files, own recordings.
+"""Readers of workload files: public traces, agent sessions, ServeGen's clients, token files, Octavo's recordings.
 
-Owns: their columns, units and quirks, one function each. Does not: parse rows (rows) or recordings (observe.recording).
-Files are read on iteration; of traces with one request a line, nothing is kept.
+Owns: the formats' columns, units and quirks; one function per format. Does not: parse rows (rows) or recordings
+(observe.recording). Files are read during iteration. Traces with one request per line are streamed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from octavo.simulator.workloads.synthetic import Draw, draw_tokens, quantiles
 
 MOONCAKE_BLOCK, SERVING_SIM_BLOCK, AGENTIC_BLOCK, TOKEN_FILE_BLOCK = 512, 16, 64, 16  # tokens
 MAX_CLIENTS = 10_000
-MAX_BLOCKS = 1 << 24  # of one prompt
-MAX_TOKEN_FILE = 1 << 30  # bytes
-_SESSION_STRIDE = 1 << 40  # keys of one session, whose ids are its own
-_EPOCH = 738_000  # days before the traces: a float then keeps microseconds
+MAX_BLOCKS = 1 << 24  # maximum blocks of one prompt
+MAX_TOKEN_FILE = 1 << 30  # maximum bytes
+_SESSION_STRIDE = 1 << 40  # number of keys reserved for one session: sessions share no block ids
+_EPOCH = 738_000  # day number shortly before the traces, so that times fit a float with microseconds
 
-# --- public traces with one request a line
+# --- public traces with one request per line
 
 
 class TraceReader:
-    """Converts a trace's rows: times from the first on, in order, with at least one prompt and one output token."""
+    """Converts a trace's rows. Times count from the first row and never decrease; every request has tokens."""
 
     def __init__(self, spec: Spec, notes: Notes) -> None:
         self._is_sorting = spec.choice("sort", ("no", "yes")) == "yes"
@@ -49,7 +49,7 @@ class TraceReader:
         self._latest = 0.0
 
     def time(self, row: FileRow, name: str, seconds: float) -> float:
-        """Return seconds since the first row. Raises ConfigError if they fall, unless rows are sorted later."""
+        """Return seconds since the first row. Raises ConfigError if times decrease, unless rows are sorted later."""
         if self._first is None:
             self._first = self._latest = seconds
         if seconds < self._latest and not self._is_sorting:
@@ -60,7 +60,7 @@ class TraceReader:
         return seconds - self._first
 
     def tokens(self, prompt: int, output: int) -> tuple[int, int] | None:
-        """Return both counts as an engine can take them, or None for a request to leave out."""
+        """Return both counts, each at least 1, or None if the request must be dropped."""
         if not prompt:
             self._notes.add("without a prompt, left out")
             return None
@@ -70,7 +70,7 @@ class TraceReader:
 
 
 def azure(spec: Spec, context: BuildContext) -> Source:
-    """Read Azure's LLM inference traces of 2023 and 2024 (Patel et al., ISCA 2024): one CSV row a request."""
+    """Read Azure's LLM inference traces of 2023 and 2024 (Patel et al., ISCA 2024): one CSV row per request."""
 
     def source(notes: Notes) -> Iterator[Arrival]:
         reader = TraceReader(spec, notes)
@@ -85,7 +85,7 @@ def azure(spec: Spec, context: BuildContext) -> Source:
 def burstgpt(spec: Spec, context: BuildContext) -> Source:
     """Read BurstGPT (Wang et al., 2024): release 1's six columns, or release 2's eight with a session id.
 
-    A response of no token is a failure and is left out; `model=` keeps one model's requests, `log=` one log type's.
+    A row without response tokens is a failure and is dropped. `model=` selects one model, `log=` one log type.
     """
     model, log = spec.text_of("model"), spec.text_of("log")
     columns = ["Timestamp", "Model", "Request tokens", "Response tokens", "Log Type"]
@@ -106,10 +106,10 @@ def burstgpt(spec: Spec, context: BuildContext) -> Source:
 
 
 def mooncake(spec: Spec, context: BuildContext) -> Source:
-    """Read Mooncake's traces (Qin et al., FAST 2025), conversation and tool-and-agent alike: a block id per 512 tokens.
+    """Read Mooncake's conversation and tool-and-agent traces (Qin et al., FAST 2025), with one block id per 512 tokens.
 
-    The id of a prompt's last block names a part of a block, which no cache keeps; it is dropped. With `round=up`
-    prompts are lengthened to whole blocks instead, as in counts of hits by blocks.
+    A prompt's last block is usually partial, and caches hold full blocks only, so the last id is dropped. With
+    `round=up`, prompts are lengthened to whole blocks instead.
     """
     is_rounding = spec.choice("round", ("no", "up")) == "up"
 
@@ -132,7 +132,7 @@ def serving_sim(spec: Spec, context: BuildContext) -> Source:
     def source(notes: Notes) -> Iterator[Arrival]:
         reader = TraceReader(spec, notes)
         for row in json_rows(Path(spec.path)):
-            # Times are from the trace's own zero, not from the first request, as in its measurements.
+            # Times count from the trace's zero, not from the first request, as in the trace's measurements.
             time = row.number("arrival_time_ns") / 1e9
             reader.time(row, "arrival_time_ns", time)
             if pair := reader.tokens(row.count("input_toks"), row.count("output_toks")):
@@ -157,7 +157,7 @@ def service_log(spec: Spec, context: BuildContext) -> Source:
 
 
 def _seconds(row: FileRow) -> float:
-    """Parse a time stamp of 2023 (seven digits, no zone) or 2024 (six digits, a zone)."""
+    """Parse a time stamp of the 2023 trace (seven decimals, no zone) or the 2024 trace (six decimals, a zone)."""
     text = row.text("TIMESTAMP")
     try:
         moment = datetime.fromisoformat(text)
@@ -171,10 +171,10 @@ def _seconds(row: FileRow) -> float:
 
 
 def agentic(spec: Spec, context: BuildContext) -> Source:
-    """Read kv-cache-tester's sessions: a JSON line each, requests with t, in, out, api_time and block ids as hash_runs.
+    """Read kv-cache-tester's sessions: one JSON line each; requests have t, in, out, api_time, hash_runs (block ids).
 
-    They start `every` seconds apart, or at a `rate`, by default all at once. The loop is closed: a request arrives the
-    recorded pause after the end of the one that it waited for, however long that takes here.
+    Sessions start `every` seconds apart, or at a `rate`, by default all at time 0. The loop is closed: a request
+    arrives after the simulated end of the request that it waited for, plus the recorded pause.
     """
     every, rate = spec.number("every", 0.0, min_value=0.0), spec.optional_number("rate")
 
@@ -190,7 +190,7 @@ def agentic(spec: Spec, context: BuildContext) -> Source:
 
 
 def _by_earliest(sessions: list[list[tuple[Arrival, int | None]]]) -> Iterator[Arrival]:
-    """Yield all requests by the earliest time at which each can arrive, as if answers took no time: parents first."""
+    """Yield all requests by earliest possible arrival (as if answers took no time), so that parents come first."""
     earliest: list[list[float]] = []
     for turns in sessions:
         times: list[float] = []
@@ -211,7 +211,7 @@ def _by_earliest(sessions: list[list[tuple[Arrival, int | None]]]) -> Iterator[A
 
 
 def _read_session(row: FileRow, number: int, start: float, notes: Notes) -> list[tuple[Arrival, int | None]]:
-    """Return requests, each with the index of the one it waited for: of those that had ended, the last to end."""
+    """Return a session's requests. Each has the index of its parent: the last request to end before it was sent."""
     block = row.count("block_size") if "block_size" in row.values else AGENTIC_BLOCK
     if not block:
         raise row.fault("block_size", "give at least 1")
@@ -234,7 +234,7 @@ def _read_session(row: FileRow, number: int, start: float, notes: Notes) -> list
 
 
 def _session_keys(row: FileRow, base: int) -> Sequence[int]:
-    """Return block ids from runs of (first, count)."""
+    """Return the block ids of runs, which are (first id, count) pairs."""
     runs = row.values.get("hash_runs", [])
     is_list = isinstance(runs, list) and all(isinstance(run, list) and len(run) == 2 for run in runs)
     if not is_list or not all(type(one) is int and 0 <= one < _SESSION_STRIDE for run in runs for one in run):
@@ -251,7 +251,7 @@ def _session_keys(row: FileRow, base: int) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """From `start` on, `rate` requests a second with gaps of a unit mean."""
+    """A time window from `start` on, with `rate` requests per second. `gap` draws gaps with mean 1."""
 
     start: float
     rate: float
@@ -267,7 +267,7 @@ class _Client:
     output: Draw
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Yield a renewal process on the clock of expected arrivals: gaps of mean 1, mapped to time by the rates."""
+        """Yield the times of a renewal process: each gap (mean 1) is converted to seconds by the windows' rates."""
         starts = [window.start for window in self.windows]
         now, index = self.windows[0].start, 0
         while True:
@@ -288,9 +288,9 @@ class _Client:
 
 
 def servegen(spec: Spec, context: BuildContext) -> Source:
-    """Read ServeGen's clients (Xiang et al., 2025), each one a tenant: rate and burstiness by windows, and lengths.
+    """Read ServeGen's clients (Xiang et al., 2025): rates and burstiness by time window, and lengths.
 
-    A window's mean rate is the measured one, whatever the shape of its gaps.
+    Each client is a tenant. A window's mean rate is the measured one for every shape of the gaps.
     """
     path = Path(spec.path)
 
@@ -365,7 +365,7 @@ def _read_lengths(row: FileRow, name: str) -> Draw:
 
 
 def token_file(spec: Spec, context: BuildContext) -> Source:
-    """Return a file's requests, all at once, or at a `rate`; a group follows the longest answer of the group before."""
+    """Return a file's requests, all at time 0 or at a `rate`. A group follows the previous group's longest answer."""
     path, rate = Path(spec.path), spec.optional_number("rate")
 
     def source(notes: Notes) -> Iterator[Arrival]:
@@ -397,7 +397,7 @@ _TokenFileGroup = Annotated[list[TokenFileRequest], msgspec.Meta(min_length=1)]
 
 
 def read_token_file(path: Path) -> list[list[TokenFileRequest]]:
-    """Read a JSON list of requests, or of groups of requests, compressed if it ends in .gz. Raises ConfigError."""
+    """Read a JSON list of requests, or of groups of requests; .gz files are decompressed. Raises ConfigError."""
     try:
         if path.stat().st_size > MAX_TOKEN_FILE:
             raise ConfigError(f"workload {path} is larger than {MAX_TOKEN_FILE} bytes; split it")
@@ -419,7 +419,7 @@ def read_token_file(path: Path) -> list[list[TokenFileRequest]]:
 
 
 def _block_keys(ids: Sequence[int]) -> tuple[int, ...]:
-    """Return a key for each full block that names it and all before it."""
+    """Return a key for each full block. A key identifies the block and all blocks before it."""
     keys, running = [], blake2b(digest_size=8)
     for start in range(0, len(ids) - TOKEN_FILE_BLOCK + 1, TOKEN_FILE_BLOCK):
         running.update(b"".join(one.to_bytes(4, "little") for one in ids[start : start + TOKEN_FILE_BLOCK]))
@@ -427,17 +427,17 @@ def _block_keys(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(keys)
 
 
-# --- recordings of one's own server
+# --- Octavo's recordings
 
 
 def recording(spec: Spec, context: BuildContext) -> Source:
-    """Return the requests of a folder that `octavo serve --record` wrote, open loop, with their recorded lengths."""
+    """Return the requests of a folder that `octavo serve --record` wrote, as an open loop with recorded lengths."""
     path = Path(spec.path)
 
     def source(notes: Notes) -> Iterator[Arrival]:
         requests = arrivals(open_recording(path))
         counts: dict[str, tuple[int, ...]] = {}
-        for one in requests:  # if a request continued after a crash, its last life has the whole answer
+        for one in requests:  # after a crash, a request's last record has the whole answer
             before = counts.get(one.name, ())
             counts[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
         first = requests[0].arrival if requests else 0.0
@@ -452,7 +452,7 @@ def recording(spec: Spec, context: BuildContext) -> Source:
 
 
 def recorded_arrival(one: RecordedRequest, counts: Sequence[int], time: float) -> Arrival:
-    """Return a recorded request as an arrival; `counts` are the tokens of each choice."""
+    """Return a recorded request as an Arrival; `counts` has the tokens of each choice."""
     return Arrival(
         time, one.prompt_tokens, max(1, *counts), tenant=one.tenant, priority=one.priority, keys=one.keys,
         key_tokens=one.key_tokens, output_keys=one.output_keys,
