@@ -1,11 +1,11 @@
 """ApiSupervisor: a small parent process that keeps one child serving on an open socket.
 
-Owns: starting the child (it inherits the socket, reads its task from stdin, and reports its state through a pipe),
-forwarding signals, restarting a child that died after it was ready, the exit status.
+Owns: starting the child (it inherits the socket, reads its task from stdin, and reports its state through a pipe);
+forwarding signals; restarting a child that died after it was ready; the exit status.
 Does not: know what the child does, accept a connection, or load anything heavy.
-Invariants: the socket stays open from the first child to the last, so that connections wait instead of being refused;
-a child that could not start is not started again; no child outlives `run`. Only one line is written to the child's
-stdin: its end means that the parent has ended.
+Invariants: the socket stays open from the first child to the last, so that connections wait instead of being refused.
+If the first child could not start, no other is started. No child outlives `run`. The parent writes one line to the
+child's stdin and keeps stdin open, so that its end shows the child that the parent has ended.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from octavo.frontend.restarts import RestartBudget, describe_status
 EXIT_ENGINE_FAILED = 4  # the engine could not be kept alive
 EXIT_GAVE_UP = 5  # the child died too often
 READY = b"r"  # the child serves
-ANSWERED = b"a"  # it sent an answer: it was useful
-ALIVE = b"."  # its event loop runs; sent every ALIVE_S
+ANSWERED = b"a"  # the child sent an answer, and so was useful
+ALIVE = b"."  # the child's event loop runs; sent every ALIVE_S
 ALIVE_S = 5.0
-STALL_S = 60.0  # without ALIVE from a child that sends it, before it is killed and replaced
+STALL_S = 60.0  # a child that has sent ALIVE is killed and replaced after this long without another
 LATE_S = 2 * ALIVE_S  # checks further apart than this mean that this process, or the machine, was stopped
-STOP_GRACE_S = 15.0  # beyond the drain time, before a child that does not end is killed
-HURRY_S = 10.0  # the same, after a second signal
+STOP_GRACE_S = 15.0  # time after the drain time, before a child that does not end is killed
+HURRY_S = 10.0  # time after a second signal, before a child that does not end is killed
 _FINAL = frozenset({0, EXIT_ENGINE_FAILED})  # statuses after which no child is started
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """The child to run. `make_line` returns the task of the nth child, from 1; `passed` are signals that are forwarded
-    to a ready child and do not end it; `name` is for messages; `stderr` is the child's, None: inherited.
+    """The child to run. `make_line(n)` returns the task of the nth child, from 1.
 
-    `listener` is a file descriptor; the child gets it and its end of the pipe as --listener and --status.
+    `listener` is the socket's file descriptor; the child gets it as --listener, and its end of the pipe as --status.
+    Signals in `passed` are forwarded to a ready child and do not end it. `name` appears in messages. `stderr` is the
+    child's; None means inherited.
     """
 
     command: Sequence[str]
@@ -87,7 +88,7 @@ class _Child:
         return now > self.alive_at + STALL_S
 
     def close(self) -> None:
-        """Close its pipes; kill it first if it still runs."""
+        """Kill the child if it still runs, and close its pipes."""
         if self.process.returncode is None:
             self.process.kill()
             self.process.wait()
@@ -98,7 +99,7 @@ class _Child:
 
 
 class ApiSupervisor:
-    """Runner of one child at a time, with a new one after each death. Use from the main thread, once."""
+    """Runs one child at a time, and starts another after each death. Use it once, from the main thread."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class ApiSupervisor:
                 stdin=subprocess.PIPE,
                 stderr=spec.stderr,
                 pass_fds=(spec.listener, writing),
-                start_new_session=True,  # the terminal's signals arrive here and are forwarded once each
+                start_new_session=True,  # so that the terminal signals only this process, which forwards once
             )
         except BaseException:
             os.close(reading)
@@ -177,7 +178,7 @@ class ApiSupervisor:
         return status
 
     def _wait(self, child: _Child, wakeups: int) -> list[int]:
-        """Return the descriptors that can be read; none once the next deadline or check is due."""
+        """Wait for input; return the readable descriptors, or none once the next deadline or check is due."""
         moments = [self._deadline] if self._deadline is not None else []
         moments += [child.checked_at + ALIVE_S, child.alive_at + STALL_S] if child.alive_at is not None else []
         timeout_s = max(0.0, min(moments) - time.monotonic()) + 0.01 if moments else None
@@ -210,7 +211,7 @@ class ApiSupervisor:
                 self._stops += [number for number in received if number not in self._spec.passed]
 
     def _delay_s(self, child: _Child, status: int) -> float | None:
-        """Return the seconds until the next child, None if there is none; report why this one ended."""
+        """Return the seconds until the next child starts, or None if none does; report why this child ended."""
         could_not_start = not child.is_ready and self._num_started == 1
         if self._stops or status in _FINAL or could_not_start:
             return None

@@ -1,6 +1,6 @@
 """The library's asynchronous interface: whole answers and streams of text over Sessions.
 
-Owns: prompts in their accepted forms, default parameters, cancelling requests that a caller abandons.
+Owns: reading prompts in their accepted forms, default parameters, and cancelling requests that a caller abandons.
 Does not: build an engine (assembly does), or use threads except to write a file.
 """
 
@@ -30,7 +30,7 @@ AnyPrompt = Prompt | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 AnyParams = SamplingParams | Mapping[str, Any] | None
 OnDelta = Callable[[TextDelta], None]
-_NOTHING_SAMPLED = SamplingParams(seed=0)  # so that it draws no seed, and later requests keep theirs
+_NOTHING_SAMPLED = SamplingParams(seed=0)  # a fixed seed, so that embeddings do not change later requests' drawn seeds
 
 
 class AsyncEngine:
@@ -68,9 +68,9 @@ class AsyncEngine:
         on_delta: OnDelta | None = None,
         **options: Any,
     ) -> RequestOutput:
-        """Return the whole answer; options are those of Sessions.submit. Cancelled with the task that awaits it.
+        """Return the whole answer; options are those of Sessions.submit. Cancelling the task cancels the request.
 
-        `on_delta` gets every delta; if it raises, this request ends with an error, and only it.
+        `on_delta` gets every delta; if it raises, only this request ends with an error.
         """
         is_streamed = on_delta is not None
         text, session = await self._open(prompt, sampling_params, options, is_streamed=is_streamed)
@@ -93,7 +93,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt, delta by delta; leaving the loop early (and closing it) cancels the request.
 
-        Choices are interleaved, beams are yielded at the end. Raises InvalidRequestError for best_of > n.
+        Deltas of several choices are interleaved; beams are yielded at the end. Raises InvalidRequestError for
+        best_of > n.
         """
         _, session = await self._open(prompt, sampling_params, options, is_streamed=True)
         async with session:
@@ -149,7 +150,7 @@ class AsyncEngine:
         return cast(Mapping[str, Table], await self.sessions.client.control("export_statistics"))
 
     async def reset_statistics(self) -> None:
-        """Drop the figures of steps and requests; totals since the start are kept. Raises EngineError as above."""
+        """Drop the figures of steps and requests, and keep the totals. Raises EngineError if not collected."""
         await self.sessions.client.control("reset_statistics")
 
     async def save_statistics(self, path: str | PathLike[str]) -> None:
@@ -170,7 +171,7 @@ class AsyncEngine:
     async def _open(
         self, prompt: AnyPrompt, given: AnyParams, options: Mapping[str, Any], is_streamed: bool = False
     ) -> tuple[str | None, Session]:
-        """Submit a request; return the prompt's text and the session, for one `async with`."""
+        """Submit a request; return the prompt's text and the session, which the caller enters with `async with`."""
         params = self.read_params(given)
         text, ids = self._read_prompt(prompt)
         if is_streamed:
@@ -178,11 +179,9 @@ class AsyncEngine:
         return text, await self.sessions.submit(ids, params, **options)
 
     def read_params(self, given: object) -> SamplingParams:
-        """Return the parameters to use: a SamplingParams unchanged; a dict's fields over the model's own defaults.
+        """Return the parameters to use: a SamplingParams unchanged, or a dict's fields over the model's own defaults.
 
-        The default of max_tokens is 16.
-
-        Raises InvalidRequestError.
+        The default of max_tokens is 16. Raises InvalidRequestError.
         """
         if isinstance(given, SamplingParams):
             return given
@@ -192,13 +191,13 @@ class AsyncEngine:
         raise InvalidRequestError(f"sampling_params is a {kind}; give SamplingParams(...) or a dict", "sampling_params")
 
     def chat_params(self, given: object) -> SamplingParams:
-        """Return the parameters as read_params does, for a chat: without max_tokens in a dict, as many as fit."""
+        """Return the parameters as read_params does, but a dict without max_tokens means as many tokens as fit."""
         if given is None or isinstance(given, Mapping):
             given = {"max_tokens": None, **(given or {})}
         return self.read_params(given)
 
     def _read_prompt(self, prompt: AnyPrompt) -> tuple[str | None, Sequence[int]]:
-        """Return the prompt's text, None if it is given as ids, and its ids."""
+        """Return the prompt's text (None if the prompt is given as ids), and its ids."""
         if isinstance(prompt, Mapping):
             known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
             if not known or set(prompt) - {"prompt", "prompt_token_ids"}:

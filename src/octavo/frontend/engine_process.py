@@ -1,11 +1,11 @@
-"""Engine processes as seen by their parent: EngineProcess is one, EngineSpawner starts one after another.
+"""Engine processes as seen by their parent: EngineProcess is one process; EngineSpawner starts one after another.
 
-Owns: starting a process (it inherits a connection and its heartbeat page, and reads its config as a line of JSON from
-its stdin, which then stays open: its end means that the parent has ended), waiting until it is ready, ending it; the
-numbers of epochs, the standby, how often another engine may be started. It inherits stderr.
-Does not: watch an engine that it returned, or import torch.
-Invariants: epochs grow in the order in which engines are returned; later engines have the first one's KV blocks, so
-that a request that was admitted once can be admitted again; no process is left after close().
+Owns: starting a process, waiting until it is ready, and ending it; the numbers of epochs; the standby; the budget of
+restarts. A process inherits its connection, its heartbeat page and stderr, and reads its config as a line of JSON from
+stdin. The parent keeps stdin open, so that its end shows that the parent has ended.
+Does not: watch an engine that `replace` or `next` returned, or import torch.
+Invariants: epochs grow in the order in which engines are returned. Later engines have at least the first's capacity,
+so that a request that was admitted once can be admitted again. No process is left after close().
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from octavo.frontend.restarts import RestartBudget, describe_status
 from octavo.frontend.socket_client import Receive, SocketClient
 
 COMMAND = (sys.executable, "-m", "octavo.assembly")
-BEGIN_LIMIT_S = 60.0  # to import
-OPEN_LIMIT_S = 600.0  # to load a model and run a step of each kind
+BEGIN_LIMIT_S = 60.0  # time to import
+OPEN_LIMIT_S = 600.0  # time to load a model and run the warm-up steps
 STOP_TIMEOUT_S = 5.0
-LATER_OPEN_S = 120.0  # for every later engine to open, or OPEN_MARGIN times the first one's time
+LATER_OPEN_S = 120.0  # time for a later engine to open, or OPEN_MARGIN times the first engine's time if that is longer
 OPEN_MARGIN = 10.0
-STANDBY_DELAY_S = 1.0  # between checks that the resumed requests progress: they need the whole machine first
-STANDBY_LATEST_S = 10.0  # after this they share the machine with the opening standby
-STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # before another standby is tried after one died or did not open
-KILL_LIMIT_S = 15.0  # for a killed process to end
-DUMP_S = 0.3  # for the stacks to be written
+STANDBY_DELAY_S = 1.0  # between checks whether the resumed requests, which need the whole machine, have progress
+STANDBY_LATEST_S = 10.0  # a standby is opened after this time in any case
+STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # wait before another standby after one died or did not open
+KILL_LIMIT_S = 15.0  # time for a killed process to end
+DUMP_S = 0.3  # time to write the stacks
 
 _LOG = logging.getLogger(__name__)
 
@@ -84,13 +84,13 @@ class EngineProcess:
                 str(epoch),
                 stdin=subprocess.PIPE,
                 pass_fds=tuple(inherited.values()),
-                start_new_session=True,  # signals of the terminal are the parent's to handle
+                start_new_session=True,  # so that the terminal signals only the parent
             )
         engine = cls(process, page, client)
         try:
             await engine._open(config, open_limit_s)
         except BaseException as error:
-            if not isinstance(error, OctavoError):  # else it has sent the reason, and ends by itself
+            if not isinstance(error, OctavoError):  # after an OctavoError the process ends by itself
                 engine.kill()
             await engine.close()
             if isinstance(error, TimeoutError):
@@ -112,7 +112,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
@@ -137,13 +137,13 @@ class EngineProcess:
             await asyncio.sleep(DUMP_S)
 
     def _signal(self, number: int) -> None:
-        """Send a signal, not by subprocess's method, which may reap the process, so that asyncio misses its status."""
+        """Send a signal with os.kill; subprocess's method may reap the process, so that asyncio misses its status."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     async def kill_and_wait(self) -> None:
-        """Kill the process, and wait until all its messages were read. Its page can still be read. Idempotent."""
+        """Kill the process, and wait until all its messages are read; the page stays open. Idempotent."""
         if not await self._killed():
             self.client.abandon()
         await self.client.ended()
@@ -183,7 +183,7 @@ class EngineProcess:
 
 
 class EngineSpawner:
-    """Starter of engines with one configuration and command; `receive` is called with their events."""
+    """Starts engines with one configuration and command; `receive` is called with their events."""
 
     def __init__(self, config: Config, command: Sequence[str], receive: Receive) -> None:
         self._config = config
@@ -193,7 +193,7 @@ class EngineSpawner:
         self._epochs = itertools.count(1)
         self._capacity: Capacity | None = None
         self._open_limit_s = OPEN_LIMIT_S
-        self._standby: asyncio.Task[EngineProcess] | None = None  # done once it is open
+        self._standby: asyncio.Task[EngineProcess] | None = None  # done once the standby is open
         self._keeping: asyncio.Task[None] | None = None  # opens standbys until one is needed
 
     @property
@@ -235,12 +235,12 @@ class EngineSpawner:
         return await self._start()
 
     def prepare(self, is_settled: Callable[[], bool]) -> None:
-        """Open a standby once the current engine is settled, or after STANDBY_LATEST_S. It is replaced when it dies."""
+        """Open a standby once `is_settled` returns True, or after STANDBY_LATEST_S; replace the standby if it dies."""
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(is_settled), name="octavo-standby")
 
     async def close(self) -> None:
-        """End the standby, or its opening. Idempotent."""
+        """End the standby, even while it opens. Idempotent."""
         tasks = [task for task in (self._keeping, self._standby) if task is not None]
         self._keeping = self._standby = None
         for task in tasks:
@@ -277,7 +277,7 @@ class EngineSpawner:
         return engine
 
     async def _keep(self, is_settled: Callable[[], bool]) -> None:
-        """Keep a standby open. Requests do not depend on it, so after failures it only waits."""
+        """Keep a standby open. Requests do not depend on the standby, so a failure only delays the next attempt."""
         latest = time.monotonic() + STANDBY_LATEST_S
         await asyncio.sleep(STANDBY_DELAY_S)
         while not is_settled() and time.monotonic() < latest:

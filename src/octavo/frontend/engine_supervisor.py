@@ -1,11 +1,10 @@
 """EngineSupervisor: one EngineClient over successive engine processes, and the Watchdog that finds stalled ones.
 
-Owns: which engine is current, killing one that stalls, the change to the next one, orders that later engines must
-follow too. Does not: start processes (engine_process), or keep requests (open_requests).
-Invariants: while requests are open there is an engine, or one is being started, or all of them have been ended; an
-engine that was given up is dead before the next one begins. An engine is reported as stalled only after its deadline,
-or after it left a call unanswered without a new beat, and never for time in which this process did not look: after a
-late look it gets the full time again.
+Owns: which engine is current; killing an engine that stalls; the change to the next engine; `pause` and `drain`, which
+later engines must follow too. Does not: start processes (engine_process), or keep requests (open_requests).
+Invariants: while requests are open, an engine runs or is being started. An engine is dead before the next one begins.
+An engine is reported as stalled only if its deadline has passed, or if it left a call unanswered for ANSWER_S without a
+new beat. Time in which this process did not look does not count: after a late look the engine gets the full time again.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from octavo.frontend.socket_client import SocketClient
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 MAX_GAPS = 256  # recoveries whose seconds are in the report
-LOOK_S = 0.1  # how often to look
+LOOK_S = 0.1  # time between two looks at the heartbeat
 LATE_S = 0.5  # two looks further apart than this mean that this process, or the machine, was stopped
-CONFIRM_S = 0.3  # how long the same overdue beat must be seen
+CONFIRM_S = 0.3  # an overdue beat must stay the newest for this long
 ANSWER_S = 5.0  # how long an idle engine may leave a call unanswered
 
 
 class Watchdog:
-    """Watchdog of one engine. Times are seconds on the monotonic clock."""
+    """Finds out whether one engine stalls. Times are seconds on the monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._looked_at = now
-        self._number = -1  # of the last beat seen
+        self._number = -1  # number of the last beat seen
         self._moved_at = now
         self._overdue_since: float | None = None
 
     def look(self, now: float, beat: Beat | None, oldest_call_at: float | None) -> str | None:
-        """Return how the engine stalls, or None. `oldest_call_at` is when the oldest unanswered call was sent."""
+        """Return a description of the stall, or None. `oldest_call_at` is when the oldest unanswered call was sent."""
         late = now - self._looked_at
         self._looked_at = now
         number = 0 if beat is None else beat.number
@@ -86,10 +85,10 @@ class EngineState(Enum):
 
 
 class EngineSupervisor:
-    """Supervisor of an engine, which restarts it and resumes its requests. Made by start(), for one event loop.
+    """Restarts an engine that dies or stalls, and resumes its requests. Made by start(), for one event loop.
 
-    `failed` is set when there will be no other engine, `failure` is the reason. `capacity` is the first engine's, which
-    every later one has at least.
+    `failed` is set when no other engine will be started; `failure` is the reason. `capacity` is the first engine's;
+    every later engine has at least that capacity.
     """
 
     def __init__(self, config: Config, command: Sequence[str], observer: LedgerObserver | None) -> None:
@@ -105,10 +104,10 @@ class EngineSupervisor:
         self._has_standby = config.serving.standby
         self._engine: EngineProcess
         self._running: asyncio.Task[None] | None = None
-        self._killed = ""  # the reason while the engine is being killed on purpose
-        self._died_at: float | None = None  # since when no request got a token because there was no engine
+        self._killed = ""  # the reason, while the engine is being killed on purpose
+        self._died_at: float | None = None  # when the engine died, until a request gets a token again
         self._gaps: deque[float] = deque(maxlen=MAX_GAPS)
-        self._orders: dict[Verb, bool] = {}  # pause, drain -> True if the current engine has the order
+        self._orders: dict[Verb, bool] = {}  # pause, drain -> True if the order was sent to the current engine
         self._num_malformed = self._num_stale = 0  # frames of engines that ended
         self._is_closing = False
 
@@ -116,7 +115,7 @@ class EngineSupervisor:
     async def start(
         cls, config: Config, observer: LedgerObserver | None = None, command: Sequence[str] = COMMAND
     ) -> EngineSupervisor:
-        """Start the first engine. Raises the error of its opening, or EngineDeadError; then no process is left."""
+        """Start the first engine. Raises the error of its opening, or EngineDeadError, and leaves no process then."""
         supervisor = cls(config, command, observer)
         engine = await supervisor.spawner.next()
         supervisor.capacity = engine.capacity
@@ -144,10 +143,12 @@ class EngineSupervisor:
         return "the engine makes no steps" if is_late or not self._engine.client.is_alive else None
 
     def report(self) -> dict[str, object]:
-        """Return the state, and counts since the start. Gaps are seconds from an engine's end to the next token, or to
-        the next engine if no open request waits for a token."""
+        """Return the state, and counts since the start.
+
+        A gap is the time from an engine's end to the next token, or to the next engine if no request is open.
+        """
         rejections, client = self.requests.rejections, self._engine.client
-        is_current = self.requests.engine is client  # else its frames are already in the sums
+        is_current = self.requests.engine is client  # otherwise the sums already include its dropped frames
         return {
             "state": self.state.value,
             "epoch": self.epoch,
@@ -186,7 +187,7 @@ class EngineSupervisor:
         return cast(Mapping[str, object], await self.control("statistics"))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
-        """See EngineClient. Later engines are paused or draining too; a paused one admits no resumed request."""
+        """See EngineClient. `pause` and `drain` hold for later engines too; a paused one admits no resumed request."""
         if verb == "cancel_all":
             return self.requests.cancel([state.request.request_id for state in self.requests])
         if verb in ("pause", "drain", "resume"):
@@ -214,7 +215,7 @@ class EngineSupervisor:
             self.requests.restore(state)
 
     async def close(self) -> None:
-        """Let the engine end its requests, end it and its standby. Idempotent."""
+        """End the standby, then the engine and its requests, then all requests that are still open. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -238,7 +239,7 @@ class EngineSupervisor:
                 self._fail(f"{type(error).__name__}: {error}")
 
     async def _watch(self, engine: EngineProcess) -> str:
-        """Wait until the engine has ended, or stalls; return how it stalls, "" if it ended."""
+        """Wait until the engine has ended or stalls; return a description of the stall, or "" if the engine ended."""
         watchdog = Watchdog(time.monotonic())
         while engine.client.is_alive and engine.returncode is None:
             await engine.client.ended(LOOK_S)
@@ -258,7 +259,7 @@ class EngineSupervisor:
         return ""
 
     async def _recover(self, engine: EngineProcess, stall: str) -> None:
-        """Kill the engine if it has not ended, note which requests may be the cause, and start another."""
+        """Kill the engine if it has not ended, record which requests may be the cause, and start another engine."""
         self.state = EngineState.RECOVERING
         self._died_at = self._died_at or time.monotonic()
         await engine.kill_and_wait()
@@ -273,15 +274,15 @@ class EngineSupervisor:
         _LOG.warning("epoch %d began with %d open requests", self.epoch, len(self.requests))
 
     def _examine(self, engine: EngineProcess, what: str) -> bool:
-        """Take counts and suspects from a dead engine; return True if it had done a step, or was killed on purpose."""
+        """Read counts and suspects from a dead engine; return True if it committed a step or was killed on purpose."""
         client, beat = engine.client, engine.page.beat()
         unanswered = [state for name in client.unanswered if (state := self.requests.get_open(name)) is not None]
-        # Their grammars are built beside steps.
+        # Requests whose grammar was being built when the engine died; a build may crash outside steps.
         batch = tuple(state.request.request_id for state in unanswered if state.request.params.grammar)
         if beat is not None and beat.phase is Phase.STEP:
             batch += engine.page.batch(beat.batch) or ()
         elif beat is not None and beat.phase is Phase.COMMANDS:
-            batch = client.unanswered  # it died while it admitted one of them
+            batch = client.unanswered  # the engine may have died while it admitted one of them
         engine.close_files()
         self._num_malformed += client.num_malformed
         self._num_stale += client.num_stale
@@ -324,7 +325,7 @@ class EngineSupervisor:
         self.failed.set()
 
     async def _while_expiring(self, awaitable: Awaitable[_T]) -> _T:
-        """Wait, and meanwhile end the requests whose time is over, since there is no engine to end them."""
+        """Await a result; meanwhile end the requests whose deadline or queue timeout passes, as no engine does."""
         task = asyncio.ensure_future(awaitable)
         try:
             while not task.done():
@@ -339,7 +340,7 @@ class EngineSupervisor:
     # --- orders and explanations
 
     def _post_orders(self) -> None:
-        """Pause or drain the current engine, once it has all resumed requests."""
+        """Pause or drain the current engine, once all resumed requests have been sent to it."""
         if not self.requests.is_holding:
             for verb, is_posted in tuple(self._orders.items()):
                 if not is_posted and self.state is EngineState.READY:
@@ -363,7 +364,7 @@ class EngineSupervisor:
             raise EngineDeadError(self.failure)
 
     def _explain_held(self, name: str) -> dict[str, object] | None:
-        """Explain an open request that no engine has; return None for any other."""
+        """Explain an open request that no engine has; return None for any other request."""
         is_ready, state = self.state is EngineState.READY, self.requests.get_open(name)
         if state is None or (is_ready and self.requests.has_engine(name)):
             return None

@@ -1,6 +1,6 @@
 """Journal: requests with an Idempotency-Key and every id generated for them, on disk, for the next server process.
 
-Owns: when records are written, synced, compacted and dropped, and serving without the journal if its disk fails.
+Owns: when records are written, synced, compacted and dropped; suspending the journal if its disk fails.
 Does not: serve a request, know the file format (journal_files does), or combine records (journal_state does).
 Belongs to one event loop's thread.
 Invariants: a record is written before its data is sent; `synced` returns only when all records written so far are as
@@ -45,7 +45,7 @@ from octavo.frontend.open_request import OpenRequest
 
 SYNC_S = 0.010  # minimum time between two syncs
 RETRY_S = 5.0  # from a disk error to the next attempt
-MAX_RESTARTS = 3  # in a row without a token for a request: it may be the cause of the server's crashes
+MAX_RESTARTS = 3  # restarts in a row without a token for a run, which may be the cause of the server's crashes
 COMPACT_BYTES = 4 << 20  # smaller journals are not compacted
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def open_journal(config: Config) -> Journal | None:
 
 
 class Journal:
-    """An open journal: a LedgerObserver; the runs found at the start are in `recovered`."""
+    """An open journal, which is a LedgerObserver. `recovered` has the runs found at the start."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Journal:
         disk: Disk | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Lock the folder, read it, and write a snapshot of it. Raises ConfigError."""
+        """Lock the folder, read its journal, and write a snapshot of the runs. Raises ConfigError."""
         self.folder = folder
         self.trouble: str | None = None
         self.num_suspensions = 0
@@ -96,24 +96,24 @@ class Journal:
         self._drop_unusable()
         self._next_run = max(self.state.runs, default=0) + 1
         self._next_request = max(self.state.requests, default=0) + 1
-        self._expected: dict[str, tuple[int, int]] = {}  # run and index of requests that will be opened
+        self._expected: dict[str, tuple[int, int]] = {}  # id of a request that will be opened -> its run and index
         self._segment: JournalSegment | None = None
-        self._num_bytes = 0  # in all segments that count
+        self._num_bytes = 0  # in the snapshot and the current segment
         self._retry_at = 0.0
         self._num_written = self._num_durable = 0  # records
-        self._syncs = asyncio.Lock()  # one sync at a time; those of a segment before those of the next
+        self._syncs = asyncio.Lock()  # one sync at a time; all syncs of a segment precede those of the next
         self._synced_at = 0.0
         self._renewal: asyncio.Task[None] | None = None
         self._begin()
 
     @property
     def recovered(self) -> Sequence[JournaledRun]:
-        """Every run, oldest first; at the start, those of the former server process."""
+        """Every run, oldest first. At the start these are the runs of the former server process."""
         return tuple(self.state.runs.values())
 
     @property
     def is_closed(self) -> bool:
-        """Return True if nothing is written any more."""
+        """True if the journal is closed and writes no more records."""
         return self._lock < 0
 
     def report(self) -> dict[str, object]:
@@ -128,7 +128,7 @@ class Journal:
         }
 
     def begin(self, began: Began, request_ids: Sequence[str]) -> int:
-        """Record a run whose requests will have these ids; return its number (`began.run` is ignored)."""
+        """Record a run whose requests will have these ids; return the run's number, which replaces `began.run`."""
         number = self._next_run
         self._next_run += 1
         self._write(msgspec.structs.replace(began, run=number))
@@ -163,7 +163,7 @@ class Journal:
             self._put(record)
 
     def forgotten(self, request_id: str) -> None:
-        """Drop the run of a request that was dropped without an end: it was refused."""
+        """Drop the run of a request that was dropped without an end, because the engine refused it."""
         self._expected.pop(request_id, None)
         request = self.state.open.get(request_id)
         if request is not None:
@@ -174,19 +174,19 @@ class Journal:
         target = self._num_written
         while self._is_synced and self._segment is not None and self._num_durable < target:
             async with self._syncs:
-                if self._num_durable < target:  # else the sync that held the lock has done it
+                if self._num_durable < target:  # otherwise the sync that held the lock included these records
                     await asyncio.sleep(max(0.0, self._synced_at + SYNC_S - self._now()))
                     await self._sync()
 
     def tick(self) -> None:
-        """Retry a failed disk, or compact; called about once a second."""
+        """Write a new snapshot if the disk failed before or compaction is due. Call about once a second."""
         if self.is_closed or (self._renewal is not None and not self._renewal.done()) or self._now() < self._retry_at:
             return
         if self.trouble is not None or self._needs_compaction():
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     def close(self) -> None:
-        """Write no more; open requests stay open in the folder, for the next server process. Idempotent."""
+        """Sync and close. Open requests stay open in the folder, for the next server process. Idempotent."""
         if self.is_closed:
             return
         if self._segment is not None:
@@ -200,7 +200,10 @@ class Journal:
         self._lock = -1
 
     def _drop_unusable(self) -> None:
-        """Drop runs of which not all requests were opened (no client has an answer), and those that got no tokens."""
+        """Drop runs of which some request was never opened, and runs without a token for MAX_RESTARTS restarts.
+
+        No client has an answer of a run that is not whole.
+        """
         for run in [number for number, run in self.state.runs.items() if not run.is_whole]:
             self.state.drop(run)
         for run in self.state.count_restart(MAX_RESTARTS):
@@ -235,7 +238,7 @@ class Journal:
         self._num_written += 1
 
     def _suspend(self, error: OSError) -> None:
-        """Close the segment after a disk error; tick() tries again."""
+        """Close the segment after a disk error; tick() tries to write a new one later."""
         reason = error.strerror or str(error) or type(error).__name__
         if self.trouble is None:
             self.num_suspensions += 1
@@ -265,7 +268,7 @@ class Journal:
         self._synced_at = self._now()
 
     def _next_segment(self) -> tuple[Head, JournalSegment]:
-        """Return the head of the next snapshot, and the segment after it, for all records from now on."""
+        """Return the head of the next snapshot, and a new segment for all records from now on."""
         clock, snapshot = BootClock.now(), self._next_number
         self._next_number += 2
         head = Head(VERSION, snapshot + 1, 0, clock.boot, clock.mono, clock.wall, self._model)
@@ -304,7 +307,7 @@ class Journal:
             self._retry_at = self._now() + RETRY_S
             if was_suspended or not is_synced:
                 self._suspend(error)
-            else:  # the present segments still hold everything
+            else:  # the present segments still have every record
                 _log.warning("journal: not compacted, %s: %s", self.folder, error.strerror or error)
             if was_suspended and segment is not None:
                 segment.discard()
@@ -322,7 +325,7 @@ def _records(runs: Iterable[JournaledRun]) -> Iterable[Record]:
 
 
 def _sync_and_close(folder: Path, old: JournalSegment | None) -> None:
-    """Make the old segment durable, and the new one's name."""
+    """Make the old segment and the new segment's name durable, and close the old segment."""
     if old is not None:
         try:
             old.sync()

@@ -1,13 +1,13 @@
 """The journal on disk: a folder of numbered segments, and the records in them.
 
-Owns: file names, modes (the folder 0700, files 0600: they hold prompts and answers), the lock, whole writes, syncs; the
-records, their size cap and checksums, and reading a segment's bytes. Does not: decide when to write, sync or compact
-(journal does), or combine records into requests (journal_state does).
+Owns: file names, modes (folder 0700, files 0600: they contain prompts and answers), the lock, whole writes and syncs;
+the records, their size cap and checksums; reading a segment. Does not: decide when to write, sync or compact (journal
+does), or combine records into requests (journal_state does).
 A record is `u32 length | u32 crc32 | msgpack` of a tagged struct. Lengths and checksums are little-endian; the checksum
-covers the length too; packed ids are in this machine's order: a journal stays on the machine that wrote it.
-Invariants: a segment is only appended to; a snapshot gets its name when it is whole and on the disk, and only then are
-the segments deleted that it replaces; one process holds the lock; a file that is not a segment is neither read nor
-deleted; for any bytes, reading returns the longest prefix of whole, valid records and never raises.
+covers the length too. Packed ids have this machine's byte order: a journal stays on the machine that wrote it.
+Invariants: segments are append-only. A snapshot gets its final name once it is whole and on the disk; after that, the
+segments that it replaces are deleted. One process holds the lock. A file that is not a segment is neither read nor
+deleted. For any bytes, read_records returns the longest prefix of whole, valid records and does not raise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MARK_END = _MARK_AT + len(_MARK)
 _NAME = re.compile(r"journal-(\d{8})\.(seg|tmp)")
 _BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 _WRITE_BYTES = 1 << 20
-SAME_CLOCK_S = 1.0  # if the boot has no name, clocks that drifted by less are of the same boot
+SAME_CLOCK_S = 1.0  # if the boot has no name, clocks that differ by less than this belong to the same boot
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -53,9 +53,9 @@ class _Record(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=T
 
 
 class Head(_Record):
-    """A segment's first record. Segments below `supersedes` are replaced by this one and ignored.
+    """A segment's first record. The segment replaces all segments with numbers below `supersedes`.
 
-    `boot` names the machine's boot; `mono` and `wall` are one instant on both clocks; ids are those of `model`.
+    `boot` names the machine's boot; `mono` and `wall` are the same instant on the two clocks. Token ids are `model`'s.
     """
 
     version: int
@@ -68,10 +68,10 @@ class Head(_Record):
 
 
 class Began(_Record):
-    """A run: one HTTP request with a key, made of `num_requests` requests. `facts` are opaque data of the server.
+    """The begin of a run: one HTTP request with a key, made of `num_requests` requests.
 
-    `body_hash` shows whether a later request with the same key is the same; `at` is on the monotonic clock.
-    `num_restarts`: server processes in a row that resumed it and got no token for it.
+    `facts` are opaque data of the server. `body_hash` shows whether a later request with the same key has the same
+    body. `at` is on the monotonic clock. `num_restarts`: server processes in a row that got no token for the run.
     """
 
     run: Number
@@ -85,7 +85,7 @@ class Began(_Record):
 
 
 class Opened(_Record):
-    """A request of a run, whole, as it was submitted; `number` names it in later records."""
+    """A request of a run, as it was submitted; later records refer to the request by `number`."""
 
     run: Number
     index: Number
@@ -94,7 +94,7 @@ class Opened(_Record):
 
 
 class LoggedEvents(_Record):
-    """The part of one `Events` about journaled requests: its columns, with numbers for names, and its decisions."""
+    """The columns and decisions of one `Events` about journaled requests; `numbers` has the requests' numbers."""
 
     at: float
     numbers: bytes = b""
@@ -134,7 +134,7 @@ def _checksum(length: int, body: bytes | memoryview) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a segment: its whole records, and where and why reading stopped before the end, if it did.
+    """The whole records of a segment, and where and why reading stopped before the end, if it did.
 
     `is_torn`: only the last record is incomplete, as after a crash of the writer.
     """
@@ -172,7 +172,7 @@ def read_records(data: bytes) -> Contents:
 
 
 def _next_body(view: memoryview, start: int) -> tuple[memoryview | str, int]:
-    """Return the body at `start` and where it ends, or the fault and where the record would end."""
+    """Return the record body at `start` and its end, or a description of the fault and the record's announced end."""
     if start + _PREFIX.size > len(view):
         return "its head is incomplete", len(view)
     length, checksum = _PREFIX.unpack_from(view, start)
@@ -205,7 +205,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class BootClock:
-    """This boot's clocks: `boot` names it, `mono` and `wall` are one instant on both."""
+    """The clocks of this boot: `boot` is the boot's name; `mono` and `wall` are the same instant on the two clocks."""
 
     boot: str
     mono: float
@@ -259,7 +259,7 @@ class JournalSegment:
             raise
 
     def add(self, data: bytes) -> None:
-        """Append whole records. Raises OSError; the bytes written of them are then cut off, if possible."""
+        """Append whole records. On an error, cut off the bytes already written, if possible, and raise OSError."""
         view = memoryview(data)
         try:
             while view:
@@ -297,7 +297,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def write_snapshot(folder: Path, head: Head, records: Iterable[Record], disk: Disk) -> int:
-    """Write a segment that replaces all earlier ones, then delete those; return its size. Raises OSError."""
+    """Write a segment that replaces all earlier segments, then delete them; return its size. Raises OSError."""
     path = segment_path(folder, head.number)
     unfinished = path.with_suffix(".tmp")
     _delete(unfinished)
@@ -363,7 +363,7 @@ def _delete(path: Path) -> None:
 
 
 def _is_segment(path: Path) -> bool:
-    """Return True for a segment: whole, cut off, or with no byte but zeros on the disk. Raises OSError."""
+    """Return True for a segment that is whole, cut off, or empty or all zeros on the disk. Raises OSError."""
     if not stat.S_ISREG(path.lstat().st_mode):
         return False
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""Records of journals of format 1 that differ in format 2, read once at the start.
+"""Record types that changed between journal formats 1 and 2, for reading a journal of format 1 at the start.
 
-Owns: their structs, and their conversion to decisions. Does not: read files, or write such records.
+Owns: the structs of format 1, and their conversion to decisions. Does not: read files, or write format 1.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class LoggedEventsV1(msgspec.Struct, array_like=True, tag="Appended", forbid_unk
     starts: tuple[StartedRequest, ...] = ()
 
     def token_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Return the log-probabilities in core's form."""
+        """Return the log-probabilities as TokenLogprobs."""
         if self.logprobs is None:
             return None
         return [None if entry is None else TokenLogprobs(*entry) for entry in self.logprobs]
 
     def decisions(self, find: Callable[[int], Request | None]) -> Iterator[Event]:
-        """Yield its admissions and ends as the engine's decisions; `find` returns a request by its number."""
+        """Yield the record's admissions and ends as an engine's decisions; `find` returns a request by its number."""
         entries: tuple[StartedRequest | EndedChoice | EndedRequest, ...] = (*self.starts, *self.choice_ends, *self.ends)
         for entry in entries:
             request = find(entry.number)
@@ -88,7 +88,7 @@ class LoggedEventsV1(msgspec.Struct, array_like=True, tag="Appended", forbid_unk
 
 
 def _error(end: EndedChoice | EndedRequest) -> FinishError | None:
-    """Return an end's error; if its kind was not written, the text begins with it."""
+    """Return an end's error. If the record has no kind, find the kind at the begin of the message."""
     if end.message is None:
         return None
     kind = end.kind

@@ -1,11 +1,11 @@
 """JournalState: the runs of a journal, each with its requests as OpenRequests.
 
-Owns: which requests are journaled, their events as records, applying records, reading a journal's folder at the start.
+Owns: which requests are journaled; events as records; applying records; reading a journal's folder at the start.
 Does not: write files, or decide which runs are kept.
-While the journal is written, the ledger changes the OpenRequests and this module only reads them; a restart rebuilds
-them from the records, with the same methods that the ledger uses.
-Invariants: a choice's ids have no gap; a request whose records have a gap keeps the ids before it and stays open, so
-that it is resumed and never answered with a hole; applying a record twice changes nothing.
+While the journal is written, OpenRequests (the ledger) changes the requests and this module only reads them. A restart
+rebuilds the requests from the records, with the same methods that the ledger uses.
+Invariants: a choice's ids have no gap. A request whose records have a gap keeps the ids before the gap and stays open,
+so that it is resumed and its answer has no gap. Applying a record twice changes nothing.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from octavo.frontend.open_request import OpenRequest, Page
 from octavo.frontend.open_requests import without
 
 _RECORDED = ENDS | {EventKind.ADMITTED}
-_SNAPSHOT_TOKENS = 4096  # of one record: with 20 log-probabilities each it is far below the size cap
-_REQUEST_BYTES = 512  # roughly, without its ids
+_SNAPSHOT_TOKENS = 4096  # most tokens of one record: with 20 log-probabilities each it is far below the size cap
+_REQUEST_BYTES = 512  # roughly the bytes of a request without its ids
 _TOKEN_BYTES = 16
 _LOGPROB_BYTES = 24
 
 
 @dataclass(slots=True, eq=False)
 class JournaledRequest:
-    """One request of a run; its ids and ends are those of `state`, which it shares with the ledger.
+    """One request of a run. Its ids and ends are in `state`, the same object that the ledger has.
 
-    `number` names it in records. `logprobs` are those of all ids, by choice, if they were requested: a reader removes
-    the ledger's. `ended_at` is on the monotonic clock, None while the request is open in the journal.
+    Records refer to the request by `number`. `logprobs` has the log-probabilities of all ids by choice, if requested: a
+    copy, because a reader removes them from `state`. `ended_at` is on the monotonic clock, and None while the request
+    is open in the journal.
     """
 
     run: int
@@ -61,7 +62,7 @@ class JournaledRequest:
     state: OpenRequest
     logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     ended_at: float | None = None
-    has_gap: bool = False  # some of its records are missing: later ones are ignored
+    has_gap: bool = False  # some of the request's records are missing, so later ones are ignored
 
     @property
     def request(self) -> Request:
@@ -70,12 +71,12 @@ class JournaledRequest:
 
     @property
     def end(self) -> Event | None:
-        """The request's end, None while it is open in the journal."""
+        """The request's end, or None while the request is open in the journal."""
         return None if self.ended_at is None else self.state.end
 
     @property
     def num_tokens(self) -> int:
-        """Ids of all its choices."""
+        """The number of ids of all the request's choices."""
         return sum(len(page.ids) for page in self.state.pages.values())
 
     @property
@@ -86,7 +87,7 @@ class JournaledRequest:
         return _REQUEST_BYTES + 4 * self.request.num_prompt_tokens + per_token * self.num_tokens
 
     def append(self, choice: int, position: int, token_id: int, entry: TokenLogprobs | None, at: float) -> None:
-        """Append the next id of a choice from a record; ignore an id that is already held, or does not follow."""
+        """Append the next id of a choice from a record; ignore an id that is known already, or comes after a gap."""
         page = self.state.page(choice)
         if page is None or self.has_gap or self.ended_at is not None or position != len(page.ids):
             self.has_gap |= page is not None and position > len(page.ids)
@@ -99,13 +100,13 @@ class JournaledRequest:
             self.state.first_at = at
 
     def add_logprobs(self, choice: int, entry: TokenLogprobs | None) -> None:
-        """Keep the log-probabilities of a choice's newest id."""
+        """Store the log-probabilities of a choice's newest id."""
         self.logprobs.setdefault(choice, []).append(entry)
 
     def records(self) -> Iterator[Record]:
         """Yield the records that rebuild the request. Raises WireError for a request that is too large."""
         state, name = self.state, self.request.request_id
-        # The keys of its blocks can be computed from its ids, and take more space than these.
+        # Block keys are left out: they take more space than the ids, from which they can be computed.
         submit = Submit.of(0, replace(self.request, block_keys=None))
         yield Opened(self.run, self.index, self.number, submit)
         for choice, page in state.pages.items():
@@ -135,7 +136,7 @@ class JournaledRequest:
 
 @dataclass(slots=True, eq=False)
 class JournaledRun:
-    """One HTTP request with a key, and its requests. `num_before`: the tokens at the start of this server process."""
+    """One HTTP request with a key, and its requests. `num_before`: its tokens when this server process started."""
 
     began: Began
     requests: dict[int, JournaledRequest] = field(default_factory=dict)
@@ -143,17 +144,17 @@ class JournaledRun:
 
     @property
     def num_tokens(self) -> int:
-        """Ids of all its requests."""
+        """The number of ids of all the run's requests."""
         return sum(request.num_tokens for request in self.requests.values())
 
     @property
     def is_whole(self) -> bool:
-        """Return True if all of its requests were opened: only then it can be resumed."""
+        """True if all requests of the run were opened; a run that is not whole cannot be resumed."""
         return len(self.requests) == self.began.num_requests
 
     @property
     def is_ended(self) -> bool:
-        """Return True if none of its requests is open."""
+        """True if the run is whole and all its requests have ended."""
         return self.is_whole and all(request.ended_at is not None for request in self.requests.values())
 
     @property
@@ -175,7 +176,7 @@ class JournalState:
     def __init__(self) -> None:
         self.runs: dict[int, JournaledRun] = {}
         self.requests: dict[int, JournaledRequest] = {}
-        self.open: dict[str, JournaledRequest] = {}  # those without an end, by request id
+        self.open: dict[str, JournaledRequest] = {}  # requests without an end, by request id
         self.num_faults = 0
 
     @property
@@ -202,17 +203,17 @@ class JournalState:
             del self.open[request.request.request_id]
 
     def stop_open(self) -> None:
-        """Accept no more records of open requests, since some may be missing from here on."""
+        """Accept no more records of open requests, because some of their records may be missing from here on."""
         for request in self.open.values():
             request.has_gap = True
 
     def begin_process(self) -> None:
-        """Mark the beginning of a server process: later tokens are its own."""
+        """Record each run's tokens as a server process begins, to see whether the process adds tokens."""
         for run in self.runs.values():
             run.num_before = run.num_tokens
 
     def count_restart(self, most: int) -> list[int]:
-        """Count a restart for runs that got no token since the last one; return those that had more than `most`."""
+        """Count a restart for each open run without a token since the last; return the runs with more than `most`."""
         spent = []
         for number, run in self.runs.items():
             if not run.is_ended:
@@ -224,7 +225,7 @@ class JournalState:
     # --- events, while the journal is written
 
     def record_of(self, events: Events, at: float) -> LoggedEvents | None:
-        """Return the part of the events about journaled requests as a record, None if there is none."""
+        """Return the part of the events about journaled requests as a record, or None if no part is."""
         found = [self.open.get(name) for name in events.request_ids]
         if None in found:
             events = without(events, [index for index, request in enumerate(found) if request is None])
@@ -249,14 +250,14 @@ class JournalState:
         )
 
     def _take_decision(self, event: Event, at: float) -> bool:
-        """Set the end of a journaled request; return False for a decision that is not recorded."""
+        """Apply a decision about a journaled request; return False if the decision is not recorded."""
         request = self.open.get(event.request_id)
         if request is None or event.kind not in _RECORDED:
             return False
         if event.kind is EventKind.FINISHED:
             self.close(request)
             if event.error is not None and event.error.kind is ErrorKind.ENGINE_DEAD:
-                return False  # no engine is left: the request stays open on the disk, for the next server process
+                return False  # no engine is left, so the request stays open on disk for the next server process
             request.ended_at = at
         return True
 
@@ -334,7 +335,7 @@ class JournalState:
 
 @dataclass(slots=True)
 class Recovery:
-    """The contents of a folder: the state, warnings for the log, and the first free number."""
+    """The contents of a journal's folder: the state, warnings for the log, and the first free segment number."""
 
     state: JournalState = field(default_factory=JournalState)
     warnings: list[str] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """EngineClient for an engine loop in this process.
 
-Owns: passing calls from the engine's thread to the event loop's, with one wake-up for all calls of a step.
-Does not: protect from crashes: an engine that dies is not replaced.
+Owns: passing calls from the engine's thread to the event loop's thread, with one wake-up for all calls of a step.
+Does not: replace an engine that dies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EPOCH = 1  # an engine in this process has no successor
 
 
 class LocalClient:
-    """Client of an EngineLoop, to which it attaches; it starts the loop at the first request."""
+    """Client of an EngineLoop in this process; starts the loop at the first request."""
 
     def __init__(self, engine: EngineLoop) -> None:
         self.epoch = _EPOCH
@@ -66,7 +66,7 @@ class LocalClient:
     async def close(self) -> None:
         """Stop the engine; every open request is answered first. Idempotent."""
         self._engine.stop()
-        while not self._engine.join(0):  # polled: at the interpreter's end no thread can be started to wait
+        while not self._engine.join(0):  # polled, because no waiting thread can be started at the interpreter's end
             await asyncio.sleep(JOIN_POLL_S)
         self._drain()
         if self._loop is not None and not self._loop.is_closed():
@@ -90,7 +90,7 @@ class LocalClient:
         return answer
 
     def _hand_over(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Make this call in the event loop, from any thread, with one wake-up for all pending calls."""
+        """Queue a call for the event loop, from any thread; one wake-up serves all pending calls."""
         self._pending.append((action, arguments))
         if self._is_woken or self._loop is None:
             return
@@ -102,7 +102,7 @@ class LocalClient:
             self._engine.cancel([entry.request.request_id for entry in self.requests])
 
     def _drain(self) -> None:
-        # Reset first: a call appended from here on either is seen by the loop below or wakes us again.
+        # Reset first: a call queued from here on is either made by the loop below or causes another wake-up.
         self._is_woken = False
         while self._pending:
             action, arguments = self._pending.popleft()
@@ -110,10 +110,10 @@ class LocalClient:
 
 
 class LoopWakeup:
-    """Wake-up of an event loop, which calls `callback` in the loop's thread after one or more wakes from any thread.
+    """Wakes an event loop from any thread; the loop calls `callback` once after one or more wakes.
 
-    asyncio's own wake-up releases the interpreter's lock: the woken thread takes it and may keep it for a whole switch
-    interval, which is 5 ms of a step that takes 10, while the step thread waits for it.
+    asyncio's own wake-up releases the interpreter's lock. The woken thread may then keep the lock for a switch interval
+    of 5 ms, while the step thread waits; a whole step may take 10 ms.
     """
 
     def __init__(self, callback: Callable[[], None]) -> None:
