@@ -172,7 +172,7 @@ def _at(repository: str, revision: str | None) -> str:
 
 
 def choose_file(repository: str, names: Iterable[str], quantization: str | None) -> str:
-    """Return the file of that quantisation, or the first in ORDER; of a split model, the first part.
+    """Return the file with this quantisation, by default the first in ORDER; of a split model, its first part.
 
     Raises UnknownModelError, which lists the repository's files.
     """

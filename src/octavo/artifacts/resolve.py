@@ -91,7 +91,7 @@ def resolve_model(name: str | None = None, revision: str | None = None, is_offli
     """Return the model's files. A repository that is not cached is downloaded, or refused if `is_offline`.
 
     `name` is a short name, a .gguf file, a folder, `scripted:file`, or `owner/name` on the hub, with an optional
-    `:file.gguf` or quantisation such as `:Q8_0`; a leading `hf.co/` is ignored.
+    file (`:file.gguf`) or quantisation (`:Q8_0`); a leading `hf.co/` is ignored.
     Raises UnknownModelError with the remedy, or ModelFileError if the file or folder holds no model.
     """
     if name is None or name in BUNDLED:

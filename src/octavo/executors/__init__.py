@@ -9,7 +9,7 @@ SPIN_COUNT = 20_000
 
 
 def limit_spinning() -> None:
-    """Let OpenMP threads spin for some 100 us at a barrier, then sleep; call before torch is imported.
+    """Let OpenMP threads spin for some 100 us at a barrier, then sleep. Call this before torch is imported.
 
     libgomp spins for 300,000 rounds by default, which is several ms. As soon as another process needs a core, the
     spinning threads take CPU time from the thread that they wait for. Measured on workload A with two cores, in output

@@ -44,7 +44,7 @@ STAGING_BYTES = 64 << 20  # device memory that a copy between the tiers uses at 
 AT_ONCE_BYTES = 16 << 20  # some 15 ms; larger pools are populated by a thread
 STRIPE_BYTES = 2 << 20  # of each layer's keys and values per call; a call locks the process's memory map
 FREE_SHARE = 8
-TOUCH_S = 0.25  # time limit if the kernel cannot populate beside other writers
+TOUCH_S = 0.25  # time limit if the kernel cannot populate while others write
 QUIET_S = 0.1  # without a step, before populating continues
 MAX_PAUSE_S = 5.0  # total wait for steps; a standby resumes 32 requests in 1 s, or in 2 s while populating
 

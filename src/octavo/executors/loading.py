@@ -114,7 +114,7 @@ def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConf
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name; auto means CUDA if there is a CUDA device. Raises ConfigError."""
+    """Return the device with this name; "auto" means CUDA if there is a CUDA device. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -138,7 +138,7 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device, is_native: bo
 
 
 def dtype_named(name: str, setting: str) -> torch.dtype:
-    """Return the dtype of that name; `setting` is named in the error. Raises ConfigError."""
+    """Return the dtype with this name. Raises ConfigError, whose message names `setting`."""
     if name not in DTYPES:
         raise ConfigError(f"{setting} is {name!r}; give auto, {', '.join(DTYPES)}")
     return DTYPES[name]

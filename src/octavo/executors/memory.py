@@ -1,8 +1,8 @@
 """Compute the number of KV blocks of each cache group, on the device and on the host, and a model's memory plan.
 
-Owns: the arithmetic from a spec and free memory to numbers of blocks, and its errors. `plan_memory` makes the same
-choices as TorchExecutor.open from the files' headers, without loading weights. Does not: allocate, or count a step's
-own buffers, which on a CPU are small compared with the pool's margin.
+Owns: the arithmetic from a spec and free memory to numbers of blocks, and the errors of this arithmetic. `plan_memory`
+makes the same choices as TorchExecutor.open from the files' headers, without loading weights. Does not: allocate, or
+count a step's own buffers, which on a CPU are small compared with the pool's margin.
 Invariants: groups share one budget in bytes, divided so that sequences of typical length fill all groups at the same
 time. Each group has room for one sequence of full length if the budget has.
 A user's number of blocks or tokens refers to the leading group: the first, which is the full-attention group if any.
@@ -105,7 +105,7 @@ class PoolSizing:
         return needed if len(needed) == 1 else tuple(map(max, needed, self._blocks_of(self._max_model_len)))
 
     def _blocks_of(self, num_tokens: int) -> tuple[int, ...]:
-        """Return how many blocks of each group one sequence of that length holds at once."""
+        """Return how many blocks of each group a sequence of `num_tokens` holds at once."""
         size = self._spec.block_size
         chunk = self._spec.max_batch_tokens
         return tuple(group.peak_blocks(num_tokens, chunk, size) for group in self._groups)

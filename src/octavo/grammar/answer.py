@@ -1,4 +1,4 @@
-"""The grammar of a whole answer: reasoning, then tool calls, or content of a given structure, or either of the two.
+"""The grammar of a whole answer: reasoning, followed by tool calls, by content of a given structure, or by either.
 
 Owns: the grammar of calls in each format. Does not: parse calls (text/calls does), or bound the size of sources.
 Invariant: text/calls parses every allowed output as calls whose arguments obey their schemas.

@@ -56,7 +56,7 @@ class NativeLayer:
 
 @dataclass(frozen=True, slots=True)
 class NativeWeights:
-    """The weights of a model. A tied head is the same object as the embedding. `notes` are sentences for the user."""
+    """The weights of a model. A tied head and the embedding are one object. `notes` are sentences for the user."""
 
     layers: tuple[NativeLayer, ...]
     embedding: PackedWeight

@@ -73,7 +73,7 @@ def _plain(weight_FE: Tensor, bias_F: Tensor | None) -> Multiply:
 
 
 def _packed(weight_FE: Tensor, bias_F: Tensor | None) -> Multiply:
-    """Reorder the weight into oneDNN's blocked layout; the plain one may then be freed."""
+    """Reorder the weight into oneDNN's blocked layout; the caller may free the plain weight."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_FE.contiguous())
     run = torch.ops.mkldnn._linear_pointwise.default
 

@@ -32,7 +32,7 @@ _INT4_RECORD = 320  # bytes of one group of one int4 panel: scales, minima, code
 
 
 class WeightKind(IntEnum):
-    """The enum of the same name in csrc/linear.h."""
+    """The enum WeightKind of csrc/linear.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1

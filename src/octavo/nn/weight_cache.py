@@ -1,4 +1,4 @@
-"""Cache of packed weights in files, mapped by every process that runs the same model.
+"""Cache of packed weights in files. Every process that runs a model maps the model's file.
 
 Owns: the file format, when a file is valid, and atomic writes of files.
 Does not: pack, or know what the sections mean. artifacts/cache_folder.py owns the folder and its bound.
@@ -70,7 +70,7 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """A mapped file: its sections, read-only, and the writer's description of them."""
+    """A mapped file: its read-only sections, and `about`, the writer's description of the weights."""
 
     sections: Sections
     about: Any

@@ -163,7 +163,7 @@ def _open(path: Path) -> Any:
 def _weight_files(files: ModelFiles) -> tuple[Path, ...]:
     """Return the shards that the index names; without an index, the single file; without that, all weight files.
 
-    Some folders hold the same weights twice, the second time with the names of another layout.
+    Some folders have the same weights twice, in a second copy under the names of another layout.
     """
     index = files.root / INDEX_FILE
     if index.is_file():

@@ -78,7 +78,7 @@ class AttentionPlan:
         if not shared and self._window is None and batch.num_decodes == batch.num_rows:
             grain = PART if batch.num_rows > FEW else PART // 8  # a few decodes are divided by positions
             decodes = num_threads, ((batch.contexts + (grain - 1)) // grain).tobytes()
-            if decodes == self._decodes:  # the same numbers of parts as last time give the same items
+            if decodes == self._decodes:  # equal numbers of parts as in the previous step give equal items
                 rows, _, *others = self._columns
                 self._describe(batch, self._num_items, self._num_joins, (rows, batch.contexts, *others))
                 return

@@ -1,4 +1,4 @@
-"""Root-mean-square norm, with the residual addition in front of it.
+"""Root-mean-square norm, preceded by the residual addition.
 
 Owns: the torch twin and the choice between it and the C++ kernel.
 Does not: hold weights (nn/layers.py does), or compute gradients.

@@ -280,7 +280,7 @@ def _draw_from(
 def _is_typical(probs_RK: Tensor, mass_R1: Tensor) -> Tensor:
     """Return which candidates are typical: those with information nearest to the entropy that together reach the mass.
 
-    Candidates as near as the last of these are included. Weights need not sum to 1. A weight of 0 is no candidate.
+    Candidates as near as the last of these are included. Weights need not sum to 1; an id of weight 0 is no candidate.
     Source: Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2022.
     """
     # cumulative sums, because a plain sum over a long row may be split among threads and then depends on the batch

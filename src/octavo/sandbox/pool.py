@@ -1,4 +1,4 @@
-"""Sandbox: run jobs in child processes, each within its time limit, whatever its input.
+"""Sandbox: run jobs in child processes. No input makes a job exceed its time limit.
 
 Owns: the children, the queue of jobs and its order, each job's time limit, retries, and counters.
 Does not: know what the jobs do.

@@ -67,7 +67,7 @@ class ReasoningReader:
             self._state = _CONTENT
 
     def _opened(self) -> None:
-        """Drop an opening tag that repeats the one in the prompt; models write it again."""
+        """Drop an opening tag that repeats the tag in the prompt, as some models write it."""
         self._held = self._held.lstrip()
         if self._held == self._open or not self._open.startswith(self._held):
             self._held = self._held.removeprefix(self._open)

@@ -65,7 +65,7 @@ class TokenBytes(dict[int, bytes]):
             try:
                 return bytes((int(token[3:5], 16),))
             except ValueError:
-                pass  # a token that only looks like one, such as <0xZZ>, is text
+                pass  # a token such as <0xZZ>, which only looks like a byte, is text
         if self._space_mark:
             token = token.replace(_SPACE_MARK, " ")
         return b" " + _utf8(token) if self._joined else _utf8(token)
