@@ -1,7 +1,7 @@
 """The library's synchronous interface: batches of prompts, answered in input order.
 
 Owns: a thread with an event loop, batches with a progress bar, iterators over streams.
-Does not: know more of the engine than AsyncEngine does.
+Does not: call the engine except through AsyncEngine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _P = TypeVar("_P")
 _Answer = TypeVar("_Answer", bound=RequestOutput | EmbeddingOutput)
 Params = AnyParams | Sequence[AnyParams]
 _TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools")
-# Other arguments of vLLM's methods, with what to do instead. None counts as left out.
+# Other arguments of vLLM's methods -> what to do instead. An argument that is None is ignored.
 _ELSEWHERE = {
     "lora_request": "adapters are not supported",
     "priority": "give it to AsyncLLM.generate, or serve with --policy priority",
@@ -60,13 +60,13 @@ class OfflineEngine:
         on_delta: Callable[[int, TextDelta], None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Continue each prompt: text, ids, or {"prompt": ...} / {"prompt_token_ids": ...}; one or a list of them.
+        """Continue one prompt or a list of prompts; return one answer per prompt, in input order.
 
-        Returns one answer per prompt, in input order. `sampling_params` is a SamplingParams, or a dict of its fields
-        over the model's own defaults; one for all prompts or a list with one for each. `params` is another name for
-        it. `use_tqdm` (or `progress`) shows a progress bar, on a terminal only. `on_delta(index, delta)` runs in
-        another thread; if it raises, that answer ends with an error. A refused prompt raises RequestError, and the
-        others are cancelled; a request that fails later is an answer with finish_reason "error".
+        A prompt is text, ids, {"prompt": ...} or {"prompt_token_ids": ...}. `sampling_params` (or `params`) is a
+        SamplingParams, or a dict whose fields override the model's own defaults; give one for all prompts, or a list
+        with one for each. `use_tqdm` (or `progress`) shows a progress bar, on a terminal only. `on_delta(index, delta)`
+        runs in another thread; if it raises, that answer ends with an error. If a prompt is refused, the other prompts
+        are cancelled and RequestError is raised. A request that fails later has finish_reason "error".
         """
         given, shown = _named("generate", sampling_params, use_tqdm, others)
         return self._run_all(_as_list(prompts), given, shown, on_delta)
@@ -82,9 +82,9 @@ class OfflineEngine:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the model's chat template, in input order.
 
-        A conversation is a list of messages, or a text: one message of a user. `template` (or `chat_template_kwargs`)
+        A conversation is a list of messages, or a text (one user message). `template` (or `chat_template_kwargs`)
         holds keyword arguments of the chat template. `tools`, `add_generation_prompt` and `continue_final_message` can
-        also be given by name. Everything else is as in generate.
+        also be given by name. All other arguments are those of generate.
         """
         arguments = {**(template or {}), **(others.pop("chat_template_kwargs", None) or {})}
         arguments |= {name: others.pop(name) for name in _TEMPLATE_OPTIONS if name in others}
@@ -99,9 +99,9 @@ class OfflineEngine:
     def embed(
         self, prompts: AnyPrompt | Sequence[AnyPrompt], use_tqdm: bool = True, **others: Any
     ) -> list[EmbeddingOutput]:
-        """Return each prompt's vector (docs/apis.md), in input order; prompts are those of generate.
+        """Return each prompt's vector (docs/apis.md), in input order. Prompts have the forms that generate accepts.
 
-        The first prompt that is refused or fails raises its error, and the others are cancelled.
+        The first prompt that is refused or fails raises its error and cancels the others.
         """
         _, shown = _named("embed", None, use_tqdm, others)
         listed = _as_list(prompts)
@@ -139,7 +139,7 @@ class OfflineEngine:
         return self._wait(self._engine.export_statistics())
 
     def reset_statistics(self) -> None:
-        """Drop the figures of steps and requests; totals since the start are kept. Raises EngineError as above."""
+        """Drop the figures of steps and requests, and keep the totals. Raises EngineError if not collected."""
         self._wait(self._engine.reset_statistics())
 
     def save_statistics(self, path: str | PathLike[str]) -> None:
@@ -175,7 +175,7 @@ class OfflineEngine:
             return self._wait(_all(answer, range(len(prompts)), advance))
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine in the event loop's thread, and wait; an interrupt cancels it."""
+        """Run a coroutine in the event loop's thread and return its result; an interrupt cancels the coroutine."""
         if not self._close.alive:
             work.close()
             raise RuntimeError("this engine is closed")
@@ -202,7 +202,8 @@ class OfflineEngine:
 
 
 async def _all(answer: Callable[[_P], Awaitable[_Answer]], prompts: Sequence[_P], advance: Advance) -> list[_Answer]:
-    """Return the answers to all prompts, computed at once, in order. The first error cancels the others."""
+    """Return the answers to all prompts, in order; the prompts run at the same time. The first error cancels the rest.
+    """
 
     async def one(index: int) -> _Answer:
         try:
@@ -225,9 +226,9 @@ async def _all(answer: Callable[[_P], Awaitable[_Answer]], prompts: Sequence[_P]
 
 
 def _named(method: str, params: Params, use_tqdm: object, others: dict[str, Any]) -> tuple[Params, bool]:
-    """Return the sampling parameters and whether a bar is shown, given by any of their names.
+    """Return the sampling parameters, and True if a progress bar is shown; each may be given under two names.
 
-    Raises InvalidRequestError for any other argument, with what to give instead.
+    Raises InvalidRequestError for any other argument; the error names what to give instead.
     """
     if (alias := others.pop("params", None)) is not None:
         if params is not None:
@@ -243,7 +244,7 @@ def _named(method: str, params: Params, use_tqdm: object, others: dict[str, Any]
 
 
 def _spread(params: object, count: int) -> list[object]:
-    """Return one entry per prompt; a list gives one to each, anything else is for all."""
+    """Return one entry per prompt: a list has one for each prompt, any other value is used for all."""
     if not isinstance(params, (list, tuple)):
         return [params] * count
     if len(params) != count:
@@ -272,14 +273,14 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     if loop.is_closed() or not thread.is_alive() or thread is threading.current_thread():
-        return  # finalized in its own thread, which cannot wait for itself and ends with the process
+        return  # finalized in the loop's own thread, which cannot wait for itself and ends with the process
     asyncio.run_coroutine_threadsafe(_close_all(engine), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
 
 
 async def _close_all(engine: AsyncEngine) -> None:
-    """Close the engine, and let open readers read the end."""
+    """Close the engine, and give open readers a second to read the end of their streams."""
     await engine.close()
     rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if rest:

@@ -1,8 +1,8 @@
-"""One request of the front end: as submitted, a page of ids per choice, its end, and the request that resumes it.
+"""OpenRequest: one request of the front end, with the ids received for each choice and the ends.
 
-Owns: the pages, the reader's position in them, the prompt scores received, the request for a later engine.
-Does not: check epochs (see open_requests).
-Invariants: a choice has one end and accepts nothing after it; a prompt score is kept once; the figures of the first
+Owns: the pages (one per choice), the reader's position in each page, the prompt scores received, and the Request that
+resumes this one on a later engine. Does not: check epochs (see open_requests).
+Invariants: a choice has one end and accepts no id after it. A prompt score is stored once. The figures of the first
 admission (queue time, cached tokens) do not change under later engines.
 """
 
@@ -18,17 +18,17 @@ from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.outbox import finished
 
-MAX_PREEMPTIONS = 32  # of one request that are kept, with their times
+MAX_PREEMPTIONS = 32  # most preemptions of one request whose times are stored
 
 
 def num_choices(params: SamplingParams) -> int:
-    """Return the number of choices that the engine outputs: of a beam search `n`, else all that are generated."""
+    """Return the number of choices that the engine outputs: `n` for a beam search, else all generated choices."""
     return params.n if params.beam_width else params.num_sequences
 
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One choice: its ids, how many were read, and its end. `logprobs` are those of the unread ids."""
+    """One choice: its ids, how many of them were read, and its end. `logprobs` belong to the unread ids only."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     num_read: int = 0
@@ -43,15 +43,15 @@ class Page:
 
 
 class OpenRequest:
-    """One request: as submitted (with a seed), a page per choice, made at the choice's first event, and its end.
+    """One request: as it was submitted (with a seed), its pages and its end. Each page is created when it is needed.
 
-    `has_several`: the engine runs several sequences for it, so it starts over in a later epoch.
-    `epoch` is that of its arrival, 0 if an earlier front end accepted it. `has_progress`: it got a token in this epoch,
-    even one that was already held; `num_crashes` are the engines that died with it in their batch since its last
-    token. `requested_ends` are cancellations, by choice (None = the whole request), which an engine that died may not
-    have received. `queue_s` and `cached_tokens` are those of its first admission, None and 0 before it. `max_tokens` is
-    the engine's decision, 0 before it accepted the request. `answer` is the future of its submit, `waiter` that of
-    its reader, for any output or (`final_only`) for the end.
+    `has_several`: the engine runs several sequences for the request, so the request starts over in a later epoch.
+    `epoch` is the epoch of its arrival; 0 if an earlier front end accepted the request. `has_progress`: the request got
+    a token in this epoch, even one that was already known. `num_crashes` counts the engines that died with the request
+    in their batch since its last token. `requested_ends` maps a choice (None = the whole request) to the reason of its
+    cancellation, which an engine that died may not have received. `queue_s` and `cached_tokens` describe the first
+    admission; before it they are None and 0. `max_tokens` is the engine's decision; before it, 0. `answer` is the
+    future of the submit call. `waiter` is the reader's future: for any output or, with `final_only`, for the end.
     """
 
     __slots__ = (
@@ -123,10 +123,10 @@ class OpenRequest:
         self._out_since = None
 
     def end_choice(self, end: Event) -> bool:
-        """End one choice; return False if it has ended, or is unknown.
+        """End one choice; return False if the choice has ended before, or is unknown.
 
-        The engine ends the last choice with its request. An engine that starts the request over does not know which
-        choices have ended, and may end the last one first: its reader gets that end together with the request's.
+        Usually the last choice ends with the request. An engine that starts a request over does not know which choices
+        have ended, and may end the last open choice before the request; the reader gets both ends together.
         """
         page = self.page(end.choice)
         if page is None or page.end is not None:
@@ -141,7 +141,7 @@ class OpenRequest:
         return page is not None and page.end is None and self._num_ended + 1 >= self._num_choices
 
     def finish(self, end: Event) -> None:
-        """End the request, and with it every choice that has not ended."""
+        """End the request and every choice that is still open."""
         self.end = end
         if self._out_since is not None:
             self._note_return(end.time)
@@ -152,7 +152,7 @@ class OpenRequest:
     def add_scores(self, first: int, entries: tuple[TokenLogprobs, ...]) -> bool:
         """Add log-probabilities of prompt positions from `first` on, in order; return False if none was new.
 
-        Those received in an earlier epoch are left out, and so are chunks after a gap.
+        Scores that were received before are left out, and so are scores after a gap.
         """
         known = self.next_score - first
         if known < 0 or known >= len(entries):
@@ -169,9 +169,9 @@ class OpenRequest:
         self.preempted, self._out_since = (), None
 
     def resumed(self) -> Request:
-        """Return the request for the next engine, with the ids emitted so far, and without work that is done.
+        """Return the request for the next engine, with the ids received so far and without scores already received.
 
-        A request of several sequences starts over: the engine generates the ids held here again.
+        A request with several sequences starts over: the engine generates the known ids again.
         """
         request = self.request
         if self.queue_s is None and not self.pages[0].ids and self.next_score == request.score_from:
@@ -191,7 +191,7 @@ class OpenRequest:
         )
 
     def implied_end(self) -> Event | None:
-        """Return the end implied by the ids held here, None if there is none: an engine would refuse to resume it."""
+        """Return the end that the received ids imply, or None. An engine would refuse to resume a request with one."""
         request, params, ids = self.request, self.request.params, self.pages[0].ids
         if self.has_several or not ids:
             return None
@@ -204,10 +204,10 @@ class OpenRequest:
         return None
 
     def take(self, max_ids: int = sys.maxsize) -> list[TokenOutput]:
-        """Return the unread outputs, one per choice, of at most `max_ids` new ids. The request's last one is final."""
+        """Return the unread outputs, one per choice, each with at most `max_ids` ids. The request's last is final."""
         end, pages = self.end, self.pages
         if end is None and self._num_ended == self._num_choices:
-            return []  # the last choice ends with its request, so that one output is left to be final
+            return []  # wait for the request's end, so that one output remains to be the final one
         outputs, is_all_read = list[TokenOutput](), True
         for choice in sorted(pages):
             if pages[choice].has_news:
@@ -230,7 +230,7 @@ class OpenRequest:
         return outputs
 
     def wait(self, final_only: bool) -> Future[None]:
-        """Return a future that is done when there are outputs to take, or with `final_only` at the end."""
+        """Return a future that is done when there are outputs to take; with `final_only`, when the request ends."""
         assert self.waiter is None or self.waiter.done(), "a request has one reader"
         self.final_only = final_only
         self.waiter = get_running_loop().create_future()

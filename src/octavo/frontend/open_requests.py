@@ -1,13 +1,12 @@
 """The open requests of a front end, which outlive its engines.
 
-Owns: each request, every id received for it, its reader, and whether an engine has it. This is the ledger: an output
-is accepted if its epoch is current and its position is next; a later engine resumes the open requests. A request in the
-batch of an engine that died is resumed; after ALONE_AFTER deaths without a token it runs alone, after MAX_CRASHES it
-is failed.
-Does not: start, watch or end engines (engine_supervisor does); one request's record is in open_request.
-Invariants: append first, then call the observer, then wake the reader; a choice's ids have no gap and no duplicate; a
-slow reader gets one larger output, never a queue; a submit is answered once; a request that was cancelled, or whose
-time is over, is sent to no other engine; while a suspect runs alone no other request is sent.
+Owns: each request, the ids received for it, its reader, and whether an engine has it. This is the ledger: an output is
+accepted if its epoch is current and its position is next; a later engine resumes the open requests. A request that was
+in a dead engine's batch ALONE_AFTER times without a token is resumed alone; after MAX_CRASHES times it is failed.
+Does not: start, watch or end engines (engine_supervisor does), or define one request's record (open_request does).
+Invariants: ids are appended first, then the observer is called, then the reader is woken. A choice's ids have no gap
+and no duplicate. A slow reader gets larger outputs, never a queue of them. A submit is answered once. A request that
+was cancelled or has expired is sent to no other engine. While a suspect runs alone, no other request is sent.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from octavo.frontend.open_request import OpenRequest
 
 _LOG = logging.getLogger(__name__)
 ALONE_AFTER = 2  # engines that died with a request in their batch, without a token for it, before it runs alone
-MAX_CRASHES = 3  # the same, before it is failed
+MAX_CRASHES = 3  # engines that died with a request in their batch, without a token for it, before it is failed
 MAX_UNREAD = 1024  # ended requests that were not read to the end; beyond this the oldest is dropped
 
 
@@ -52,7 +51,7 @@ class EngineLink(Protocol):
     def send(self, request: Request) -> asyncio.Future[Accepted]:
         """Send a request; return a future of the engine's answer, or of the error that ended the engine.
 
-        Raises InvalidRequestError if it is too large to be sent, EngineDeadError.
+        Raises InvalidRequestError if the request is too large to be sent, or EngineDeadError.
         """
         ...
 
@@ -71,7 +70,7 @@ class LedgerObserver(Protocol):
         ...
 
     def appended(self, events: Events) -> None:
-        """Handle accepted events: an engine's, without rejected parts, and ends made by the front end."""
+        """Handle accepted events: those of an engine without the rejected parts, and ends made by the front end."""
         ...
 
     def forgotten(self, request_id: str) -> None:
@@ -92,10 +91,10 @@ class Rejections:
 
 
 class OpenRequests:
-    """All open requests of one front end, oldest first, and the ended ones not yet read. For one event loop.
+    """All open requests of one front end, oldest first, and the ended requests not yet read. For one event loop.
 
-    `engine` is the current one, None while there is none. `resumes`: an engine that dies is replaced, and requests that
-    it did not answer wait for the next one.
+    `engine` is the current engine, or None. `resumes`: an engine that dies is replaced, and requests that it did not
+    answer wait for the next engine.
     """
 
     def __init__(
@@ -141,19 +140,19 @@ class OpenRequests:
 
     @property
     def is_holding(self) -> bool:
-        """True while requests are held until one that runs alone has a token or its end."""
+        """True while other requests are held back because a suspect runs alone."""
         return self._suspect is not None
 
     def has_engine(self, request_id: str) -> bool:
-        """Return True if this request was sent to the current engine, which then has to end it."""
+        """Return True if this request was sent to the current engine, which therefore has to end it."""
         return self.engine is not None and request_id not in self._held
 
     # --- requests are submitted, read and dropped
 
     async def submit(self, request: Request) -> Accepted:
-        """Record a request, send it, and wait for the engine's answer, or that of a later engine.
+        """Record a request, send it, and wait for the answer of this engine or a later one.
 
-        Raises RequestError; EngineDeadError if there will be no engine. If this task is cancelled, so is the request.
+        Raises RequestError, or EngineDeadError if no engine will follow. Cancelling this task cancels the request.
         """
         state, name = self.add(request), request.request_id
         state.answer = asyncio.get_running_loop().create_future()
@@ -209,7 +208,7 @@ class OpenRequests:
             self.forget(state.request.request_id)
 
     def abandon(self, state: OpenRequest) -> None:
-        """Drop a request that has lost its reader, now or once it ends. A second reader has its own reference to it."""
+        """Drop a request that has lost its reader, once it has ended. Another reader keeps its own reference."""
         state.is_abandoned = True
         if state.end is not None:
             self.forget_ended(state)
@@ -269,7 +268,7 @@ class OpenRequests:
         return count
 
     def expire(self, now: float) -> None:
-        """End requests whose time is over and which no engine has."""
+        """End the requests that no engine has and whose deadline or queue timeout has passed."""
         for state in self:
             request, name = state.request, state.request.request_id
             if self.has_engine(name):
@@ -309,7 +308,7 @@ class OpenRequests:
         self._release(end.request_id)
 
     def end_all(self, reason: FinishReason, refusal: OctavoError) -> None:
-        """End every open request, and refuse submits that were not answered: there will be no engine."""
+        """End every open request, and refuse unanswered submits, because no engine will follow."""
         self.engine = None
         for state in self:
             settle(state.answer, refusal)
@@ -332,8 +331,10 @@ class OpenRequests:
         return len(self._open)
 
     def lose_engine(self, batch: Iterable[str]) -> None:
-        """Handle the death of the engine with these requests in its batch: count a crash for each without progress,
-        fail those with MAX_CRASHES, and end those that were cancelled meanwhile."""
+        """Handle the death of the engine with these requests in its batch.
+
+        Count a crash for each of them without progress, fail requests with MAX_CRASHES, and end cancelled requests.
+        """
         self.engine = self._suspect = None
         self._held.clear()
         names = frozenset(batch)
@@ -361,7 +362,7 @@ class OpenRequests:
             self._send(self.engine, state)
 
     def _send_held(self) -> None:
-        """Send the held requests; a suspect runs alone, so stop after it until it has a token or its end."""
+        """Send the held requests. A suspect runs alone: stop after sending one until it has a token or its end."""
         while self.engine is not None:
             suspect = self._suspect
             if (
@@ -407,14 +408,14 @@ class OpenRequests:
     def _refused(self, state: OpenRequest, error: BaseException) -> None:
         """Handle a refusal by the engine: a waiting submit raises the error, a resumed request ends with it."""
         if self._resumes and isinstance(error, EngineDeadError):
-            return  # the supervisor notices its death, and the request is sent to the next one
+            return  # the supervisor notices the engine's death, and the next engine gets the request
         if state.answer is not None and not state.answer.done():
             state.answer.set_exception(error)
         elif self.get_open(state.request.request_id) is state:
             self.end(state.request.request_id, FinishReason.ERROR, FinishError(kind_of(error), str(error)))
 
     def _release(self, name: str) -> None:
-        """Remove an ended or dropped request from the held ones, and send those that waited for it."""
+        """Remove an ended or dropped request from the held requests, and send the requests that waited for it."""
         self._held.pop(name, None)
         if self._suspect is not None:
             self._send_held()
@@ -488,7 +489,8 @@ class OpenRequests:
 
 
 class OutputReader(AsyncIterator[TokenOutput]):
-    """The outputs of one request, with at most `max_ids` new ids each. Deleting it abandons the request."""
+    """Reads the outputs of one request, with at most `max_ids` new ids each. Deleting the reader abandons the request.
+    """
 
     def __init__(self, requests: OpenRequests, state: OpenRequest, final_only: bool, max_ids: int) -> None:
         self._requests = requests

@@ -1,8 +1,8 @@
 """Outputs of requests: text deltas, and the whole answers made of them.
 
-Owns: TextDelta and Usage, RequestOutput, CompletionOutput and EmbeddingOutput, joining deltas, and which choices
-best_of keeps. Does not: make text, run anything, or wait.
-Invariant: of best_of choices the n with the highest mean log-probability are kept, ties to the lower index.
+Owns: the types TextDelta, Usage, RequestOutput, CompletionOutput and EmbeddingOutput; joining deltas; ranking the
+choices of best_of. Does not: make text, run anything, or wait.
+Invariant: of best_of choices, the n with the highest mean log-probability are kept; of equal ones, the lower index.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from octavo.core.request import FinishError, FinishReason, SamplingParams
 from octavo.errors import EngineError
 
 _ID_BYTES = 4
-_ENTRY_BYTES = 240  # of one token's log-probabilities
-_TOP_BYTES = 72  # of each alternative's
+_ENTRY_BYTES = 240  # memory of one token's TokenLogprobs
+_TOP_BYTES = 72  # memory of each alternative in it
 MAX_SLICE = 256  # tokens given to a reader at once, to bound the size of a message
-Scores = tuple[int, tuple[TokenLogprobs, ...]]  # of the prompt: first position, entries
+Scores = tuple[int, tuple[TokenLogprobs, ...]]  # the prompt's log-probabilities: first position, entries
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The usage of a request: tokens (of all generated choices), and seconds from its submission.
+    """The usage of a request: tokens (of all generated choices), and seconds since its submission.
 
-    `preempted`: the times during which it was preempted, from and to.
+    `preempted` has the begin and the end of each preemption.
     """
 
     prompt_tokens: int
@@ -43,11 +43,11 @@ class Usage:
 class TextDelta:
     """New text and ids of one choice. Only its last delta has `finish_reason`, `stop_reason` and `error`.
 
-    Text is delayed while a character or a possible stop string is incomplete. `logprobs` is None or
-    aligned with token_ids. `error` describes the failure, for reasons other than STOP and LENGTH. `usage` is set on
-    the last delta of the whole request. `cumulative_logprob`, in a choice's last delta, is the sum over all its ids
-    if each one's log-probability is known. `prompt_logprobs` are some of the prompt's (first position, entries),
-    before any of the answer; `pooled`, in the last delta if requested, is the state after the prompt (float32).
+    Text is delayed while a character or a possible stop string is incomplete. `logprobs` is None or aligned with
+    token_ids. `error` describes the failure if the reason is not STOP or LENGTH. `usage` is set on the last delta of
+    the whole request. `cumulative_logprob`, in a choice's last delta, is the sum over all its ids, or None if some are
+    not known. A delta with `prompt_logprobs` has a part of the prompt's log-probabilities (first position, entries) and
+    precedes the answer. `pooled`, in the last delta if requested, is the state after the prompt (float32).
     """
 
     choice: int
@@ -64,7 +64,7 @@ class TextDelta:
 
     @property
     def message(self) -> str | None:
-        """The text of the error, None without one."""
+        """The text of the error, or None."""
         return None if self.error is None else self.error.message
 
 
@@ -120,9 +120,9 @@ def token_bytes(num_logprobs: int | None) -> int:
 class CompletionOutput:
     """One choice of an answer. `finish_reason` is "stop", "length", "cancelled", "timeout" or "error".
 
-    `stop_reason` is the stop string or stop id that ended it (None for end of sequence); `message` describes
-    the failure. `logprobs` is aligned with token_ids, or None if not requested.
-    `cumulative_logprob` is the sum of the tokens' log-probabilities, None if they are not known.
+    `stop_reason` is the stop string or stop id that ended the choice (None for end of sequence). `message` describes
+    a failure. `logprobs` is aligned with token_ids, or None if not requested. `cumulative_logprob` is the sum of the
+    tokens' log-probabilities, or None if they are not known.
     """
 
     index: int
@@ -137,9 +137,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt, its choices in order of their index. `prompt` is None for a prompt given as ids.
+    """The answer to one prompt; `outputs` has its choices by index. `prompt` is None for a prompt given as ids.
 
-    `prompt_logprobs` has one entry per prompt token, None for the first, or is None if not requested.
+    `prompt_logprobs` has one entry per prompt token (None for the first token), or is None if not requested.
     """
 
     request_id: str
@@ -151,7 +151,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Return True if every choice has ended, for any reason (`finish_reason`)."""
+        """True if every choice has ended, for any `finish_reason`."""
         return bool(self.outputs) and all(output.finish_reason is not None for output in self.outputs)
 
     @property
@@ -172,7 +172,7 @@ class EmbeddingOutput:
 
 
 class OutputBuilder:
-    """Builder of one prompt's answer from its deltas: as they are made, or joined by choice at the end."""
+    """Builds one prompt's answer from its deltas, either one by one or joined by choice at the end."""
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams):
         self._request_id = request_id

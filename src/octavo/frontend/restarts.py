@@ -1,9 +1,9 @@
 """Decide whether and when to restart a process that ended.
 
-Owns: the count of useless processes, and the wait before the next one. Does not: start, wait, read a clock or draw:
-`now` (seconds, monotonic) and `draw` (0 to 1) are arguments.
-Invariant: a process that was useful costs nothing; of the others at most `max_useless` end within any `within_s`
-seconds before the budget is spent.
+Owns: the count of useless processes, and the wait before the next start. Does not: start processes, wait, read a clock
+or draw random numbers: `now` (seconds, monotonic) and `draw` (0 to 1) are arguments.
+Invariant: a process that was useful costs nothing. The budget is spent once more than `max_useless` useless processes
+have ended within `within_s` seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 
 
 class RestartBudget:
-    """Counter of useless processes. The wait is `first_s` after the first, and doubles up to `longest_s`."""
+    """Counts useless processes. The wait is at most `first_s` after the first, and doubles up to `longest_s`."""
 
     def __init__(
         self, max_useless: int = 5, within_s: float = 60.0, *, first_s: float = 0.2, longest_s: float = 10.0
@@ -27,7 +27,7 @@ class RestartBudget:
     def ended(self, now: float, draw: float, *, was_useful: bool) -> float | None:
         """Record the end of a process; return the seconds to wait before the next, None if the budget is spent.
 
-        The wait is drawn from the upper half of its range, so that processes that failed together do not restart
+        The wait is drawn from the upper half of its range, so that processes that ended together do not restart
         together.
         """
         if was_useful:

@@ -1,9 +1,9 @@
 """Sessions: text in and out over an EngineClient.
 
-Owns: checks that need the model's vocabulary or the engine's size, seeds, deadlines, the keys of prompt blocks, text
-deltas, stopping choices at stop strings, selecting the best of best_of.
+Owns: checks that need the model's vocabulary or the engine's size; seeds, deadlines and block keys of requests; text
+deltas; ending choices at stop strings; selecting the best choices of best_of.
 Does not: know HTTP, batch, or retry.
-Invariants: each choice's last delta, and only that, has a finish_reason, the request's last one the usage; every
+Invariants: only a choice's last delta has a finish_reason, and only the request's last delta has the usage. Every
 request sent has a seed.
 """
 
@@ -44,9 +44,11 @@ OFF_LOOP_TOKENS = 16_384  # beyond this, hashing a prompt's blocks takes over a 
 
 
 class RequestOptions(TypedDict, total=False):
-    """Serving options of a request. `timeout_s` counts from now, as does `queue_timeout_s`, which bounds the queueing;
-    objectives are seconds to the first token and for each token after it, for the deadline policy; the fair policy
-    shares the engine among values of `tenant`; `wants` is computed instead of text.
+    """Serving options of a request.
+
+    `timeout_s` and `queue_timeout_s` (until the first admission) count from the submission. The objectives, for the
+    deadline policy, are seconds to the first token and seconds for each later token. The fair policy shares the engine
+    among values of `tenant`. `wants` is what the engine computes; by default it follows from the parameters.
     """
 
     priority: int
@@ -60,7 +62,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 def check_stream(params: SamplingParams) -> None:
-    """Raise InvalidRequestError if the best choices, and so the stream, are only known at the end."""
+    """Raise InvalidRequestError if the best choices are known only at the end and so cannot be streamed."""
     if not params.beam_width and params.num_sequences > params.n:
         raise InvalidRequestError(
             f"best_of is {params.best_of} and n is {params.n}: which choices are the best is known at the end only, so "
@@ -76,7 +78,7 @@ def _wants(params: SamplingParams) -> Want:
 
 
 class Transcript:
-    """The growing text of one choice. `stop_string` is set once one matched; later ids are ignored."""
+    """The growing text of one choice. `stop_string` is set once a stop string matched; later ids are ignored."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
         eos = () if params.ignore_eos else tuple(eos_token_ids)
@@ -171,13 +173,13 @@ class Session:
         self.params = params
         self.accepted = accepted
         self.prompt_logprobs: Scores | None = None
-        self.is_cancelled = False  # it was ended by a cancellation
+        self.is_cancelled = False  # a cancellation ended the request
         self._client = client
         self._request = request
         self._choices = [Transcript(tokenizer, params, request.eos_token_ids) for _ in range(num_choices(params))]
         self._outputs = client.outputs(request.request_id, max_ids=min(max_slice, slice_tokens(params.num_logprobs)))
         self._is_ranked = len(self._choices) > params.n
-        self._held: list[TextDelta] = []  # until the best are known
+        self._held: list[TextDelta] = []  # deltas held until the best choices are known
         self._ready: deque[TextDelta] = deque()
         self._has_ended = False
 
@@ -189,12 +191,12 @@ class Session:
 
     @property
     def num_unread(self) -> int:
-        """Number of tokens received and not read, 0 if the client does not know it."""
+        """The number of tokens received and not yet read; 0 if the client does not know it."""
         return self._outputs.num_unread if isinstance(self._outputs, OutputReader) else 0
 
     @property
     def has_ended(self) -> bool:
-        """Return True if the last delta was returned."""
+        """True if the last delta was returned."""
         return self._has_ended and not self._ready
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
@@ -202,7 +204,7 @@ class Session:
 
     async def __anext__(self) -> TextDelta:
         if self._ready and self._ready[0].prompt_logprobs is not None:
-            await asyncio.sleep(0)  # many may be ready, and other tasks need this event loop
+            await asyncio.sleep(0)  # many such deltas may be ready, and other tasks need this event loop
         while not self._ready:
             if self._has_ended:
                 raise StopAsyncIteration
@@ -221,12 +223,12 @@ class Session:
         return self._ready.popleft()
 
     async def collect(self) -> list[TextDelta]:
-        """Return all deltas. Without stop strings this wakes up once, at the end."""
+        """Return all deltas. Without stop strings this task wakes up only once, at the end."""
         self._outputs = self._client.outputs(self.request_id, final_only=not self.params.stop)
         return [delta async for delta in self]
 
-    # Not a generator with contextlib's decorator: at the interpreter's end asyncio closes all generators at once, the
-    # one that cancels and the stream around it, and the stream's own closing would fail.
+    # Not a generator with contextlib's decorator: at the interpreter's end asyncio closes all generators at the same
+    # time, both the one that cancels and the stream around it, and closing the stream would fail.
     async def __aenter__(self) -> Self:
         return self
 
@@ -234,7 +236,7 @@ class Session:
         await self.cancel()
 
     async def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End the request in any state; iterating still yields its last delta. Idempotent."""
+        """End the request; iterating still yields its last delta. Idempotent."""
         if not self._has_ended:
             self._client.cancel((self.request_id,), reason)
 
@@ -248,7 +250,7 @@ class Session:
             self._ready.append(TextDelta(0, "", array("i"), prompt_logprobs=piece))
 
     def _take(self, output: TokenOutput) -> TextDelta | None:
-        """Return the delta of an output, None for an empty one; end a choice at a stop string."""
+        """Return the delta of an output, or None if the delta is empty; end the choice at a stop string."""
         now = time.monotonic()
         transcript = self._choices[output.choice]
         was_cut = transcript.stop_string is not None
@@ -262,7 +264,7 @@ class Session:
         return delta if delta.token_ids else None
 
     def _last(self, delta: TextDelta, output: TokenOutput, now: float) -> TextDelta:
-        """Return a choice's last delta: `delta` with the choice's end, and the request's usage if that has ended."""
+        """Return `delta` with the choice's end and, if the output is the request's final one, with the usage."""
         transcript, reason, error = self._choices[output.choice], output.finish_reason, output.error
         if transcript.stop_string is not None:
             reason, error = FinishReason.STOP, None
@@ -293,10 +295,10 @@ class Session:
 
 
 class Sessions:
-    """Factory of sessions on one engine and one model. Requests without a seed get one drawn from `seed`.
+    """Creates sessions on one engine and one model. `seed` seeds the draws for requests without a seed.
 
-    `capacity` is the engine's: with it, requests of too many sequences are refused here, and the keys of prompt blocks
-    are computed here, off the step loop.
+    If the engine's `capacity` is given, requests with too many sequences are refused here, and the keys of prompt
+    blocks are computed here, outside the step loop.
     """
 
     def __init__(
@@ -311,18 +313,18 @@ class Sessions:
         self.client = client
         self.text = text
         self.capacity = capacity
-        self.max_slice = sys.maxsize  # tokens of a delta
+        self.max_slice = sys.maxsize  # most tokens of a delta
         self._seeds = random.Random(seed)
         self._eos_token_ids = tuple(dict.fromkeys((*text.spec.eos_token_ids, *text.tokenizer.eos_token_ids)))
         self._now = now
 
     @property
     def max_model_len(self) -> int:
-        """The maximum of tokens of a prompt and its answer."""
+        """The maximum number of tokens of a prompt and its answer together."""
         return self.text.spec.max_model_len if self.capacity is None else self.capacity.max_model_len
 
     def token_by_token(self) -> Sessions:
-        """Return a copy, which shares the seeds and everything else, with deltas of at most one token."""
+        """Return a copy whose deltas have at most one token; the copy shares the seeds and all else."""
         copied = copy(self)
         copied.max_slice = 1
         return copied

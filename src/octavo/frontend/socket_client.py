@@ -1,9 +1,9 @@
 """One connection to an engine process: frames out, frames in.
 
-Owns: the connection, and the awaited answers. Events are passed to `receive`. Does not: keep requests
-(open_requests), or start and end the process (engine_process).
-Invariants: when the connection ends, every pending call is answered with an error; frames of another epoch, and
-malformed ones, are dropped and counted.
+Owns: the connection, and the pending calls. Events are passed to `receive`. Does not: keep requests (open_requests),
+or start and end the process (engine_process).
+Invariants: when the connection ends, every pending call is answered with an error. Malformed frames and frames of
+another epoch are dropped and counted.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class SocketClient:
 
     @property
     def oldest_call_at(self) -> float | None:
-        """When the oldest call without an answer was sent, on the monotonic clock; None without one."""
+        """When the oldest unanswered call was sent, on the monotonic clock; None if no call is pending."""
         return next((oldest_call_at for oldest_call_at, _ in self._pending.values()), None)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
         """Send a request; return a future of the engine's answer, or of the error that ended the engine.
 
-        Raises InvalidRequestError if it is too large for a frame, EngineDeadError.
+        Raises InvalidRequestError if the request is too large for a frame, or EngineDeadError.
         """
         try:
             return self._call(request.request_id, wire.Submit.of(self.epoch, request))
@@ -92,7 +92,7 @@ class SocketClient:
     def post_cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
-        """End requests, or one choice of them, in any state, without waiting."""
+        """End requests, or one choice of each, without waiting for an answer."""
         self._post(wire.CancelRequests(self.epoch, tuple(request_ids), reason, choice))
 
     def post_control(self, verb: Verb) -> None:
@@ -128,9 +128,9 @@ class SocketClient:
         return answer
 
     def _post(self, message: wire.ToEngine) -> None:
-        """Write without waiting. Writing to a broken connection has no effect; its end soon answers every request.
+        """Write without waiting. Writing to a broken connection has no effect; its end soon answers every call.
 
-        (uvloop raises an error then, asyncio does not.)
+        uvloop raises RuntimeError on a broken connection, asyncio does not.
         """
         frame = wire.frame(message)
         if self.is_alive:
@@ -152,7 +152,7 @@ class SocketClient:
             self._writer.close()
 
     def _handle(self, body: bytes) -> None:
-        """Act on one frame."""
+        """Handle one frame."""
         try:
             message = wire.decode_from_engine(body)
             events = message.events() if isinstance(message, wire.Outputs) else None
@@ -184,7 +184,7 @@ class SocketClient:
         settle(answer, value)
 
     def _finish(self, reason: str) -> None:
-        """Answer every pending call with an error: the connection ended."""
+        """Answer every pending call with an error, because the connection has ended."""
         if self._end is None:
             self._end = EngineDeadError(
                 "the engine was stopped" if self._is_closing else f"the engine process ended: {reason}"
