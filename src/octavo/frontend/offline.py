@@ -202,8 +202,7 @@ class OfflineEngine:
 
 
 async def _all(answer: Callable[[_P], Awaitable[_Answer]], prompts: Sequence[_P], advance: Advance) -> list[_Answer]:
-    """Return the answers to all prompts, in order; the prompts run at the same time. The first error cancels the rest.
-    """
+    """Return the answers to all prompts, in order; the prompts run concurrently. The first error cancels the others."""
 
     async def one(index: int) -> _Answer:
         try:

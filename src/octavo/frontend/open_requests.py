@@ -489,8 +489,7 @@ class OpenRequests:
 
 
 class OutputReader(AsyncIterator[TokenOutput]):
-    """Reads the outputs of one request, with at most `max_ids` new ids each. Deleting the reader abandons the request.
-    """
+    """Reads one request's outputs, with at most `max_ids` new ids each. Deleting the reader abandons the request."""
 
     def __init__(self, requests: OpenRequests, state: OpenRequest, final_only: bool, max_ids: int) -> None:
         self._requests = requests
