@@ -166,7 +166,7 @@ class QueueForecast:
 
 
 class EngineQueue:
-    """Counts of sequences and tokens. The engine's bounds are `num_slots` and `num_kv_tokens` (0: unknown)."""
+    """Counts of sequences and tokens. The engine has room for `num_slots` and `num_kv_tokens` (0: unknown)."""
 
     def __init__(self, num_slots: int = 0, num_kv_tokens: int = 0, forecast: QueueForecast | None = None) -> None:
         self.forecast = QueueForecast() if forecast is None else forecast

@@ -42,7 +42,7 @@ EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """All that routes share. A route gets it in addition to its request.
+    """The objects that all routes share.
 
     `models` are the names of the single served model. `fine_sessions` yield one delta per token.
     """

@@ -132,7 +132,7 @@ class IdPieces:
     """Pieces whose bytes are a token's id, for return_tokens_as_token_ids."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the id in vLLM's spelling."""
+        """Return "token_id:" and the id, as vLLM does."""
         return b"token_id:%d" % token_id
 
 

@@ -3,7 +3,7 @@
 Owns: the table from (tenant, key) to a run; the table's bounds in number, bytes and age; running a request
 independently of the connections that read its answer; cancelling a run without readers.
 Does not: submit requests or restore an earlier server's runs (reply does both), write files, or define which tenant
-loses a run (limits does).
+loses a run above the bounds (limits does).
 Invariants: while a run that is active or succeeded is in the table, no retry starts it again. A failure that may be
 retried is not kept. A run's end is journaled before a client sees the end.
 """

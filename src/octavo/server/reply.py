@@ -192,7 +192,7 @@ class StreamedResponse(Response):
                 await self._lifecycle.supervise(self._write_all(send), receive)
             except (ClientGoneError, SlowReaderError, OSError):
                 raise
-            except Exception as error:  # the route's shell
+            except Exception as error:  # any other error ends the stream as its format requires
                 if event := self._failure_event(error):
                     await self._write(send, event)
             if self._last_event:

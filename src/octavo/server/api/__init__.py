@@ -1,1 +1,1 @@
-"""The HTTP interfaces: each API with its body, its translation to a GenerationRequest, its answers and its routes."""
+"""The HTTP APIs. Each has its bodies, their translation to a GenerationRequest, its answers and its routes."""

@@ -354,6 +354,6 @@ def bad_word_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tuple[in
 
 
 def breaker_ids(tokenizer: TextEncoder, texts: Iterable[str]) -> tuple[int, ...]:
-    """Return the last token id of each text. Repetitions are counted from after these tokens."""
+    """Return the last token id of each text. No repetition reaches across these tokens."""
     encoded = (tokenizer.encode(text, False) for text in texts)
     return tuple(dict.fromkeys(ids[-1] for ids in encoded if ids))

@@ -189,13 +189,13 @@ def _too_many(what: str, bound: int) -> ApiError:
 
 
 async def parse_off_loop(work: Callable[[], T], num_bytes: int) -> T:
-    """Run work that holds the GIL on the parsing thread. If the caller is cancelled, the work still runs to its end."""
+    """Run work that holds the GIL on the parsing thread. It runs to its end even if the caller is cancelled."""
     lane = _PARSING_LONG if num_bytes > LONG_BYTES else _PARSING
     return await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
 async def off_loop(work: Callable[[], T], num_characters: int = 0) -> T:
-    """Run work that mostly releases the GIL on another thread. If the caller is cancelled, the work still ends."""
+    """Run work that mostly releases the GIL on another thread. It runs to its end even if the caller is cancelled."""
     lane = _TOKENIZING_LONG if num_characters > LONG_CHARS else _TOKENIZING
     return await asyncio.get_running_loop().run_in_executor(lane, work)
 

@@ -38,7 +38,7 @@ _OVERHEAD = 8  # allowed other bytes per byte of a body: one-byte chunks need fi
 _UNREAD_BYTES = 1 << 20  # allowed beyond the largest body; a connection that sends more is cut
 _HEADERS = 4  # this multiple of `max_headers` closes the connection; trailers count too
 _OTHER_FILES = 256  # reserved for the engine's sockets, pipes and model files
-_UNAUTHENTICATED_SHARE = 8  # clients without a key keep 1/8 of the connections while others are idle
+_UNAUTHENTICATED_SHARE = 8  # unauthenticated connections up to 1/8 of the bound are cut last
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
 _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 9112, section 3.2: host [":" port], or empty
 _AUTHORITY = re.compile(rb"^[A-Za-z]+://([^/?#]*).*", re.DOTALL)  # of a URL in absolute form
@@ -51,8 +51,9 @@ class ConnectionTable:
     """The connections of one server, in groups: the group says which connections are cut first.
 
     With keys, a connection is unauthenticated until one of its requests has a valid key. Unauthenticated connections
-    are cut first, then idle ones, then those with an unfinished body. Without keys, all connections without a whole
-    request are one group, oldest first: otherwise new connections would be cut before those that withhold their bodies.
+    are cut first if they exceed 1/8 of the bound, then idle connections, then those with an unfinished body, then other
+    unauthenticated ones. Without keys, all connections without a whole request are one group, oldest first: otherwise
+    new connections would be cut before those that withhold their bodies.
     A connection whose request was read whole is in no group, unless it is unauthenticated.
     """
 

@@ -24,7 +24,7 @@ from starlette.types import Scope
 
 from octavo.server.api.fields import inline_schema
 
-ENDPOINT = "octavo.endpoint"  # in a request's scope: its Endpoint, once it is routed
+ENDPOINT = "octavo.endpoint"  # in a request's scope: the Endpoint, once the request is routed
 PACKAGE = "octavo.server.api"
 Handler = Callable[[Request], Awaitable[Response]]
 

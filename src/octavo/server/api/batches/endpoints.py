@@ -197,7 +197,7 @@ async def file_content(request: Request) -> Response:
 
 
 def _page(request: Request, records: list[R], max_records: int) -> dict[str, Any]:
-    """Return a page of the caller's records, as limit, after and order in the query demand. Raises ApiError."""
+    """Return the page of the caller's records that the query's limit, after and order select. Raises ApiError."""
     query = request.query_params
     limit_text, order, after = query.get("limit"), query.get("order", "desc"), query.get("after")
     if limit_text is not None and not (

@@ -295,7 +295,7 @@ class BatchService:
         return bounded
 
     def _holder(self, batch: BatchRecord) -> KeyInfo | None:
-        """Return the key as it is now, with a batch's priority; None if the tenant no longer has a key."""
+        """Return the batch's key, or another key of its tenant, with a batch's priority; None if there is none."""
         known = {info.name: info for info in self._keys.keys if info.tenant == batch.tenant}
         info = known.get(batch.holder) or next(iter(known.values()), None)
         if info is None and not self._keys.keys:

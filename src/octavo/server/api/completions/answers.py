@@ -450,7 +450,7 @@ class EchoedPrompt:
 
 
 def prompt_logprobs(first: int, entries: Sequence[TokenLogprobs], num_top: int, pieces: Pieces) -> list[Json | None]:
-    """Return vLLM's `prompt_logprobs` from position `first`: id -> log-probability, rank, text; null for token 0."""
+    """Return vLLM's `prompt_logprobs` from position `first`: id -> log-probability, rank, text; null for position 0."""
     found: list[Json | None] = [None] if first == 1 else []
     for entry in entries:
         entry = shortened(entry, num_top)

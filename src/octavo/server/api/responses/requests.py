@@ -324,7 +324,7 @@ async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
 
 
 async def count(request: Request) -> Response:
-    """Count the tokens of the prompt that the same body would be answered for."""
+    """Count the tokens of the prompt that a response with the same body would have."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
     context.check_model(body.model)
