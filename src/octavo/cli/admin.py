@@ -1,6 +1,6 @@
-"""`octavo admin VERB`: query or control a running server, and the server's side of its verbs.
+"""`octavo admin VERB`: queries or controls a running server. Also the server's functions behind the verbs.
 
-Owns: the verbs, the server's status. Does not: know the socket (server.admin serves it, servers.call_admin queries it).
+Owns: the verbs, the server's status. Does not: know the socket (server.admin listens, servers.call_admin connects).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from octavo.server.context import Context
     from octavo.server.http.server import HttpServer
 
-VERBS = {  # verb -> what it does
+VERBS = {  # verb -> help text
     "status": "print processes, epoch, restarts and open requests as JSON",
     "statistics": "print the engine's counters and gauges as JSON",
     "frames": "print what the engine did since the cursor ARG (docs/statistics.md)",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the answer: text as it is, anything else as JSON."""
+    """Send the verb and print the answer: text unchanged, other values as JSON."""
     if args.argument and args.verb not in _WITH_ARGUMENT:
         raise UsageError(f"{args.verb} takes no {args.argument!r}; choose a server with --server NAME|PID|PORT")
     answer = call_admin(named_server(args).admin, args.verb, args.argument)
@@ -139,7 +139,7 @@ def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) ->
         try:
             answer["statistics"] = await statistics("")
             answer["frames"] = await frames(cursor)
-        except EngineError as error:  # it is being restarted
+        except EngineError as error:  # the engine is restarting
             answer["trouble"] = str(error)
         return answer
 
@@ -147,7 +147,7 @@ def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) ->
 
 
 def _own_resources() -> dict[str, object]:
-    """Return what would grow with a leak: this process's memory, file descriptors and tasks."""
+    """Return this process's memory, file descriptors and tasks, which grow if there is a leak."""
     resources: dict[str, object] = {"tasks": len(asyncio.all_tasks())}
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,7 +1,7 @@
-"""What `octavo run`, `chat`, `generate` and `batch` share: sampling flags, and the sources of answers.
+"""Code shared by `octavo run`, `chat`, `generate` and `batch`: sampling flags, and the sources of answers.
 
-Owns: loading a model here; streaming an answer's text from it or from a server, and the line of numbers after it.
-Does not: know the conversation beyond its messages.
+Owns: loading a model in this process; streaming an answer's text from an engine or a server; the line of figures after
+an answer. Does not: know the conversation beyond its messages.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None 
 
 
 def params_given(args: argparse.Namespace) -> dict[str, float | int]:
-    """Return the sampling parameters given by flags."""
+    """Return the sampling parameters that flags set."""
     return {name: value for name in _FLAGS if (value := getattr(args, name)) is not None}
 
 
 def sampling_params(args: argparse.Namespace, generation: Mapping[str, float]) -> SamplingParams:
-    """Return the parameters given by flags, else by the model's generation config, else the defaults.
+    """Return the sampling parameters from flags, else from the model's generation config, else the defaults.
 
     Raises InvalidRequestError.
     """
@@ -63,7 +63,7 @@ def sampling_params(args: argparse.Namespace, generation: Mapping[str, float]) -
 
 def load_engine(config: Config, is_quiet: bool) -> LocalEngine:
     """Open an engine in this process; print progress and warnings. Raises OctavoError."""
-    from octavo.assembly import build_local  # heavy, and not needed with a server
+    from octavo.assembly import build_local  # a slow import, not needed with a server
 
     with loading(config.model.model, is_quiet):
         engine = build_local(config)
@@ -72,17 +72,17 @@ def load_engine(config: Config, is_quiet: bool) -> LocalEngine:
 
 
 class AnswerError(OctavoError):
-    """A server refused, or could not be reached."""
+    """A server refused a request, or could not be reached."""
 
 
 class Answerer(Protocol):
-    """A source of answers to conversations. `note` is the line of numbers about the last answer."""
+    """A source of answers to conversations. `note` is the line of figures about the last answer."""
 
     name: str
     note: str
 
     def stream(self, messages: Messages, params: Mapping[str, float | int]) -> AsyncGenerator[str, None]:
-        """Yield the answer's text as it arrives. Closing or cancelling it ends the request. Raises OctavoError."""
+        """Yield the answer's text as it arrives. Closing the generator cancels the request. Raises OctavoError."""
         ...
 
     async def close(self) -> None:
@@ -91,7 +91,7 @@ class Answerer(Protocol):
 
 
 async def print_text(texts: AsyncGenerator[str, None], parts: list[str]) -> None:
-    """Print an answer as it arrives, and append its parts; close the stream, also if printing fails."""
+    """Print an answer as it arrives, and append its texts to `parts`. Close the stream even if printing fails."""
     async with contextlib.aclosing(texts):
         async for text in texts:
             parts.append(text)
@@ -101,7 +101,7 @@ async def print_text(texts: AsyncGenerator[str, None], parts: list[str]) -> None
 
 @dataclass(slots=True)
 class LocalAnswerer:
-    """An engine in this process. `defaults` are the parameters that a conversation does not set."""
+    """An engine in this process. `defaults` apply to the parameters that a conversation does not set."""
 
     engine: LocalEngine
     defaults: SamplingParams
@@ -111,7 +111,7 @@ class LocalAnswerer:
 
     @classmethod
     def load(cls, config: Config, args: argparse.Namespace) -> LocalAnswerer:
-        """Load a model; the sampling flags are checked first. Raises OctavoError."""
+        """Check the sampling flags, and load a model. Raises OctavoError."""
         sampling_params(args, {})
         engine = load_engine(config, args.quiet)
         return cls(engine, sampling_params(args, engine.text.spec.generation), engine.text.name)
@@ -119,7 +119,7 @@ class LocalAnswerer:
     async def stream(
         self, prompt: str | Messages, params: Mapping[str, float | int] | None = None
     ) -> AsyncGenerator[str, None]:
-        """Submit messages, or a text as it is; cancel the request when the reader stops."""
+        """Submit messages, or a text without a chat template. Cancel the request if the reader stops."""
         text = self.engine.text
         ids = text.tokenizer.encode(prompt) if isinstance(prompt, str) else text.prompt_ids_from_messages(prompt)
         merged = replace(self.defaults, **(params or {}))  # type: ignore[arg-type]  # checked by SamplingParams
@@ -144,7 +144,7 @@ class LocalAnswerer:
 
 @dataclass(slots=True)
 class RemoteAnswerer:
-    """A server with OpenAI's interface, at `url` with or without its /v1."""
+    """A server with OpenAI's API. `url` may end in /v1."""
 
     url: str
     api_key: str | None = None
@@ -166,7 +166,7 @@ class RemoteAnswerer:
         return self._client
 
     async def connect(self) -> None:
-        """Take the first model that the server lists, unless a name is given. Raises AnswerError."""
+        """Use the first model that the server lists, unless the user named one. Raises AnswerError."""
         import httpx
 
         try:
@@ -180,7 +180,7 @@ class RemoteAnswerer:
             raise AnswerError(f"{self.url} has no list of models; give the URL of a server") from None
 
     async def stream(self, messages: Messages, params: Mapping[str, float | int]) -> AsyncGenerator[str, None]:
-        """Yield the text of the server's events."""
+        """Yield the texts of the server's events."""
         import httpx
 
         body = {"model": self.name, "messages": list(messages), "stream": True, **self.defaults, **params}
@@ -207,7 +207,7 @@ class RemoteAnswerer:
 
 
 def _event_text(line: str) -> str:
-    """Return the text of one line of an event stream. Raises AnswerError for an error in it."""
+    """Return the text of one line of an event stream. Raises AnswerError if the line reports an error."""
     if not line.startswith("data:") or line.endswith("[DONE]"):
         return ""
     event = json.loads(line[5:])

@@ -1,9 +1,9 @@
-"""`python -m octavo.cli.api_process`: the process that owns HTTP and the ledger, child of `octavo serve`.
+"""`python -m octavo.cli.api_process`: the api process, a child of `octavo serve`, which owns HTTP and the ledger.
 
-Owns: its task (a line of JSON on stdin, which closes when the parent ends), the order of starting: the engine first,
-as it takes longest; the other heavy imports load meanwhile.
-Does not: open the socket, restart itself (frontend.api_supervisor), or know a route (cli.api_server). Importing this
-loads nothing heavy, as the supervisor does too.
+Owns: reading the task (a line of JSON on stdin; stdin closes when the parent ends); the order of starting: the engine
+starts first, because that takes longest, and the other slow imports run at the same time.
+Does not: open the socket, restart itself (frontend.api_supervisor), or know a route (cli.api_server). The supervisor
+imports this module too, so importing it loads no slow module.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     StartEngine = Callable[[Config, LedgerObserver | None], Awaitable[Engine]]
 
 COMMAND = (sys.executable, "-m", "octavo.cli.api_process")
-EXIT_ERROR = 2  # as every command's
-EXIT_TERMINATED = 128 + signal.SIGTERM  # SIGTERM arrived before it served
+EXIT_ERROR = 2  # the same status as for every command
+EXIT_TERMINATED = 128 + signal.SIGTERM  # SIGTERM arrived before the process served
 
 
 class ApiTask(msgspec.Struct, frozen=True):
-    """The task of one run of the api process. Runs are counted from 1; without a supervisor, its pid is 0."""
+    """The task of one run of the api process. Runs count from 1. The supervisor's pid is 0 if there is none."""
 
     config: Config
     admin_socket: str
@@ -55,12 +55,12 @@ class ApiTask(msgspec.Struct, frozen=True):
     is_quiet: bool = False
 
     def line(self) -> bytes:
-        """Return the line to write to stdin."""
+        """Return the task as the line to write to the api process's stdin."""
         return msgspec.json.encode(self) + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> ApiTask:
-        """Parse the line read from stdin. Raises ConfigError."""
+        """Parse a line from stdin. Raises ConfigError."""
         try:
             return msgspec.json.decode(line, type=cls)
         except msgspec.MsgspecError as error:
@@ -69,7 +69,7 @@ class ApiTask(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ApiProcess:
-    """This process: its task, the open listening socket, and how to report its state to the supervisor."""
+    """This process: its task, the open listening socket, and the pipe that reports its state to the supervisor."""
 
     task: ApiTask
     listener: socket.socket
@@ -89,7 +89,7 @@ class ApiProcess:
         resolve_model(config.model.model, config.model.revision, config.model.offline)  # report a wrong name first
         this_task = asyncio.current_task()
         assert this_task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)  # until it serves
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)  # until this process serves
         journal = await asyncio.to_thread(open_journal, config)
         starting = asyncio.ensure_future(start_engine(_engine_config(config), journal))
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))
@@ -107,22 +107,22 @@ class ApiProcess:
         return status
 
     def _load(self) -> tuple[Any, Any]:
-        """Import the heavy modules and load the model's text side, in a thread while the engine starts."""
+        """Import slow modules and load the tokenizer and template, in a thread while the engine starts."""
         server = importlib.import_module("octavo.cli.api_server")
         return server, server.load(self.task.config)
 
 
 def _engine_config(config: Config) -> Config:
-    """Return the engine's settings: the tenant weights of the key file are added."""
+    """Return the settings for the engine, with the tenant weights from the key file."""
     if config.serving.api_key_file is None:
         return config
-    from octavo.server.http.keys import with_key_weights  # reading the file takes a heavy library
+    from octavo.server.http.keys import with_key_weights  # a slow import
 
     return with_key_weights(config)
 
 
 async def _undo(starting: asyncio.Future[Engine], loading: asyncio.Future[Any]) -> None:
-    """Cancel starting and loading; close the engine if it has started."""
+    """Cancel both futures; close the engine if it has started."""
     starting.cancel()
     loading.cancel()
     await asyncio.gather(starting, loading, return_exceptions=True)
@@ -131,7 +131,7 @@ async def _undo(starting: asyncio.Future[Engine], loading: asyncio.Future[Any]) 
 
 
 def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = EngineSupervisor.start) -> int:
-    """Serve the task read from stdin; return the exit status."""
+    """Read the task from stdin and serve; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m octavo.cli.api_process", description="the api of octavo serve")
     parser.add_argument("--listener", type=int, required=True, help="descriptor of the listening socket")
     parser.add_argument("--status", type=int, required=True, help="descriptor to which its state is reported")
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = Eng
     for fd in (args.listener, args.status):
         os.set_inheritable(fd, False)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the API server installs its handler
-    os.set_blocking(args.status, False)  # a supervisor that is stopped must not stop this process
+    os.set_blocking(args.status, False)  # a full pipe to a stopped supervisor must not block
     try:
         task = ApiTask.from_line(sys.stdin.buffer.readline())
         set_up_log(task.config.telemetry.log_format, task.config.telemetry.log_level, "api")

@@ -1,6 +1,6 @@
-"""What the api process serves once its engine is ready: the application, the admin socket, the start-up report.
+"""Runs the api process's services once the engine is ready: the application, the admin socket, the start-up report.
 
-Owns: putting them together, the order of starting and ending them, the status line while busy.
+Owns: connecting the services; the order of starting and ending them; the status line while requests run.
 Does not: start or close the engine, or open the listening socket.
 """
 
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The model's files and its text side."""
+    """The model's files and its TextModel (tokenizer and chat template)."""
 
     files: ModelFiles
     text: TextModel
 
 
 def load(config: Config) -> Loaded:
-    """Find the model and load its text side. Raises UnknownModelError, ModelFileError."""
+    """Find the model; load its tokenizer and chat template. Raises UnknownModelError, ModelFileError."""
     files = find_files(config)
     return Loaded(files, load_text(config, files))
 
@@ -80,7 +80,7 @@ async def serve(api: ApiProcess, engine: Engine, journal: Journal | None, loaded
             say(*process_report(task, engine), *_journal_report(*restored))
             if task.run_number == 1:
                 say(*call_report(config, context.model, url))
-        gc.freeze()  # what exists now stays: collections of a large body need not traverse it, which takes 0.1 s
+        gc.freeze()  # garbage collections skip the objects that exist now, which take 0.1 s to traverse
         report(READY)
         try:
             return await _run_until_failed(server, engine, lifecycle)
@@ -132,7 +132,7 @@ async def _background(work: Coroutine[object, object, None] | None) -> AsyncIter
 
 @asynccontextmanager
 async def _key_reloads(keys: KeyRing, file: str | None) -> AsyncIterator[None]:
-    """Read the key file, if there is one, again at SIGHUP (see also octavo admin reload_keys)."""
+    """While the body runs, reload the key file, if there is one, at SIGHUP (as `octavo admin reload_keys`)."""
     if file is None:
         yield
         return
@@ -152,7 +152,7 @@ def _reload(keys: KeyRing) -> None:
 
 
 async def _report_alive(api: ApiProcess) -> None:
-    """Report to the supervisor, at intervals, that this event loop runs."""
+    """Report to the supervisor at intervals that this event loop runs."""
     while True:
         api.report(ALIVE)
         await asyncio.sleep(ALIVE_S)
@@ -164,7 +164,7 @@ async def _print_status(engine: Engine) -> None:
         try:
             line = status.line(await engine.statistics(), time.monotonic())
         except EngineDeadError:
-            line = None  # the engine may be restarted
+            line = None  # the engine may be restarting
         if line is not None:
             say(line)
         await asyncio.sleep(STATUS_LINE_S)
@@ -174,7 +174,7 @@ async def _print_status(engine: Engine) -> None:
 
 
 def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startup_s: float) -> Iterator[str]:
-    """Yield lines about the model, the machine, memory and the features that are off."""
+    """Yield lines about the model, the machine, memory and disabled features."""
     revision = f" at {files.revision[:12]}" if files.revision else ""
     threads = f", {capacity.num_threads} threads" if capacity.device == "cpu" else ""
     types = capacity.dtype if capacity.quantization == "none" else f"{capacity.quantization} weights, {capacity.dtype}"
@@ -221,7 +221,7 @@ def _features_off(config: Config) -> Iterator[str]:
 
 
 def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
-    """Yield lines about the processes, and what a crash would do."""
+    """Yield lines about the processes and the effect of a crash."""
     if task.config.serving.in_process:
         yield f"process   {os.getpid()}, engine included; no crash protection (--in-process): a crash ends the server"
     else:
@@ -233,7 +233,7 @@ def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
 
 
 def call_report(config: Config, model: str, url: str) -> Iterator[str]:
-    """Yield the URL and a command to paste."""
+    """Yield lines with the server's URL and an example command."""
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.serving.has_keys else ""
     yield f"serving   {url}/v1  (also /docs, /metrics)"
     yield f"open      {url}/  (a chat; the engine at work is at /dashboard)"
@@ -244,6 +244,6 @@ def call_report(config: Config, model: str, url: str) -> Iterator[str]:
 
 
 def _journal_report(num_resumed: int, num_answers: int) -> Iterator[str]:
-    """Yield a line about what a server resumed from the journal, if anything."""
+    """Yield a line about the requests and answers restored from the journal, if there are any."""
     if num_resumed + num_answers:
         yield f"journal: {num_resumed} requests go on, {num_answers} answers are kept for a retry"

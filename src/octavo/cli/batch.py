@@ -1,9 +1,9 @@
 """`octavo generate FILE` and `octavo batch FILE`: answer a file of prompts, or of requests in OpenAI's batch format.
 
-Owns: the arguments, the lines of prompts, the order and number of open requests, the progress bar and the summary, exit
-codes (0 all answered, 1 some failed). Both post to the server's application in this process, without a port.
-Does not: know the format of batches or how a run resumes (server.batches does): after a kill at any time, the same
-`octavo batch` continues where it was. `octavo generate` does not resume.
+Owns: the arguments; parsing lines of prompts; the order and number of open requests; the progress bar and the summary;
+exit codes (0: all answered, 1: some failed). Both commands post to the server's application in this process, without a
+port. Does not: know the batch format, or how a run resumes (server.batches does). After a kill at any time, the same
+`octavo batch` command resumes the run; `octavo generate` does not resume.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_LINE_BYTES = 8 << 20
 
 @contextlib.asynccontextmanager
 async def _application(engine: LocalEngine, config: Config) -> AsyncIterator[InnerCall]:
-    """Yield the function that posts to the application; at the end close the sandbox process and the engine."""
+    """Yield a function that posts to the application. At the end, close the sandbox process and the engine."""
     try:
         app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
         try:
@@ -61,7 +61,7 @@ async def _application(engine: LocalEngine, config: Config) -> AsyncIterator[Inn
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line of `octavo generate`: its id, path and body; or the fault that makes it invalid."""
+    """One input line of `octavo generate`: the request's id, path and body, or the fault of an invalid line."""
 
     name: object
     path: str = ""
@@ -89,7 +89,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         raise UsageError("--system needs the chat template; leave out --raw")
     check_output("--output", args.output)
-    sampling_params(args, {})  # report a wrong flag before the model loads
+    sampling_params(args, {})  # reports a wrong flag before the model loads
     config = config_from(args)
     with _reading(args.file) as source, _writing(args.output) as out:
         engine = load_engine(config, args.quiet)
@@ -178,7 +178,7 @@ async def _answer_prompt(call: InnerCall, prompt: Prompt) -> tuple[dict[str, Any
 
 
 def read_prompts(source: IO[bytes], args: argparse.Namespace, is_raw: bool) -> Iterator[Prompt]:
-    """Yield the prompts of a file without blank lines; an invalid line becomes a Prompt with a fault."""
+    """Yield the prompts of a file; skip blank lines. An invalid line becomes a Prompt with a fault."""
     is_json = args.jsonl or args.file.endswith(".jsonl")
     number = 0
     while data := source.readline(MAX_LINE_BYTES + 1):
@@ -214,7 +214,7 @@ def _prompt_from_json(number: int, text: str, args: argparse.Namespace, is_raw: 
 
 
 def _make_prompt(name: object, value: dict[str, Any], args: argparse.Namespace, is_raw: bool) -> Prompt:
-    """Return a request; the line's own fields override the command's."""
+    """Return one line's request. The line's fields override the command's flags."""
     flags = params_given(args)
     if value.get("stream"):
         return Prompt(name, fault="an answer here cannot be streamed; leave stream out")
@@ -246,7 +246,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_batch(args: argparse.Namespace) -> int:
-    """Answer the requests that have no answer yet; return 0 when all were answered, 1 when some failed."""
+    """Answer the requests that have no answer yet; return 0 if all were answered, 1 if some failed."""
     paths = paths_of(args.file, args.output, args.errors)
     config = config_from(args)
     with _locked(paths.output):
@@ -266,7 +266,7 @@ def run_batch(args: argparse.Namespace) -> int:
 
 
 def paths_of(file: str, output: str | None, errors: str | None) -> BatchPaths:
-    """Return the files of requests, answers and errors. Raises UsageError."""
+    """Return the paths of the requests, answers and errors. Raises UsageError."""
     requests = Path(file)
     if not requests.is_file():
         raise UsageError(f"file not found: {file}; give requests as lines of JSON, each with custom_id, url and body")
@@ -280,7 +280,7 @@ def paths_of(file: str, output: str | None, errors: str | None) -> BatchPaths:
 
 
 def _check_outputs(paths: BatchPaths) -> None:
-    """Refuse a file that is not the output of a run, as resuming from it would cut its last line. Raises UsageError."""
+    """Refuse a file that no run wrote, because resuming would truncate its last line. Raises UsageError."""
     for flag, path in (("--output", paths.output), ("--errors", paths.errors)):
         if not is_output(path):
             raise UsageError(f"{flag} {path} is not a file of answers; give another file, or --overwrite")
@@ -317,7 +317,7 @@ async def _answer_batch(engine: LocalEngine, config: Config, paths: BatchPaths, 
 
 
 def summary(counts: Counts, seconds: float, paths: BatchPaths) -> Iterator[str]:
-    """Yield lines about what was done, how fast, and where the answers are."""
+    """Yield lines with the counts, the speed and the paths of the answers."""
     speed = f", {counts.completion_tokens / seconds:,.1f} tokens/s" if counts.completion_tokens else ""
     yield (
         f"{counts.num_done:,} requests: {counts.num_completed:,} answered, {counts.num_failed:,} failed; this run took "
@@ -338,7 +338,7 @@ def _num_lines(path: Path) -> int:
 
 @contextlib.contextmanager
 def _progress(total: int, is_quiet: bool) -> Iterator[Callable[[Counts], object]]:
-    """Show a progress bar on a terminal, nothing elsewhere; yield the function that takes the counts."""
+    """Show a progress bar if stderr is a terminal; yield the function that updates it with counts."""
     if is_quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda counts: None
         return

@@ -1,7 +1,7 @@
 """`octavo bench offline, latency, sweep, startup, kernel, scheduler, simulator`: flags, engines to measure, output.
 
-Owns: the flags and their checks, progress bars, the one JSON object of --json. Those of servers and peers are in
-bench_servers. Does not: measure, or make tables (each benchmark's module in octavo.bench does).
+Owns: the flags and their checks; progress bars; the JSON object of --json. bench_servers has `online` and `compare`.
+Does not: measure, or make tables (each benchmark's module in octavo.bench does).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from octavo.errors import ConfigError
 from octavo.machine import look, usable_cores
 from octavo.simulator.routers import ROUTERS
 
-WIDTH = 120  # of tables where stdout is no terminal
+WIDTH = 120  # width of tables if stdout is not a terminal
 
 
 def print_report(args: argparse.Namespace, report: Report, show: Callable[[Console, Report], None]) -> int:
@@ -48,7 +48,7 @@ def print_report(args: argparse.Namespace, report: Report, show: Callable[[Conso
 
 
 def add_model(parser: argparse.ArgumentParser, text: str = "what to run [smollm2]") -> None:
-    """Add the model."""
+    """Add the MODEL argument."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
 
 
@@ -58,7 +58,7 @@ def add_json(group: Any) -> None:
 
 
 def add_int(group: Any, flag: str, default: Any, text: str, low: int = 1, **options: Any) -> None:
-    """Add a flag for a number of at least `low`, or for several with nargs."""
+    """Add a flag for a whole number of at least `low`; with nargs for several numbers."""
     numbers = default if isinstance(default, Sequence) else (default,)
     shown = " ".join(f"{number:,}" if number >= 10_000 else str(number) for number in numbers)
     group.add_argument(flag, type=Number(int, low), default=default, metavar="N", help=f"{text} [{shown}]", **options)
@@ -82,7 +82,7 @@ def add_workload(parser: argparse.ArgumentParser) -> Any:
 
 @contextmanager
 def progress(total: int, unit: str = "tokens", text: str = "measuring") -> Iterator[Callable[..., None]]:
-    """Show a bar on a terminal's stderr; yield what advances it by a number, and may change its text."""
+    """Show a progress bar if stderr is a terminal; yield the function that advances it, or changes its text."""
     stderr = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -96,7 +96,7 @@ def progress(total: int, unit: str = "tokens", text: str = "measuring") -> Itera
 
 
 def _open(args: argparse.Namespace, **extra: object) -> offline.BenchEngine:
-    """Open the engine of the settings given; `extra` are further ones."""
+    """Open an engine with the settings of the flags and with the settings in `extra`."""
     config = config_from(args, model=args.model, **extra)
     start = time.perf_counter()
     engine = load_engine(config, args.json)
@@ -145,7 +145,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_latency(args: argparse.Namespace) -> int:
-    """Measure first token and time per token of each number of requests at once."""
+    """Measure time to first token and time per token for each number of concurrent requests."""
     shapes = [latency.LoadShape(rows, args.input_len, args.output_len) for rows in args.rows]
     facts, points = _measure_points(args, shapes)
     return print_report(args, {"bench": "latency", **facts, "points": points}, latency.show_latency)
@@ -168,7 +168,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    """Measure over concurrency and over the context, and draw both."""
+    """Measure by concurrency and by context length, and draw both curves."""
     check_output("--svg", args.svg)
     over_rows = [latency.LoadShape(rows, args.input_len, args.output_len) for rows in sorted(set(args.concurrency))]
     over_context = [latency.LoadShape(args.rows, context, args.steps) for context in sorted(set(args.contexts))]
@@ -209,7 +209,7 @@ def add_startup_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_startup(args: argparse.Namespace) -> int:
-    """Measure cold processes up to their first token."""
+    """Measure the time of new processes to their first token."""
     config = config_from(args, model=args.model)
     find_files(config)  # report a wrong name before any process starts
     with progress(1 + 2 * args.runs, "processes") as advance:
@@ -219,14 +219,14 @@ def run_startup(args: argparse.Namespace) -> int:
 
 # --- kernel -----------------------------------------------------------------------------------------
 
-# Imported when chosen: they load torch, and masks must be the first to import it.
+# Imported when chosen, because they load torch; the masks benchmark must be the first to import torch.
 KERNELS = {
     "rows": "octavo.bench.kernels:measure_rows",
     "linear": "octavo.bench.kernels:measure_linear",
     "attention": "octavo.bench.kernels:measure_attention",
     "masks": "octavo.bench.grammar_masks:measure_masks",
 }
-DEFAULT_KERNELS = ("rows", "linear", "attention")  # masks are whole steps of the default model
+DEFAULT_KERNELS = ("rows", "linear", "attention")  # without masks, which runs whole steps of the default model
 
 
 def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
@@ -245,7 +245,7 @@ def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_kernel(args: argparse.Namespace) -> int:
-    """Measure the kernels of a step, each alone."""
+    """Measure each kernel of a step alone."""
     tables = []
     for name in args.kernels or DEFAULT_KERNELS:
         tables += resolve_name(KERNELS[name])(args.rows, args.threads, args.budget)
@@ -314,7 +314,7 @@ def run_scheduler(args: argparse.Namespace) -> int:
 
 
 def _load_settings(args: argparse.Namespace) -> Iterator[tuple[str, scheduler.LoadSetting]]:
-    """Yield each setting with the name of its table."""
+    """Yield (name of the table, setting) for each measurement."""
     for name in args.load:
         is_policies = name == ALL_POLICIES
         load = scheduler.LOADS["decode" if is_policies else name]
@@ -363,7 +363,7 @@ def add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulator(args: argparse.Namespace) -> int:
-    """Measure the requests that a simulation completes in a second of one core."""
+    """Measure the number of requests that one core simulates per second."""
     setting = simulator.SimulatorSetting(
         args.requests, args.replicas, args.rate, args.router, args.policy, args.depth, args.fast_forward,
         min(args.check, args.requests),

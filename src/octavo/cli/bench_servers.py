@@ -1,6 +1,6 @@
-"""`octavo bench online` and `octavo bench compare`: a server under load, and this engine beside others.
+"""`octavo bench online` (a server under load) and `octavo bench compare` (this engine and other engines).
 
-Owns: the flags, the server or the peers to start. Does not: measure, or make tables (octavo.bench does).
+Owns: the flags, the start of the server or the peers. Does not: measure, or make tables (octavo.bench does).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from octavo.machine import usable_cores
 
 # --- online -----------------------------------------------------------------------------------------
 
-VOCAB_SIZE = 32_000  # for random prompts, as the server's is not known: most models have more
+VOCAB_SIZE = 32_000  # for random prompts: the server's vocabulary size is unknown, and most are larger
 _MODEL_LINE = r"^model     (?P<model>\S+).*?, (?P<dtype>\w+), (?P<device>[\w:]+)(?:, (?P<threads>\d+) threads)?$"
 _RARE_ONLINE = (
     "--served-model", "--extra-body", "--text", "--arrivals", "--burstiness", "--request-timeout", "--warmups",
@@ -119,11 +119,11 @@ def _prompts(args: argparse.Namespace, seed: int) -> tuple[str, list[tuple[array
 async def _measure_own_server(
     args: argparse.Namespace, target: Target, measure: Callable[[Target], Awaitable[tuple[online.OnlineRun, Report]]]
 ) -> tuple[online.OnlineRun, Report]:
-    """Start a server with the settings given, measure it, and end it."""
+    """Start a server with the settings of the flags, measure the server, and end it."""
     words = [sys.executable, "-m", "octavo", "serve", *([args.model] if args.model else []), *respell(args)]
     keys = settings_given(args).get("api_key")
     if isinstance(keys, list):
-        os.environ["OCTAVO_API_KEY"] = ",".join(keys)  # for the server: other users can see a process's arguments
+        os.environ["OCTAVO_API_KEY"] = ",".join(keys)  # not as an argument, which other users can see
         target = replace(target, api_key=keys[0])
     with loading(args.model or "the server", args.json):
         server = await ServerProcess.start([*words, "--host", "127.0.0.1", "--port", "{port}"])
@@ -176,7 +176,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Measure this engine beside others; return 1 if a peer failed."""
+    """Compare this engine with other engines; return 1 if a peer failed."""
     if not args.workload:
         raise UsageError("no --workload is given; give one or more files, such as a.json b.json@1")
     tasks = [read_task(word, args.max_requests, args.max_groups) for word in args.workload]
@@ -201,19 +201,19 @@ def read_task(word: str, max_requests: int | None, max_groups: int | None) -> Co
 
 
 def make_peers(args: argparse.Namespace, tasks: list[ComparisonTask]) -> list[peers.Peer]:
-    """Return this engine first, then every peer whose path is given. Raises ConfigError for what is missing."""
+    """Return this engine, and every peer whose path is given. Raises ConfigError if a path or weights are missing."""
     config = config_from(args, model=args.model)
     files = find_files(config)
     max_len = max(task.workload.max_len for task in tasks)
     setup = peers.PeerSetup(
         config.execution.threads or usable_cores(),
         max(task.at_once for task in tasks),
-        -(-(max_len + 1) // 64) * 64,  # a multiple of 64, with the one position that some engines reserve
+        -(-(max_len + 1) // 64) * 64,  # a multiple of 64, with room for the position that some engines reserve
         args.peer_dtype,
         args.peer_timeout,
     )
     gguf = args.gguf or (str(files.weights[0]) if files.kind == "gguf" else "")
-    # path given, its factory, its name in messages, its weights, their flag
+    # (path of the peer, factory, name in messages, weights, flag of the weights)
     others = (
         (args.vllm_python, peers.vllm, "vLLM", args.weights, "--weights"),
         (args.transformers_python, peers.transformers, "transformers", args.weights or gguf, "--weights"),
@@ -234,7 +234,7 @@ def make_peers(args: argparse.Namespace, tasks: list[ComparisonTask]) -> list[pe
 
 
 def _own_settings(args: argparse.Namespace) -> dict[str, object]:
-    """Return the settings given here, for the engine's own process. Raises UsageError if --config is given."""
+    """Return the settings of the flags, for the engine's process. Raises UsageError if --config is given."""
     if args.config:
         raise UsageError("--config is not passed on to the compared engine; give its settings as flags")
     given = settings_given(args)

@@ -1,9 +1,9 @@
-"""`octavo chaos`: a drill that keeps streams open on a server here while its engine is killed and stopped.
+"""`octavo chaos`: kills and stops a local server's processes while streams are open, and checks the answers.
 
-Owns: the streams, the faults and their times, comparing each answer with its text without faults, the report.
-Invariants: a stopped process that still exists at the end is continued; a stream that the server refused (busy,
-starting) is no loss and is requested again. If the api is killed too, streams have an Idempotency-Key and resume after
-their last event over another connection, as a careful client's do.
+Owns: the streams; the faults and their times; the comparison of each answer with a reference without faults; the
+report. Invariants: a stopped process is continued at the end. A stream that the server refused (busy, starting) is not
+a loss and is requested again. If the drill kills the api process too, streams have an Idempotency-Key and resume after
+their last event over a new connection.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ REQUEST_TIMEOUT_S = 300.0
 BUSY_STATUSES = (429, 503)
 RETRY_S = 0.25
 MAX_PROMPTS = 16
-MAX_CONNECTIONS = 50  # of one stream, if the api is killed
-# Fault -> the role, the signal, and what it does to a server.
+MAX_CONNECTIONS = 50  # maximum connections of one stream, if the drill kills the api process
+# Fault -> (role of the process, signal, effect on the server).
 FAULTS = {
     "kill_engine": ("engine", signal.SIGKILL, "kills its engine"),
     "stop_engine": ("engine", signal.SIGSTOP, "stops its engine"),
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the drill; return 0 if no token was lost, doubled or changed, 1 otherwise."""
+    """Run the drill; return 0 if no token was lost, repeated or changed, else 1."""
     drill = _read_drill(args)
     if args.url is not None:
         _check_local(full_url(args.url))
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """The parameters of a drill: the intervals by kind of fault, and the number, tokens and duration of streams."""
+    """A drill's parameters: intervals by kind of fault, number of streams, tokens per stream, duration in seconds."""
 
     intervals_s: dict[str, float]
     num_streams: int = 16
@@ -142,14 +142,14 @@ def _check_local(url: str) -> None:
 
 
 def _check_processes(socket: str, api: int) -> None:
-    """Refuse a server whose pids belong to another machine or container: here they are other programs'."""
+    """Refuse a server on another machine or in a container: its pids may be other programs' pids here."""
     pid = admin_pid(socket)
     if pid not in (None, api):
         raise UsageError(f"process {api} of the server is process {pid} here; run the drill where the server runs")
 
 
 def _confirm(drill: Drill, server: str) -> None:
-    """Print what the drill does, and ask. Raises UsageError unless the answer is yes."""
+    """Print the drill's effects and ask for confirmation. Raises UsageError unless the answer is yes."""
     faults = "".join(f", and {FAULTS[kind][2]} every {seconds:g} s" for kind, seconds in drill.intervals_s.items())
     if not sys.stdin.isatty():
         raise UsageError(f"a drill loads {server}{faults}; give --yes to start it without a terminal")
@@ -171,7 +171,7 @@ async def _run(drill: Drill, target: Target, socket: str) -> DrillResult:
 
 
 def process_of(socket: str, role: str) -> int | None:
-    """Return the pid of a role as the server reports it, None if there is none now."""
+    """Ask the server for the pid of a role; return None if no such process runs now."""
     try:
         pid = call_admin(socket, "status", timeout_s=5.0)["processes"].get(role)
     except AdminError:
@@ -184,7 +184,7 @@ def process_of(socket: str, role: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswer:
-    """A text without faults, and where its chunks end: a chunk is a token, unless several arrived at once."""
+    """An answer's text without faults, and the offsets where chunks end. A chunk may have several tokens."""
 
     text: str
     chunk_ends: tuple[int, ...]
@@ -200,7 +200,7 @@ class ReferenceAnswer:
         return cls("".join(answer.texts or ()), tuple(ends), answer.num_tokens)
 
     def compare(self, answer: CompletionResult) -> tuple[int, int]:
-        """Return the number of tokens that an answer lost, and of those that are surplus or different."""
+        """Return the number of lost tokens, and the number of extra or different tokens."""
         text = "".join(answer.texts or ())
         pairs = enumerate(zip(text, self.text, strict=False))
         num_equal = next((i for i, (a, b) in pairs if a != b), min(len(text), len(self.text)))
@@ -215,14 +215,14 @@ class ReferenceAnswer:
 
 @dataclass(slots=True)
 class DrillResult:
-    """The results of a drill. Gaps are seconds between chunks of a stream; `fault_gaps` are those with a fault."""
+    """A drill's results. Gaps are seconds between chunks of a stream; `fault_gaps` are gaps that contain a fault."""
 
     num_finished: int = 0
     num_refused: int = 0
     num_tokens: int = 0
     num_lost: int = 0
     num_duplicated: int = 0
-    num_different: int = 0  # streams
+    num_different: int = 0  # number of streams
     errors: Counter[str] = field(default_factory=Counter)
     faults: list[tuple[str, float, int]] = field(default_factory=list)  # kind, time, pid
     num_skipped: int = 0  # faults for which there was no process
@@ -231,12 +231,12 @@ class DrillResult:
 
     @property
     def is_clean(self) -> bool:
-        """True if no token was lost, doubled or changed."""
+        """True if no token was lost, repeated or changed."""
         return not (self.num_lost or self.num_duplicated or self.num_different)
 
 
 class DrillRun:
-    """One run of a drill. `find_process` returns the pid of a role, None if there is none now; it may block."""
+    """One run of a drill. `find_process` returns the pid of a role, or None; the call may block."""
 
     def __init__(self, drill: Drill, client: CompletionClient, find_process: Callable[[str], int | None]) -> None:
         self.drill = drill
@@ -250,7 +250,7 @@ class DrillRun:
         self._end = 0.0
 
     async def run(self) -> DrillResult:
-        """Get the texts without faults, then stream and cause faults until the time is over. Raises EngineError."""
+        """Request the reference texts, then stream and cause faults until the drill's end. Raises EngineError."""
         bodies = [self._client.body(text, self.drill.max_tokens) for text in _prompts(self.drill.num_streams)]
         for answer in await asyncio.gather(*map(self._client.send, bodies)):
             if answer.has_failed:
@@ -271,7 +271,7 @@ class DrillRun:
         return self.result
 
     async def _stream(self, index: int, bodies: Sequence[bytes]) -> None:
-        """Request one text after another until the drill's end; read each to its own end, also after that."""
+        """Request one text after another until the drill's end. Read the last answer completely, too."""
         turn = index
         while time.perf_counter() < self._end:
             answer = await self._request(bodies[turn % len(bodies)], f"{index}-{turn}")
@@ -283,7 +283,7 @@ class DrillRun:
             turn += 1
 
     async def _request(self, body: bytes, name: str) -> CompletionResult:
-        """Return one answer, over as many connections as needed if the api is killed too."""
+        """Return one answer. If the drill kills the api process too, reconnect as often as needed."""
         if "kill_api" not in self.drill.intervals_s:
             return await self._client.send(body)
         key = f"Idempotency-Key: {self._name}-{name}\r\n"
@@ -309,7 +309,7 @@ class DrillRun:
         self._answers.append(answer)
 
     async def _cause(self, kind: str, interval_s: float) -> None:
-        """Cause faults of one kind, but none in the last interval, when its effect could not be seen."""
+        """Cause faults of one kind at intervals; none in the last interval, as its effect could not be measured."""
         role, number, _ = FAULTS[kind]
         while (start := time.perf_counter()) + interval_s < self._end:
             await asyncio.sleep(interval_s)
@@ -335,7 +335,7 @@ class DrillRun:
 
 
 def join_answers(before: CompletionResult, after: CompletionResult) -> CompletionResult:
-    """Return one answer that arrived over two connections."""
+    """Join the parts of one answer that arrived over two connections."""
     after.sent = before.sent
     after.chunk_times = before.chunk_times + after.chunk_times
     after.texts = [*(before.texts or ()), *(after.texts or ())]
@@ -346,7 +346,7 @@ def join_answers(before: CompletionResult, after: CompletionResult) -> Completio
 
 
 def _is_interrupted(answer: CompletionResult) -> bool:
-    """Return True if another connection may get the rest."""
+    """Return True if a new connection may receive the rest of the answer."""
     return answer.kind in ("lost", "refused") or answer.status in BUSY_STATUSES
 
 
@@ -364,7 +364,7 @@ def make_report(drill: Drill, result: DrillResult, before: Any, after: Any) -> d
     """Return every figure as JSON values; `before` and `after` are the server's status."""
     kinds = [kind for kind, _, _ in result.faults]
     api_restarts = after["api_restarts"] - before["api_restarts"]
-    engine_restarts_before = 0 if api_restarts else before["engine"]["restarts"]  # each api counts from 0
+    engine_restarts_before = 0 if api_restarts else before["engine"]["restarts"]  # a new api process counts from 0
     return {
         "streams": drill.num_streams,
         "duration_s": drill.duration_s,

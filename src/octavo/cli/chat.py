@@ -1,8 +1,7 @@
-"""`octavo chat [MODEL]`: a conversation in the terminal, with an engine here or a server's (--server, --url).
+"""`octavo chat [MODEL]`: a conversation in the terminal, with an engine in this process or a server (--server, --url).
 
-Owns: the conversation (messages, parameters, the `/...` commands that change them), saved conversations, reading lines,
-what Ctrl-C and Ctrl-D mean.
-Does not: answer (answers does).
+Owns: the conversation (messages, parameters, `/...` commands); saved conversations; reading lines; the handling of
+Ctrl-C and Ctrl-D. Does not: generate answers (answers.py does).
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converse until the end of the input, or /exit."""
+    """Run a conversation until the end of the input, or /exit."""
     conversation = ChatSession(system=args.system)
     if args.load:
         say(conversation.command(f"/load {args.load}"))
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def converse(args: argparse.Namespace, config: Config, conversation: ChatSession | None = None) -> int:
-    """Load a model here and converse until the end of the input, or /exit."""
+    """Load a model in this process and run a conversation until the end of the input, or /exit."""
     with asyncio.Runner() as runner:
         answerer = _open_model(args, config, runner)
         _talk(runner, answerer, conversation or ChatSession(system=args.system), is_quiet=args.quiet)
@@ -86,7 +85,7 @@ def converse(args: argparse.Namespace, config: Config, conversation: ChatSession
 
 
 def _open_server(args: argparse.Namespace, url: str, runner: asyncio.Runner) -> Answerer:
-    """Connect to a server that answers. Raises OctavoError."""
+    """Connect to a server, the source of answers. Raises OctavoError."""
     if given := settings_given(args):
         raise UsageError(f"{', '.join(given)} is a setting of an engine here; leave it out with --server or --url")
     remote = RemoteAnswerer(url, args.api_key, args.model or "", defaults=params_given(args))
@@ -95,7 +94,7 @@ def _open_server(args: argparse.Namespace, url: str, runner: asyncio.Runner) -> 
 
 
 def _open_model(args: argparse.Namespace, config: Config, runner: asyncio.Runner) -> Answerer:
-    """Load a model that answers. Raises OctavoError."""
+    """Load a model, the source of answers. Raises OctavoError."""
     answerer = LocalAnswerer.load(config, args)
     if answerer.engine.text.chat_template is None:
         runner.run(answerer.close())
@@ -106,7 +105,7 @@ def _open_model(args: argparse.Namespace, config: Config, runner: asyncio.Runner
 
 
 def _talk(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, *, is_quiet: bool) -> None:
-    """Read messages and print answers until the end; then close the answerer."""
+    """Read messages and print answers until the end of the input; then close the answerer."""
     try:
         _take_turns(runner, answerer, conversation, is_shown=sys.stdin.isatty() and not is_quiet)
     finally:
@@ -151,7 +150,7 @@ def _turn(conversation: ChatSession, text: str) -> None:
 
 
 def _answer(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, is_shown: bool) -> None:
-    """Print an answer as it arrives; Ctrl-C keeps the part that was printed."""
+    """Print an answer as it arrives. Ctrl-C stops the answer; the conversation keeps the printed part."""
     parts: list[str] = []
     note, has_failed = "", False
     try:
@@ -185,7 +184,7 @@ def read_message(prompt: str) -> str:
 
 @contextlib.contextmanager
 def _editing(is_terminal: bool) -> Iterator[None]:
-    """Enable line editing with a saved history, where there is a terminal and a library for it."""
+    """Enable line editing with a saved history, if there is a terminal and the readline library."""
     try:
         import readline
     except ImportError:
@@ -207,7 +206,7 @@ def _editing(is_terminal: bool) -> Iterator[None]:
 
 
 class CommandError(OctavoError):
-    """A `/...` line that cannot be carried out."""
+    """A `/...` command that cannot be run."""
 
 
 @dataclass(slots=True)
@@ -231,7 +230,7 @@ class ChatSession:
         self.wants_answer = True
 
     def answer(self, text: str) -> None:
-        """Add the answer, whole or up to where it was stopped; without any text, remove the question instead."""
+        """Add the whole answer or its printed part. If the text is empty, remove the question."""
         self.wants_answer = False
         if text:
             self.messages.append({"role": "assistant", "content": text})
@@ -239,7 +238,7 @@ class ChatSession:
             self.messages.pop()
 
     def command(self, line: str) -> str:
-        """Run a `/...` line; return the text to show the user. Raises CommandError."""
+        """Run a `/...` command; return the text to show. Raises CommandError."""
         name, _, rest = line[1:].partition(" ")
         does: dict[str, Callable[[str], str]] = {
             "help": lambda _: HELP,

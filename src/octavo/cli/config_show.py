@@ -1,6 +1,6 @@
 """`octavo config show`: the settings in force, and with --origin the source of each.
 
-The sampling defaults, which requests may override, are the model's own generation config where it has one.
+Also prints the sampling defaults, which requests may override: the model's generation config, if it has one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sampling(resolved: Resolved) -> Iterator[tuple[str, object, str]]:
-    """Yield the sampling defaults of requests, with their origins. Finds the model's files and reads their headers."""
+    """Yield requests' sampling defaults with their origins. Finds the model's files and reads the headers."""
     model = resolved.config.model
     own = sampling_defaults(read_model_spec(resolve_model(model.model, model.revision)).generation)
     for name in MODEL_FIELDS:

@@ -1,7 +1,7 @@
 """`octavo doctor`: check the installation and the machine, and print remedies.
 
-Owns: the checks, their remedies, the exit code (1 when one fails; warnings pass).
-Does not: change, download or load anything but torch and the kernels.
+Owns: the checks, their remedies, the exit code (1 if a check fails; a warning is not a failure).
+Does not: change or download anything, or load anything but torch and the kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check, and the remedy if one is needed."""
+    """The result of one check, and the remedy if the check did not pass."""
 
     state: Literal["ok", "warn", "fail"]
     detail: str
@@ -182,7 +182,7 @@ def _cache(here: Machine) -> Finding:
 
 
 def _weights(here: Machine) -> Finding:
-    """Check the folder of packed weights; $OCTAVO_CACHE_DIR moves it."""
+    """Check the folder of packed weights, which $OCTAVO_CACHE_DIR sets."""
     folder = cache_folder(None)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK) or not existing.is_dir():

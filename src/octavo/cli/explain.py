@@ -1,7 +1,7 @@
-"""`octavo explain [ID]`: why a request waits, what it does, or how it ended; without an ID, all open requests.
+"""`octavo explain [ID]`: why a request waits, what it does, or how it ended. Without an ID: all open requests.
 
-Owns: querying a server here over its admin socket and another one over HTTP, and the text made from its answer.
-Does not: find reasons (the engine's observe.explainer does), or know whether names were left out.
+Owns: querying a local server over its admin socket, and a remote one over HTTP; formatting the answer as text.
+Does not: find reasons (the engine's observe.explainer does), or know whether the server omitted names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Json = Mapping[str, Any]
 
 
 class NotAnsweredError(OctavoError):
-    """The server did not answer, or does not know the request."""
+    """The server did not answer, or the request is unknown."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the explanation; return 0 if the request is known."""
+    """Print the explanation; return 0 if the server knows the request."""
     is_server_named(args)
     is_remote = args.url is not None and (bool(args.api_key) or not has_server_at(full_url(args.url)))
     if is_remote and not args.id:
@@ -118,7 +118,7 @@ def _get(url: str, headers: dict[str, str]) -> Json:
 
 
 def request_lines(answer: Json) -> list[str]:
-    """Return lines about one id: each of its prompts, and the queue."""
+    """Return lines about one request: each of its prompts, and the queue."""
     lines: list[str] = []
     for one in answer["explanations"]:
         lines += [*_prompt_lines(one), ""]
@@ -161,7 +161,7 @@ def _queue_line(queue: Json) -> str:
 
 
 def _prompt_lines(one: Json) -> list[str]:
-    """Return the lines about one prompt: a sentence, then name and value pairs, then its events."""
+    """Return the lines about one prompt: a sentence, name and value pairs, and the prompt's events."""
     pairs: list[tuple[str, str]] = []
     if one.get("position"):
         pairs += _queue_pairs(one)
@@ -186,7 +186,7 @@ def _prompt_lines(one: Json) -> list[str]:
 
 
 def _queue_pairs(one: Json) -> list[tuple[str, str]]:
-    """Return what explains the position of a waiting prompt: the policy's order, the requests ahead, the bypasses."""
+    """Return a waiting prompt's facts as pairs: the policy's order, the requests ahead, the bypasses."""
     pairs = [("order", f"{one['policy']}: {one['rule']}" + (f"; {one['why']}" if one["why"] else ""))]
     ahead = [f"{other.get('id') or other.get('name')} ({other['why']})" for other in one["ahead"]]
     num_ahead = one.get("num_ahead", one["position"] - 1)

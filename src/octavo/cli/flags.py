@@ -1,7 +1,7 @@
-"""Flags from settings: an argument parser with an option for each setting, and with a short and a full help.
+"""Flags from settings: an argument parser with an option for each setting, a short help and a full help.
 
-Owns: the argparse options of the settings, the flags that were given, the two helps, errors about unknown words.
-Does not: read or check values (config does, so that every source is checked alike).
+Owns: the settings' argparse options; the values that flags set; the two help texts; errors about unknown words.
+Does not: parse or check values (config does, in the same way for every source).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from octavo.config.sources import Resolved, load
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 
-_DEST = "setting:"  # keeps settings apart from a command's own arguments
+_DEST = "setting:"  # prefix that separates settings from a command's own arguments
 _BY_DEST: dict[str, Setting] = {_DEST + setting.name: setting for setting in SETTINGS}
 _TITLES: dict[str, str] = {section.name: section.metadata["title"] for section in fields(Config)}
 _HEADINGS = tuple(dict.fromkeys(section.metadata["heading"] for section in fields(Config)))
 _METAVARS = {int: "N", float: "X"}
-_MAX_CHOICES = 26  # characters of the choices shown in place of a flag's value
+_MAX_CHOICES = 26  # maximum characters of choices that the help shows as a flag's value
 
 
 class UsageError(ConfigError):
@@ -39,7 +39,7 @@ class UsageError(ConfigError):
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, suggests near names, never abbreviates, and has two helps.
 
-    `rare` are the command's own flags that the short help leaves out.
+    `rare` lists the command's own flags that the short help omits.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -51,13 +51,13 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-all", action="store_true", help="show every option")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse the words; print a help and exit, or raise UsageError naming the wrong word and near ones."""
+        """Parse the words. --help prints and exits. Raises UsageError naming the wrong word and near names."""
         words = list(words)
         before = words[: words.index("--")] if "--" in words else words
         if {"-h", "--help", "--help-all"} & set(before):
             print(self.format_help_all() if "--help-all" in before else self.format_help(), end="")
             self.exit()
-        for word in before:  # argparse would take -ngl for -n gl
+        for word in before:  # argparse would read -ngl as -n gl
             name = word.split("=")[0]
             if (name in RENAMED_FLAGS or name in UNSUPPORTED_FLAGS) and name not in self._option_string_actions:
                 raise UsageError(self._unknown_flag(name))
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def format_help(self) -> str:
-        """Return the short help: the command's own options but the rare ones, and the settings that have a brief."""
+        """Return the short help: the command's own options except the rare ones, and the settings with a brief."""
         hidden = {"--help-all", *self.rare}
         shown: list[tuple[str | None, list[argparse.Action]]] = []
         for group in self._action_groups:
@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         return self._format(_Formatter(self.prog), shown, self.epilog or "")
 
     def _brief_settings(self, heading: str) -> list[argparse.Action]:
-        """Return the options of a heading, with their brief texts; none of a server if this command starts none."""
+        """Return a heading's options with their brief texts. A command that starts no server has no server options."""
         if heading == "server" and _DEST + "host" not in {action.dest for action in self._actions}:
             return []
         pairs = [(action, _BY_DEST[action.dest]) for action in self._actions if action.dest in _BY_DEST]
@@ -139,7 +139,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _name_of(action: argparse.Action) -> str:
-    """Return the name of an argument in messages."""
+    """Return an argument's name for messages."""
     return str(max(action.option_strings, key=len, default=action.metavar or action.dest))
 
 
@@ -147,7 +147,7 @@ whole = Number(int)
 
 
 class _Formatter(argparse.HelpFormatter):
-    """The format of both helps; the short one has one spelling of each flag, and its letter."""
+    """The format of both help texts. The short help shows one spelling of each flag, and its letter."""
 
     def __init__(self, prog: str, is_short: bool = False) -> None:
         super().__init__(prog, max_help_position=32 if is_short else 34)
@@ -231,7 +231,7 @@ def add_settings(
 ) -> None:
     """Add to the parser one option for each setting of these sections, and --config.
 
-    The short help shows the settings that have a brief if `is_short`, and leaves out the command's own flags in `rare`.
+    With `is_short`, the short help shows the settings with a brief. It omits the command's own flags in `rare`.
     """
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file of settings")
     for section in sections:
@@ -264,12 +264,12 @@ def _argparse_options(setting: Setting) -> dict[str, Any]:
 
 
 def settings_given(args: argparse.Namespace) -> dict[str, object]:
-    """Return the settings given by flags, by field name."""
+    """Return the settings that flags set, by field name."""
     return {name.removeprefix(_DEST): value for name, value in vars(args).items() if name.startswith(_DEST)}
 
 
 def respell(args: argparse.Namespace) -> list[str]:
-    """Return words that give another command the same settings: the flags given here, and --config; no keys."""
+    """Return words that pass the same flags and --config to another command. API keys are omitted."""
     words = ["--config", args.config] if args.config else []
     for name, value in settings_given(args).items():
         setting = _BY_DEST[_DEST + name]
@@ -285,7 +285,7 @@ def respell(args: argparse.Namespace) -> list[str]:
 
 
 def resolve_args(args: argparse.Namespace, **extra: object) -> Resolved:
-    """Merge flags, environment, --config and defaults; print remarks. `extra` are further settings by field name."""
+    """Merge flags, environment, --config and defaults; print remarks. `extra` has more settings by field name."""
     given = settings_given(args)
     for name, value in extra.items():
         if value is None:
@@ -305,7 +305,7 @@ def config_from(args: argparse.Namespace, **extra: object) -> Config:
 
 
 def check_output(flag: str, path: str | None) -> None:
-    """Raise UsageError for a file that cannot be written, before the work that produces its contents."""
+    """Raise UsageError if the file cannot be written. Called before the work that produces the contents."""
     if path is None or path == "-":
         return
     file, folder = Path(path), Path(path).absolute().parent
@@ -319,7 +319,7 @@ def check_output(flag: str, path: str | None) -> None:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Turn an error of writing the file `path` into a ConfigError with a remedy."""
+    """Convert an OSError of writing the file `path` to a ConfigError with a remedy."""
     try:
         yield
     except OSError as error:
