@@ -190,7 +190,7 @@ def test_a_server_that_does_not_answer_but_runs_is_waited_for(monkeypatch: pytes
     ("words", "message"),
     [
         (["--interval", "0"], "--interval is 0; give a number from 0.1 to 60"),
-        (["--interval", "nan"], "--interval is nan; give a number from 0.1 to 60"),
+        (["--interval", "nan"], "--interval is 'nan'; give a number from 0.1 to 60"),
         (["x", "--socket", "/y"], "--socket /y and x each name a server; give one of them"),
         (["--socket", "/none", "--once"], "no answer on the admin socket /none"),
         (["nobody"], "unknown server 'nobody'; running: "),

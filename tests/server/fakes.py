@@ -106,6 +106,7 @@ class FakeClient:
         self.forecast: Mapping[str, object] = {"new_request_s": None, "model": None}
         self.submitted = asyncio.Event()
         self.cached_tokens = 0
+        self.vocab_size = sys.maxsize  # a Harness sets its model's
         self._queues: dict[str, asyncio.Queue[TokenOutput]] = {}
         self._open: dict[str, set[int]] = {}  # choices without an end
         self._scored: set[str] = set()
@@ -115,7 +116,7 @@ class FakeClient:
             raise self.submit_error
         if request.request_id in self._queues:
             raise DuplicateRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
-        check_token_ids(request, VOCAB_SIZE)  # as the scheduler does
+        check_token_ids(request, self.vocab_size)  # as the scheduler does
         if request.num_prompt_tokens + bool(request.wants & Want.SAMPLE) > MAX_LEN:
             message = too_long_message(MAX_LEN, f"the prompt has {request.num_prompt_tokens}")
             raise PromptTooLongError(message, "prompt")
@@ -286,6 +287,7 @@ class Harness:
     headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.engine.vocab_size = self.text.spec.vocab_size
         sessions = Sessions(self.engine, self.text)
         self.app: Starlette = create_app(sessions, self.text, self.config, self.engine.statistics, limits=self.limits)
         self.context = self.app.state.context
