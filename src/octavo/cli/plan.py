@@ -1,4 +1,4 @@
-"""`octavo plan MODEL`: the memory that a model takes and how much fits, without loading its weights."""
+"""`octavo plan MODEL`: the memory that a model needs, and the tokens and requests that fit. Loads no weights."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _tokens(plan: MemoryPlan) -> int:
 
 
 def _fitting(plan: MemoryPlan, tokens: int) -> int:
-    """Return how many requests of `tokens` tokens run at once; 0 if they are longer than max_model_len."""
+    """Return the number of requests of `tokens` tokens that fit at once; 0 if `tokens` is above max_model_len."""
     if tokens > plan.max_model_len:
         return 0
     chunk = plan.max_model_len

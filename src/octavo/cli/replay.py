@@ -1,6 +1,6 @@
 """`octavo replay DIR`: repeat a recording's calls, compare the decisions, and simulate other settings.
 
-Owns: the flags, the settings of --what-if, what is printed. Does not: replay (observe), simulate or fit (simulator).
+Owns: the flags, the settings of --what-if, the output. Does not: replay (observe), simulate or fit (simulator).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_COLUMNS = 8
 _SECTIONS = ("cache", "scheduling")
 _ALIASES = {"max_num_seqs": "max_sequences", "max_num_batched_tokens": "max_batch_tokens"}
 _OF_SETUP = {"depth": int, "pipeline_depth": int, "replicas": int, "router": str, "max_waiting": int}
-# Limits that a simulation cannot change, and why.
+# Limits that a simulation cannot change -> the reason.
 _REFUSED = {
     "vocab_size": "it changes no decision",
     "groups": "they are the model's",
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     recording = open_recording(args.recording)
     for segment in recording.segments:
         check_policy(segment.header.limits.policy)
-    for text in args.what_if:  # report errors before minutes of work
+    for text in args.what_if:  # report errors before the replay, which may take minutes
         read_what_if(text, recording.header.limits)
     options = ViewOptions(args.page, args.perfetto)
     if options.page is None and options.perfetto is None:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(recording: Recording, report: ReplayReport) -> Iterator[str]:
-    """Yield the lines that a terminal shows of a replay."""
+    """Yield a replay's report as lines of text."""
     header = recording.header
     lives = f"{len(recording.segments)} lives" if len(recording.segments) > 1 else "1 life"
     yield (
@@ -143,7 +143,7 @@ def _facts(recording: Recording, report: ReplayReport, cases: list[Case], remark
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Settings to try, as they were written: new limits, fields of the setup, and the factor on the arrival rate."""
+    """Settings to try: the user's text, new limits, fields of Setup, and a factor on the arrival rate."""
 
     label: str
     limits: Limits
@@ -152,7 +152,7 @@ class WhatIf:
 
 
 def read_what_if(text: str, recorded: Limits) -> WhatIf:
-    """Parse `policy=fair,max_sequences=64`. Raises ConfigError naming the word and what to give."""
+    """Parse `policy=fair,max_sequences=64`. Raises ConfigError naming the wrong word and the remedy."""
     values: dict[str, Any] = {}
     setup: dict[str, Any] = {}
     rate_scale = 1.0
@@ -191,7 +191,7 @@ def _number(word: str, value: str) -> float:
 
 
 def _limit_settings() -> dict[str, Setting]:
-    """Return the settings that are limits, by every spelling."""
+    """Return the settings that are fields of Limits, by every spelling."""
     names = {one.name for one in fields(Limits)}
     by_name = {}
     for setting in SETTINGS:
@@ -223,7 +223,7 @@ def _limit_value(name: str, word: str, value: str, recorded: Limits) -> dict[str
 
 
 def _change_limits(recorded: Limits, values: dict[str, Any]) -> Limits:
-    """Return the limits with these values, without drafts; a pool keeps its tokens if only the block size changes."""
+    """Return the limits with these values, without drafts. If only the block size changes, a pool keeps its tokens."""
     size = values.get("block_size", recorded.block_size)
     if size != recorded.block_size:
         for name in ("num_blocks", "host_blocks"):
@@ -232,9 +232,9 @@ def _change_limits(recorded: Limits, values: dict[str, Any]) -> Limits:
 
 
 def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list[Case], list[str]]:
-    """Return the recorded run, the same simulated, and each change simulated; with remarks on what is not simulated.
+    """Return the recorded run, its simulation and a simulation of each change, and remarks on what is not simulated.
 
-    `cost` names a cost model, or is "fitted": fitted to this recording. Raises ConfigError, RecordingError.
+    `cost` names a cost model; "fitted" fits one to this recording. Raises ConfigError, RecordingError.
     """
     if len(texts) > MAX_COLUMNS:
         raise ConfigError(f"--what-if is given {len(texts)} times; give at most {MAX_COLUMNS}")
@@ -267,7 +267,7 @@ def _remarks(recording: Recording, changes: Sequence[WhatIf]) -> Iterator[str]:
 
 
 def _table(cases: Sequence[Case]) -> Iterator[str]:
-    """Yield a table of the cases, one figure a line; the changes are numbered, with a legend above."""
+    """Yield a table with one figure per line and one column per case. Changes have numbers, with a legend above."""
     heads = ["recorded", "simulated", *(f"what-if {number}" for number in range(1, len(cases) - 1))]
     for head, case in zip(heads[2:], cases[2:], strict=True):
         yield f"{head}: {case.label}"

@@ -1,7 +1,7 @@
-"""`octavo run [MODEL] "prompt"`: one answer, streamed to the terminal; a model alone starts a conversation.
+"""`octavo run [MODEL] "prompt"`: streams one answer to the terminal. A model without a prompt starts a conversation.
 
-Owns: what the words mean, the prompt, the closing line of numbers.
-Does not: load a model or stream an answer (answers does), or keep a conversation (chat does).
+Owns: the meaning of the words, the prompt, the closing line of figures.
+Does not: load a model or stream an answer (answers.py does), or run a conversation (chat.py does).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What the command line requests. `model` None means the configured one, `prompt` None a conversation."""
+    """The command line's request. `model` None is the configured model; `prompt` None is a conversation."""
 
     prompt: str | None
     model: str | None
@@ -44,13 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("answer")
     add_answer_arguments(group)
-    parser.set_defaults(max_tokens=None)  # MAX_TOKENS of one answer, as many as fit in a conversation
+    parser.set_defaults(max_tokens=None)  # default: MAX_TOKENS for one answer, no limit in a conversation
     group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     add_settings(parser, ENGINE_SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer; return 0 when the answer ended by itself or at --max-tokens. Ctrl-C raises, which main makes 130."""
+    """Print one answer, or run a conversation. Return 0 if the answer ended by itself or at --max-tokens.
+
+    Ctrl-C raises KeyboardInterrupt, for which main returns 130.
+    """
     is_named = "model" in settings_given(args)
     request = read_words(args.words, args, sys.stdin, is_named=is_named)
     config = config_from(args, model=request.model)
@@ -77,10 +80,10 @@ async def _answer(answerer: LocalAnswerer, request: RunRequest, is_quiet: bool, 
 
 
 def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *, is_named: bool = False) -> RunRequest:
-    """Return model and prompt: two words are both; one is the model if it names one, else the prompt.
+    """Return model and prompt. Two words are model and prompt; one word is the model if it names one, else the prompt.
 
-    A model alone starts a conversation on a terminal; elsewhere the prompt is read from stdin. `is_named`: --model is
-    given.
+    Without a prompt, a conversation starts if stdin is a terminal; otherwise stdin is the prompt. `is_named`: the user
+    gave --model.
     """
     if len(words) > 2:
         head = f"{words[0]} " if names_model(words[0]) else ""
@@ -116,7 +119,7 @@ def _lookalike(prompt: str) -> Iterator[str]:
 
 
 def prompt_of(text: TextModel, request: RunRequest) -> str | Messages:
-    """Return messages for the chat template, or the text itself when raw or when the model has no template."""
+    """Return messages for the chat template, or the text itself if the user wants raw or the model has no template."""
     prompt = request.prompt or ""
     if request.raw or text.chat_template is None:
         if request.system is not None:

@@ -1,8 +1,8 @@
 """`octavo serve [MODEL]`: the parent of all serving processes.
 
-Owns: the listening socket (opened before anything loads, so that a port in use is reported at once), the server's
-folder and record, the choice between a supervised api process and one process for all.
-Does not: import torch, a web framework or a model's files; the children load what is heavy.
+Owns: the listening socket (opened first, so that a port in use is reported at once); the server's folder and record;
+the choice between a supervised api process and a single process.
+Does not: import torch or a web framework, or read a model's files (the children do).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo.observe.otel import check_endpoint
 from octavo.observe.recording.recorder import prepare_folder
 from octavo.server.http.listener import PortInUseError, check_web, open_socket, url_of
 
-EXIT_ERROR = 2  # as every command's
+EXIT_ERROR = 2  # the same status as for every command
 NOTIFY_SOCKET = "NOTIFY_SOCKET"
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal ends it; return 0 after a clean drain (docs/serving.md lists the other statuses)."""
+    """Serve until a signal; return 0 after a clean drain (docs/serving.md lists the other statuses)."""
     set_up_log("text", "warning", "supervisor")  # until the settings are known
     try:
         config = _config(args)
@@ -62,7 +62,7 @@ def _config(args: argparse.Namespace) -> Config:
     resolved = resolve_args(args, model=args.model)
     config = resolved.config
     if len(config.model.served_model_name) > 1 and resolved.origins["model"] == "default":
-        names = " ".join(config.model.served_model_name)  # the last name may have been meant as MODEL
+        names = " ".join(config.model.served_model_name)  # the user may have meant the last name as MODEL
         raise UsageError(f"MODEL is missing; give it first: octavo serve MODEL --served-model-name {names}")
     check_endpoint(config.telemetry.otlp_traces_endpoint)
     return config
@@ -83,7 +83,7 @@ def _serve(config: Config, *, is_quiet: bool) -> int:
 
 
 def _listen(config: Config) -> socket.socket:
-    """Open the listening socket. Raises ConfigError, which names the program that has the port."""
+    """Open the listening socket. Raises ConfigError naming the program that uses the port."""
     try:
         return open_socket(config.serving)
     except PortInUseError:
@@ -102,7 +102,7 @@ def _supervise(task: ApiTask, listener: socket.socket) -> int:
 
 
 def _run_here(task: ApiTask, listener: socket.socket) -> int:
-    from octavo.assembly import InProcessEngine  # heavy: the supervisor does not need it
+    from octavo.assembly import InProcessEngine  # a slow import, which the supervisor does not need
 
     def report(word: bytes) -> None:
         if word == READY:

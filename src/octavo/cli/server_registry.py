@@ -1,10 +1,9 @@
-"""The servers that this user runs on this machine: a folder with a record for each.
+"""The registry of this user's servers on this machine: one folder with a record for each server.
 
-Owns: the folder of a server (mode 0700: record, admin socket), finding the servers that run, removing what dead ones
-left, signals.
-Does not: know which server a command line means, or query one (see servers).
-Invariants: a server holds a lock on its record as long as it runs. A folder is removed only if its record proves
-that a server made it (name, inode, owner), and then file by file: any other file and folder stays as it is.
+Owns: a server's folder (mode 0700, with the record and the admin socket); finding running servers; removing the folders
+of dead servers; signals. Does not: know which server a command line names, or query one (servers.py does).
+Invariants: a server holds a lock on its record while it runs. A folder is removed only if its record proves (by name,
+inode and owner) that a server made it. Only the server's own files are removed; a folder with other files stays.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from octavo.cli.flags import UsageError
 from octavo.errors import ConfigError
 
 RUN_DIR = "OCTAVO_RUN_DIR"
-MAX_SOCKET_PATH = 100  # bytes; the system's bound is 104 or 108
+MAX_SOCKET_PATH = 100  # bytes; the system's limit is 104 or 108
 _RECORD = "server.json"
 _UNLOCKED = "server.new"
 _ADMIN = "admin.sock"
@@ -33,9 +32,9 @@ _FORMAT = "octavo-server-1"
 
 
 class ServerRecord(msgspec.Struct, frozen=True, rename={"started_at": "begun", "start_ticks": "started"}):
-    """What a server writes about itself for other commands. `started_at` is seconds since 1970.
+    """A server's record for other commands. `started_at` is in seconds since 1970.
 
-    `start_ticks` tells the process from a later one with the same pid; None where the system does not report it.
+    `start_ticks` distinguishes the process from a later one with the same pid; None if the system does not report it.
     """
 
     pid: int
@@ -62,7 +61,7 @@ class _RecordFile(msgspec.Struct, frozen=True, rename={"proof": "made"}):
 
 
 def run_folder() -> Path:
-    """Return the folder of this user's servers: $OCTAVO_RUN_DIR, else one in $XDG_RUNTIME_DIR or the cache folder."""
+    """Return the folder of this user's servers: $OCTAVO_RUN_DIR, else in $XDG_RUNTIME_DIR, else in the cache folder."""
     if given := os.environ.get(RUN_DIR):
         return Path(given).expanduser()
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -74,7 +73,7 @@ class ServerFolder:
     """The folder of this process's server."""
 
     def __init__(self, path: Path) -> None:
-        """Fill a new folder. The record is renamed into place last, once it is locked and complete."""
+        """Fill a new folder. The record is renamed into place last, after it is locked and complete."""
         self.path = path
         self._proof = _Proof(_FORMAT, path.name, path.stat().st_ino)
         self._lock = os.open(path / _UNLOCKED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -87,7 +86,7 @@ class ServerFolder:
             raise
 
     def publish(self, record: ServerRecord) -> None:
-        """Write this server's record, so that other commands find it."""
+        """Write this server's record, so that other commands find the server."""
         self._write(record)
 
     def remove(self) -> None:
@@ -99,7 +98,7 @@ class ServerFolder:
         os.close(self._lock)
 
     def admin_path(self, given: str | None) -> Path:
-        """Return the admin socket's path: `given`, else one in this folder. Raises ConfigError if it is too long."""
+        """Return the admin socket's path: `given`, else a path in this folder. Raises ConfigError if it is too long."""
         path = Path(given).expanduser().absolute() if given else self.path / _ADMIN
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
             raise ConfigError(
@@ -128,7 +127,7 @@ def open_server_folder() -> Iterator[ServerFolder]:
 
 
 def _make_root(folder: Path) -> None:
-    """Make the folder of all servers for this user alone. Raises OSError, ConfigError if others have access to it."""
+    """Make the folder of this user's servers. Raises OSError; ConfigError if other users have access to the folder."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     mode = stat.S_IMODE(status.st_mode)
@@ -152,7 +151,7 @@ def find_servers() -> list[ServerRecord]:
 
 
 def _read_folder(path: Path) -> ServerRecord | None:
-    """Return the record of a running server; remove the folder of a dead one. Anything else stays as it is."""
+    """Return the record of a running server; remove the folder of a dead one. Other folders are unchanged."""
     folder = _open_folder(path)
     if folder is None:
         return None
@@ -171,7 +170,7 @@ def _read_folder(path: Path) -> ServerRecord | None:
 
 
 def _read_record(path: Path, folder: int, file: int) -> ServerRecord | None:
-    """Return the record if its server runs; else remove the folder if the record proves that a server made it."""
+    """Return the record if its server runs. Otherwise remove the folder if the record proves that a server made it."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         return None
@@ -199,7 +198,7 @@ def _remove(path: Path, folder: int) -> None:
 
 
 def _open_folder(path: Path) -> int | None:
-    """Open a folder to read and clean up; return None for anything else, a link to a folder included."""
+    """Open a folder; return None if the path is not a folder. A link to a folder is not opened."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -207,7 +206,7 @@ def _open_folder(path: Path) -> int | None:
 
 
 def _is_own_folder(folder: int, inode: int) -> bool:
-    """Return True if an open folder is this user's, closed to others, and has that inode."""
+    """Return True if an open folder belongs to this user, is closed to others and has this inode."""
     status = os.fstat(folder)
     return status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077 and status.st_ino == inode
 
@@ -221,18 +220,18 @@ def _can_lock(fd: int) -> bool:
 
 
 def process_start_ticks(pid: int) -> str | None:
-    """Return a process's start time in ticks, which tells it from others with the same pid; None if it is unknown."""
+    """Return a process's start time in ticks, or None. It distinguishes processes with the same pid."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return text.rpartition(")")[2].split()[19]  # the name in brackets may hold anything
+    return text.rpartition(")")[2].split()[19]  # the name in brackets may contain brackets
 
 
 def send_signal(server: ServerRecord, number: int) -> bool:
-    """Signal a server; return False if its pid is not (or no longer) that of its process here.
+    """Signal a server; return False if its pid does not (or no longer) belong to its process on this machine.
 
-    The lock shows that a server runs, not where: one in a container has its own pid namespace. Raises UsageError.
+    The lock shows that a server runs, but it may run in a container with its own pid namespace. Raises UsageError.
     """
     try:
         if sys.platform != "linux" or server.start_ticks is None:

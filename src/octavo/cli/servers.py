@@ -28,18 +28,18 @@ from octavo.errors import OctavoError
 from octavo.machine import listener_of
 from octavo.server.http.listener import is_loopback
 
-ADMIN_TIMEOUT_S = 65.0  # longer than the server's own bound
+ADMIN_TIMEOUT_S = 65.0  # longer than the server's own timeout
 MAX_ANSWER_BYTES = 1 << 24
 _READ_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: SO_PEERCRED, unix(7)
-_STATUS_TIMEOUT_S = 2.0  # of octavo ps
-_DRAIN_TIMEOUT_S = 5.0  # for the answer to the verb, not for the drain
+_STATUS_TIMEOUT_S = 2.0  # timeout of a status query by octavo ps
+_DRAIN_TIMEOUT_S = 5.0  # timeout of the verb's answer, not of the drain
 _POLL_S = 0.05
 _PS_COLUMNS = ("PID", "URL", "MODEL", "STATE", "UPTIME", "API", "ENGINE", "EPOCH", "RESTARTS", "OPEN")
 
 
 class AdminError(OctavoError):
-    """The server did not answer, or refused."""
+    """The server did not answer, or refused the verb."""
 
 
 # --- naming a server
@@ -57,7 +57,7 @@ def add_server_arguments(group: Any, *, is_positional: bool = False, default: st
 
 
 def is_server_named(args: argparse.Namespace) -> bool:
-    """Return True if the arguments name a server. Raises UsageError if they name two."""
+    """Return True if the arguments name a server. Raises UsageError if they name two servers."""
     given = {"--server": args.server, "--url": args.url, "--socket": args.socket, "": getattr(args, "which", None)}
     named = [f"{flag} {word}".strip() for flag, word in given.items() if word is not None]
     if len(named) > 1:
@@ -66,7 +66,7 @@ def is_server_named(args: argparse.Namespace) -> bool:
 
 
 def named_server(args: argparse.Namespace) -> ServerRecord:
-    """Return the server that the arguments name, else the only one here. Raises UsageError."""
+    """Return the server that the arguments name, else this user's only server. Raises UsageError."""
     is_server_named(args)
     servers = find_servers()
     if args.socket is not None:
@@ -77,14 +77,14 @@ def named_server(args: argparse.Namespace) -> ServerRecord:
 
 
 def named_url(args: argparse.Namespace) -> str | None:
-    """Return the URL of the server that the arguments name, None if they name none. Raises UsageError."""
+    """Return the URL of the server that the arguments name; None if they name no server. Raises UsageError."""
     if not is_server_named(args):
         return None
     return full_url(args.url) if args.url is not None else named_server(args).url
 
 
 def choose(servers: Sequence[ServerRecord], which: str | None) -> ServerRecord:
-    """Return the one server with that name, pid, port or URL; for None the only one. Raises UsageError."""
+    """Return the server with this name, pid, port or URL; for None the only server. Raises UsageError."""
     if not servers:
         at = f" ({which})" if which is not None else ""
         raise UsageError(f"no server of this user runs here{at}; start one with: octavo serve")
@@ -106,7 +106,7 @@ def _is_named(server: ServerRecord, which: str) -> bool:
 
 
 def _is_same_listener(first: str, second: str) -> bool:
-    """Return True if two URLs lead to the same listener; all names of this machine's loopback are equal."""
+    """Return True if two URLs have the same listener. All names of the loopback interface are equal."""
     listeners = []
     for url in (first, second):
         host = urlsplit(full_url(url)).hostname or ""
@@ -115,12 +115,12 @@ def _is_same_listener(first: str, second: str) -> bool:
 
 
 def has_server_at(url: str) -> bool:
-    """Return True if one of this user's servers here has that URL."""
+    """Return True if one of this user's servers on this machine has this URL."""
     return any(_is_same_listener(server.url, url) for server in find_servers())
 
 
 def full_url(given: str) -> str:
-    """Return a server's URL with its scheme, without a last slash. Raises UsageError."""
+    """Return a server's URL with a scheme and without a trailing slash. Raises UsageError."""
     url = (given if "://" in given else f"http://{given}").rstrip("/")
     try:
         is_url = urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname and port_of(url) > 0
@@ -138,18 +138,18 @@ def port_of(url: str) -> int:
 
 
 def client_key(given: str | None) -> str:
-    """Return the API key to present to a server: the given one, else the first of OCTAVO_API_KEY, else ""."""
+    """Return the API key to send to a server: `given`, else the first key of OCTAVO_API_KEY, else ""."""
     return given or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
 
 
 def bearer_headers(given_key: str | None) -> dict[str, str]:
-    """Return the HTTP headers that present a key; none without one."""
+    """Return the HTTP headers that send a key; {} if there is no key."""
     key = client_key(given_key)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def refusal_text(status: int, body: bytes) -> str:
-    """Return the message of an error body as OpenAI's API has it, else the status."""
+    """Return the message of an error body in OpenAI's format, or else the status."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -157,7 +157,7 @@ def refusal_text(status: int, body: bytes) -> str:
 
 
 def port_in_use_message(host: str, port: int) -> str:
-    """Return the message about a port in use: the program that has it, and the remedy."""
+    """Return the message about a port in use, with the program that uses the port and the remedy."""
     free = next((other for other in range(port + 1, min(port + 100, 65536)) if _is_free(host, other)), 0)
     own = next((server for server in find_servers() if port_of(server.url) == port), None)
     if own is not None:
@@ -200,7 +200,7 @@ def call_admin(path: str, verb: str, argument: str = "", timeout_s: float = ADMI
 
 
 def admin_pid(path: str) -> int | None:
-    """Return the pid, as seen here, of the process that listens on an admin socket; None if it is not reported.
+    """Return the pid, in this pid namespace, of the process that listens on an admin socket; None if it is unknown.
 
     Raises AdminError.
     """
@@ -252,13 +252,13 @@ def run_ps(args: argparse.Namespace) -> int:
 
 
 def _status(record: ServerRecord) -> dict[str, Any]:
-    """Return a server's record and, if it answers, its status."""
+    """Return a server's record, with its status if the server answers."""
     status = msgspec.to_builtins(record)
     del status["started"]
     try:
         return {**status, **call_admin(record.admin, "status", timeout_s=_STATUS_TIMEOUT_S)}
     except AdminError:
-        return {**status, "phase": "starting"}  # or its api process is being restarted
+        return {**status, "phase": "starting"}  # or the api process is restarting
 
 
 def _ps_row(server: dict[str, Any]) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Stop the servers; return 0 when they have ended, 1 if one still runs after the timeout."""
+    """Stop the servers; return 0 if all have ended, 1 if one still runs after the timeout."""
     if args.all and is_server_named(args):
         raise UsageError("--all stops every server; leave the name out")
     servers = find_servers() if args.all else [named_server(args)]
@@ -307,7 +307,7 @@ def run_stop(args: argparse.Namespace) -> int:
 
 
 def _request_stop(server: ServerRecord) -> None:
-    """Stop a server gracefully: by a signal, or over its admin socket if its pid is not valid on this machine."""
+    """Stop a server gracefully: by a signal, or over the admin socket if the pid is not valid on this machine."""
     if send_signal(server, signal.SIGTERM):
         return
     try:
@@ -319,7 +319,8 @@ def _request_stop(server: ServerRecord) -> None:
 def _fail_requests(server: ServerRecord) -> bool:
     """Make a server fail its open requests and end; return True if it answered.
 
-    Not by signals: their number would depend on how many it already had, and one too many kills it without answers.
+    Signals cannot do this: their effect depends on the number of earlier signals, and one too many kills the server
+    without answers.
     """
     try:
         call_admin(server.admin, "drain", "now", timeout_s=_DRAIN_TIMEOUT_S)
@@ -330,7 +331,7 @@ def _fail_requests(server: ServerRecord) -> bool:
 
 
 def _wait_for_end(servers: Sequence[ServerRecord], end: float) -> list[ServerRecord]:
-    """Return the servers that still run at the end of the time."""
+    """Wait until all servers have ended, or until `end`; return the servers that still run."""
     while True:
         known = {server.pid: server for server in find_servers()}
         running = [server for server in servers if known.get(server.pid) == server]

@@ -1,7 +1,7 @@
-"""`octavo simulate`: a workload through the real scheduler on predicted step times, faster than real time.
+"""`octavo simulate`: runs a workload through the real scheduler with predicted step times, faster than real time.
 
-Owns: the flags, running each policy or a capacity search, what is printed, the files that are written.
-Does not: simulate or search (simulator), or lay out tables and the page (simulator.report).
+Owns: the flags; running each policy or a capacity search; the printed text; the files to write.
+Does not: simulate or search (simulator does), or lay out tables and the page (simulator.report does).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEFAULT_WORKLOAD = "poisson:rate=4,lengths=azure_conv,requests=2000"
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"
 MAX_POLICIES = 16
 PROGRESS_S = 0.5
-COMPARED = ("mean", "p99")  # statistics of latencies that are compared between policies
+COMPARED = ("mean", "p99")  # statistics of latencies in the comparison of policies
 REQUEST_COLUMNS = (
     "index", "tenant", "replica", "arrival", "start", "first_token", "end", "prompt_tokens", "output_tokens",
     "cached_tokens", "preemptions", "restarts", "reason",
@@ -150,7 +150,7 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """All that the flags say: the workload, one Limits for each policy, and what every run shares."""
+    """The simulation that the flags describe: the workload, one Limits per policy, and the common Setup."""
 
     resolved: Resolved
     workload: SimulatedWorkload
@@ -162,7 +162,7 @@ class SimulationPlan:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate each policy; print and write the results. Return 1 if objectives of all requests together are missed."""
+    """Simulate each policy; print and write the results. Return 1 if an objective on all requests is missed."""
     if args.workload and args.workload[0] in ("help", "list"):
         print("\n".join(_workload_help()))
         return 0
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
         setup = replace(plan.setup, limits=limits, make_sink=views.make_sink if args.page or args.perfetto else None)
         result = _simulate(plan.workload, setup, limits.policy)
         cases.append(Case.of(limits.policy, result, summarise(result, plan.goals.bounds, plan.price)))
-        if plan.goals.goals or "goodput" in args.objective:  # objectives of single requests are only counted
+        if plan.goals.goals or "goodput" in args.objective:  # per-request objectives without goodput cannot fail a run
             verdict = plan.goals.judge(result)
             is_missed = is_missed or not verdict.is_reached
             reaches = "reaches" if verdict.is_reached else "misses"
@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    """Fit a cost model to the steps of a recording, and print how well it fits."""
+    """Fit a cost model to the steps of a recording, and print the fit's errors."""
     if args.workload:
         raise UsageError("--fit looks at a recording alone; leave out --workload, and simulate with --cost fitted:FILE")
     fit = fit_recording(args.fit)
@@ -232,7 +232,7 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
 
 
 def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, CostModel]:
-    """Return the engine and its cost model; with `fitted:`, the recorded engine unless another is named."""
+    """Return the engine and its cost model. With `fitted:`, the recorded engine is the default."""
     if args.cost.startswith("fitted:") and args.model is None and args.device is None:
         costs = cost_model(args.cost)
         fit = costs.fit if isinstance(costs, Fitted) else None
@@ -249,7 +249,7 @@ def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, 
 def _limits(
     args: argparse.Namespace, resolved: Resolved, engine: SimulatedEngine, chosen: Mapping[str, str] | None = None
 ) -> list[Limits]:
-    """Return Limits for each policy. `chosen`: settings that a search tries."""
+    """Return the Limits for each policy. `chosen` has the settings of a search's trial."""
     chosen = chosen or {}
     scheduling = resolved.config.scheduling
     given = {name for name, origin in resolved.origins.items() if origin != "default"} | {*chosen}
@@ -280,7 +280,7 @@ def _read_failure(text: str) -> ReplicaFailure:
 
 
 def _simulate(workload: SimulatedWorkload, setup: Setup, label: str) -> SimulatedRun:
-    """Simulate, with a progress line if stderr is a terminal."""
+    """Run a simulation; show a progress line if stderr is a terminal."""
     arrivals = workload.arrivals()
     if not sys.stderr.isatty() or isinstance(arrivals, list):
         result = simulate(arrivals, setup)
@@ -307,7 +307,7 @@ def _with_progress(arrivals: Iterator[Arrival], label: str) -> Iterator[Arrival]
 
 
 def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
-    """Search, printing each trial as it ends; return 1 if nothing reaches the objectives."""
+    """Run a capacity search, and print each trial when it ends. Return 1 if no fleet reaches the objectives."""
     if len(plan.limits) > 1:
         raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
     for name in ("html", "page", "perfetto", "requests", "fail"):
@@ -331,7 +331,7 @@ def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
 
 
 def _search_facts(result: SearchResult) -> dict[str, Any]:
-    """Return the answer and the trials as plain values."""
+    """Return the search's result and its trials as plain values."""
     setup = result.setup
     answer = None
     if setup is not None and result.verdict is not None:
@@ -433,12 +433,12 @@ def _describe(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
 
 
 def _path_of_policy(path: str, policy: str, count: int) -> str:
-    """Return one path for each policy if there are several: requests.csv, requests.fair.csv, ..."""
+    """Return the path for one policy. With several policies, each has its own: requests.fair.csv, ..."""
     return path if count == 1 else str(Path(path).with_suffix(f".{policy}{Path(path).suffix}"))
 
 
 def _write_requests(path: str, result: SimulatedRun) -> None:
-    """Write a CSV line for each request, in order of arrival; times in seconds, empty if not reached."""
+    """Write one CSV line per request, in order of arrival. Times are in seconds, or empty if not reached."""
     out = result.outcomes
     order = sorted(range(len(out)), key=lambda index: (out.arrivals[index], out.indices[index]))
     with writing(path), open(path, "w", encoding="utf-8", newline="") as file:
@@ -455,7 +455,7 @@ def _write_requests(path: str, result: SimulatedRun) -> None:
 
 
 class FirstReplicaViews:
-    """The dashboard's page and the Perfetto trace of the first scheduler; with them every step is planned."""
+    """The first scheduler's dashboard page and Perfetto trace. They disable fast-forward."""
 
     def __init__(self, model: str, page: str | None, perfetto: str | None) -> None:
         self._model = model
@@ -466,7 +466,7 @@ class FirstReplicaViews:
         self._trace: tuple[TraceFile, TraceClip, PerfettoWriter] | None = None
 
     def make_sink(self, scheduler: Scheduler) -> History | None:
-        """Return the history of the first scheduler, with its readers; None for the others."""
+        """Return the history of the first scheduler, with its readers; None for other schedulers."""
         if self._frame_writer is not None or self._trace is not None:
             return None
         history = History(scheduler)
@@ -483,7 +483,7 @@ class FirstReplicaViews:
         return history
 
     def write(self) -> list[str]:
-        """Write the files after the simulation; return remarks on what was left out."""
+        """Write the files after the simulation; return remarks on omitted data."""
         remarks: list[str] = []
         if self._frame_writer is not None and self._page is not None:
             self._frame_writer.end()

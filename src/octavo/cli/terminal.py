@@ -1,4 +1,4 @@
-"""What commands print: progress, messages and warnings on stderr, text in columns, durations."""
+"""Terminal output of commands: progress, messages and warnings on stderr; columns; durations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.observe.log import print_notice
 
 @contextmanager
 def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
-    """Print that a model is loading, on a terminal only, and erase the line when it has loaded."""
+    """While the body loads a model, show a line about it if stderr is a terminal."""
     shown = sys.stderr.isatty() and not is_quiet
     if shown:
         print(f"loading {model} ...", end="", file=sys.stderr, flush=True)
@@ -27,13 +27,13 @@ def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
 
 
 def say(*lines: str) -> None:
-    """Print lines to stderr, as the log is written; stdout is for answers."""
+    """Print lines to stderr, like the log; stdout is for answers."""
     for line in lines:
         print_notice(line)
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a call of the system or network failed, as text: without an error number, never empty."""
+    """Return the reason of a failed system or network call: a text without an error number, never empty."""
     number = getattr(error, "errno", None) or 0
     text = os.strerror(number) if number > 0 else re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
     return text[:1].lower() + text[1:]
@@ -54,12 +54,12 @@ def duration_text(seconds: float) -> str:
 
 
 def warn_limits(config: Config, capacity: Capacity) -> None:
-    """Print warnings about settings that the engine could not satisfy."""
+    """Print a warning for each setting that the engine could not satisfy."""
     say(*(f"warning: {remark}" for remark in limit_remarks(config, capacity)))
 
 
 def limit_remarks(config: Config, capacity: Capacity) -> Iterator[str]:
-    """Yield remarks on settings that the engine could not satisfy."""
+    """Yield a remark for each setting that the engine could not satisfy."""
     requested = config.model.max_model_len
     if requested is not None and requested > capacity.max_model_len:
         yield f"--max-model-len is {requested}, this model holds {capacity.max_model_len} tokens; that is used"

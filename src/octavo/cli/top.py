@@ -1,7 +1,7 @@
 """`octavo top [NAME|PID|PORT]`: watch a running server in the terminal.
 
-Owns: following the engine's frames (docs/statistics.md), rates over the last seconds, a minute of history.
-Does not: draw (top_screen). Times are the engine's clock.
+Owns: reading the engine's frames (docs/statistics.md); rates over the last seconds; a minute of history.
+Does not: draw (top_screen does). Times are on the engine's clock.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from octavo.config.setting import Number
 
 INTERVAL_S = Number(float, 0.1, 60)
 TIMEOUT_S = 5.0
-MAX_POLLS = 50  # in one refresh, to catch up with the engine
-WINDOW_S = 5.0  # for rates and for the mean step
+MAX_POLLS = 50  # maximum queries per refresh, to catch up with the engine
+WINDOW_S = 5.0  # seconds over which rates and the mean step are computed
 HISTORY_S = 60
-MAX_STEPS = 20_000  # of the last minute, for quantiles
+MAX_STEPS = 20_000  # maximum steps of the last minute that quantiles use
 PARTS = ("schedule", "prepare", "forward", "sample", "emit")
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-_WAITING = ("name", "tenant", "reason", "needed", "available", "waited_s", "tokens")  # of an entry of a queue frame
-# Names of figures -> those of the scheduler's statistics.
+_WAITING = ("name", "tenant", "reason", "needed", "available", "waited_s", "tokens")  # fields of a queue frame's entry
+# Name of a figure -> name in the scheduler's statistics.
 _POOL = {
     "blocks": "num_blocks", "held": "num_blocks_used", "cached": "num_blocks_cached",
     "host_blocks": "num_host_blocks", "host_held": "num_host_blocks_used",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the server until q; return 1 if it ended meanwhile."""
+    """Show the server until the user presses q; return 1 if the server ended first."""
     server = WatchedServer.of(named_server(args))
     if args.json:
         print(json.dumps(server.poll()))
@@ -93,7 +93,7 @@ def _watch(server: WatchedServer, interval_s: float) -> int:
 
 
 class WatchedServer:
-    """A server queried over its admin socket. `is_running` returns True if one that does not answer still runs."""
+    """A server queried over its admin socket. If the server does not answer, `is_running()` tests if it still runs."""
 
     def __init__(self, path: str, name: str = "", is_running: Callable[[], bool] = lambda: False) -> None:
         self.name = name or f"the server at {path}"
@@ -105,14 +105,14 @@ class WatchedServer:
 
     @classmethod
     def of(cls, server: ServerRecord) -> WatchedServer:
-        """Return a watch on one of this user's servers, or on another user's."""
+        """Return the WatchedServer of a record, which may be another user's server."""
         if not server.pid:
             return cls(server.admin)
         name = f"{server.model} at {server.url} (process {server.pid})"
         return cls(server.admin, name, lambda: any(known.pid == server.pid for known in find_servers()))
 
     def poll(self) -> dict[str, Any]:
-        """Fetch what is new and return the figures. Raises AdminError if there is no answer."""
+        """Fetch new frames and return the figures. Raises AdminError if the server does not answer."""
         self._last = call_admin(self._path, "top", self._cursor, TIMEOUT_S)
         page = self._last.get("frames")
         for _ in range(MAX_POLLS):
@@ -124,13 +124,13 @@ class WatchedServer:
         return self._figures.snapshot(self._last)
 
     def last_figures(self, trouble: str) -> dict[str, Any]:
-        """Return the last figures, while the server does not answer."""
+        """Return the last figures, with `trouble` as the reason why the server does not answer."""
         return self._figures.snapshot({**self._last, "trouble": trouble})
 
 
 @dataclass(slots=True)
 class RunningSequence:
-    """One sequence with a slot. It decodes once its prompt is computed."""
+    """One sequence with a slot. The sequence decodes after its prompt is computed."""
 
     name: str
     choice: int
@@ -161,7 +161,7 @@ class Figures:
     head: Json = field(default_factory=dict)
     slots: dict[int, RunningSequence] = field(default_factory=dict)
     requests: dict[str, list[Any]] = field(default_factory=dict)
-    rows: list[tuple[int, int, int]] = field(default_factory=list)  # of the last step: slot, first position, count
+    rows: list[tuple[int, int, int]] = field(default_factory=list)  # last step's (slot, first position, count)
     steps: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     queue: Json = field(default_factory=dict)
     now: float = 0.0
@@ -205,7 +205,7 @@ class Figures:
         flat = frame.get("rows")
         if flat is not None:
             self.rows = list(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
-        else:  # the same rows as in the last step, moved on by their counts
+        else:  # the last step's rows again, each advanced by its count
             self.rows = [(slot, start + count, count) for slot, start, count in self.rows]
         for slot, start, count in self.rows:
             if (sequence := self.slots.get(slot)) is not None:
@@ -256,7 +256,7 @@ class Figures:
         begin = max(self.now - WINDOW_S, self.complete_from)
         window = max(self.now - begin, 1e-3)
         busy, busy_until = 0.0, begin
-        for step in recent:  # with several plans in flight they overlap
+        for step in recent:  # with several plans in flight, steps overlap
             busy += max(0.0, step.end - max(step.begin, busy_until))
             busy_until = max(busy_until, step.end)
         return {
@@ -281,7 +281,7 @@ class Figures:
         }
 
     def _history(self) -> dict[str, list[int]]:
-        """Return sums and gauges of each complete second of the last minute; zeros for one without steps."""
+        """Return sums and gauges for each complete second of the last minute; zeros for a second without steps."""
         now = int(self.now)
         first = max(now - HISTORY_S, int(self.steps[0].end if self.steps else self.complete_from))
         history = {kind: [0] * (now - first) for kind in ("prompt", "output", "running", "waiting", "held")}

@@ -1,8 +1,8 @@
-"""The terminal of `octavo top`: one snapshot of figures as lines for any size, and the keys.
+"""The screen and keyboard of `octavo top`: draws one snapshot of figures for any terminal size.
 
-Owns: the layout, bars, sparklines, orders of the running requests; the terminal's mode, which is always restored.
-Does not: know where the figures come from.
-Names of requests, tenants and models are untrusted, so their control characters are not written.
+Owns: the layout; bars; sparklines; sort orders of running requests; the terminal's mode, which is always restored.
+Does not: fetch figures (top does).
+Names of requests, tenants and models are untrusted, so their control characters are removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BAR_WIDTH = 24
 NAME_WIDTHS = (16, 44)
 NUM_WAITING = 5
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_WIDE = 116  # columns from which the sparklines fit beside the bars
+_WIDE = 116  # minimum columns for sparklines beside the bars
 _PAGE = 10
 _MOVES = {"up": -1, "down": 1, "page up": -_PAGE, "page down": _PAGE, "home": -(1 << 30), "end": 1 << 30}
 _KEYS = {
@@ -36,9 +36,9 @@ _KEYS = {
     b"\x1b[6~": "page down", b"\x1b[H": "home", b"\x1bOH": "home", b"\x1b[1~": "home", b"\x1b[F": "end",
     b"\x1bOF": "end", b"\x1b[4~": "end", b"\x1b": "escape", b"\x03": "ctrl-c",
 }  # fmt: skip
-_ESCAPE_S = 0.05  # within which the rest of a sequence arrives
+_ESCAPE_S = 0.05  # seconds to wait for the rest of an escape sequence
 Values = Mapping[str, Any]
-# Order of the running requests -> its sort key, greatest first.
+# Name of an order of running requests -> sort key; the greatest comes first.
 ORDERS: dict[str, Callable[[Values], float]] = {
     "age": lambda row: row["age_s"],
     "outputs": lambda row: row["outputs"],
@@ -49,7 +49,7 @@ ORDERS: dict[str, Callable[[Values], float]] = {
 
 @dataclass(slots=True)
 class View:
-    """What the user chose. `first` is the index of the first running request shown."""
+    """The user's choices for the screen. `first` is the index of the first running request shown."""
 
     order: str = "age"
     first: int = 0
@@ -57,7 +57,7 @@ class View:
     is_live: bool = True
 
     def press(self, key: str) -> None:
-        """Change the view as a key says; ignore other keys."""
+        """Change the view for a known key; ignore other keys."""
         if key in _MOVES:
             self.first = max(0, self.first + _MOVES[key])
         elif key == "s":
@@ -68,7 +68,7 @@ class View:
 
 
 class Keyboard:
-    """The keys of standard input, which must be a terminal, one by one and without echo. Use as a context manager."""
+    """A context manager that reads single keys from stdin, which must be a terminal, without echo."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno()
@@ -83,9 +83,9 @@ class Keyboard:
         termios.tcsetattr(self._fd, termios.TCSADRAIN, self._saved_mode)
 
     def wait(self, timeout_s: float) -> str | None:
-        """Return the next key within the time, as its name or letter; None if none was pressed.
+        """Return the name or letter of the next key; None if no key is pressed within the time.
 
-        Returns "end of input" when the input is closed.
+        Returns "end of input" if the input is closed.
         """
         end = time.monotonic() + timeout_s
         if not self._is_ready(max(0.0, timeout_s)):
@@ -107,7 +107,7 @@ class Keyboard:
 
 
 def screen(figures: Values, view: View, width: int, height: int) -> RenderableType:
-    """Return the whole screen; a live view is cut to `height` lines."""
+    """Return the whole screen; a live view is truncated to `height` lines."""
     lines = [_requests_line(figures["requests"]), _steps_line(figures), _latency_line(figures["latency"])]
     text = [part for line in lines for part in wrap(line, width, subsequent_indent=" " * 11)]
     bars, num_bar_lines = _bars(figures, width)
@@ -141,7 +141,7 @@ def _headline(server: Values, view: View) -> Text:
 
 
 def _bars(figures: Values, width: int) -> tuple[RenderableType, int]:
-    """Return bars with the last minute's sparklines, beside them if there is room, else below; and their lines."""
+    """Return bars with the last minute's sparklines (beside the bars if there is room), and the number of lines."""
     is_wide = width >= _WIDE
     levels = _levels(figures)
     trends = _trends(figures, width - _WIDE + 12 if is_wide else width - 26)
@@ -160,7 +160,7 @@ def _bars(figures: Values, width: int) -> tuple[RenderableType, int]:
 
 
 def _levels(figures: Values) -> list[tuple[str, float, float, str]]:
-    """Return name, use, limit and text of what can be full."""
+    """Return (name, use, limit, text) for each bar."""
     pool, requests, server, steps = (figures[name] for name in ("pool", "requests", "server", "steps"))
     slots, tokens = server["max_sequences"], server["max_batch_tokens"]
     held = f"{pool['held']:,} of {pool['blocks']:,} blocks, {pool['cached']:,} cached"
@@ -176,7 +176,7 @@ def _levels(figures: Values) -> list[tuple[str, float, float, str]]:
 
 
 def _trends(figures: Values, width: int) -> list[Text]:
-    """Return name, value now and sparkline of the last minute."""
+    """Return one text per figure: name, current value and sparkline of the last minute."""
     rates, history, width = figures["rates"], figures["history"], max(8, min(60, width))
     trends = (
         ("prompt tok/s", rates["prompt_tokens_per_s"], history["prompt"]),
@@ -251,7 +251,7 @@ def _running_table(running: Sequence[Values], view: View, num_rows: int, width: 
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
-    """Return rows below a heading. The first column gets the width that the others leave; empty ones are left out."""
+    """Return rows below a heading. The first column gets the remaining width; empty columns are omitted."""
     kept = [index for index in range(len(columns)) if index == 0 or not rows or any(row[index] for row in rows)]
     others = sum(max(len(columns[index]), *(len(row[index]) for row in rows), 0) + 2 for index in kept[1:])
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="reverse")
@@ -270,7 +270,7 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the last values as a line of small bars; each step of height is an eighth of the greatest."""
+    """Return the last values as a line of small bars; one unit of height is an eighth of the greatest value."""
     shown = values[-width:]
     top = max(shown, default=0)
     return "".join(_LEVELS[min(8, int(8 * value / top) + (value > 0)) if top else 0] for value in shown).rjust(width)

@@ -1,7 +1,7 @@
-"""`octavo trace DIR`: a recording as a trace for ui.perfetto.dev, and as a page that plays it.
+"""`octavo trace DIR`: converts a recording to a trace for ui.perfetto.dev, and to a page that plays the recording.
 
-Owns: both files, made in one replay and on one clock (`octavo replay` writes them too).
-Does not: know the formats (observe.perfetto, observe.frames, dashboard).
+Owns: writing both files in one replay, on one clock (`octavo replay` can write them too).
+Does not: know the formats (observe.perfetto, observe.frames and dashboard do).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files; return 1 if the recording does not replay to the same decisions."""
+    """Write the files; return 1 if the replay's decisions differ from the recorded ones."""
     if args.perfetto is None and args.page is None:
         raise UsageError("there is nothing to write; give --perfetto FILE, --page FILE or both")
     if not 0 <= args.begin < args.end:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ViewOptions:
-    """The views to write: paths of files, None for none; a range of seconds of the recording; size bounds."""
+    """The files to write (a path, or None), the range of the recording in seconds, and size limits."""
 
     page: str | None = None
     perfetto: str | None = None
@@ -73,7 +73,7 @@ class ViewOptions:
 
 @dataclass(slots=True)
 class WrittenViews:
-    """The numbers of frames and trace events written, and of steps and requests left out."""
+    """The numbers of written frames and trace events, and of omitted steps and requests."""
 
     report: ReplayReport = field(default_factory=ReplayReport)
     num_frames: int = 0
@@ -83,7 +83,7 @@ class WrittenViews:
 
 
 def print_views(views: WrittenViews, options: ViewOptions) -> None:
-    """Print what was written and what was left out."""
+    """Print the written files, and the numbers of omitted steps and requests."""
     difference = views.report.difference
     if difference is not None:
         say(f"step {difference.step} differs from the recorded one; the views end before it", *difference.lines)
@@ -102,7 +102,7 @@ def print_views(views: WrittenViews, options: ViewOptions) -> None:
 
 
 def write_views(recording: Recording, options: ViewOptions) -> WrittenViews:
-    """Replay a recording into the requested files, which end at the first difference.
+    """Replay a recording and write the requested files. They end at the first decision that differs.
 
     Raises RecordingError, and ConfigError for a file that cannot be written.
     """
@@ -131,7 +131,7 @@ def write_views(recording: Recording, options: ViewOptions) -> WrittenViews:
 
 
 class _SegmentWriters:
-    """The writers of a recording's segments, which are replayed one after the other."""
+    """The writers of a recording's segments. Segments are replayed one after another."""
 
     def __init__(self, options: ViewOptions, spool: FrameSpool | None, file: TraceFile | None) -> None:
         self.step_times = StepTimes(4)
@@ -147,11 +147,11 @@ class _SegmentWriters:
         self._trace: PerfettoWriter | None = None
 
     def start_segment(self, scheduler: Scheduler, header: Header) -> History:
-        """Return the history of the next segment, which its writers read."""
+        """Return the next segment's history, from which the segment's writers read."""
         self._first = self._first or header
         self._segment += 1
         self._finish_segment()
-        origin = header.clock - (header.began - self._first.began)  # the first segment's beginning on this clock
+        origin = header.clock - (header.began - self._first.began)  # the first segment's start on this clock
         history = History(scheduler, self.step_times)
         if self._spool is not None:
             began = header.began - header.clock if header.began else None
@@ -174,7 +174,7 @@ class _SegmentWriters:
             self._trace.end()
 
     def finish(self, views: WrittenViews) -> None:
-        """Finish the last segment, and count what was left out."""
+        """Finish the last segment, and store the numbers of omitted steps and requests."""
         if self._trace is not None:
             self._trace.end()
         if self._frames is not None:
