@@ -1,6 +1,6 @@
-"""Write docs/behaviours.md: what the engine must do, which tests are named after each row, and how far they reach.
+"""Write docs/behaviours.md: the required behaviours, the tests named after each one, and what the tests reach.
 
-Owns: docs/behaviours.toml, the tests' names, what each test reaches (read from the source, nothing runs), the page.
+Owns: reading docs/behaviours.toml, the tests' names and (from the source alone) what each test reaches; the page.
 Does not: judge whether a test asserts what its name says, or run tests.
 
 test_S07_... is named after row S07, test_S07_K01_... after both, test_bug_17_... after bug 17, test_R27_... and
@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CLAIM = re.compile(r"(?:bug_(\d{1,2})|row_(0[1-9]|[123]\d|4[0-2])|([SKEPLTXIR]\d\d))_")
 SCORED = re.compile(r"^\| (R\d\d) \|[^|]*\| ([^|]+) \|", re.MULTILINE)
 END_TO_END, INTERFACE, OPEN = "end to end", "scheduler's interface", "open"
-# What a test that proves a row end to end uses: the executor that computes, an HTTP application, a process behind a
-# socket, the command line, a browser.
+# Names that show that a test is end to end: the torch executor, an HTTP application, a process behind a socket, the
+# command line, a browser.
 DOORS = (
     "octavo.LLM", "octavo.AsyncLLM", "octavo.assembly.build_local", "octavo.executors.torch_executor",
     "octavo.server.app.create_app", "octavo.cli.main", "octavo.frontend.engine_supervisor.EngineSupervisor",
@@ -51,14 +51,14 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Claim:
-    """A test named after a row, as file:name, and whether it reaches a door."""
+    """A test named after a row, as file:name; whether it uses one of DOORS."""
 
     test: str
     is_end_to_end: bool
 
 
 class TestSources:
-    """The tests' folder as a graph: what a definition names, over fixtures and the helpers of other files."""
+    """The tests' folder as a graph: the names that each definition uses, fixtures and other files' helpers included."""
 
     __test__ = False
 
@@ -74,7 +74,7 @@ class TestSources:
             self._imports[name] = dict(_imports(self.trees[name]))
 
     def reaches_door(self, module: str, name: str) -> bool:
-        """Return True if a top-level definition uses a door, by itself or through what it uses."""
+        """Return True if a top-level definition uses one of DOORS, directly or indirectly."""
         seen, rest = set(), {(module, name)}
         while rest:
             place = rest.pop()
@@ -138,7 +138,7 @@ def claims_by_row(folder: Path) -> dict[str, list[Claim]]:
 
 
 def rows_of(test_name: str) -> list[str]:
-    """Rows and bugs that a test's name claims, one after the other after `test_`."""
+    """Return the rows and bugs that a test's name lists after `test_`."""
     rows, rest = [], test_name.removeprefix("test_")
     while claim := CLAIM.match(rest):
         bug, scorecard_row, row = claim.groups()
@@ -148,7 +148,7 @@ def rows_of(test_name: str) -> list[str]:
 
 
 def _live_tests(body: list[ast.stmt], top: str = "") -> Iterator[tuple[str, str]]:
-    """The top-level name that holds each test (its class, or itself), and the test's name."""
+    """Yield (top-level name, test's name) for each test; the top-level name is its class or itself."""
     for node in body:
         if isinstance(node, ast.ClassDef) and not _is_muted(node):
             yield from _live_tests(node.body, top or node.name)
@@ -162,7 +162,7 @@ def _is_muted(node: Definition) -> bool:
 
 
 def state_of(note: str, claims: list[Claim], scored: str) -> str:
-    """The state of a row: its note's where that has one, the scorecard's where the row does not hold there."""
+    """Return a row's state: from its note if there is one, else from the scorecard if the row does not hold there."""
     for state in (OPEN, INTERFACE):
         if note.startswith(f"{state}:"):
             return state if claims else OPEN
@@ -177,7 +177,7 @@ def state_of(note: str, claims: list[Claim], scored: str) -> str:
 def render(
     table: dict[str, dict[str, list[str]]], claims: dict[str, list[Claim]], scored: dict[str, str] | None = None
 ) -> str:
-    """The page. Raises ValueError for a test named after a row that does not exist."""
+    """Return the page. Raises ValueError for a test named after a row that does not exist."""
     known = {f"bug {row}" if section == "bugs" else row for section, rows in table.items() for row in rows}
     if strangers := sorted(set(claims) - known):
         tests = ", ".join(claim.test for stranger in strangers for claim in claims[stranger])
@@ -204,14 +204,14 @@ def _files(claims: list[Claim], is_end_to_end: bool) -> str:
 
 
 def page() -> str:
-    """The page as this tree makes it."""
+    """Return the page for this source tree."""
     table = tomllib.loads((ROOT / "docs" / "behaviours.toml").read_text(encoding="utf-8"))
     scored = dict(SCORED.findall((ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")))
     return render(table, claims_by_row(ROOT / "tests"), {row: state.partition(":")[0] for row, state in scored.items()})
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page; with --check only compare, and return 1 where it is out of date."""
+    """Write the page; with --check only compare, and return 1 if the page is out of date."""
     target = ROOT / "docs" / "behaviours.md"
     text = page()
     if arguments == ["--check"]:

@@ -1,7 +1,7 @@
-"""What a picture of the dashboard costs in script: each view, with 256 running and 1,000 waiting requests.
+"""Measure the dashboard's script time per drawing, for each view, with 256 running and 1,000 waiting requests.
 
-Owns: the measurement: frames of a made-up engine are fed as a live engine's are, five times a second, while the page
-draws; a picture's cost is taking in what came since the last one, and drawing.
+Owns: the measurement. Frames of a simulated engine are sent five times a second, as a live engine's are. A drawing's
+cost is the time to read the frames since the last drawing, and to draw.
 Does not: time the browser's own layout and painting.
 Usage: python -m tools.dashboard_cost [--seconds 8] [--views steps plots]; needs the extra `browser` and Chromium.
 """
@@ -50,7 +50,7 @@ FEED = """async ([view, frames, seconds]) => {
 
 
 def measure(page: Path, frames: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Costs of each view."""
+    """Return the costs of each view."""
     from playwright.sync_api import sync_playwright
 
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

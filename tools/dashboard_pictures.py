@@ -1,6 +1,6 @@
-"""Make the pictures of docs/observing.md in docs/img: each view, of pages with simulations.
+"""Make the pictures of docs/observing.md in docs/img: one for each view of a dashboard page with a simulation.
 
-Does not: choose what is shown (the two files do): STEPS.html for the first view, REST.html for the others.
+STEPS.html is the page for the first view, REST.html for the other views.
 Usage: python -m tools.dashboard_pictures STEPS.html REST.html; needs playwright and Chromium (extra `browser`).
 """
 
@@ -25,7 +25,7 @@ PLACE = """([share, span]) => {
 
 
 def main(pages: list[Path]) -> int:
-    """Take them all."""
+    """Take all pictures."""
     from playwright.sync_api import sync_playwright
 
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

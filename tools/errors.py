@@ -1,6 +1,6 @@
 """Write docs/errors.md from the table of error codes.
 
-Owns: the page's form. Does not: hold a code (octavo.server.http.errors does).
+Owns: the page's layout. Does not: define codes (octavo.server.http.errors does).
 Usage: python tools/errors.py [--check]
 """
 
@@ -30,7 +30,7 @@ has `x-should-retry: false`. Invalid fields are 400, never 422. The column "Pyth
 
 
 def render() -> str:
-    """The page."""
+    """Return the page."""
     rows = []
     for code, entry in CODES.items():
         error = ApiError((entry.statuses or (500,))[0], "", code=code)
@@ -45,7 +45,7 @@ def render() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page; with --check only compare, and return 1 where it is out of date."""
+    """Write the page; with --check only compare, and return 1 if the page is out of date."""
     if arguments == ["--check"]:
         return 0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == render() else 1
     PAGE.write_text(render(), encoding="utf-8")

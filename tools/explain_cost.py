@@ -1,6 +1,6 @@
-"""What explanations cost the thread that steps: `python -m tools.explain_cost [--steps 2000] [--waiting 1000]`.
+"""Measure the CPU cost of explanations: `python -m tools.explain_cost [--steps 2000] [--waiting 1000]`.
 
-Owns: a scheduler of 256 sequences under a steady load, its sink's CPU seconds, and those of asking. No model runs.
+Owns: a scheduler of 256 sequences under a steady load; the CPU seconds of its event sink and of queries. Runs no model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMITS = Limits(16, (20_000,), 4096, 32_000, max_batch_tokens=2048, max_sequence
 
 
 class Load:
-    """A scheduler with so many open requests, its history, and the CPU seconds that these took."""
+    """A scheduler with open requests, its history, and the CPU seconds of both."""
 
     def __init__(self) -> None:
         self.now = self.spent = 0.0
@@ -34,7 +34,7 @@ class Load:
         self._rng = random.Random(0)
 
     def fill(self, num_open: int) -> None:
-        """Admit requests up to that number."""
+        """Admit requests until `num_open` are open."""
         while self.scheduler.num_running + self.scheduler.num_waiting < num_open:  # each has one sequence
             params = SamplingParams(max_tokens=self._rng.randrange(50, 300), temperature=0.0)
             length = self._rng.randrange(50, 500)
@@ -44,7 +44,7 @@ class Load:
             self._tell(self.history.admitted, request)
 
     def step(self) -> None:
-        """Make one step and report it as the loop does."""
+        """Run one step, and report it to the history as the engine loop does."""
         plan = self.scheduler.plan(self.now)
         self.now += 0.01 + 1e-5 * plan.num_query_tokens
         result = StepResult(None)

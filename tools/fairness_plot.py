@@ -1,8 +1,8 @@
-"""Draw docs/img/fairness.svg: how far two tenants' service drifts apart under fcfs and under fair.
+"""Draw docs/img/fairness.svg: the difference between two tenants' service under fcfs and under fair.
 
-Owns: the simulated engine (the real scheduler, made-up tokens, a clock that counts steps), two tenants that always
-have requests waiting, one with sixteen times as many as the other, and the picture.
-Does not: run a model, or measure time. Same seed, same scheduler: same picture.
+Owns: the simulated engine (the real scheduler, constant tokens, a clock that counts steps); two tenants that always
+have waiting requests, one with sixteen times as many; the picture.
+Does not: run a model, or measure time. The same seed and scheduler give the same picture.
 
 Service is what the policy charges: prompt tokens, and twice the output tokens. Usage: python tools/fairness_plot.py
 """
@@ -39,7 +39,7 @@ SIZES = {
 
 @dataclass
 class Drift:
-    """Service of the flooding tenant less that of the modest one, after each step, and the bound on its range."""
+    """The flooding tenant's service minus the modest tenant's, after each step; the bound on the range."""
 
     policy: str
     bound: float
@@ -47,12 +47,12 @@ class Drift:
 
     @property
     def range(self) -> float:
-        """The greatest difference over any stretch of steps."""
+        """Return the greatest change over any range of steps."""
         return max(self.differences) - min(self.differences)
 
 
 class Tenants:
-    """Two tenants that refill their lines after every step."""
+    """Two tenants that refill their queues after every step."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self.scheduler = scheduler
@@ -62,7 +62,7 @@ class Tenants:
         self.owner: dict[str, tuple[str, int]] = {}
 
     def refill(self, now: float) -> None:
-        """Let each tenant send requests until as many wait as it keeps waiting."""
+        """Submit requests until each tenant has its number of waiting requests."""
         for tenant, wanted in WAITING.items():
             while self.num_waiting[tenant] < wanted:
                 name = f"r{len(self.owner)}"
@@ -74,7 +74,7 @@ class Tenants:
                 self.scheduler.admit(Request(name, ids, params, arrival=now, tenant=tenant), now)
 
     def step(self, now: float) -> None:
-        """One plan and its commit; enter what was served."""
+        """Plan and commit one step, and record the service."""
         plan = self.scheduler.plan(now)
         result = StepResult(array("i", [7]) * sum(flag & ROW_SAMPLE for flag in plan.flags))
         events = self.scheduler.commit(plan, result, now)
@@ -102,7 +102,7 @@ def simulate(policy: str, num_steps: int = NUM_STEPS, seed: int = 0) -> Drift:
 
 
 def draw(drifts: list[Drift]) -> str:
-    """An SVG of two panels: everything to scale, and the part up to the bound."""
+    """Return an SVG of two panels: all values, and the values up to the bound."""
     top = max(max(drift.differences) for drift in drifts)
     bound = drifts[0].bound
     panels = [_panel(drifts, 70, -bound * 1.2, top * 1.05), _panel(drifts, 450, -bound * 1.2, bound * 1.2)]

@@ -42,7 +42,7 @@ GRID = 400
 
 @dataclass(frozen=True)
 class Gap:
-    """Service of client 1 less that of client 0 over time, while both have requests waiting."""
+    """Client 1's service minus client 0's over time, while both have waiting requests."""
 
     name: str
     times: np.ndarray
@@ -51,12 +51,12 @@ class Gap:
 
     @property
     def range(self) -> float:
-        """The greatest change over any stretch of that time: what VTC's theorem bounds."""
+        """Return the greatest change over any interval, which VTC's theorem bounds."""
         return float(self.gaps.max() - self.gaps.min())
 
     @property
     def end(self) -> float:
-        """The last one."""
+        """Return the last difference."""
         return float(self.gaps[-1])
 
 
@@ -66,7 +66,7 @@ def bound() -> float:
 
 
 def measured(name: str) -> Columns:
-    """A measured run's stamps."""
+    """Return a measured run's times."""
     outcomes = Outcomes()
     with gzip.open(DATA / f"{name}.csv.gz", "rt") as file:
         for index, row in enumerate(csv.DictReader(file)):
@@ -86,7 +86,7 @@ def measured(name: str) -> Columns:
 
 
 def simulated(workload: str, policy: str, factor: float, until: float = math.inf) -> Columns:
-    """The measured FCFS run's arrivals, simulated; those up to a time."""
+    """Simulate the measured FCFS run's arrivals up to the time `until`."""
     hardware = Hardware.of("llama-2-7b", "a10g", block_size=BLOCK_SIZE)
     limits = Limits(
         block_size=BLOCK_SIZE, num_blocks=(POOL_TOKENS // BLOCK_SIZE,), max_model_len=hardware.model.max_model_len,
@@ -98,7 +98,7 @@ def simulated(workload: str, policy: str, factor: float, until: float = math.inf
 
 
 def fitted_factor(workload: str) -> float:
-    """The stretch at which the simulated FCFS run ends when the measured one did."""
+    """Return the factor on step times with which the simulated FCFS run ends at the measured run's end."""
     goal, factor = float(measured(f"FCFS__{workload}").ends.max()), 1.0
     for _ in range(2):
         factor *= goal / float(simulated(workload, "fcfs", factor).ends.max())

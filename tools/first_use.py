@@ -1,4 +1,4 @@
-"""What the first use of KV blocks costs a step: pools populated at start, and lazy ones, in turns.
+"""Measure what the first use of KV blocks costs a step, alternating pools populated at start and lazy pools.
 
 Usage: python -m tools.first_use [--rounds 3]. A step writes one block for each of ROWS sequences in every layer of a
 pool of SmolLM2's default shape (1.4 GiB), until each block was written once. Times are the writing thread's own, so
@@ -24,7 +24,7 @@ ROWS = 32
 
 
 def one_pass(pool: KVPool) -> dict[str, float]:
-    """Write every block once, ROWS of them in a step; give ms of the steps and page faults of all."""
+    """Write every block once, ROWS blocks per step; return the milliseconds of steps, and all page faults."""
     times, faults = [], resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     for begin, end in pairwise(range(0, SHAPE.num_blocks + 1, ROWS)):
         start = time.thread_time()
@@ -42,7 +42,7 @@ def show(way: str, figures: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Run both ways in turns."""
+    """Run both ways alternately."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     torch.set_num_threads(1)

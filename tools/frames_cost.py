@@ -1,7 +1,7 @@
-"""Measure what frames cost the engine's thread: a step's history, an answer, looks at large pools and long queues.
+"""Measure the cost of frames in the engine's thread: a step's history, an answer, reads of large pools and long queues.
 
 Owns: the loads and the clock. Does not: run a model. The last line is one JSON object: medians of `REPEATS` runs, in
-microseconds of processor time, so that others on the machine count less. Usage: python -m tools.frames_cost
+microseconds of processor time, so that other programs matter less. Usage: python -m tools.frames_cost
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_BLOCKS, NUM_QUEUED = 100_000, 10_000
 
 
 class _TimedHistory(History):
-    """Takes the time of its `stepped`, readers included."""
+    """Measures the time of its `stepped`, readers included."""
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
         begun = time.thread_time()

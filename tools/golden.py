@@ -91,7 +91,7 @@ def prompts(tokenizer: object) -> list[Entry]:
 
 
 def greedy(model: Any, entry: Entry) -> list[int]:
-    """One prompt's greedy output."""
+    """Return one prompt's greedy output."""
     out = model.generate(
         **_inputs(entry), max_new_tokens=NUM_TOKENS, min_new_tokens=None, do_sample=False, eos_token_id=[-1],
         pad_token_id=2,
@@ -100,7 +100,7 @@ def greedy(model: Any, entry: Entry) -> list[int]:
 
 
 def beams(model: Any, entry: Entry) -> list[list[int]]:
-    """One prompt's best beams, best first, each up to its end id."""
+    """Return one prompt's best beams, best first, each up to its end id."""
     out = model.generate(
         **_inputs(entry), max_new_tokens=NUM_BEAM_TOKENS, do_sample=False, num_beams=NUM_BEAMS,
         num_return_sequences=NUM_RETURNED, length_penalty=entry["length_penalty"],

@@ -30,7 +30,7 @@ Facts = dict[str, Any]
 
 
 def measure(rounds: int, llama_server: str | None, model: str, python: str = sys.executable) -> Facts:
-    """Run the comparison; its report."""
+    """Run the comparison; return its report."""
     words = [python, "-m", "octavo", "bench", "compare", model, "--own-server", "--json", "--rounds", str(rounds)]
     words += ["--workload", *(str(ROOT / "tools" / "workloads" / name) for name in WORKLOADS.values())]
     words += ["--llama-server", llama_server] if llama_server else []
@@ -78,7 +78,7 @@ def _cells(figures: Facts) -> str:
 
 
 def _ratios(report: Facts) -> list[str]:
-    """What other servers are compared with, and by how much, median, least and most of the rounds."""
+    """Return lines with the ratios to other servers: median, least and greatest of the rounds."""
     rows = []
     for peer in report["peers"]:
         for name in WORKLOADS:
@@ -101,7 +101,7 @@ def _processes(report: Facts) -> list[str]:
 
 
 def sentence(report: Facts, cores: int) -> str:
-    """What the README says of speed."""
+    """Return the README's sentence about speed."""
     by_name = {peer["name"]: peer for peer in report["peers"]}
     task = _task(report, "A")
     engine, server = (by_name[name]["workloads"][task]["output_tokens_per_s"] for name in ("octavo", "octavo server"))

@@ -1,4 +1,4 @@
-"""Count what the source tree is made of: `python -m tools.house [PACKAGE ..] [--json]`.
+"""Count lines, cycles and names of the source tree: `python -m tools.house [PACKAGE ..] [--json]`.
 
 Owns: lines of code, import cycles, imports inside functions, class and file names that occur twice, and touches of the
 scheduler's state from outside octavo.core. Does not: judge; tests/test_architecture.py has the bounds.
@@ -67,7 +67,7 @@ def lines_by_package(tree: Iterable[Module]) -> dict[str, tuple[int, int]]:
 
 
 def import_graph(tree: Iterable[Module]) -> dict[str, list[str]]:
-    """What each module imports of the others."""
+    """Return the octavo modules that each module imports."""
     tree = list(tree)
     names = {module.name for module in tree}
     return {
@@ -90,7 +90,7 @@ def cycles(graph: dict[str, list[str]]) -> list[list[str]]:
 
 
 def _reachable(graph: dict[str, list[str]], start: str) -> set[str]:
-    """What can be reached from a module in one import or more."""
+    """Return the modules that a module imports, directly or through others."""
     found: set[str] = set()
     pending = list(graph[start])
     while pending:
@@ -142,7 +142,7 @@ def repeated_files(tree: Iterable[Module]) -> dict[str, list[str]]:
 
 
 def state_touches(module: Module) -> list[str]:
-    """Places outside octavo.core that reach past the scheduler's verbs.
+    """Return the places outside octavo.core that use more than the scheduler's public methods.
 
     Counted is each: use of `state`, or of an attribute with a leading underscore, of something whose name ends in
     "scheduler"; attribute of such a thing that is assigned; class derived from Scheduler, and each `self.state` or

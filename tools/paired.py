@@ -47,7 +47,7 @@ def run(command: Sequence[str], tree: str, keys: Sequence[str]) -> dict[str, flo
 
 
 def read_json(text: str) -> Any:
-    """What a command printed as JSON: all of it, or its last line."""
+    """Parse a command's output as JSON: the whole output, or its last line."""
     try:
         return json.loads(text)
     except ValueError:

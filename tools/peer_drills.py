@@ -37,7 +37,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Dose:
-    """How much of each."""
+    """The sizes of the drills."""
 
     streams: int
     tokens: int
@@ -69,7 +69,7 @@ def prompt(number: int) -> str:
 
 
 def fate(answer: CompletionResult, wanted: str | None = None) -> str:
-    """What became of a stream, in a word or two."""
+    """Return a stream's result in a word or two."""
     names = {"failed": "explicit error", "lost": "cut", "refused": "connection refused", "timeout": "no end in time"}
     if answer.has_failed:
         return f"status {answer.status}" if answer.status else names[answer.kind]
@@ -82,7 +82,7 @@ def text_of(answer: CompletionResult) -> str:
 
 
 async def streams(drill: Drill, act: Callable[[], object] | None = None) -> tuple[list[CompletionResult], int]:
-    """The streams of the dose, at once; act() after a quarter of their tokens. How many were open then."""
+    """Run the dose's streams at once; call act() after a quarter of the tokens. Return the number open at that time."""
     dose, reached, count = drill.dose, asyncio.Event(), 0
 
     def advance(num_tokens: int) -> None:
@@ -137,7 +137,7 @@ async def row_1(drill: Drill) -> Figures:
 
 
 async def row_7(drill: Drill) -> Figures:
-    """Streams whose clients go away."""
+    """Streams whose clients disconnect."""
     rng, dose, ended = random.Random(7), drill.dose, Counter[str]()
     fds, before, computing = drill.server.num_fds(), await drill.server.gauges(), drill.server.computing_pid()
 
@@ -163,7 +163,7 @@ async def row_7(drill: Drill) -> Figures:
 
 
 async def settled(server: PeerServer, within_s: float = 10.0) -> dict[str, float]:
-    """What is in use once nothing is, or after a while."""
+    """Return the gauges once all are 0, or after `within_s`."""
     end = time.perf_counter() + within_s
     while (found := await server.gauges()) and any(found.values()) and time.perf_counter() < end:
         await asyncio.sleep(0.25)
@@ -343,7 +343,7 @@ async def run(words: argparse.Namespace, dose: Dose) -> None:
 
 
 def main() -> int:
-    """Read the words, run the rows."""
+    """Parse the arguments and run the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)

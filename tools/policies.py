@@ -51,7 +51,7 @@ class Comparison:
     max_sequences: int
 
     def describe(self) -> str:
-        """What was chosen, in words."""
+        """Return a description of the settings."""
         return (
             f"{self.title}: the first {self.end:.0f} s at {self.rate_scale:g} times the rate, "
             f"Llama 3.1 8B on one {self.device}, {self.max_sequences} sequences at once, roofline"
@@ -82,7 +82,7 @@ def arrivals_of(case: Comparison) -> list[Arrival]:
 
 
 def limits_of(case: Comparison, policy: str) -> tuple[Limits, Hardware]:
-    """What a server takes by default on such a device."""
+    """Return a server's default limits on the device."""
     hardware = Hardware.of("llama-3.1-8b", case.device)
     limits = Limits(
         block_size=16, num_blocks=(hardware.pool_blocks(8192),), max_model_len=hardware.model.max_model_len,

@@ -35,7 +35,7 @@ BLOCK = 12  # steps of a model that are recorded, or not, in a row
 
 
 class ListTap:
-    """Keeps what a recorder is given."""
+    """Stores a recorder's calls."""
 
     def __init__(self) -> None:
         self.items: list[RecordedCall] = []
@@ -133,7 +133,7 @@ class _Turns:
         self.begun = 0.0
 
     def admitted(self, request: Request) -> None:
-        """Not looked at."""
+        """Do nothing."""
 
     def decided(self, decisions: object) -> None:
         """Not looked at."""

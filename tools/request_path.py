@@ -1,4 +1,4 @@
-"""Count the files and functions of octavo that one streamed chat request crosses: `python -m tools.request_path`.
+"""Count the files and functions of octavo that one streamed chat request runs: `python -m tools.request_path`.
 
 Owns: the request (8 tokens, a scripted model, the engine and the app in this process) and the profile of all threads,
 from the first byte that the app gets to the last that it sends; set-up, start and end are not counted.
@@ -59,7 +59,7 @@ class Profile:
 
 
 async def request(app: Any, model: str, profile: Profile | None) -> str:
-    """POST one streamed chat completion to the app, as an ASGI server does; return what it sent."""
+    """POST one streamed chat completion to the app, as an ASGI server does; return the response's text."""
     body = {
         "model": model, "messages": [{"role": "user", "content": "Hello"}], "stream": True,
         "max_tokens": NUM_TOKENS,

@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ask:
-    """What every request has, and how many are under way at once."""
+    """The fields of every request, and the number of concurrent requests."""
 
     url: str
     model: str
@@ -50,7 +50,7 @@ class Ask:
 
 
 async def generate(client: httpx.AsyncClient, ask: Ask, index: int, seed: int, temperature: float) -> Answer:
-    """One answer."""
+    """Request one answer."""
     title, schema = SCHEMAS[index]
     body = {
         "model": ask.model,
@@ -129,7 +129,7 @@ def write_page(page: Path, lines: Sequence[str], found: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ask, count, print."""
+    """Run the requests, count the valid answers, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", help="default: the served one")

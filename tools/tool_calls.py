@@ -57,7 +57,7 @@ SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in 
 
 
 def ask(url: str, question: str, choice: object, temperature: float) -> str:
-    """What became of one forced call: valid, cut, or what is wrong with it."""
+    """Request one forced call; return "valid", "cut", or the fault."""
     body = {
         "messages": [{"role": "user", "content": question}],
         "tools": TOOLS,
@@ -86,7 +86,7 @@ def ask(url: str, question: str, choice: object, temperature: float) -> str:
 
 
 def main(url: str) -> int:
-    """Ask for every call; give 1 if one that was not cut is not valid."""
+    """Request every call; return 1 if a complete call is not valid."""
     choices: list[object] = ["required", *({"type": "function", "function": {"name": name}} for name in SCHEMAS)]
     asked = [(question, choice, t) for question in QUESTIONS for choice in choices for t in TEMPERATURES]
     with ThreadPoolExecutor(2) as pool:

@@ -1,1 +1,1 @@
-"""How near the simulator comes to what was measured: of vLLM, of published tables, and of this engine itself."""
+"""Compares the simulator with measurements of vLLM, with published tables, and with this engine's own runs."""

@@ -1,4 +1,4 @@
-"""Print how near the simulator comes to what was measured.
+"""Print the simulator's errors against measurements.
 
 Usage: python -m tools.fidelity vllm [--fit] [CASE ...] | published | own DIR [--runs N] [-- OPTIONS OF bench online]
 """

@@ -32,7 +32,7 @@ class Times:
 
     @staticmethod
     def of(arrivals: Column, first_tokens: Column, ends: Column, output_tokens: Column) -> Times:
-        """From stamps on one clock."""
+        """Return the Times of arrivals, first tokens and ends on one clock."""
         longer = output_tokens > 1
         tpot = (ends[longer] - first_tokens[longer]) / (output_tokens[longer] - 1)
         return Times(first_tokens - arrivals, tpot, ends - arrivals)
@@ -62,7 +62,7 @@ def table(title: str, predicted: Times, measured: Times) -> str:
 
 
 def charts(title: str, named: Mapping[str, Times]) -> list[Chart]:
-    """How many requests took at most so long: e2e and tpot of several Times, the measured one first."""
+    """Return cumulative distributions of e2e and tpot for several Times, the measured one first."""
     made = []
     for name, unit, scale in (("e2e", "seconds", 1.0), ("tpot", "milliseconds", 1e3)):
         lines = []
