@@ -1,6 +1,6 @@
-"""Explainer: answers `explain` for one request or all open ones, and for a while after a request's end.
+"""Explainer: answers the verb `explain` for one request or all open ones, and for a while after a request's end.
 
-Owns: the answer as plain JSON values: the state of a request (core.explain), when its next token is expected
+Owns: the answer as plain JSON values. It has the request's state (core.explain), when its next token is expected
 (forecast), and its events so far (history). Does not: decide, or fold events.
 """
 
@@ -43,7 +43,7 @@ _FIELDS = {
 
 
 class Explainer:
-    """Explainer of requests, in the engine's thread; `now` is the scheduler's clock."""
+    """Explains requests, in the engine's thread; `now` is the scheduler's clock."""
 
     def __init__(self, history: History, now: Callable[[], float]) -> None:
         self._history = history
@@ -52,7 +52,7 @@ class Explainer:
         self.forecaster = Forecaster(history.scheduler, history.step_times, history.answer_lengths, now)
 
     def answer(self, argument: str) -> dict[str, object]:
-        """Explain one request by its id, or with an empty argument all open ones.
+        """Explain the request with the id `argument`, or all open requests if it is empty.
 
         `new_request_s`: the seconds until a request that arrived now would be admitted; null if not known.
         """
@@ -98,7 +98,7 @@ class Explainer:
         return {"open": listed, **counts, "num_ended_kept": len(self._history.ended)}
 
     def _predict(self, explanation: Explanation) -> tuple[dict[str, object], str]:
-        """Return the seconds to the next token, or why they are not known, as values and in words."""
+        """Return the seconds to the next token, or why they are not known, both as values and as a text."""
         found = self.forecaster.next_tokens().get(explanation.name)
         names, values = ("next_token_s", "least_s", "most_s", "why_not"), dict[str, object]()
         if found is not None:
@@ -118,7 +118,7 @@ class Explainer:
 
 
 def unknown(name: str) -> dict[str, object]:
-    """Return the answer for the id of no open request and no ended one that is kept."""
+    """Return the answer for an id of which there is neither an open request nor a stored ended one."""
     text = "is not known here: no such request was submitted, or it ended and its record was dropped"
     return {"id": name, "state": "unknown", "text": f"{name} {text}", "public_text": text}
 
@@ -151,7 +151,7 @@ def _ended(history: RequestHistory, now: float) -> dict[str, object]:
 
 
 def _past(history: RequestHistory | None, now: float) -> dict[str, object]:
-    """Return what happened to a request so far: its seconds by phase, and its events."""
+    """Return a request's past: its seconds by phase, and its events."""
     if history is None:  # the request arrived before the history began
         return {"seconds": {}, "events": [], "num_events_left_out": 0}
     seconds = list(history.phase_s)
@@ -168,7 +168,7 @@ def _past(history: RequestHistory | None, now: float) -> dict[str, object]:
 
 
 def _event(event: Event, arrival: float) -> dict[str, object]:
-    """Return an event with the fields that its kind has; `time_s` since the request's arrival."""
+    """Return an event with the fields of its kind; `time_s` counts from the request's arrival."""
     values: dict[str, object] = {"event": event.kind.name.lower(), "time_s": event.time - arrival, "step": event.step}
     for name in _FIELDS[event.kind]:
         value = getattr(event, name)
@@ -180,7 +180,7 @@ def _event(event: Event, arrival: float) -> dict[str, object]:
 
 
 def sentence(one: Explanation, is_named: bool = True) -> str:
-    """Return an explanation as a sentence; without `is_named` it has no request's name, not even its own."""
+    """Return an explanation as a sentence; without `is_named` the sentence contains no request's name."""
     text = _running(one) if one.position == 0 else _waiting(one, is_named)
     return f"{one.name} {text}" if is_named else text
 
@@ -216,7 +216,7 @@ def unit(shortage: Shortage) -> str:
 
 
 def shortage_text(shortage: Shortage, room: Sequence[Room]) -> str:
-    """Return the numbers of a shortage in words; for blocks the present ones, if `room` has them."""
+    """Return the numbers of a shortage as a text; if `room` is given, the current numbers of blocks."""
     worst = max(room, key=lambda group: group.short, default=None)
     if worst is not None:
         return _room_text(worst, len(room))

@@ -1,12 +1,12 @@
-"""Forecaster: predicts when requests without a token get their first one, from the last steps and answers.
+"""Forecaster: predicts when waiting and prefilling requests get their next token, from recent steps and answers.
 
-Owns: the forecast, and the WaitModel by which another process estimates waits.
+Owns: the forecast, and the WaitModel with which another process estimates waits.
 Does not: decide, or read a clock.
-Method: a step of k tokens takes a + b k seconds, by least squares over the last steps with and without prompts. With
-that, the queue is simulated in jumps from one event (a prompt is done, an answer ends) to the next: slots, blocks and
-a step's tokens are allocated as in admission. If lengths of answers are not known, it is simulated several times,
-each answer of x tokens getting the length of a recent answer that was longer than x (a bootstrap): the result is the
-median with the least and the greatest. Requests that arrive later are not known and left out.
+Method: a step of k tokens takes a + b k seconds, by least squares over the last steps with and without prompts. The
+queue is simulated in jumps from one event (a prompt is done, an answer ends) to the next; slots, blocks and a step's
+tokens are allocated as in admission. There are NUM_RUNS runs, or one if many requests are open. In each run an answer
+of x tokens gets the length of a random recent answer longer than x (a bootstrap). The result is the median, the least
+and the greatest of the runs. Requests that arrive later are left out.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from octavo.observe.series import StepTimeModel
 NUM_RUNS = 9  # with nine draws, the true value is between the least and the greatest four times in five
 MAX_REPEATED = 256  # open requests beyond which there is only one run, as it delays the next step
 MAX_JUMPS = 20_000
-LEAST_AGE_S = 0.1  # a forecast is used at least this long,
-MAX_SHARE = 0.02  # and so long that forecasts take at most this share of the time
+LEAST_AGE_S = 0.1  # a forecast is used for at least this long
+MAX_SHARE = 0.02  # a forecast is used for so long that forecasts take at most this share of the time
 NEW_REQUEST = ""  # a request that would arrive now, after all waiting ones; no request has this name
 
 
@@ -68,10 +68,10 @@ class Forecast:
 
 
 def forecast(scheduler: Scheduler, step_times: StepTimeModel, answers: Collection[int]) -> dict[str, Forecast]:
-    """Return when each waiting or prefilling request gets its next token; unknown ones are left out.
+    """Return when each waiting or prefilling request gets its next token; requests without a forecast are left out.
 
-    Under NEW_REQUEST: when a request that arrived now would be admitted. `answers`: tokens of recent answers.
-    Equal states get equal forecasts. O(requests log requests) a run: Forecaster bounds how often.
+    The entry NEW_REQUEST says when a request that arrived now would be admitted. `answers`: tokens of recent answers.
+    Equal states get equal forecasts. A run costs O(requests log requests); Forecaster bounds how often runs are made.
     """
     fit = step_times.fit()
     if fit is None or scheduler.is_paused:
@@ -89,9 +89,9 @@ def forecast(scheduler: Scheduler, step_times: StepTimeModel, answers: Collectio
 
 
 class Forecaster:
-    """Cache of forecasts, which limits how often they are made, so that they do not slow the steps.
+    """Caches forecasts and limits how often they are made, so that they do not slow the steps.
 
-    `now` is the scheduler's clock. The time since an older forecast is subtracted from it.
+    `now` is the scheduler's clock. The age of a cached forecast is subtracted from its seconds.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Forecaster:
         }
 
     def wait_model(self) -> WaitModel | None:
-        """Return the current figures; None until there were enough steps and an answer."""
+        """Return the current figures; None until there have been enough steps and an answer."""
         fit, answers = self._step_times.fit(), self._answers
         return WaitModel(*fit, sum(answers) / len(answers)) if fit is not None and answers else None
 
@@ -171,7 +171,7 @@ class _QueueRun:
             job.blocks += job.prompt / self._block_size
             self._prefills.append(job)
         self._free = work.num_free_blocks - promised
-        waiting = map(self._job, work.waiting)  # made as they are admitted
+        waiting = map(self._job, work.waiting)  # each job is made when it becomes the first of the queue
         self._waiting = chain(waiting, (_Job(NEW_REQUEST, 1.0, 1.0, 1, 1.0, False),))
         self._first = next(self._waiting, None)
 

@@ -1,10 +1,11 @@
 """Frames: plain JSON values of steps, queue and pool (docs/statistics.md is the schema), and their streams.
 
-Owns: every kind of frame; how much of the queue and the pool is shown: a look takes at most a millisecond, however
-large they are. FrameRing keeps a live engine's last steps, FrameWriter writes those of a replay or a simulation.
-Does not: fold events (history).
-Invariants: no frame is made of a record in the ring before a reader polls; memory is bounded by steps and by the
-objects that they reference, an answer by steps, rows and time. Steps before a window are applied to its head.
+Owns: every kind of frame; how much of the queue and the pool a frame shows, so that a look at them takes at most a
+millisecond, however large they are. FrameRing stores a live engine's last steps; FrameWriter writes the frames of a
+replay or a simulation. Does not: fold events (history).
+Invariants: a record in the ring becomes a frame only when a reader polls. Memory is bounded by the number of steps and
+of the objects that they reference. An answer is bounded by steps, rows and time. Steps before a window are applied to
+the state in its head frame.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ MAX_STEPS = 1024  # kept in a ring
 MAX_WEIGHT = 65_536  # arrivals, decisions and new sequences kept in a ring
 MAX_POLL = 200  # steps in an answer
 MAX_POLL_ROWS = 16_384  # rows in an answer, before the last step of it
-MAX_POLL_S = 0.001  # of the engine's thread for an answer, by its clock; a frame that has begun is finished
-MIN_STEPS_S = 0.0005  # of it for the steps of an answer, even after a long look
-LOOK_S = 0.125  # between two looks in a live engine, at the queue and the pool in turn
-WRITTEN_LOOK_S = 0.25  # between two looks at both, by the clock of the written steps
+MAX_POLL_S = 0.001  # time of the engine's thread for an answer; a frame that has begun is finished
+MIN_STEPS_S = 0.0005  # time for the steps of an answer, even after a long look
+LOOK_S = 0.125  # between two looks in a live engine, alternately at the queue and at the pool
+WRITTEN_LOOK_S = 0.25  # between two looks at both queue and pool, by the clock of the written steps
 MAX_WRITTEN = 20_000  # steps; about 10 MB in a page
 VERSION = 1
 Frame = dict[str, Any]
@@ -69,7 +70,7 @@ class FrameSource:
 
 
 def head_frame(source: FrameSource, limits: Limits, before: OpenSlots, now: float) -> Frame:
-    """Return a stream's first frame: the state before the next frame."""
+    """Return a stream's first frame, which has the state before the next frame."""
     shown = {name: getattr(limits, name) for name in _SHOWN_LIMITS}
     return {
         "k": "head",
@@ -88,9 +89,9 @@ def head_frame(source: FrameSource, limits: Limits, before: OpenSlots, now: floa
 
 
 def step_frame(record: StepRecord, previous: StepRecord | None, times: StepTimes | None) -> Frame:
-    """Return a step's frame; `previous` is the record before it in the same stream, None after a head.
+    """Return a step's frame. `previous` is the record before it in the same stream; None after a head frame.
 
-    A record without a step gives a note.
+    A record without a step becomes a frame of the kind "note".
     """
     gauges, totals = record.gauges, _totals(record.gauges)
     news = _given(**{"in": [_arrival(request) for request in record.arrivals]}, ev=decisions(record.decisions))
@@ -162,8 +163,8 @@ def _waiting(one: RequestView, now: float) -> list[object]:
 class PoolFrames:
     """Frames of one scheduler's KV pools.
 
-    Each look reads the owners of blocks from about MAX_READ table entries, and keeps them. The owners of a large pool
-    are complete only after several looks, and a block that changed owners may show the previous one until then.
+    Each look reads the owners of about MAX_READ blocks and stores them. So the owners of a large pool are complete only
+    after several looks; until then a block may show its previous owner.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -239,10 +240,10 @@ def _rows(record: StepRecord) -> list[int]:
 
 
 def _continues(record: StepRecord, previous: StepRecord) -> bool:
-    """Return True if the rows are those of the step before, each starting where its last one ended.
+    """Return True if the rows have the slots of the previous step's rows, and each begins where the previous one ended.
 
-    Any other row of the same sequence starts earlier (it is repeated, or drafts were wrong), so comparing the sums of
-    the starts suffices.
+    A row of the same sequence can otherwise only begin earlier (it is repeated, or drafts were wrong), so comparing the
+    sums of the starts suffices.
     """
     if record.taken or record.slots != previous.slots or record.counts != previous.counts:
         return False
@@ -254,7 +255,7 @@ def _part_seconds(record: StepRecord, times: StepTimes | None) -> Sequence[float
 
 
 def decisions(events: Sequence[Event]) -> list[list[object]]:
-    """Return decisions with their numbers, without chunks, which are visible in the rows."""
+    """Return decisions with their numbers. Chunks are left out: the rows show them."""
     return [
         [_KINDS[event.kind], event.request_id, _fields(event)] for event in events if event.kind != EventKind.CHUNKED
     ]
@@ -297,7 +298,7 @@ class FrameRing:
         self._is_pools_turn = False
 
     def add(self, entry: StepRecord | tuple[Frame, ...]) -> None:
-        """Keep a record of the history, or the frames of a look."""
+        """Add a record of the history, or the frames of a look."""
         ring = self._ring
         ring.append(entry)
         self._weight += _weight(entry)
@@ -365,7 +366,7 @@ class FrameRing:
                 yield entry
 
     def _look(self, now: float) -> None:
-        """Add events without a step, and a frame of the queue or the pool if due; both after a long time."""
+        """If a look is due, add events without a step, and a frame of the queue or the pool; both after a long time."""
         if self._looked_at is not None and now < self._looked_at + LOOK_S:
             return
         self._history.flush(now)
@@ -381,7 +382,7 @@ class FrameRing:
 
 
 def _weight(entry: StepRecord | tuple[Frame, ...]) -> int:
-    """Return how many objects an entry references beside its rows."""
+    """Return how many objects an entry references, without its rows."""
     if not isinstance(entry, StepRecord):
         return len(entry)
     return len(entry.taken) + len(entry.arrivals) + len(entry.decisions)
@@ -389,7 +390,7 @@ def _weight(entry: StepRecord | tuple[Frame, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a stream to write: times in [begin, end), in the engine's seconds, and the maximum of steps.
+    """The part of a stream to write: steps that begin in [begin, end) on the engine's clock, at most `max_steps`.
 
     `look_s` is the time between two looks at the queue and the pool.
     """
@@ -401,7 +402,7 @@ class Window:
 
 
 class FrameWriter:
-    """Reader of a history which passes each frame to `write`. Call `end` after the last step."""
+    """Reads a history and passes each frame to `write`. Call `end` after the last step."""
 
     def __init__(
         self, history: History, write: Callable[[Frame], object], source: FrameSource, window: Window | None = None
@@ -430,7 +431,7 @@ class FrameWriter:
             self._look(record.end)
 
     def finish(self) -> None:
-        """Write the remaining frames without an end frame: another engine's frames follow. Idempotent."""
+        """Write the remaining frames without an end frame, because another engine's frames follow. Idempotent."""
         if not self._has_ended:
             self._has_ended = True
             self._history.flush(self._history.last_time)
@@ -438,7 +439,7 @@ class FrameWriter:
             self._write_head(self._history.last_time)
 
     def end(self, num_cut: int = 0) -> None:
-        """Write the remaining frames and the end; `num_cut`: steps of earlier engines that were cut. Idempotent."""
+        """Write the remaining frames and the end frame; `num_cut` is the cut steps of earlier engines. Idempotent."""
         if self._has_ended:
             return
         self.finish()
@@ -478,7 +479,7 @@ class FrameWriter:
 
 
 class FrameSpool:
-    """Frames kept as packed JSON, in a tenth of their memory as objects, to be read in order once all are written."""
+    """Stores frames as packed JSON, in a tenth of the memory of objects; read them in order once all are written."""
 
     def __init__(self) -> None:
         self._packed: list[bytes] = []
@@ -488,7 +489,7 @@ class FrameSpool:
         return len(self._packed)
 
     def write(self, frame: Frame) -> None:
-        """Keep a frame."""
+        """Store a frame."""
         self._packed.append(self._encoder.encode(frame))
 
     def __iter__(self) -> Iterator[Frame]:

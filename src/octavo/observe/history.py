@@ -1,12 +1,12 @@
 """History: the only fold of a scheduler's events, into histories of requests and records of steps.
 
 Owns: RequestHistory (one request from its arrival to its end), StepRecord (what one step changed), and how many are
-kept. Does not: decide, or make texts, tables, frames and traces; its readers do.
-It is an EventSink: a live loop, a replay and a simulation all report to it.
-Invariants: histories are bounded in number, ended ones in age; one keeps its first and last events and counts those
-between; the seconds of its phases add up to its end minus its arrival. A step costs O(its decisions and what changed
-since the step before): most requests get a token in every step, so a request keeps only the steps at which an
-unbroken run of tokens began and ended. A StepRecord names arrays of the plan, which are never written again.
+stored. Does not: decide, or make texts, tables, frames and traces (the history's readers do).
+History is an EventSink: a live loop, a replay and a simulation report to it.
+Invariants: ended histories are bounded in number and age. A history stores its first and last events and counts those
+between; the seconds of its phases add up to its end minus its arrival. A step costs O(decisions and changed rows):
+most requests get a token in every step, so a history stores only the steps at which an unbroken run of tokens begins
+and ends. A StepRecord references the plan's arrays, which are never changed again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.snapshots import Gauges
 from octavo.observe.series import FINE_SECONDS, Histogram, StepTimeModel, StepTimes
 
-NUM_FIRST = 16  # events kept from the beginning of a request
-NUM_LAST = 48  # and from its end
-TOKEN_STEPS = 65_536  # steps whose times are kept; a request that began before them has no quantiles of its gaps
-NUM_ANSWERS = 256  # whose lengths are kept
+NUM_FIRST = 16  # first events of a request that are stored
+NUM_LAST = 48  # last events of a request that are stored
+TOKEN_STEPS = 65_536  # steps whose times are stored; a request that began before them has no quantiles of its gaps
+NUM_ANSWERS = 256  # answers whose lengths are stored
 PHASES = ("earlier", "queue", "prefill", "decode", "preempted", "recompute")  # earlier: in an engine before this one
 _EARLIER, _QUEUE, _PREFILL, _DECODE, _PREEMPTED, _RECOMPUTE = range(len(PHASES))
 
 
 class RequestHistory:
-    """One request. It is in `phase` since `phase_since`; `phase_s` has the seconds of each phase before that.
+    """One request. It has been in `phase` since `phase_since`; `phase_s` has the seconds of each phase before that.
 
-    Token steps count the steps in which any request got a token; -1: none yet. `last_token_step` and `last_token_at`
-    are the end of its last finished run of tokens.
+    A token step is a step in which any request got a token; token steps are numbered, and -1 means none yet.
+    `last_token_step` and `last_token_at` are the end of the request's last finished run of tokens.
     """
 
     __slots__ = ("admitted_at", "arrival", "cached_tokens", "end", "first_events", "first_token_at",
@@ -76,7 +76,7 @@ class RequestHistory:
         self.phase = phase
 
     def keep(self, event: Event) -> None:
-        """Keep an event; consecutive chunks are one."""
+        """Store an event; consecutive chunks become one event."""
         kept: list[Event] | deque[Event] = self.last_events if self.last_events else self.first_events
         before = kept[-1] if kept else None
         if event.kind == EventKind.CHUNKED and before is not None and before.kind == EventKind.CHUNKED:
@@ -109,9 +109,9 @@ class RequestHistory:
         return (self.last_token_at - self.first_token_at) / num_gaps
 
     def gaps(self, times: Sequence[float], first: int) -> list[float]:
-        """Return the seconds between its tokens in ascending order, given the times of token steps from `first` on.
+        """Return the seconds between the request's tokens, ascending. `times` are those of token steps from `first` on.
 
-        Empty if there are none, or its first times are no longer kept.
+        The list is empty if the request has fewer than two tokens, or began before `first`.
         """
         gaps = list[float]()
         if self.first_token_step < first:
@@ -140,12 +140,12 @@ _NO_INTS: array[int] = array("i")
 
 
 class StepRecord(NamedTuple):
-    """The record of one step, or of the events of a time without steps (then `slots` is None).
+    """The record of one step or, if `slots` is None, of the events of a time without steps.
 
-    `arrivals` and `decisions` are those since the record before; `gauges` are as of the commit. `timing` is the step's
-    number in the step times, -1 if it has none; `computed` its seconds of prepare, forward and sample. `prefill` has
-    the rows of more than one token, the rows without any, and the tokens of the former. `num_outputs` tokens were
-    generated. `moved` are the blocks swapped out, loaded back and copied.
+    `arrivals` and `decisions` are those since the previous record. `gauges` are as of the commit. `timing` is the
+    step's number in StepTimes, or -1. `computed` has the seconds of prepare, forward and sample. `prefill` has three
+    counts: prefill rows (more than one token), fork rows (no token), and the tokens of the prefill rows. `num_outputs`
+    tokens were generated. `moved` counts the blocks swapped out, loaded back and copied.
     """
 
     begin: float
@@ -172,9 +172,9 @@ class StepRecord(NamedTuple):
 
 
 def count_prefill(plan: StepPlan) -> tuple[int, int, int]:
-    """Return a plan's rows of more than one token, its rows without any, and the tokens of the former.
+    """Count a plan's prefill rows (more than one token), its fork rows (no token), and the prefill rows' tokens.
 
-    A row of drafts is no prefill row.
+    A row with drafts is no prefill row.
     """
     counts, num_tokens = plan.counts, plan.num_query_tokens
     if plan.num_drafts:
@@ -215,7 +215,7 @@ class OpenSlots:
 
 
 class WaitCounts:
-    """The number of requests by the reason for which they were last deferred; O(1) a decision."""
+    """The number of waiting requests by the reason of their last deferral. O(1) for each decision."""
 
     def __init__(self) -> None:
         self._reason_of: dict[str, WaitReason] = {}
@@ -238,14 +238,14 @@ class WaitCounts:
                 self._shown = None
 
     def by_reason(self) -> dict[str, int]:
-        """Return requests per reason, the same object until something changes."""
+        """Return the number of requests per reason; the same object until a number changes."""
         if self._shown is None:
             self._shown = {reason.name.lower(): self._counts[reason] for reason in WaitReason if self._counts[reason]}
         return self._shown
 
 
 class RequestFigures:
-    """Histograms over all requests since the start or a reset, and the last `size` that ended."""
+    """Histograms over all requests since the start or the last reset, and the last `size` ended requests."""
 
     def __init__(self, size: int = 0) -> None:
         self.queue_s, self.ttft_s = Histogram(FINE_SECONDS), Histogram(FINE_SECONDS)
@@ -266,8 +266,9 @@ class RequestFigures:
 class History:
     """Histories of requests by id, and a StepRecord for each step, passed to readers in order.
 
-    All methods belong to the thread that steps. `now` is the scheduler's clock; without it, the last event's time.
-    `num_token_steps` is never reset: histories refer to token steps by number; `token_times` has the last of them.
+    All methods belong to the engine's thread. `now` is the scheduler's clock; without it the last event's time is used.
+    `num_token_steps` is never reset, because histories refer to token steps by number. `token_times` has the times of
+    the last token steps.
     """
 
     def __init__(
@@ -284,7 +285,7 @@ class History:
         self.times = times
         self.figures = figures or RequestFigures()
         self.step_times = StepTimeModel()
-        self.answer_lengths: deque[int] = deque(maxlen=NUM_ANSWERS)  # of the last answers that ended by themselves
+        self.answer_lengths: deque[int] = deque(maxlen=NUM_ANSWERS)  # of the last answers that ended by stop or length
         self.waits = WaitCounts()
         self.open: dict[str, RequestHistory] = {}
         self.ended: OrderedDict[str, RequestHistory] = OrderedDict()
@@ -293,10 +294,10 @@ class History:
         self._max_ended = max_ended
         self._max_age_s = max_age_s
         self._num_ended: Counter[str] = Counter()  # by tenant
-        self._ends: list[RequestHistory] = []  # decided, but the tokens of their step are not noted yet
+        self._ends: list[RequestHistory] = []  # requests that ended in a step whose tokens are not counted yet
         self.num_token_steps = 0
         self.token_times: deque[float] = deque(maxlen=TOKEN_STEPS)
-        self._token_ids: Sequence[str] = ()  # requests of the last token step, and each once
+        self._token_ids: Sequence[str] = ()  # requests of the last token step, one entry per token; then as a set
         self._token_names: set[str] = set()
         self._last_end: float | None = None
         self._arrivals: list[RequestHistory] = []
@@ -363,7 +364,7 @@ class History:
         self._arrivals, self._decisions = [], []
 
     def settle(self) -> None:
-        """Close the histories that ended; over the bound, drop the oldest one of the tenant with the most."""
+        """Close the histories of ended requests; over the bound, drop the oldest of the tenant that has the most."""
         figures = self.figures
         for request in self._ends:
             name, end = request.request_id, request.end
@@ -392,7 +393,7 @@ class History:
             self._drop(name)
 
     def _start(self, request: RequestHistory, event: Event) -> None:
-        """Note that a request runs, for the first time or again."""
+        """Record that a request runs, for the first time or again."""
         is_back = request.first_token_at is not None or request.phase_s[_EARLIER] > 0
         request.enter(_RECOMPUTE if is_back else _PREFILL, event.time)
         if request.request_id in self._token_names:  # its next token begins another run
@@ -402,7 +403,7 @@ class History:
             self.figures.queue_s.observe(max(0.0, event.time - request.arrival))
 
     def _end(self, request: RequestHistory, event: Event) -> None:
-        """Note that one of a request's choices ended, or all that were left."""
+        """Record the end of one choice, or of the request with its last choices."""
         reason = FinishReason.ERROR if event.finish_reason is None else event.finish_reason
         if event.num_tokens > 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.answer_lengths.append(event.num_tokens)
@@ -413,7 +414,7 @@ class History:
             self.figures.choice_ends[reason.name.lower()] += 1
 
     def _note_runs(self, ids: Sequence[str], now: float) -> None:
-        """Follow the runs of the requests that got tokens (one id a token), and count the gaps between their tokens."""
+        """Update the token runs of requests, and count the gaps between tokens; `ids` has one request id per token."""
         last_time = self.token_times[-1] if self.token_times else now
         if ids == self._token_ids:
             num_continued = len(self._token_names)
@@ -435,7 +436,7 @@ class History:
         self.token_times.append(now)
 
     def _enter_run(self, request: RequestHistory, now: float) -> None:
-        """Note a request's token that does not follow one of the token step before."""
+        """Record a request's token if the request had no token in the previous token step."""
         if request.phase in (_PREFILL, _RECOMPUTE):
             request.enter(_DECODE, now)
         if request.first_token_at is None:
@@ -447,13 +448,13 @@ class History:
             self.figures.gap_s.observe(now - request.last_token_at)
 
     def _leave_run(self, request: RequestHistory) -> None:
-        """Note that a request of the last token step ended, or is computed again."""
+        """End the token run of a request of the last token step: the request ended, or is computed again."""
         request.last_token_step, request.last_token_at = self.num_token_steps - 1, self.token_times[-1]
         self._token_names.remove(request.request_id)
         self._token_ids = ()
 
     def _drop(self, name: str) -> None:
-        """Drop the history of an ended request; readers that still have it see its numbers, not its events."""
+        """Drop an ended request's history; readers that still reference it see its numbers, but not its events."""
         request = self.ended.pop(name)
         request.first_events, request.last_events = [], deque(maxlen=0)
         self._num_ended[request.tenant] -= 1

@@ -1,6 +1,6 @@
 """The observers of a live engine: its history and the history's readers, wired to the loop.
 
-Owns: the wiring: sections of the statistics, and the verbs explain, forecast, frames, export_statistics and
+Owns: the wiring of the statistics' sections, and of the verbs explain, forecast, frames, export_statistics and
 reset_statistics.
 Does not: fold events, collect figures or make frames.
 """

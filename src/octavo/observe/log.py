@@ -1,10 +1,10 @@
 """The log of a process: lines as text or JSON, written to stderr by a thread of their own.
 
-Owns: the formatter, the levels, how many lines a statement may log, the queue and its bounds, counting dropped lines,
-the stream in sys.stderr's place. Does not: decide what is logged.
-Invariants: logging never waits for a reader of stderr and never raises; a line for which there is no room, or which
-cannot be written, is dropped and counted, and the count is written once lines are written again; callers ensure that no
-line holds a body, a prompt or a key.
+Owns: the formatter and the levels; the limit of lines per log statement; the bounded queue and the count of dropped
+lines; the stream that replaces sys.stderr. Does not: decide what is logged.
+Invariants: logging never waits for a reader of stderr and never raises. A line that does not fit the queue, or cannot
+be written, is dropped and counted; the count is logged later. Callers ensure that no line contains a body, a prompt or
+a key.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import TextIO, cast
 
 NOTICES = "octavo.notices"  # the logger of messages to the user: at start-up and while the server is busy
 LEVELS = ("debug", "info", "warning", "error")
-STATEMENT_LINES = 100  # of one log statement in STATEMENT_S seconds
+STATEMENT_LINES = 100  # most lines of one log statement in STATEMENT_S seconds
 STATEMENT_S = 10.0
-MAX_LINES = 1024  # waiting to be written
+MAX_LINES = 1024  # most lines that wait to be written
 MAX_BYTES = 1 << 20
-NOTICE_S = 10.0  # between two notices of dropped lines
-FLUSH_S = 1.0  # for which a process waits at its end for its last lines
+NOTICE_S = 10.0  # least time between two notices of dropped lines
+FLUSH_S = 1.0  # most time that a process waits at its end for its last lines
 _STDERR = 2
 
 
@@ -46,7 +46,7 @@ class LogQueue:
         self._condition = threading.Condition()  # its lock is reentrant: a signal's handler may log
         self._lines: deque[bytes] = deque()
         self._num_bytes = 0
-        self._num_reported = 0  # of the dropped
+        self._num_reported = 0  # dropped lines that a notice has reported
         self._reported_at = float("-inf")
         self._dropping_since = 0.0  # while some dropped lines are not reported
         self._is_closed = False
@@ -92,7 +92,7 @@ class LogQueue:
                     return
 
     def _next(self) -> tuple[bytes, int] | None:
-        """Wait for a line; return it with the number of dropped ones that it reports. None at the end."""
+        """Wait for a line; return the line and the number of dropped lines that it reports. None at the end."""
         with self._condition:
             while True:
                 num_unreported = self.num_dropped - self._num_reported
@@ -156,8 +156,10 @@ class QueuedStream(io.TextIOBase):
 
 
 def writer_of(stream: TextIO) -> Callable[[bytes], None]:
-    """Return a function that writes to a stream's descriptor, bypassing its buffer and the buffer's lock: a thread that
-    hangs in a write must not keep the interpreter from ending. A stream without a descriptor is written to directly.
+    """Return a function that writes to a stream's descriptor, or to the stream itself if it has none.
+
+    Writing to the descriptor bypasses the stream's buffer and lock: a thread that hangs in a write must not keep the
+    interpreter from ending.
     """
     try:
         descriptor = stream.fileno()
@@ -332,10 +334,10 @@ def print_notice(line: str) -> None:
 
 
 def stderr_of_children() -> int | None:
-    """Return a non-blocking descriptor of stderr's pipe for child processes: text that C code writes there, such as
-    the stacks of a crash, is cut off if it is not read. None if stderr is no pipe, or cannot be opened again.
+    """Return a non-blocking descriptor of stderr's pipe for child processes; None if stderr is no pipe.
 
-    The pipe is opened again because the mode of the given descriptor is shared with other processes.
+    Text that C code writes to it, such as the stacks of a crash, is cut off if nothing reads the pipe. The pipe is
+    opened again because other processes share the mode of the inherited descriptor. Also None if that fails.
     """
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(_STDERR).st_mode):

@@ -36,7 +36,7 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The times of one prompt: `arrival` in the engine's queue and `ended` on the clock, others in seconds from it."""
+    """The times of one prompt: `arrival` and `ended` are on the clock; all other times are seconds since `arrival`."""
 
     arrival: float
     queue_s: float

@@ -1,8 +1,8 @@
 """Write a scheduler's activity in the Trace Event Format of Chrome, which ui.perfetto.dev and chrome://tracing open.
 
 Owns: the file, the clip, and the tracks: steps with their parts, counters, and one track for each request (queued,
-prefill, decode, preempted, swapped out, and its end). Does not: fold events (history), or keep more than open
-requests and a step: ended slices are written.
+prefill, decode, preempted, swapped out, finished). Does not: fold events (history), or store more than the open
+requests and one step, because ended slices are written at once.
 Invariants: slices of a track never overlap except by nesting, and are written in order; consecutive decode steps of a
 request are one slice; times are whole nanoseconds, in microseconds since the first; requests without a track are
 counted. Format: "Trace Event Format", Google, 2016 (X, C, i, s, f and M events).
@@ -237,7 +237,7 @@ class _RequestTracks:
 
 
 class PerfettoWriter:
-    """Reader of a history which passes trace events to `write`. Call `end` after the last step.
+    """Reads a history and passes trace events to `write`. Call `end` after the last step.
 
     `segment_index` counts the starts of an engine in one trace, from 0; `origin` is the engine's time at zero of
     the trace, by default the first time.

@@ -23,8 +23,8 @@ SECONDS = (
 # From 10 us to over 10 minutes in steps of a fifth: the error of a quantile is at most a tenth.
 FINE_SECONDS = tuple(1e-5 * 1.2**power for power in range(100))
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
-PARTS = ("schedule", "prepare", "forward", "sample", "emit", "step")  # of a step; `step` is all, from plan to emit
-NUM_STEPS = 64  # kept of each kind
+PARTS = ("schedule", "prepare", "forward", "sample", "emit", "step")  # of a step; `step` is the whole step
+NUM_STEPS = 64  # steps stored of each kind (with prompts, without)
 NUM_RECENT = 16  # steps that measure the machine's present speed
 MIN_STEPS = 4
 _SAME_RUN = 0.1  # a pause before a step is counted as part of it if it is at most this share of it
@@ -122,7 +122,7 @@ class StepTimeModel:
         self._last_end = -inf
 
     def add(self, plan: StepPlan, end: float) -> None:
-        """Add a step that has a result. With several plans in flight its time begins at the end of the one before."""
+        """Add a step that has a result. If plans overlap, its time begins at the end of the previous step."""
         seconds, begin = end - plan.now, plan.now
         if begin - self._last_end <= _SAME_RUN * seconds:
             begin = self._last_end
@@ -132,9 +132,9 @@ class StepTimeModel:
         self._recent.append(kept[-1])
 
     def fit(self) -> tuple[float, float] | None:
-        """Return (seconds of a step, additional seconds per token); None before there were enough steps.
+        """Return (seconds per step, additional seconds per token); None before there were enough steps.
 
-        Steps with prompts may be old, and a machine's speed changes: the first is computed from the most recent steps.
+        A machine's speed changes, and steps with prompts may be old, so only the latest steps set the first number.
         """
         points = (*self._prompts, *self._others)
         if len(points) < MIN_STEPS:

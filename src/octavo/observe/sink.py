@@ -1,7 +1,7 @@
 """EventSink: the interface to which the step loop, a replay and a simulation report; and guards for live observers.
 
-Owns: the protocols, and the guards: no observer can end an engine. A sink or reader that raises is dropped
-with one entry in the log; a verb that raises is answered with the error.
+Owns: the protocols, and the guards, which ensure that no observer ends an engine. A sink or reader that raises is
+switched off with one entry in the log; a verb that raises is answered with the error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Statistics: figures of an engine's last steps and requests, as tables, summaries and a status line.
 
-Owns: the collector, which reads the history's records; its verbs (reset, export) and the status line while busy.
-Does not: fold events, keep anything unbounded, or read a clock: every time is that of an event.
-Invariants: without collection a step calls nothing here; the scheduler's totals never decrease, not even at a reset.
-Gauges of a step are as of its commit.
+Owns: the collector, which reads the history's records; the reset and the export; the status line of a busy engine.
+Does not: fold events, store without bounds, or read a clock: all times are those of events.
+Invariants: if statistics are not collected, a step calls no function of this module. A reset does not change the
+scheduler's totals. A step's gauges are as of its commit.
 """
 
 from __future__ import annotations

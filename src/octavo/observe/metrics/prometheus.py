@@ -237,7 +237,7 @@ def _renamed(family: Metric, name: str, labels: Mapping[str, str], bounds: Itera
 
 
 class SnapshotMetrics:
-    """The series of snapshots by name ("engine", "admission", ...); a collector for a CollectorRegistry."""
+    """Exports the numbers in named snapshots ("engine", "admission", ...); a collector for a CollectorRegistry."""
 
     def __init__(self, model: str, snapshots: Mapping[str, object]) -> None:
         self._model = model
@@ -257,7 +257,7 @@ class SnapshotMetrics:
 
 
 def _find(snapshot: object, place: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (key at the label, value) of each value at a place; None counts as absent."""
+    """Yield (the key that matches the label, value) for each value at a place; None counts as absent."""
     for index, part in enumerate(place):
         if not isinstance(snapshot, Mapping):
             return

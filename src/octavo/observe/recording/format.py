@@ -1,11 +1,11 @@
 """The format of recordings: each call of a scheduler as a record, and which parts are masked.
 
-Owns: both directions of records and the masks. Does not: know files (reader), write (recorder), or call a scheduler
-(replaying). A record is a tuple of its kind and plain values; fields at their defaults are left out. Each depends on
-those before it in its segment. Times are seconds on the engine's monotonic clock, durations nanoseconds.
-Masks: a recording without text keeps what decisions depend on: which ids end a sequence, how many there are and which
-blocks are equal. Keys become digests under a secret that is drawn for each segment and not stored, so that a guess
-of the text cannot be verified.
+Owns: encoding and decoding of records, and the masks. Does not: know files (reader), write (recorder), or call a
+scheduler (replaying). A record is a tuple of its kind and plain values; fields at their defaults are left out. A record
+depends on earlier ones of its segment. Times are seconds on the engine's monotonic clock; durations are nanoseconds.
+Masks: a recording without text contains what decisions depend on: how many ids there are, which ids end a sequence, and
+which blocks are equal. Keys become digests under a secret that is drawn for each segment and not stored, so that a
+guess of the text cannot be verified.
 """
 
 from __future__ import annotations

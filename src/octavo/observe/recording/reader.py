@@ -1,10 +1,10 @@
-"""Read the files of recordings: a folder with a segment for each start of an engine, valid up to its last whole frame.
+"""Read the files of recordings: a recording is a folder with one segment file for each start of an engine.
 
-Owns: framing with compression and checksums, finding segments, their calls, and the steps with their times.
+Owns: framing with compression and checksums; finding segments; reading calls, and steps with their times.
 Does not: know records (format), or replay (replaying).
-A segment is MARK, the version (uint16, little-endian), then frames: bytes stored, bytes unpacked, CRC-32 of those
-stored (three uint32), and zlib's output. The first frame is the header as JSON, the others are msgpack arrays of
-records. Invariant: a file that is cut off anywhere, or damaged, is read up to the last whole frame before that.
+A segment is MARK, the version (uint16, little-endian), and frames. A frame is three uint32 (stored bytes, unpacked
+bytes, CRC-32 of the stored bytes) and zlib's output. The first frame is the header as JSON; each other frame is a
+msgpack array of records. Invariant: a file that is cut off or damaged is read up to the last whole frame before that.
 """
 
 from __future__ import annotations
@@ -177,12 +177,11 @@ def open_recording(path: Path | str) -> Recording:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step: `plan` with its columns (not its sequences' ids), `outcome` with its timings.
+    """One step: `plan` has the columns but not the sequences' ids; `outcome` has the timings.
 
-    Seconds on the engine's clock: the plan was begun at `plan.now`, done at `planned`; the result was collected at
-    `collected` and committed at `committed`. `free_from` is when the step before it was collected (None for the first
-    of a segment). `next_plan` is when the plan after its commit was begun, after delivery and commands; None for
-    the last.
+    Times are seconds on the engine's clock. Planning began at `plan.now` and ended at `planned`. The result was
+    collected at `collected` and committed at `committed`. `free_from` is when the previous step was collected (None for
+    a segment's first step). `next_plan` is when the first planning after the commit began (None for the last step).
     """
 
     segment_index: int

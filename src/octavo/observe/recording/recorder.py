@@ -1,8 +1,8 @@
 """Record a scheduler: the tap of its calls, a bounded queue from the engine's thread, and a thread that writes.
 
-Owns: the queue, the thread, the bound in bytes, the end. Does not: know how a call is encoded (format).
-Invariants: `called` never waits, copies nothing and raises nothing; a failed write ends the recording, with a
-marker if that can still be written, and with a warning; a segment begins with an engine's first request.
+Owns: the queue, the thread, the bound in bytes, and the end marker. Does not: know how a call is encoded (format).
+Invariants: `called` never waits, copies nothing and raises nothing. A failed write ends the recording with a warning.
+A segment begins with an engine's first request.
 """
 
 from __future__ import annotations

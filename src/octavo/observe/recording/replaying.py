@@ -128,7 +128,7 @@ class RecordedInputs:
 
 
 class Replayed(NamedTuple):
-    """A replayed call: its decisions; of an admission its max_tokens; of a commit its plan and events."""
+    """A replayed call and its decisions. An admission also has its max_tokens, a commit its plan and events."""
 
     recorded: RecordedCall
     decisions: tuple[Event, ...] = ()
@@ -148,7 +148,7 @@ class Replayed(NamedTuple):
 
 
 class Replayer:
-    """Replayer of one segment's calls on a scheduler of its own, which compares each plan."""
+    """Replays one segment's calls on a scheduler of its own, and compares each plan with the recorded one."""
 
     def __init__(self, segment: Segment) -> None:
         self.step = 0  # of the last plan or commit
