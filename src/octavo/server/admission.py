@@ -3,8 +3,7 @@
 Owns: the numbers of waiting and running sequences by key and priority, the engine's last forecast and the changes
 since; the order of the checks, the load levels, each key's share of the queue, the keys' meters, refusal messages.
 Does not: order requests (the scheduler does), forecast (observe.forecast does), read bodies or know HTTP.
-A request is checked three times: `check_arrival` before its body is read, by counts only; `admit` when the body was
-checked, before tokenization; `check_tokens` when the prompts' tokens are counted.
+Checks of a request: `check_arrival` before its body is read; `admit` before tokenization; `check_tokens` after it.
 Invariants: a refusal reserves nothing and costs only counting; every ticket is released. A sequence waits if it has no
 token and the engine has no slot or KV room for it; a bound of N allows N waiting sequences besides the running ones.
 Until the engine's first forecast, wait times are unknown.
