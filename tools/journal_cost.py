@@ -190,7 +190,7 @@ def measure(name: str, rows: int, seconds: float, folder: Path) -> str:
 
 
 def serve(name: str, place: Path) -> None:
-    """Append records until killed; print each record that a client has seen."""
+    """Append records until killed; print a dot for each record that a client has seen."""
     way = WAYS[name](place)
     for number, data in enumerate(records(32)):
         way.add(data)

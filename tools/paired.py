@@ -1,6 +1,6 @@
 """Compare the speed of two trees of octavo: the same command in interleaved pairs, and the ratio with its interval.
 
-Owns: running the pairs, either first in turns, and a bootstrap of the median ratio. Does not: say what is fast enough.
+Owns: running the pairs, in alternating order; a bootstrap of the median ratio. Does not: judge the speed.
 Usage: python -m tools.paired --base OTHER/src --now src [--pairs 10] [--key plan_us --key commit_us] -- COMMAND ...
 COMMAND runs with PYTHONPATH set to each tree in turn, from this folder. Without --key its wall time is compared, else
 the numbers under that key in the JSON that it prints last (every one of them, in order, such as the step_us of each

@@ -30,7 +30,7 @@ from octavo.bench.completion_client import CompletionClient, CompletionResult, T
 
 FACTOR = 5  # of the load that the server can carry
 PATIENCE = 3  # times the time that a stream takes beside seven others: then a client of row 9 gives up
-FUZZ_BATCH = 50  # after so many the server is looked at
+FUZZ_BATCH = 50  # requests between two checks of the server
 MAX_OFFERED = 3000
 Figures = dict[str, Any]
 
@@ -64,7 +64,7 @@ class Drill:
 
 
 def prompt(number: int) -> str:
-    """Short, and another for each number from the first words on, so that no prefix is shared."""
+    """Return a short prompt; prompts of different numbers share no prefix."""
     return f"{number} ships sailed to the island of"
 
 
@@ -82,7 +82,7 @@ def text_of(answer: CompletionResult) -> str:
 
 
 async def streams(drill: Drill, act: Callable[[], object] | None = None) -> tuple[list[CompletionResult], int]:
-    """Run the dose's streams at once; call act() after a quarter of the tokens. Return the number open at that time."""
+    """Run all streams at once; call act() after a quarter of the tokens. Return answers, and streams open at act()."""
     dose, reached, count = drill.dose, asyncio.Event(), 0
 
     def advance(num_tokens: int) -> None:
@@ -171,7 +171,7 @@ async def settled(server: PeerServer, within_s: float = 10.0) -> dict[str, float
 
 
 async def row_9(drill: Drill) -> Figures:
-    """Five times the load that it can carry."""
+    """Five times the server's maximum load."""
     dose, end = drill.dose, time.perf_counter() + drill.dose.load_s
     closed, took = list[CompletionResult](), list[float]()
 
@@ -265,14 +265,14 @@ async def row_14(drill: Drill) -> Figures:
 
 
 def bounded(nasty: Nasty) -> Nasty:
-    """The same with few tokens wanted, where it does not speak of that itself: slow servers shall end too."""
+    """Return the request with a small token limit if it has none, so that slow servers finish."""
     if nasty.body.startswith(b"{") and b"max_" not in nasty.body and nasty.body[1:].strip()[:1] == b'"':
         nasty.body = b'{"max_tokens": 4, ' + nasty.body[1:]
     return nasty
 
 
 async def raw(url: str, nasty: Nasty, patience_s: float) -> str:
-    """Send it byte for byte; give the status, or what was there instead of one."""
+    """Send the bytes; return the status, or what the server sent instead."""
     parts = urlsplit(url)
     headers = {"host": parts.netloc, "connection": "close", "content-type": "application/json"}
     headers |= {"content-length": str(len(nasty.body))} | nasty.headers
@@ -321,7 +321,7 @@ ROWS: dict[str, Callable[[Drill], Any]] = {"1": row_1, "7": row_7, "9": row_9, "
 
 
 async def run(words: argparse.Namespace, dose: Dose) -> None:
-    """The rows in turn; a server that a row left dead is started anew."""
+    """Run the rows one after another; restart the server if a row left it dead."""
     client = CompletionClient(Target(words.url, words.model, timeout_s=words.timeout), keeps_texts=True)
     server = PeerServer(words.command, client, words.computes, Path(words.log))
     try:

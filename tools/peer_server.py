@@ -1,4 +1,4 @@
-"""A server under test in tools/peer_drills.py: started, looked at from outside, ended.
+"""Starts, observes and ends a server under test for tools/peer_drills.py.
 
 Owns: the server's processes and its log. Does not: send requests that are judged.
 Invariant: what was started is ended by its process id, descendants included.
@@ -29,7 +29,7 @@ GAUGES = re.compile(
 
 
 class PeerServer:
-    """`computes` is a part of the command line of the process that computes; empty: the process started."""
+    """A server. `computes` is a part of the computing process's command line; empty: the started process computes."""
 
     def __init__(self, command: Sequence[str], client: CompletionClient, computes: str, log: Path) -> None:
         self._command, self._client, self._computes, self._log = list(command), client, computes, log
@@ -38,11 +38,11 @@ class PeerServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process that was started still runs."""
+        """True if the started process still runs."""
         return self.process is not None and self.process.poll() is None
 
     async def start(self, within_s: float) -> float:
-        """Start it; give the seconds until it answered a completion. Raises RuntimeError when it does not."""
+        """Start the server; return the seconds until it answers a completion. Raises RuntimeError if it does not."""
         begun = time.perf_counter()
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
@@ -51,7 +51,7 @@ class PeerServer:
         return time.perf_counter() - begun
 
     async def answers_within(self, seconds: float) -> float | None:
-        """Seconds until a completion of one token succeeds; None when that is never, or not in time."""
+        """Return the seconds until a completion of one token succeeds; None if none succeeds in time."""
         begun = time.perf_counter()
         while time.perf_counter() - begun < seconds and self.is_alive:
             answer = await self._client.send(self._client.body("Hello", 1))
@@ -76,7 +76,7 @@ class PeerServer:
         return {pid: lines[pid] for pid in found if pid in lines}
 
     def computing_pid(self) -> int:
-        """The process that computes."""
+        """Return the pid of the process that computes."""
         assert self.process is not None
         if not self._computes:
             return self.process.pid
@@ -91,7 +91,7 @@ class PeerServer:
         return count
 
     async def gauges(self) -> dict[str, float]:
-        """What its metrics say is in use."""
+        """Return the server's gauges of resources in use."""
         try:
             _, text = await self._client.get("/metrics")
         except (OSError, ProtocolError, TimeoutError):
@@ -101,7 +101,7 @@ class PeerServer:
         return own or found
 
     async def wait(self, seconds: float) -> float | None:
-        """Seconds until the process that was started has ended; None when it has not in time."""
+        """Return the seconds until the started process has ended; None if it does not end in time."""
         begun = time.perf_counter()
         while self.is_alive:
             if time.perf_counter() - begun > seconds:
@@ -110,7 +110,7 @@ class PeerServer:
         return time.perf_counter() - begun
 
     async def end(self) -> None:
-        """SIGTERM, and SIGKILL for whatever of it is left after a while."""
+        """Send SIGTERM, and after a timeout SIGKILL to the processes that still run."""
         if self.process is None:
             return
         self.processes()
@@ -120,7 +120,7 @@ class PeerServer:
         for pid, begun in self._seen.items():
             with suppress(OSError, IndexError):
                 words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                if words[19] == begun:  # else the id was given anew
+                if words[19] == begun:  # else another process has the pid
                     os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self.process = None

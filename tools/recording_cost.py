@@ -109,7 +109,7 @@ def scheduler_cost(rows: int) -> dict[str, float]:
 
 
 def model_cost(model: str, rows: int, pairs: int) -> dict[str, Any]:
-    """Steps of a model that decodes `rows` sequences, recorded and not in turns."""
+    """Time steps of a model that decodes `rows` sequences, alternately recorded and not recorded."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {"record": folder, "max_num_seqs": rows, "max_model_len": 2048}
         engine = build_local(config_from_keywords(model, settings))
@@ -136,10 +136,10 @@ class _Turns:
         """Do nothing."""
 
     def decided(self, decisions: object) -> None:
-        """Not looked at."""
+        """Do nothing."""
 
     def stepped(self, plan: Any, outcome: object, events: object) -> None:
-        """Another step."""
+        """Record the time of one step."""
         self.num_steps += 1
         if self.num_steps < 20 or self.num_steps % BLOCK:
             return

@@ -1,4 +1,4 @@
-"""Write a made-up stream of frames (docs/statistics.md) as JSON lines, to draw pages with and to measure them by.
+"""Write a simulated stream of frames (docs/statistics.md) as JSON lines, for drawing and measuring pages.
 
 Owns: the load (many tenants, shared prefixes, more requests than the pool holds, a host tier, cancellations, a failed
 step now and then) and a clock that the made-up step times move. Does not: run a model.

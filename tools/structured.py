@@ -1,4 +1,4 @@
-"""Answers held to JSON schemas: 1,000 of them over fifty schemas and temperatures 0 to 2, looked at by validators.
+"""Validate 1,000 answers that are constrained by JSON schemas: fifty schemas, temperatures 0 to 2.
 
 Owns: what is asked, what is counted, and the table in docs/structured-output.md. Does not: start a server.
 Usage, beside `octavo serve --port 8000`, from the root of the repository:

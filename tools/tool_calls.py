@@ -1,4 +1,4 @@
-"""How many forced calls are valid: every tool named, and left to the model, at several temperatures.
+"""Count the valid forced tool calls: each tool named, or the tool chosen by the model, at several temperatures.
 
 python -m tools.tool_calls http://127.0.0.1:8000 asks a running server, two requests at once; the last line is one JSON
 object. Calls that were cut off by max_tokens are counted apart.

@@ -28,7 +28,7 @@ from octavo.simulator.setup import Setup
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 # vLLM's sizes of captured graphs, where a run does not list them: 1, 2, 4, then every 8 and, from 256, every 16.
 CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-FITTED = 100  # requests that a fit looks at
+FITTED = 100  # requests that a fit uses
 
 
 @dataclass(frozen=True, slots=True)
