@@ -19,8 +19,9 @@ _LARGEST = 1 << 24  # bounds every size, so that a damaged header cannot request
 class RopeScaling:
     """The scaling of rotary frequencies. `kind` is "linear" or "llama3"; "linear" uses only `factor`.
 
-    "llama3" is Llama 3.1's rule: frequencies of wavelengths above original_max_len / low_freq_factor are divided by
-    `factor`, those below original_max_len / high_freq_factor are kept, and those between are interpolated.
+    "llama3" is Llama 3.1's rule: a frequency is divided by `factor` if its wavelength is above
+    original_max_len / low_freq_factor, kept if its wavelength is below original_max_len / high_freq_factor, and
+    interpolated otherwise.
     """
 
     kind: str

@@ -101,7 +101,7 @@ class Step:
         self.count_waiting(reason, len(self.state.waiting) - sum(self.waits.values()))
 
     def skip(self, reason: WaitReason) -> None:
-        """Count a running request, or one of its choices, that gets no row for `reason`."""
+        """Count, under `reason`, a running request or choice that gets no row in this step."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def defer(self, request: RequestState, reason: WaitReason, needed: int = 0, available: int = 0) -> WaitReason:

@@ -68,7 +68,10 @@ class _ScriptedSequence:
     num_resumed: int
 
     def token(self, index: int) -> int:
-        """Return the output at this index. END_ID follows the answer; if the output may not end, the answer repeats."""
+        """Return the output at this index. END_ID follows the answer.
+
+        While the output must not end (`ignore_eos`, `min_tokens`, a request without EOS ids), the answer repeats.
+        """
         if index < len(self.ids):
             return self.ids[index]
         params = self.new.params

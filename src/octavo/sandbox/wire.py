@@ -65,7 +65,7 @@ Argument = RenderChat | CheckSchema | CheckRegex | CompileGrammar | Mapping[str,
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """An order to run a job within `limit_s` seconds. `argument` is packed; the job's entry in JOBS has its type."""
+    """An order to run a job within `limit_s` seconds. `argument` is msgpack, of the type in JOBS."""
 
     number: int
     job: str
