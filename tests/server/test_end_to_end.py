@@ -126,7 +126,7 @@ async def test_L03_clients_of_several_choices_that_leave_free_all_of_them() -> N
         leavers = [Wire(harness.app, "/v1/completions", body) for body in bodies]
         tasks = [wire.start() for wire in leavers]
         for wire in leavers:
-            await wire.until(lambda wire=wire: wire.text.count("data:") > 3)
+            await wire.until(lambda wire=wire: wire.text.count("data:") > 1)  # an event may hold many tokens
             wire.leave()
         await asyncio.gather(*tasks)
         async with asyncio.timeout(5):
