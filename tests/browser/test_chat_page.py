@@ -123,6 +123,7 @@ def test_I06_stop_ends_the_request_on_the_server_and_keeps_what_was_said(chat: C
     for stop in ("click", "key"):
         chat.send("endless please")
         chat.page.wait_for_selector(".answer.running .rate")
+        chat.page.wait_for_selector(".answer.running:has-text('on a')")
         if stop == "click":
             chat.page.click("#stop")
         else:
