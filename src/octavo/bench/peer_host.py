@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,18 +28,18 @@ Requests = list[dict[str, Any]]
 Times = list[list[float]]
 
 
-class SteppedEngine:
+class SteppedEngine(ABC):
     """Base class for engines whose outputs are polled: keeps up to `at_once` requests open until all have finished."""
 
     facts: dict[str, Any]
 
+    @abstractmethod
     def add(self, index: int, prompt_token_ids: list[int], max_tokens: int) -> None:
         """Submit the request of this index."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self) -> Iterable[tuple[int, int, bool]]:
         """Return (index, number of new tokens, is finished) for each request with new output."""
-        raise NotImplementedError
 
     def run(self, requests: Requests, at_once: int) -> Times:
         """Return the times of all requests."""

@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import logging
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
@@ -173,7 +174,7 @@ class SlowReaderError(Exception):
     """The client did not read its stream for too long, or too much of the stream is unread."""
 
 
-class StreamedResponse(Response):
+class StreamedResponse(Response, ABC):
     """A response written in parts. A connection whose client does not read is cut."""
 
     def __init__(self, media_type: str, lifecycle: Lifecycle, limits: HttpLimits) -> None:
@@ -208,9 +209,9 @@ class StreamedResponse(Response):
         finally:
             await self._close()
 
+    @abstractmethod
     async def _write_all(self, send: Send) -> None:
         """Write all parts with `_write`."""
-        raise NotImplementedError
 
     def _failure_event(self, error: Exception) -> bytes:
         """Return the part that ends a failed stream."""
@@ -220,16 +221,16 @@ class StreamedResponse(Response):
         """Return the part that ends a stream whose client does not read."""
         return b""
 
+    @abstractmethod
     def _is_behind(self) -> bool:
         """Return True if more is unread than the limits allow."""
-        raise NotImplementedError
 
     def _note(self, code: str) -> None:
         """Count a client that left or did not read."""
 
+    @abstractmethod
     async def _close(self) -> None:
         """Release the source of the parts."""
-        raise NotImplementedError
 
     async def _write(self, send: Send, data: bytes) -> None:
         """Send `data`; while the client does not read, check every LOOK_S how much is unread. Raises SlowReaderError.

@@ -50,7 +50,7 @@ def test_who_follows_somebody_left_out_is_left_out_and_the_others_keep_their_lea
     notes = Notes()
     left = run(arrivals, notes, start=1, rate_scale=4)
     assert [(one.time, one.follows) for one in left] == [(0, None), (2, 0), (3, 1)]  # pauses keep their length
-    assert notes.counts["turns of a conversation whose turn before was left out, left out"] == 1
+    assert notes.counts["turns left out because an earlier turn of their conversation was left out"] == 1
 
 
 @pytest.mark.parametrize(

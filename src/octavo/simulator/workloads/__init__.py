@@ -195,7 +195,7 @@ def shape_arrivals(
         if arrival.follows is not None:
             parent = indices[arrival.follows]
             if parent < 0:
-                notes.add("turns of a conversation whose turn before was left out, left out")
+                notes.add("turns left out because an earlier turn of their conversation was left out")
                 continue
         elif arrival.time >= shaping.end:
             if not has_followers:
