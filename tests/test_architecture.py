@@ -38,16 +38,20 @@ ARROWS: dict[str, set[str]] = {
     "executors": LOW | COMPUTE | {"executors.protocol", "artifacts", "grammar", "media", "machine"},
     "engine": LOW | TEXT_LEVEL | {"machine"},
     "frontend": LOW | TEXT_LEVEL | {"engine", "machine"},
-    "simulator": LOW | TEXT_LEVEL | {"engine", "machine", "plugins"},
+    "fleet": LOW | TEXT_LEVEL | {"engine", "frontend", "machine", "plugins"},
+    "simulator": LOW | TEXT_LEVEL | {"engine", "fleet", "machine", "plugins"},
     "dashboard": LOW | TEXT_LEVEL,
-    "server": LOW | TEXT_LEVEL | {"machine"} | {"engine", "frontend", "dashboard"},
-    "assembly": LOW | TEXT_LEVEL | {"machine"} | COMPUTE | {*INSIDE, "executors", "simulator", "plugins"},
+    "server": LOW | TEXT_LEVEL | {"machine"} | {"engine", "frontend", "fleet", "dashboard"},
+    "assembly": LOW | TEXT_LEVEL | {"machine"} | COMPUTE | {*INSIDE, "fleet", "executors", "simulator", "plugins"},
     "bench": LOW
     | TEXT_LEVEL
     | {"machine"}
     | COMPUTE
-    | {*INSIDE, "executors", "server", "simulator", "assembly", "plugins"},
-    "cli": LOW | TEXT_LEVEL | {"machine"} | {*INSIDE, "server", "simulator", "dashboard", "bench", "assembly", "ops"},
+    | {*INSIDE, "executors", "fleet", "server", "simulator", "assembly", "plugins"},
+    "cli": LOW
+    | TEXT_LEVEL
+    | {"machine"}
+    | {*INSIDE, "fleet", "server", "simulator", "dashboard", "bench", "assembly", "ops"},
     "__main__": {"cli"},
 }
 # octavo/__init__.py may name anything lazily; the test of torch below covers it.
@@ -73,20 +77,21 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 4_870,
-    ("engine", "frontend"): 4_610,
-    ("models", "nn", "ops", "sampling"): 3_140,
-    ("executors",): 1_455,
-    ("artifacts",): 1_270,
+    ("engine", "frontend"): 5_000,
+    ("fleet",): 2_800,
+    ("models", "nn", "ops", "sampling"): 3_600,
+    ("executors",): 2_600,
+    ("artifacts",): 1_380,
     ("text",): 2_117,
     ("grammar", "sandbox"): 1_824,
-    ("observe",): 3_500,
+    ("observe",): 3_650,
     ("simulator",): 3_990,
-    ("server",): 10_660,
-    ("cli",): 4_891,
-    ("bench",): 2_816,
-    ("config",): 960,
+    ("server",): 11_100,
+    ("cli",): 5_600,
+    ("bench",): 2_900,
+    ("config",): 1_120,
 }
-ALL_CODE_LINES, ALL_FILES = 46_810, 309  # of src
+ALL_CODE_LINES, ALL_FILES = 54_500, 350  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
