@@ -11,9 +11,9 @@ from tests.core.random_config import BUILT_IN
 from tests.simulator.fakes import LinearCosts, check_whole, columns, limits, workload
 
 from octavo.errors import ConfigError
+from octavo.fleet.routing import ROUTERS
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.outcomes import NEVER, SimulatedRun
-from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import ReplicaFailure, Setup
 

@@ -31,8 +31,8 @@ from octavo.config import ENGINE_SECTIONS
 from octavo.config.setting import Number
 from octavo.core.policy import POLICIES
 from octavo.errors import ConfigError
+from octavo.fleet.routing import ROUTERS
 from octavo.machine import look, usable_cores
-from octavo.simulator.routers import ROUTERS
 
 WIDTH = 120  # width of tables if stdout is not a terminal
 

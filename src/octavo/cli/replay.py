@@ -20,11 +20,11 @@ from octavo.config.spelling import unknown
 from octavo.core.limits import Limits
 from octavo.core.policy import find_policy
 from octavo.errors import ConfigError
+from octavo.fleet.routing import ROUTERS
 from octavo.observe.recording import Recording, ReplayReport, open_recording, replay
 from octavo.simulator.costs import cost_model
 from octavo.simulator.recorded import check_policy, recorded_run
 from octavo.simulator.report import Case, comparison_table
-from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
 from octavo.simulator.summary import summarise

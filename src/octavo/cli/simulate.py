@@ -26,6 +26,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.engine.limits import read_tenant_weights
 from octavo.errors import ConfigError
+from octavo.fleet.routing import ROUTERS
 from octavo.observe.frames import Frame, FrameSource, FrameSpool, FrameWriter
 from octavo.observe.history import History
 from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
@@ -35,7 +36,6 @@ from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import Fitted, fit_recording
 from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.report import Case, comparison_table, latency_table, page
-from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import simulate
 from octavo.simulator.search import MAX_REPLICAS, CapacitySearch, Goals, SearchResult, read_goals, read_space
 from octavo.simulator.setup import ReplicaFailure, Setup, SimulatedEngine

@@ -1,7 +1,7 @@
 """Simulates a workload on one engine, or on several behind a router, on one virtual clock.
 
 Owns: the event heap; the workload's arrivals; requests that follow other requests; failures and restarts; the garbage
-collector's threshold. Does not: step an engine (replica), choose one (routers), judge the outcome (summary).
+collector's threshold. Does not: step an engine (replica), choose one (fleet.routing), judge the outcome (summary).
 Invariants: equal workload and setup give an equal SimulatedRun, with fast_forward or without. Events are in order of
 time; at equal times failures come first, then arrivals, then replicas by number. An idle replica is never advanced.
 Each request ends exactly once.
@@ -18,10 +18,10 @@ from math import inf, nextafter
 
 from octavo.core.request import FinishReason
 from octavo.errors import ConfigError
+from octavo.fleet.routing import create_router
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.outcomes import NEVER, RequestTracker, Samples, SimulatedRequest, SimulatedRun
 from octavo.simulator.replica import Replica
-from octavo.simulator.routers import create_router
 from octavo.simulator.setup import Setup
 
 LOOK_EVERY = 1024  # events between two checks of `give_up`

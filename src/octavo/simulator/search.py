@@ -17,10 +17,10 @@ from itertools import product
 from octavo.config.spelling import unknown
 from octavo.core.limits import Limits
 from octavo.errors import ConfigError
+from octavo.fleet.routing import ROUTERS
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.outcomes import NEVER, RequestTracker, SimulatedRequest, SimulatedRun
-from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
 from octavo.simulator.summary import METRICS, POINTS, Columns, Facts, summarise

@@ -42,10 +42,10 @@ class Setup:
     """The engines of a simulation, and its options.
 
     Each replica has up to `depth` plans in flight and up to `max_waiting` waiting requests (0: no limit). `router` is a
-    name in routers.ROUTERS. `make_sink` is called with each new scheduler; with it, every step is planned separately.
-    Without it, `fast_forward` computes unchanged decode steps together, with the same outcome. `sample_s` is the time
-    between samples of each replica (0: none). `give_up` is called at intervals with the requests and the time; if it
-    returns True, the run ends.
+    name in fleet.routing.ROUTERS. `make_sink` is called with each new scheduler; with it, every step is planned
+    separately. Without it, `fast_forward` computes unchanged decode steps together, with the same outcome. `sample_s`
+    is the time between samples of each replica (0: none). `give_up` is called at intervals with the requests and the
+    time; if it returns True, the run ends.
     """
 
     limits: Limits

@@ -1,6 +1,6 @@
-"""Routers: each chooses a replica for each request.
+"""Routers: each chooses a replica for each request, in a fleet that serves and in a simulated one.
 
-Owns: the protocol, the registry by name, and each router's state. A router reads only two fields of a replica:
+Owns: the protocols, the registry by name, and each router's state. A router reads only two fields of a replica:
 `num_open` (its open requests) and `load` (their prompt tokens).
 Invariants: with equal seeds, equal calls give equal choices; only replicas that are up are chosen; memory is bounded.
 """
@@ -15,12 +15,35 @@ from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from octavo.errors import ConfigError
-from octavo.simulator.arrival import Arrival
 
 MAX_KEYS = 1_000_000  # maximum prefix keys, or sessions, that a router stores; the least recently used are dropped
 _Key = TypeVar("_Key")
 LOAD_BOUND = 1.25  # a replica may be preferred while its load is at most this many times the mean
 FEW_REQUESTS = 1  # a replica with at most this many requests may be preferred at any mean
+
+
+class RoutedRequest(Protocol):
+    """A request as a router sees it. Equal keys mean equal prefixes; "" means no session, or the default tenant."""
+
+    @property
+    def keys(self) -> Sequence[int] | Sequence[bytes]:
+        """One key for each full block of the prompt."""
+        ...
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of the prompt."""
+        ...
+
+    @property
+    def session(self) -> str:
+        """The conversation of the request."""
+        ...
+
+    @property
+    def tenant(self) -> str:
+        """The tenant of the request."""
+        ...
 
 
 class RouterTarget(Protocol):
@@ -37,7 +60,7 @@ _load: Callable[[RouterTarget], int] = attrgetter("load")
 class Router(Protocol):
     """Chooses one of the replicas that are up. At least one is up."""
 
-    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
+    def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the replica for a request."""
         ...
 
@@ -61,7 +84,7 @@ class RoundRobin:
     def __init__(self, seed: int = 0) -> None:
         self._next = 0
 
-    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
+    def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the replica that follows the last choice by number."""
         chosen = next((target for target in targets if target.number >= self._next), targets[0])
         self._next = chosen.number + 1
@@ -74,7 +97,7 @@ class Random:
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
 
-    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
+    def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return a replica drawn uniformly."""
         return targets[self._rng.randrange(len(targets))]
 
@@ -85,7 +108,7 @@ class PowerOfTwo:
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
 
-    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
+    def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the less loaded of two random replicas; the first one drawn if both have the same load."""
         first = targets[self._rng.randrange(len(targets))]
         second = targets[self._rng.randrange(len(targets))]
@@ -98,7 +121,7 @@ class LeastLoaded:
     def __init__(self, seed: int = 0) -> None:
         pass
 
-    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
+    def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the least loaded replica."""
         return least_loaded(targets)
 
@@ -109,7 +132,7 @@ class LeastRequests:
     def __init__(self, seed: int = 0) -> None:
         pass
 
-    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
+    def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the replica with the fewest open requests."""
         return min(targets, key=lambda target: target.num_open)
 
@@ -125,9 +148,9 @@ class SessionRouter:
         self._homes: OrderedDict[str, int] = OrderedDict()
         self._spread = Spread()
 
-    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
+    def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the session's replica."""
-        name = f"s{arrival.session}" if arrival.session else f"t{arrival.tenant}" if arrival.tenant else ""
+        name = f"s{request.session}" if request.session else f"t{request.tenant}" if request.tenant else ""
         if not name:
             return self._spread.choose(targets, 1)
         home = self._homes.get(name)
@@ -149,19 +172,19 @@ class PrefixAffinityRouter:
         self._homes: OrderedDict[int | bytes, int] = OrderedDict()
         self._spread = Spread()
 
-    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
+    def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the replica with the longest prefix whose load is within the limit."""
         homes = self._homes
         by_number = {target.number: target for target in targets}
-        bound = _bound(arrival, targets)
+        bound = _bound(request, targets)
         chosen = None
-        for key in _deepest_first(arrival.keys, homes):
+        for key in _deepest_first(request.keys, homes):
             home = by_number.get(homes[key])
             if home is not None and (home.load <= bound or home.num_open <= FEW_REQUESTS):
                 chosen = home
                 break
-        chosen = chosen or self._spread.choose(targets, len(arrival.keys))
-        for key in arrival.keys:
+        chosen = chosen or self._spread.choose(targets, len(request.keys))
+        for key in request.keys:
             _remember(homes, key, chosen.number)
         return chosen
 
@@ -178,10 +201,10 @@ class PrefixHash:
     def __init__(self, seed: int = 0) -> None:
         self._salt = seed.to_bytes(8, "little", signed=True)
 
-    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
+    def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the first replica in the hash's order whose load is within the limit."""
-        name = repr((list(arrival.keys[: self.num_keys]) or arrival.session or arrival.tenant,)).encode()
-        bound = _bound(arrival, targets)
+        name = repr((list(request.keys[: self.num_keys]) or request.session or request.tenant,)).encode()
+        bound = _bound(request, targets)
         order = sorted(targets, key=lambda target: self._weight(name, target.number))
         for target in order:
             if target.load <= bound or target.num_open <= FEW_REQUESTS:
@@ -192,9 +215,9 @@ class PrefixHash:
         return blake2b(name + number.to_bytes(4, "little"), digest_size=8, salt=self._salt).digest()
 
 
-def _bound(arrival: Arrival, targets: Sequence[RouterTarget]) -> float:
+def _bound(request: RoutedRequest, targets: Sequence[RouterTarget]) -> float:
     """Return the load limit of a preferred replica: LOAD_BOUND times the mean, this request included."""
-    return LOAD_BOUND * (sum(target.load for target in targets) + arrival.prompt_tokens) / len(targets)
+    return LOAD_BOUND * (sum(target.load for target in targets) + request.prompt_tokens) / len(targets)
 
 
 def least_loaded(targets: Sequence[RouterTarget]) -> RouterTarget:

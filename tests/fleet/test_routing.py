@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from octavo.fleet.routing import create_router
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.routers import create_router
 
 OTHERS = 100  # tokens open at each replica but the one that is preferred
 
