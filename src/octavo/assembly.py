@@ -230,6 +230,8 @@ def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:
 
 
 def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[Executor, str, Capacity]:
+    if config.parallel.num_ranks > 1 or config.parallel.tp_invariant:
+        raise ConfigError("this version runs an engine on one device; leave out --tensor-parallel-size and its like")
     if files.kind == "scripted":
         executor, device = create_scripted(files, is_own_process), "cpu"
     else:

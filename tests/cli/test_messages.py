@@ -51,7 +51,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["run", "-ngl", "99", "hi"], "-ngl is not supported: a model runs whole on one device (--device)"),
         (["serve", "--enable-lora"], "--enable-lora is not supported: there are no adapters"),
         (["serve", "--trust-remote-code"], "--trust-remote-code is not supported: code from model repositories is "),
-        (["serve", "-tp=2"], "-tp is not supported: there is one device"),
+        (["serve", "--tp-size=2"], "unknown flag '--tp-size'; did you mean '--tensor-parallel-size'?"),
         (["serve", "--n-ctx", "4096"], "unknown flag '--n-ctx'; did you mean '--max-model-len'?"),
         (["run", "--system-prompt", "x", "hi"], "unknown flag '--system-prompt'; did you mean '--system'?"),
         (["serve", "--quantisation", "int8"], "unknown flag '--quantisation'; did you mean '--quantization'?"),

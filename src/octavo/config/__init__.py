@@ -18,6 +18,7 @@ from octavo.config.engine import (
     ChatConfig,
     ExecutionConfig,
     ModelConfig,
+    ParallelConfig,
     RecordingConfig,
     SchedulingConfig,
     SpeculationConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "Config",
     "ExecutionConfig",
     "ModelConfig",
+    "ParallelConfig",
     "RecordingConfig",
     "ResponsesConfig",
     "RetryConfig",
@@ -61,7 +63,7 @@ __all__ = [
     "WebConfig",
 ]
 # Sections that apply to commands which run an engine in their own process, without a server.
-ENGINE_SECTIONS = ("model", "chat", "cache", "scheduling", "execution", "speculation")
+ENGINE_SECTIONS = ("model", "chat", "cache", "scheduling", "execution", "parallel", "speculation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Config:
     cache: CacheConfig = section(CacheConfig, "KV cache", "memory and speed")
     scheduling: SchedulingConfig = section(SchedulingConfig, "scheduling", "memory and speed")
     execution: ExecutionConfig = section(ExecutionConfig, "execution", "memory and speed")
+    parallel: ParallelConfig = section(ParallelConfig, "several devices", "memory and speed")
     speculation: SpeculationConfig = section(SpeculationConfig, "speculation", "memory and speed")
     serving: ServingConfig = section(ServingConfig, "serving", "server")
     web: WebConfig = section(WebConfig, "browsers, certificates, proxies", "server")
@@ -89,6 +92,14 @@ class Config:
         sizes = [name for name in names if getattr(self.cache, name) is not None]
         if len(sizes) > 1:
             raise ConfigError(f"{' and '.join(sizes)} are both set; give one size for the KV pool")
+        ranks = self.parallel
+        if ranks.num_ranks % ranks.nnodes:
+            raise ConfigError(
+                f"nnodes is {ranks.nnodes}; {ranks.num_ranks} ranks (tensor-parallel-size {ranks.tensor_parallel_size} "
+                f"times pipeline-parallel-size {ranks.pipeline_parallel_size}) cannot be divided among them evenly"
+            )
+        if ranks.node_rank >= ranks.nnodes:
+            raise ConfigError(f"node-rank is {ranks.node_rank}; give less than nnodes, which is {ranks.nnodes}")
 
 
 SETTINGS: tuple[Setting, ...] = settings_of(Config)

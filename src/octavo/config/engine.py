@@ -264,6 +264,50 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Several devices or processes (ranks) that run one engine (docs/fleet.md)."""
+
+    tensor_parallel_size: int = option(
+        1,
+        "ranks that share each layer: a device each, or a process each on a CPU",
+        "--tensor-parallel-size",
+        "-tp",
+        within=(1, 64),
+        brief="ranks that share each layer",
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "stages that the layers are divided into, each of --tensor-parallel-size ranks",
+        "--pipeline-parallel-size",
+        "-pp",
+        within=(1, 64),
+        brief="stages that the layers are divided into",
+    )
+    tp_invariant: bool = option(
+        False,
+        "sum in an order that does not depend on the number of ranks, so that 1, 2 and 4 ranks give the same bits; "
+        "slower on one rank",
+        "--tp-invariant",
+    )
+    nnodes: int = option(1, "hosts that the ranks are divided among", "--nnodes", within=(1, 64))
+    node_rank: int = option(
+        0,
+        "number of this host; host 0 serves, and the others wait for its engine and run ranks",
+        "--node-rank",
+        within=(0, 63),
+    )
+    master_addr: str = option(
+        "127.0.0.1", "address of host 0, which the ranks of other hosts connect to", "--master-addr"
+    )
+    master_port: int = option(29501, "port of host 0 for the ranks of other hosts", "--master-port", within=(1, 65535))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one engine on all hosts."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """Speculative decoding: a step verifies draft tokens, so that the same text takes fewer steps."""
 

@@ -30,6 +30,9 @@ _SPELLINGS = {
     "--log-level": ("--uvicorn-log-level",),
     "--root-path": ("--api-prefix",),
     "--kv-cache-memory-bytes": ("--kv-cache-size",),
+    "--tensor-parallel-size": ("--tp", "--tp-size"),
+    "--pipeline-parallel-size": ("--pp", "--pp-size"),
+    "--master-addr": ("--dist-init-addr",),
     "--max-tokens": ("-n", "--n-predict", "--predict", "--max-new-tokens"),
     "--system": ("--system-prompt", "-sys"),
     "--url": ("--host-url", "--endpoint"),
@@ -38,10 +41,7 @@ RENAMED_FLAGS = {theirs: ours for ours, names in _SPELLINGS.items() for theirs i
 # Reason -> other programs' flags that have no counterpart here.
 _REASONS = {
     "a model runs whole on one device (--device)": ("--gpu-layers", "--n-gpu-layers", "-ngl"),
-    "there is one device": (
-        "--tensor-parallel-size", "--tp", "-tp", "--pipeline-parallel-size", "--nnodes",
-        "--distributed-executor-backend",
-    ),
+    "ranks are processes of octavo serve (--nnodes for several hosts)": ("--distributed-executor-backend",),
     "start several servers": ("--data-parallel-size", "--dp"),
     "there are no adapters": ("--enable-lora", "--lora-modules", "--lora", "--lora-paths", "--max-loras"),
     "there are no draft models (--speculate ngram)": ("--model-draft", "-md", "--draft-model"),
@@ -75,8 +75,6 @@ _IGNORED = {
 }  # fmt: skip
 # Other keyword arguments -> the values that have no effect here.
 _HARMLESS: dict[str, tuple[object, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "trust_remote_code": (False,),
     "task": ("auto", "generate"),
