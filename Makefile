@@ -16,7 +16,7 @@ QUICK_FIGURES = $(abspath $(VENV))/reliability-quick.jsonl
 # One thread in tests: two-thread regions stall when the machine is shared.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup run serve test test-slow test-all first-steps reliability lint docs site browser clients bench wheel clean
+.PHONY: setup run serve test test-slow test-all first-steps reliability lint docs site browser cluster clients bench wheel clean
 
 setup: $(STAMP)
 
@@ -76,6 +76,11 @@ reliability: setup
 browser: setup
 	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[browser]'
 	$(ONE_THREAD) $(PYTHON) -m pytest -q tests/browser $(PYTEST_FLAGS)
+
+# Ray (79 MB packed), Kubernetes' schemas (22 MB), and the tests that use them; without either those are skipped.
+cluster: setup
+	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[cluster]'
+	$(ONE_THREAD) $(PYTHON) -m pytest -q tests/fleet/providers tests/test_deploy.py $(PYTEST_FLAGS)
 
 docs: setup
 	$(PYTHON) tools/behaviours.py
