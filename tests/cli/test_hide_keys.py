@@ -56,6 +56,8 @@ def test_keys_are_overwritten_and_the_program_still_has_them() -> None:
     ]
     assert own == ascii(words)
     assert shown_by("serve", "--port", "1")[1] == ["serve", "--port", "1"]
+    fleet = ["--fleet-token", "secret", "--fleet-token-file", "f", "--fleet-token=other"]
+    assert shown_by(*fleet)[1] == ["--fleet-token", "******", "--fleet-token-file", "f", "--fleet-token=*****"]
 
 
 def test_where_it_cannot_be_done_the_remedy_is_told(tmp_path: Path) -> None:

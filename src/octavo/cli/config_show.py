@@ -57,5 +57,5 @@ def _sampling(resolved: Resolved) -> Iterator[tuple[str, object, str]]:
 def _value(setting: Setting, resolved: Resolved) -> object:
     value = resolved.value(setting)
     if setting.is_secret and value:
-        return ["***" for _ in value]
+        return ["***" for _ in value] if isinstance(value, tuple) else "***"
     return list(value) if isinstance(value, tuple) else value

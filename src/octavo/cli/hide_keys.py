@@ -1,7 +1,8 @@
 """Hide the keys given on the command line from `ps`, which shows them to every user of the machine.
 
 Owns: overwriting the keys in this process's arguments (Linux: /proc). Does not: hide keys in a shell's history, or
-before this code runs (OCTAVO_API_KEY and --api-key-file avoid both). Child processes never have keys as arguments.
+before this code runs (variables such as OCTAVO_API_KEY and files avoid both). Child processes never have keys as
+arguments.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-FLAG = b"--api-key"
+FLAGS = ("--api-key", "--fleet-token")
+_BYTES = tuple(flag.encode() for flag in FLAGS)
 _PROC = Path("/proc/self")
 _ARG_START = 48 - 3  # index of arg_start among the fields of stat(5) after the process's name
 
 
 def hide_keys(words: Sequence[str], proc: Path = _PROC) -> str | None:
     """Overwrite the keys in this process's arguments; return a warning if that is not possible."""
-    if not any(word == "--api-key" or word.startswith("--api-key=") for word in words):
+    given = [flag for flag in FLAGS if any(word == flag or word.startswith(f"{flag}=") for word in words)]
+    if not given:
         return None
     try:
         _overwrite(proc)
@@ -25,7 +28,9 @@ def hide_keys(words: Sequence[str], proc: Path = _PROC) -> str | None:
         is_hidden = False
     if is_hidden:
         return None
-    return "--api-key can be seen by every user of this machine (ps); set OCTAVO_API_KEY, or use --api-key-file"
+    flag = given[0]
+    variable = "OCTAVO_" + flag.removeprefix("--").upper().replace("-", "_")
+    return f"{flag} can be seen by every user of this machine (ps); set {variable}, or use {flag}-file"
 
 
 def _overwrite(proc: Path) -> None:
@@ -47,7 +52,9 @@ def _keys(shown: bytes) -> Iterator[tuple[int, bytes]]:
     for argument in shown.split(b"\0"):
         if is_key:
             yield offset, argument
-        elif argument.startswith(FLAG + b"="):
-            yield offset + len(FLAG) + 1, argument[len(FLAG) + 1 :]
-        is_key = argument == FLAG and not is_key
+        else:
+            for flag in _BYTES:
+                if argument.startswith(flag + b"="):
+                    yield offset + len(flag) + 1, argument[len(flag) + 1 :]
+        is_key = argument in _BYTES and not is_key
         offset += len(argument) + 1

@@ -1,7 +1,7 @@
 """Every setting, declared once, in frozen sections.
 
-An option is one field of a section (in engine.py or server.py). The field defines the option's flag, OCTAVO_* variable,
-file key, help and checks.
+An option is one field of a section (in engine.py, server.py or fleet.py). The field defines the option's flag,
+OCTAVO_* variable, file key, help and checks.
 Does not: read the machine or a model (assembly passes those facts in), or merge sources (sources.py does).
 """
 
@@ -24,6 +24,7 @@ from octavo.config.engine import (
     SpeculationConfig,
     StatisticsConfig,
 )
+from octavo.config.fleet import FleetConfig, LinkConfig
 from octavo.config.server import (
     AdmissionConfig,
     BatchConfig,
@@ -49,6 +50,8 @@ __all__ = [
     "ChatConfig",
     "Config",
     "ExecutionConfig",
+    "FleetConfig",
+    "LinkConfig",
     "ModelConfig",
     "ParallelConfig",
     "RecordingConfig",
@@ -84,6 +87,8 @@ class Config:
     responses: ResponsesConfig = section(ResponsesConfig, "stored responses", "server")
     batch: BatchConfig = section(BatchConfig, "files and batches", "server")
     statistics: StatisticsConfig = section(StatisticsConfig, "statistics", "server")
+    fleet: FleetConfig = section(FleetConfig, "engines on other machines", "several machines")
+    link: LinkConfig = section(LinkConfig, "connections between machines", "several machines")
     recording: RecordingConfig = section(RecordingConfig, "recording", "server")
     telemetry: TelemetryConfig = section(TelemetryConfig, "traces and the log", "server")
 

@@ -1,7 +1,7 @@
 """Setting: the declaration of one option. It defines the option's flag, variable, file key, help and checks.
 
 Owns: `option`, which declares a field of a section; the spellings; parsing and checking one value.
-Does not: list the options (engine.py, server.py), or choose between sources (sources.py).
+Does not: list the options (engine.py, server.py, fleet.py), or choose between sources (sources.py).
 Invariant: every error names the setting as the user spelled it, the value (*** for a secret), and the remedy.
 """
 
