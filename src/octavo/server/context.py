@@ -1,6 +1,7 @@
-"""Context: the objects that the routes of one app share.
+"""Context: the objects that the routes of one app share, as a request for one model uses them.
 
-Owns: the Context and its construction from the settings. Does not: hold the state of a single request.
+Owns: the Context and its construction from the settings; the Context of each further model.
+Does not: hold the state of a single request.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -44,7 +45,8 @@ EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]
 class Context:
     """The objects that all routes share.
 
-    `models` are the names of the single served model. `fine_sessions` yield one delta per token.
+    The app's Context is that of its default model; `for_model` returns another model's, which shares all that is not a
+    model's own. `models` are this model's names. `fine_sessions` yield one delta per token.
     """
 
     sessions: Sessions
@@ -75,20 +77,38 @@ class Context:
     tracer: Tracer = field(default_factory=lambda: Tracer(None))
     cache_info: Mapping[str, str] = field(default_factory=dict)  # the KV pool's settings, as labels for metrics
     explain_kept: str = ""  # how many ended requests can be explained and for how long, as text
+    by_name: dict[str, Context] = field(default_factory=dict)  # if several models are served: all of them
 
     @property
     def model(self) -> str:
         """The model's first name. Metrics use it, and so do answers to requests without a model name."""
         return self.models[0]
 
-    def check_model(self, name: str | None) -> str:
-        """Return the answer's model name: `name`, or the first name if None. Raises ApiError (404) if not served."""
-        if name is None:
-            return self.model
-        if name not in self.models:
-            message = f"no model {name[:128]!r} is served here; this server has: {', '.join(self.models)}"
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of all models that the app serves, the default model's first."""
+        return tuple(self.by_name) or self.models
+
+    @property
+    def each_model(self) -> tuple[Context, ...]:
+        """The Context of each model that the app serves, the default model's first."""
+        return tuple({context.model: context for context in self.by_name.values()}.values()) or (self,)
+
+    def for_model(self, name: str | None) -> Context:
+        """Return the Context of the model that a request names; this one for None. Raises ApiError (404)."""
+        if name is None or name in self.models:
+            return self
+        found = self.by_name.get(name)
+        if found is None:
+            message = f"no model {name[:128]!r} is served here; this server has: {', '.join(self.all_names)}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        return name
+        return found
+
+    def dialect_of(self, fields: Mapping[str, object]) -> Dialect:
+        """Return the dialect of the model that a body names; this model's if none of that name is served."""
+        name = fields.get("model")
+        found = self.by_name.get(name.removesuffix(":latest")) if isinstance(name, str) else None
+        return self.dialect if found is None else found.dialect
 
 
 def build_context(
@@ -101,53 +121,58 @@ def build_context(
     lifecycle: Lifecycle,
 ) -> Context:
     """Build the context from the settings."""
-    models = tuple(dict.fromkeys(config.model.served_model_name)) or (text.name,)
-    queue = _engine_queue(config, sessions)
-    keys = KeyRing.of(config.serving)
-    sandbox = Sandbox()
-    runs = IdempotentRequests(config.retry, text.tokenizer, Shares(keys))
-    template = None if text.chat_template is None else text.chat_template.source
-    dialect = read_dialect(template, config.chat.tool_call_parser, config.chat.reasoning_parser)
-    max_len = _max_len(config, text, sessions)
+    keys, sandbox = KeyRing.of(config.serving), Sandbox()
+    runs = IdempotentRequests(config.retry, Shares(keys))
+    own = _model_fields(sessions, text, config, sandbox, limits)
     return Context(
-        sessions=sessions,
-        text=text,
-        models=models,
+        **own,
         created=int(time.time()),
-        max_model_len=max_len,
         engine_statistics=engine_statistics,
         limits=limits,
         lifecycle=lifecycle,
         keys=keys,
         logins=Logins(keys),
         feed=Feed(sessions.client, keys, lifecycle, limits),
-        metrics=RequestMetrics(models[0]),
-        fine_sessions=sessions.token_by_token(),
         runs=runs,
-        queue=queue,
-        admission=AdmissionControl(
-            config.admission,
-            queue,
-            is_by_priority=config.scheduling.policy == "priority",
-        ),
         request_index=RequestIndex(config.statistics.explain_kept),
         sandbox=sandbox,
-        prompts=PromptReader(text, max_len, sandbox, dialect),
-        params=ParamsReader(
+        responses=ResponseStore(config.responses),
+        background=Background(runs, lifecycle),
+        batches=BatchService(config.batch, keys, own["queue"].num_slots),
+        tracer=Tracer(config.telemetry.otlp_traces_endpoint),
+        explain_kept=f"the last {config.statistics.explain_kept}, for {config.statistics.explain_kept_s:g} s",
+    )
+
+
+def _model_fields(
+    sessions: Sessions, text: TextModel, config: Config, sandbox: Sandbox, limits: HttpLimits
+) -> dict[str, Any]:
+    """Return the fields of a Context that belong to one model."""
+    models = tuple(dict.fromkeys(config.model.served_model_name)) or (text.name,)
+    queue = _engine_queue(config, sessions)
+    template = None if text.chat_template is None else text.chat_template.source
+    dialect = read_dialect(template, config.chat.tool_call_parser, config.chat.reasoning_parser)
+    max_len = _max_len(config, text, sessions)
+    return {
+        "sessions": sessions,
+        "text": text,
+        "models": models,
+        "max_model_len": max_len,
+        "metrics": RequestMetrics(models[0]),
+        "fine_sessions": sessions.token_by_token(),
+        "queue": queue,
+        "admission": AdmissionControl(config.admission, queue, is_by_priority=config.scheduling.policy == "priority"),
+        "prompts": PromptReader(text, max_len, sandbox, dialect),
+        "params": ParamsReader(
             sampling_defaults(text.spec.generation),
             text.tokenizer,
             limits.max_choices,
             (shown_ids(dialect, False, text.tokenizer), shown_ids(dialect, True, text.tokenizer)),
         ),
-        dialect=dialect,
-        responses=ResponseStore(config.responses),
-        background=Background(runs, lifecycle),
-        batches=BatchService(config.batch, keys, queue.num_slots),
-        grammars=GrammarReader(sandbox, text),
-        tracer=Tracer(config.telemetry.otlp_traces_endpoint),
-        cache_info=_cache_info(config, sessions),
-        explain_kept=f"the last {config.statistics.explain_kept}, for {config.statistics.explain_kept_s:g} s",
-    )
+        "dialect": dialect,
+        "grammars": GrammarReader(sandbox, text),
+        "cache_info": _cache_info(config, sessions),
+    }
 
 
 def _max_len(config: Config, text: TextModel, sessions: Sessions) -> int:

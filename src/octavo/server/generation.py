@@ -31,7 +31,7 @@ from octavo.observe.metrics.prometheus import Finished, RequestMetrics
 from octavo.observe.otel import RequestTrace, Timed, Value
 from octavo.server.admission import AdmissionRequest, AdmissionTicket
 from octavo.server.api.sampling import ServedFields
-from octavo.server.context import Context, context_of
+from octavo.server.context import Context
 from octavo.server.encoding import REASONS, AnswerEncoder, AnswerSpec, Choice, Identity
 from octavo.server.http.auth import KEY
 from octavo.server.http.errors import ApiError, cancelled_error, from_exception
@@ -90,7 +90,7 @@ GIVEN_UP = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
 
 @dataclass(kw_only=True)
 class GenerationRequest(ABC):
-    """A request of any API: its checked body and its parameters.
+    """A request of any API: the Context of its model, its checked body and its parameters.
 
     Each API has a subclass that reads the prompts and gives the AnswerSpec. `id_prefix` begins the answer's id, unless
     `name` is the whole id. `prompt_param` is the field that holds the prompt. `num_characters` counts the characters of
@@ -98,6 +98,7 @@ class GenerationRequest(ABC):
     `can_continue`: each delta makes one event, so that a stream can continue after any event.
     """
 
+    context: Context
     body: ServedFields
     params: SamplingParams
     id_prefix: str
@@ -133,7 +134,7 @@ async def start(
     request: Request, wanted: GenerationRequest, run: IdempotentRequest | None = None
 ) -> tuple[Generation, AnswerSpec]:
     """Admit the request, read its prompts and submit them. On ApiError, all its resources are released."""
-    context, scope, params = context_of(request), request.scope, wanted.params
+    context, scope, params = wanted.context, request.scope, wanted.params
     key: KeyInfo = scope[KEY]
     given: str | None = scope[GIVEN_ID]
     name = given or wanted.name or f"{wanted.id_prefix}-{scope[REQUEST_ID]}"

@@ -96,11 +96,12 @@ class GenerationSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StartedRun:
-    """A submitted request: its source of deltas, its AnswerSpec, and the number of choices."""
+    """A submitted request: its source of deltas, its AnswerSpec, the number of choices, and its model's Pieces."""
 
     source: GenerationSource
     spec: AnswerSpec
     num_choices: int
+    pieces: Pieces
 
 
 class IdempotentRequest:
@@ -136,15 +137,12 @@ BeginRun = Callable[[IdempotentRequest], Awaitable[StartedRun]]
 class IdempotentRequests:
     """The table of all runs of this server."""
 
-    def __init__(
-        self, config: RetryConfig, pieces: Pieces, shares: Shares, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: RetryConfig, shares: Shares, now: Callable[[], float] = time.monotonic) -> None:
         self.journal: Journal | None = None  # set before anything is served
         self.num_attached = 0
         self.num_conflicts = 0
         self.num_orphaned = 0
         self._config = config
-        self._pieces = pieces
         self._shares = shares
         self._now = now
         self._runs: OrderedDict[tuple[str, str], IdempotentRequest] = OrderedDict()  # least recently requested first
@@ -277,7 +275,8 @@ class IdempotentRequests:
 
     def _read(self, run: IdempotentRequest, key: RetryKey) -> ResumableStream:
         assert run.log is not None
-        spec = run.started.result().spec
+        started = run.started.result()
+        spec = started.spec
         seen = None if key.last_event is None else Position.parse(key.last_event, len(run.log.choices))
         if seen is not None and not run.log.has_position(seen):
             message = "Last-Event-ID is beyond the end of this stream"
@@ -286,7 +285,7 @@ class IdempotentRequests:
         if run.orphaned is not None:
             run.orphaned.cancel()
             run.orphaned = None
-        encoder = ENCODERS[spec.kind](spec, self._pieces)
+        encoder = ENCODERS[spec.kind](spec, started.pieces)
         return ResumableStream(run.log, encoder, spec.identity[0], seen, lambda: self._leave(run))
 
     def _leave(self, run: IdempotentRequest) -> None:

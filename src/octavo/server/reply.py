@@ -34,7 +34,7 @@ from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.outputs import MAX_SLICE, TextDelta
 from octavo.frontend.sessions import OutputClient, Session
 from octavo.server.admission import AdmissionRequest
-from octavo.server.context import Context, context_of
+from octavo.server.context import Context
 from octavo.server.encoding import ENCODERS, REASONS, AnswerEncoder, AnswerSpec, Choice
 from octavo.server.feed import Feed, Watcher
 from octavo.server.generation import Generation, GenerationRequest, failure_of, start
@@ -46,7 +46,7 @@ from octavo.server.http.keys import KeyInfo
 from octavo.server.http.lifecycle import MARK, ClientGoneError, Lifecycle, ServerStoppingError
 from octavo.server.http.limits import HttpLimits
 from octavo.server.http.middleware import CLIENT_CLOSED_REQUEST
-from octavo.server.idempotency import IdempotentRequest, RetryKey, StartedRun, key_of
+from octavo.server.idempotency import GenerationSource, IdempotentRequest, RetryKey, StartedRun, key_of
 from octavo.server.resumable_stream import ResumableStream
 
 RETRY_NOTE = "With a header `Idempotency-Key` the request runs once, however often it is sent."
@@ -84,11 +84,11 @@ class DeltaSource(Protocol):
 
 async def reply(request: Request, wanted: GenerationRequest) -> Response:
     """Answer a request: generate, or read the run of its Idempotency-Key. Raises ApiError."""
-    context = context_of(request)
+    context = wanted.context
     source: DeltaSource
     encoder: AnswerEncoder
     if "idempotency-key" in request.headers or "last-event-id" in request.headers:
-        source = encoder = await _resume(request, context, wanted)
+        source = encoder = await _resume(request, wanted)
     else:
         source, spec = await start(request, wanted)
         encoder = ENCODERS[spec.kind](spec, context.text.tokenizer)
@@ -96,10 +96,10 @@ async def reply(request: Request, wanted: GenerationRequest) -> Response:
             wanted.prepare(encoder)
     if wanted.stream:
         return EventStream(source, encoder, context)
-    return await _whole(request, source, encoder)
+    return await _whole(request, context, source, encoder)
 
 
-async def _resume(request: Request, context: Context, wanted: GenerationRequest) -> ResumableStream:
+async def _resume(request: Request, wanted: GenerationRequest) -> ResumableStream:
     """Return a reader of the Idempotency-Key's run, which does not need this connection. Raises ApiError."""
     key, event = key_of(request)
     assert key is not None  # key_of refuses a Last-Event-ID without a key
@@ -111,10 +111,10 @@ async def _resume(request: Request, context: Context, wanted: GenerationRequest)
     if event is not None and not wanted.can_continue:
         raise bad_field("Last-Event-ID", "streams of this endpoint cannot be continued; leave Last-Event-ID out")
     holder: KeyInfo = request.scope[KEY]
-    return await open_run(request, context, wanted, RetryKey(holder.tenant, key, await body_hash(wanted), event))
+    return await open_run(request, wanted, RetryKey(holder.tenant, key, await body_hash(wanted), event))
 
 
-async def open_run(request: Request, context: Context, wanted: GenerationRequest, retry: RetryKey) -> ResumableStream:
+async def open_run(request: Request, wanted: GenerationRequest, retry: RetryKey) -> ResumableStream:
     """Return a reader of the key's run, and start the run if there is none. Raises ApiError.
 
     The run needs no connection.
@@ -122,9 +122,9 @@ async def open_run(request: Request, context: Context, wanted: GenerationRequest
 
     async def begin(run: IdempotentRequest) -> StartedRun:
         generation, spec = await start(request, wanted, run)
-        return StartedRun(generation, spec, generation.num_choices)
+        return StartedRun(generation, spec, generation.num_choices, wanted.context.text.tokenizer)
 
-    stream = await context.runs.replay(retry, begin)
+    stream = await wanted.context.runs.replay(retry, begin)
     if wanted.prepare is not None:
         wanted.prepare(stream.encoder)
     return stream
@@ -142,8 +142,7 @@ async def body_hash(wanted: GenerationRequest) -> bytes:
     return await off_loop(digest) if is_long else digest()
 
 
-async def _whole(request: Request, source: DeltaSource, encoder: AnswerEncoder) -> Response:
-    context = context_of(request)
+async def _whole(request: Request, context: Context, source: DeltaSource, encoder: AnswerEncoder) -> Response:
     try:
         choices = await context.lifecycle.supervise(source.collect(), request.receive)
     except ClientGoneError:
@@ -374,7 +373,7 @@ def restore_runs(context: Context, journal: Journal, restore: RestoreEntries) ->
     for journaled, spec in open_runs:
         run = _new_run(journaled)
         runs.keep(run)
-        runs.start(run, StartedRun(_generation(context, journaled), spec, _num_choices(journaled)))
+        runs.start(run, _started(context, _generation(context, journaled), journaled, spec))
     return len(open_runs), num_kept
 
 
@@ -416,8 +415,12 @@ def _ended_run(context: Context, journaled: JournaledRun, spec: AnswerSpec) -> I
     run = _new_run(journaled)
     run.ended_at = max(each.ended_at or 0.0 for each in journaled.requests.values())
     run.num_bytes = journaled.num_bytes
-    run.restore_source = lambda: StartedRun(_StoredAnswer(context, journaled), spec, _num_choices(journaled))
+    run.restore_source = lambda: _started(context, _StoredAnswer(context, journaled), journaled, spec)
     return run
+
+
+def _started(context: Context, source: GenerationSource, journaled: JournaledRun, spec: AnswerSpec) -> StartedRun:
+    return StartedRun(source, spec, _num_choices(journaled), context.text.tokenizer)
 
 
 def _sessions(context: Context, journaled: JournaledRun, client: OutputClient) -> list[Session]:

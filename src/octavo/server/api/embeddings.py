@@ -235,7 +235,6 @@ class Embedded:
 class EmbeddingRequest(GenerationRequest):
     """A request for vectors of texts."""
 
-    context: Context
     inputs: Inputs
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
@@ -247,9 +246,8 @@ class EmbeddingRequest(GenerationRequest):
         return AnswerSpec("embedding", identity)
 
 
-async def embed(request: Request, kind: str, body: ServedFields, inputs: Inputs) -> Embedded:
+async def embed(request: Request, context: Context, kind: str, body: ServedFields, inputs: Inputs) -> Embedded:
     """Return the vectors of texts. `kind` begins the answer's id; `body` has the ServedFields. Raises ApiError."""
-    context = context_of(request)
     wanted = EmbeddingRequest(
         context=context,
         body=body,
@@ -315,12 +313,13 @@ async def embeddings(request: Request) -> Response:
     """Return a vector for each text."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embedding)
-    model = context.check_model(body.model)
+    context = context.for_model(body.model)
+    model = body.model or context.model
     size = context.text.spec.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
     params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
-    found = await embed(request, "embd", body, _inputs(context, body, body.input, params))
+    found = await embed(request, context, "embd", body, _inputs(context, body, body.input, params))
 
     def answer() -> bytes:
         vectors = found.vectors
@@ -341,9 +340,10 @@ async def score(request: Request) -> Response:
     """Compare texts: one text with several, or each text with its counterpart."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_score)
-    model = context.check_model(body.model)
+    context = context.for_model(body.model)
+    model = body.model or context.model
     params = [*_params("text_1", body.text_1), *_params("text_2", body.text_2)]
-    found = await embed(request, "score", body, _inputs(context, body, [*body.text_1, *body.text_2], params))
+    found = await embed(request, context, "score", body, _inputs(context, body, [*body.text_1, *body.text_2], params))
     firsts, seconds = found.vectors[: len(body.text_1)], found.vectors[len(body.text_1) :]
 
     def answer() -> bytes:
@@ -361,9 +361,10 @@ async def rerank(request: Request) -> Response:
     """Order documents by their similarity to a query, most similar first."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_rerank)
-    model = context.check_model(body.model)
+    context = context.for_model(body.model)
+    model = body.model or context.model
     params = ["query", *_params("documents", body.documents, is_list=True)]
-    found = await embed(request, "rerank", body, _inputs(context, body, [body.query, *body.documents], params))
+    found = await embed(request, context, "rerank", body, _inputs(context, body, [body.query, *body.documents], params))
     has_documents = request.scope["path"] != _V2 if body.return_documents is None else body.return_documents
 
     def answer() -> bytes:

@@ -140,21 +140,21 @@ def _card(context: Context, name: str) -> dict[str, object]:
 
 
 async def list_models(request: Request) -> Response:
-    """List the served model under each of its names."""
+    """List every served model under each of its names."""
     context = context_of(request)
-    names = context.models
+    names = context.all_names
     if ANTHROPIC_VERSION in request.headers:
-        cards = [anthropic_card(context, name) for name in names]
+        cards = [anthropic_card(context.for_model(name), name) for name in names]
         body: dict[str, object] = {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
     else:
-        body = {"object": "list", "data": [_card(context, name) for name in names]}
+        body = {"object": "list", "data": [_card(context.for_model(name), name) for name in names]}
     return json_response(body)
 
 
 async def get_model(request: Request) -> Response:
-    """Describe the served model. Any other name gets a 404."""
-    context = context_of(request)
-    name = context.check_model(request.path_params["model_id"])
+    """Describe a served model. Any other name gets a 404."""
+    name = request.path_params["model_id"]
+    context = context_of(request).for_model(name)
     card = anthropic_card(context, name) if ANTHROPIC_VERSION in request.headers else _card(context, name)
     return json_response(card)
 

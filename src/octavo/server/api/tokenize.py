@@ -71,7 +71,7 @@ async def tokenize(request: Request) -> Response:
     """Return the token ids of a text, or of a conversation as the chat template renders it."""
     context = context_of(request)
     body, chat = await read_json(request, context.limits, read_tokenize)
-    context.check_model(body.model)
+    context = context.for_model(body.model)
     tokenizer, text = context.text.tokenizer, body.prompt or ""
     known = None if chat is None else await context.prompts.chat(chat)
 
@@ -91,7 +91,7 @@ async def detokenize(request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_detokenize)
-    context.check_model(body.model)
+    context = context.for_model(body.model)
     largest = context.text.spec.vocab_size - 1
     wrong = next((token_id for token_id in body.tokens if not 0 <= token_id <= largest), None)
     if wrong is not None:

@@ -192,8 +192,10 @@ def _tool_choice(choice: AnthropicToolChoice, has_tools: bool) -> dict[str, obje
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body, chat = await read_json(request, context.limits, lambda fields: _read_bodies(fields, context.dialect))
-    context.check_model(body.model)
+    body, chat = await read_json(
+        request, context.limits, lambda fields: _read_bodies(fields, context.dialect_of(fields))
+    )
+    context = context.for_model(body.model)
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     facts: dict[str, object] = {"max_tokens": body.max_tokens, "shows_thinking": shows_thinking}
     try:
@@ -208,8 +210,10 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation's prompt, including its tools."""
     context = context_of(request)
-    chat = await read_json(request, context.limits, lambda fields: chat_of(read_count(fields), context.dialect))
-    context.check_model(chat.model)
+    chat = await read_json(
+        request, context.limits, lambda fields: chat_of(read_count(fields), context.dialect_of(fields))
+    )
+    context = context.for_model(chat.model)
     try:
         count = len(await context.prompts.chat(chat))
     except ApiError as error:

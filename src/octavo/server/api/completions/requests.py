@@ -49,7 +49,6 @@ MAX_FORCED_CALLS = 16  # in one answer that a grammar restricts to calls
 class TextRequest(GenerationRequest):
     """A request for text, from a SamplingBody. `facts` are the extra data for the encoder of `kind`."""
 
-    context: Context
     body: SamplingBody
     kind: str
     facts: Mapping[str, object] = field(default_factory=dict)
@@ -241,10 +240,10 @@ async def chat_completions(request: Request) -> Response:
 
     def read(fields: dict[str, object]) -> ChatBody:
         is_plain = fields.keys().isdisjoint(SENT_NAMES)
-        return read_chat(fields if is_plain else with_ollama_names(fields, context.dialect))
+        return read_chat(fields if is_plain else with_ollama_names(fields, context.dialect_of(fields)))
 
     body = await read_json(request, context.limits, read)
-    context.check_model(body.model)
+    context = context.for_model(body.model)
     if not context.dialect.effort_variables and body.effort_field is not None:
         ignored: IgnoredFields = request.scope[IGNORED_FIELDS]
         if body.effort != "none" or context.dialect.reasoning is not None:  # else there is no reasoning to switch off
@@ -256,7 +255,7 @@ async def completions(request: Request) -> Response:
     """Continue one or several texts. Choices are numbered prompt by prompt."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_completion)
-    context.check_model(body.model)
+    context = context.for_model(body.model)
     num_prompts = len(body.prompt)
     if num_prompts > context.limits.max_prompts:
         raise bad_field("prompt", f"prompt holds {num_prompts} prompts; give at most {context.limits.max_prompts}")

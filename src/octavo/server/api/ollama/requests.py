@@ -56,8 +56,11 @@ from octavo.text.dialect import Dialect
 async def chat(request: Request) -> Response:
     """Answer a conversation. One without messages requests loading the model, which is loaded already."""
     context = context_of(request)
-    body, chat_body = await read_json(request, context.limits, lambda fields: _read_chat(fields, context.dialect))
-    model = context.check_model(model_of(body))
+    body, chat_body = await read_json(
+        request, context.limits, lambda fields: _read_chat(fields, context.dialect_of(fields))
+    )
+    context = context.for_model(model_of(body))
+    model = model_of(body) or context.model
     if chat_body is None:
         return _loaded(model, {"message": {"role": "assistant", "content": ""}})
     try:
@@ -70,8 +73,11 @@ async def chat(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Answer a prompt. An empty one requests loading the model, which is loaded already."""
     context = context_of(request)
-    body, text_body = await read_json(request, context.limits, lambda fields: _read_generate(fields, context.dialect))
-    model = context.check_model(model_of(body))
+    body, text_body = await read_json(
+        request, context.limits, lambda fields: _read_generate(fields, context.dialect_of(fields))
+    )
+    context = context.for_model(model_of(body))
+    model = model_of(body) or context.model
     if text_body is None:
         return _loaded(model, {"response": ""})
     try:
@@ -109,7 +115,8 @@ async def embed_texts(request: Request) -> Response:
     """Return each text's vector, scaled to length 1."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embed)
-    model = context.check_model(model_of(body))
+    context = context.for_model(model_of(body))
+    model = model_of(body) or context.model
     size = context.text.spec.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
@@ -117,7 +124,7 @@ async def embed_texts(request: Request) -> Response:
         return json_response({"model": model, "embeddings": []})
     params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
     keep = context.max_model_len if body.truncate else None
-    found = await embed(request, "embed", body, Inputs(body.input, params, keep=keep, keeps_start=True))
+    found = await embed(request, context, "embed", body, Inputs(body.input, params, keep=keep, keeps_start=True))
     total_ns = round((time.monotonic() - request.scope[ARRIVAL]) * 1e9)
 
     def answer() -> Json:
@@ -138,11 +145,11 @@ async def embed_prompt(request: Request) -> Response:
     """Return the vector of one text, scaled to length 1."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embeddings)
-    context.check_model(model_of(body))
+    context = context.for_model(model_of(body))
     if not body.prompt:
         return Response(b'{"embedding":[]}', media_type="application/json")
     inputs = Inputs([body.prompt], ["prompt"], keep=context.max_model_len, keeps_start=True)
-    found = await embed(request, "embed", body, inputs)
+    found = await embed(request, context, "embed", body, inputs)
     return await _vectors(lambda: {"embedding": found.vectors[0].tolist()}, found)
 
 
@@ -187,9 +194,9 @@ async def version(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    """List the served model under each of its names."""
+    """List every served model under each of its names."""
     context = context_of(request)
-    return json_response({"models": [ollama_card(context, name) for name in context.models]})
+    return json_response({"models": [ollama_card(context.for_model(name), name) for name in context.all_names]})
 
 
 async def running(request: Request) -> Response:
@@ -201,14 +208,14 @@ async def running(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Describe the served model. Any other name gets a 404."""
     context = context_of(request)
-    name = context.check_model((await _read_name(request)).requested)
-    return json_response(ollama_show(context, name))
+    name = (await _read_name(request)).requested
+    return json_response(ollama_show(context.for_model(name), name))
 
 
 async def pull(request: Request) -> Response:
     """Answer "success" for the served model. No other model is fetched."""
     context = context_of(request)
-    context.check_model((await _read_name(request)).requested)
+    context.for_model((await _read_name(request)).requested)
     return Response(b'{"status":"success"}\n', media_type="application/x-ndjson")
 
 

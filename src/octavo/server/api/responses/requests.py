@@ -276,14 +276,14 @@ async def create(request: Request) -> Response:
     """Answer a conversation of items."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
-    context.check_model(body.model)
+    context = context.for_model(body.model)
     wanted = await response_request(context, _tenant(request), body)
     return await _in_background(request, wanted) if body.background else await reply(request, wanted)
 
 
 async def _in_background(request: Request, wanted: ResponseRequest) -> Response:
     """Start a response that runs without its connection; return its first state or its events."""
-    context, tenant = context_of(request), _tenant(request)
+    context, tenant = wanted.context, _tenant(request)
     key, event = key_of(request)
     if event is not None:
         raise bad_field("Last-Event-ID", "Last-Event-ID: continue with GET, stream and starting_after; leave it out")
@@ -291,7 +291,7 @@ async def _in_background(request: Request, wanted: ResponseRequest) -> Response:
         retry = RetryKey(tenant, f"background {wanted.response_id}", b"", is_lasting=False)
     else:
         retry = RetryKey(tenant, key, await body_hash(wanted))
-    replay = await open_run(request, context, wanted, retry)
+    replay = await open_run(request, wanted, retry)
 
     def keep(response: Json) -> None:
         if response["status"] == "in_progress" or context.responses.has(tenant, response["id"]):
@@ -327,7 +327,7 @@ async def count(request: Request) -> Response:
     """Count the tokens of the prompt that a response with the same body would have."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
-    context.check_model(body.model)
+    context = context.for_model(body.model)
     wanted = await response_request(context, _tenant(request), body)
     num_tokens = sum(map(len, await wanted.read_prompts()))
     context.admission.charge(request.scope[KEY], num_tokens)
