@@ -8,15 +8,17 @@ Invariants: with equal seeds, equal calls give equal choices; only replicas that
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from octavo.errors import ConfigError
 
-MAX_KEYS = 1_000_000  # maximum prefix keys, or sessions, that a router stores; the least recently used are dropped
+MAX_KEYS = 1_000_000  # maximum prefix keys, or sessions, that a router stores
+GENERATIONS = 4  # parts in which they are stored and dropped
 _Key = TypeVar("_Key")
 LOAD_BOUND = 1.25  # a replica may be preferred while its load is at most this many times the mean
 FEW_REQUESTS = 1  # a replica with at most this many requests may be preferred at any mean
@@ -137,6 +139,45 @@ class LeastRequests:
         return min(targets, key=lambda target: target.num_open)
 
 
+class RecentHomes(Generic[_Key]):
+    """The replica of each key that was stored lately, in generations, of which the oldest is dropped as a whole.
+
+    All keys of one call are stored in one generation, so a prompt's known keys are always its first ones, and one call
+    of the dictionary stores them all; a list in order of use took six look-ups a key. A key is found at least until
+    (GENERATIONS - 1) / GENERATIONS of `max_keys` other keys were stored after it. The dropped generation is freed
+    little by little: freeing a quarter of a million keys takes 10 ms.
+    """
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_size = max_keys // GENERATIONS
+        self._generations: deque[dict[_Key, int]] = deque([{}])  # newest first
+        self._dropped: dict[_Key, int] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._generations)) + len(self._dropped)
+
+    def find(self, keys: Sequence[_Key]) -> list[int | None]:
+        """Return the replicas of a prompt's known keys, which are its first ones; None for a gap between them."""
+        homes: list[int | None] = []
+        for generation in self._generations:
+            num_homes = len(homes)
+            num_known = bisect_left(range(num_homes, len(keys)), True, key=lambda index: keys[index] not in generation)
+            homes += map(generation.get, keys[num_homes : num_homes + num_known])
+        return homes
+
+    def store(self, keys: Sequence[_Key], number: int) -> None:
+        """Store a replica for these keys."""
+        newest = self._generations[0]
+        if newest and len(newest) + len(keys) > self._max_size:
+            newest = {}
+            self._generations.appendleft(newest)
+            if len(self._generations) > GENERATIONS:
+                self._dropped = self._generations.pop()
+        newest.update(dict.fromkeys(keys, number))
+        for _ in range(min(2 * len(keys), len(self._dropped))):
+            self._dropped.popitem()
+
+
 class SessionRouter:
     """Sends all requests of a session to one replica, until that replica fails.
 
@@ -145,7 +186,7 @@ class SessionRouter:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._homes = RecentHomes[str]()
         self._spread = Spread()
 
     def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
@@ -153,9 +194,9 @@ class SessionRouter:
         name = f"s{request.session}" if request.session else f"t{request.tenant}" if request.tenant else ""
         if not name:
             return self._spread.choose(targets, 1)
-        home = self._homes.get(name)
-        chosen = next((target for target in targets if target.number == home), None) or self._spread.choose(targets, 1)
-        _remember(self._homes, name, chosen.number)
+        homes = self._homes.find((name,))
+        chosen = next((target for target in targets if target.number in homes), None) or self._spread.choose(targets, 1)
+        self._homes.store((name,), chosen.number)
         return chosen
 
 
@@ -169,23 +210,18 @@ class PrefixAffinityRouter:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._homes: OrderedDict[int | bytes, int] = OrderedDict()
+        self._homes = RecentHomes[int | bytes]()
         self._spread = Spread()
 
     def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the replica with the longest prefix whose load is within the limit."""
-        homes = self._homes
-        by_number = {target.number: target for target in targets}
-        bound = _bound(request, targets)
-        chosen = None
-        for key in _deepest_first(request.keys, homes):
-            home = by_number.get(homes[key])
-            if home is not None and (home.load <= bound or home.num_open <= FEW_REQUESTS):
-                chosen = home
-                break
-        chosen = chosen or self._spread.choose(targets, len(request.keys))
-        for key in request.keys:
-            _remember(homes, key, chosen.number)
+        keys, bound = request.keys, _bound(request, targets)
+        preferred: dict[int | None, RouterTarget] = {
+            target.number: target for target in targets if target.load <= bound or target.num_open <= FEW_REQUESTS
+        }
+        chosen = next((preferred[home] for home in reversed(self._homes.find(keys)) if home in preferred), None)
+        chosen = chosen or self._spread.choose(targets, len(keys))
+        self._homes.store(keys, chosen.number)
         return chosen
 
 
@@ -223,25 +259,6 @@ def _bound(request: RoutedRequest, targets: Sequence[RouterTarget]) -> float:
 def least_loaded(targets: Sequence[RouterTarget]) -> RouterTarget:
     """Return the replica with the lowest load; ties go to the lower number."""
     return min(targets, key=_load)
-
-
-def _deepest_first(keys: Sequence[int] | Sequence[bytes], homes: OrderedDict[int | bytes, int]) -> list[int | bytes]:
-    """Return the known keys, longest prefix first."""
-    low, high = 0, len(keys)
-    while low < high:  # known keys precede unknown ones, except for dropped keys
-        middle = (low + high) // 2
-        if keys[middle] in homes:
-            low = middle + 1
-        else:
-            high = middle
-    return [keys[index] for index in range(low - 1, -1, -1) if keys[index] in homes]
-
-
-def _remember(homes: OrderedDict[_Key, int], key: _Key, number: int) -> None:
-    homes[key] = number
-    homes.move_to_end(key)
-    if len(homes) > MAX_KEYS:
-        homes.popitem(last=False)
 
 
 ROUTERS: dict[str, Callable[[int], Router]] = {
