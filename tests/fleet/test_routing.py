@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import random
+import tracemalloc
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from octavo.fleet.routing import create_router
+from octavo.fleet.routing import MAX_KEYS, RecentHomes, create_router
 from octavo.simulator.arrival import Arrival
 
 OTHERS = 100  # tokens open at each replica but the one that is preferred
@@ -72,3 +76,79 @@ def test_prefix_hash_takes_the_first_four_keys_of_a_prompt() -> None:
             keys[place] = 100 + other
             homes.add(home(*keys))
         assert len(homes) > 4, place
+
+
+class ListInOrderOfUse:
+    """The homes of keys in one list in order of use: the slow twin of RecentHomes."""
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._homes: OrderedDict[Any, int] = OrderedDict()
+        self._max_keys = max_keys
+
+    def find(self, keys: Any) -> list[int | None]:
+        known = [key for key in keys if key in self._homes]
+        return [self._homes[key] for key in known]
+
+    def store(self, keys: Any, number: int) -> None:
+        for key in keys:
+            self._homes[key] = number
+            self._homes.move_to_end(key)
+            if len(self._homes) > self._max_keys:
+                self._homes.popitem(last=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 150))
+def test_homes_in_generations_give_the_choices_of_a_list_in_order_of_use(seed: int, count: int, steps: int) -> None:
+    rng = random.Random(seed)
+    fast, slow = create_router("prefix_affinity", 0), create_router("prefix_affinity", 0)
+    slow._homes = ListInOrderOfUse()  # type: ignore[attr-defined]
+    replicas = [Replica(number, 0, 0) for number in range(count)]
+    for _ in range(steps):
+        keys, key = [], 1
+        for _ in range(rng.randrange(18)):  # each key is made of the one before it
+            key = 3 * key + (rng.random() < 0.2)
+            keys.append(key)
+        up = [replica for replica in replicas if rng.random() < 0.9] or replicas
+        chosen = fast.choose(asked(*keys), up)
+        assert slow.choose(asked(*keys), up) is chosen
+        chosen.load += 20
+        chosen.num_open += 1
+        for replica in replicas:
+            if replica.num_open and rng.random() < 0.3:
+                replica.load, replica.num_open = replica.load - 20, replica.num_open - 1
+
+
+def test_homes_are_bounded_and_keep_what_was_stored_last() -> None:
+    homes = RecentHomes[int](4000)
+    for start in range(0, 100_000, 50):
+        homes.store(range(start, start + 50), start % 7)
+        assert len(homes) <= 4000
+        oldest = max(0, start - 2900)
+        assert homes.find(range(oldest, oldest + 50)) == [oldest % 7] * 50
+    assert homes.find(range(50)) == []
+
+
+def test_a_prompt_s_known_keys_are_its_first_ones_when_a_generation_is_dropped() -> None:
+    homes, rng = RecentHomes[tuple[int, int]](400), random.Random(3)
+    for number in range(2000):
+        stem = rng.randrange(30)
+        keys = [(stem, place) for place in range(rng.randrange(1, 40))]
+        known = [bool(homes.find([key])) for key in keys]
+        assert known == sorted(known, reverse=True)
+        assert len(homes.find(keys)) == sum(known)
+        homes.store(keys, number)
+
+
+def test_a_router_with_a_million_keys_takes_at_most_250_megabytes() -> None:
+    rng, num_keys = random.Random(0), 200_000  # a fifth; a dictionary doubles between, so take the worst of many sizes
+    homes = RecentHomes[bytes](num_keys)
+    tracemalloc.start()
+    try:
+        most = 0.0
+        for _ in range(3 * num_keys // 512):
+            homes.store([rng.randbytes(16) for _ in range(512)], 1)
+            most = max(most, tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert len(homes) <= num_keys and most / num_keys <= 250

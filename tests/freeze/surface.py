@@ -39,6 +39,8 @@ DECIDED: dict[str, str] = {
     ".octavo.TextDelta.error": _TYPED,
     ".octavo.Config.init": "sections, which are given by name, are added",
     ".octavo.Config.fields": "sections, which are given by name, are added",
+    ".octavo.Request.init": "session is added as the last field",
+    ".octavo.Request.fields": "session is added as the last field",
 }
 # Of the scheduler's own state only what policies read is public.
 READ_BY_POLICIES = {

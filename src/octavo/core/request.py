@@ -341,7 +341,8 @@ class Request:
     as outputs. Times are seconds on the scheduler's clock: `deadline` is a point in time; `queue_timeout` counts from
     `arrival` to the first admission. Requests with different `cache_salt` share no cached prefixes. `score_from` is
     the first prompt position whose log-probability a SCORE request returns. `ttft_objective` and `tpot_objective` are
-    the deadline policy's targets: seconds to the first token, and seconds for each later token.
+    the deadline policy's targets: seconds to the first token, and seconds for each later token. `session` names the
+    request's conversation, for the router of a fleet.
     """
 
     request_id: str
@@ -363,16 +364,16 @@ class Request:
     queue_timeout: float | None = None
     ttft_objective: float | None = None
     tpot_objective: float | None = None
+    session: str = ""
 
     def __post_init__(self) -> None:
         for name in ("arrival", "deadline", "queue_timeout", "ttft_objective", "tpot_objective"):
             value = getattr(self, name)
             check(value is None or not math.isnan(value), name, value, "give a time in seconds")
-        if self.prompt_token_ids is not None:
-            if not isinstance(self.prompt_token_ids, array) or self.prompt_token_ids.typecode != "i":
-                object.__setattr__(self, "prompt_token_ids", _pack_ids(self.prompt_token_ids, "prompt_token_ids"))
-            assert self.prompt_token_ids is not None
-            object.__setattr__(self, "num_prompt_tokens", len(self.prompt_token_ids))
+        if (ids := self.prompt_token_ids) is not None:
+            if not isinstance(ids, array) or ids.typecode != "i":
+                object.__setattr__(self, "prompt_token_ids", ids := _pack_ids(ids, "prompt_token_ids"))
+            object.__setattr__(self, "num_prompt_tokens", len(ids))
 
     @property
     def queue_until(self) -> float | None:

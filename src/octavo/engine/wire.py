@@ -62,6 +62,7 @@ class Submit(_Message):
     queue_timeout: float | None
     ttft_objective: float | None
     tpot_objective: float | None
+    session: str = ""  # absent in older journals
 
     @classmethod
     def of(cls, epoch: int, request: Request) -> Submit:

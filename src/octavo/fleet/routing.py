@@ -11,6 +11,7 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
@@ -46,6 +47,16 @@ class RoutedRequest(Protocol):
     def tenant(self) -> str:
         """The tenant of the request."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """What a router is shown of a request of a fleet that serves. See RoutedRequest."""
+
+    keys: tuple[bytes, ...]
+    prompt_tokens: int
+    session: str = ""
+    tenant: str = ""
 
 
 class RouterTarget(Protocol):

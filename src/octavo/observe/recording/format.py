@@ -105,8 +105,9 @@ _PLAN_FIELDS = (
     "is_fast_path",
 )  # fmt: skip
 _RESULT_FIELDS = ("token_ids", "num_token_ids", "logprobs", "scores", "pooled", "errors", "dead_ends")
+_NOT_RECORDED = ("block_keys", "cache_salt", "session")
 _REQUEST_DEFAULTS = {
-    **{each.name: each.default for each in fields(Request) if each.name not in ("block_keys", "cache_salt")},
+    **{each.name: each.default for each in fields(Request) if each.name not in _NOT_RECORDED},
     "prompt_token_ids": None,
 }
 _TEXT_PARAMS = (

@@ -38,19 +38,20 @@ def preamble() -> bytes:
     return MARK + _VERSION.pack(VERSION)
 
 
-def _frame(data: bytes) -> bytes:
+def pack_frame(data: bytes) -> bytes:
+    """Return a frame with its compression and checksum."""
     stored = zlib.compress(data, 1)
     return _FRAME.pack(len(stored), len(data), zlib.crc32(stored)) + stored
 
 
 def pack_header(header: Header) -> bytes:
     """Return the frame of a header."""
-    return _frame(msgspec.json.encode(header))
+    return pack_frame(msgspec.json.encode(header))
 
 
 def pack_records(records: Iterable[bytes]) -> bytes:
     """Return the frame of some packed records."""
-    return _frame(msgspec.msgpack.encode([msgspec.Raw(record) for record in records]))
+    return pack_frame(msgspec.msgpack.encode([msgspec.Raw(record) for record in records]))
 
 
 def read_header(path: Path) -> Header | None:
@@ -61,7 +62,7 @@ def read_header(path: Path) -> Header | None:
             if len(first) < PREAMBLE_BYTES and preamble().startswith(first):
                 return None
             _check_version(path, first)
-            body = _read_frame(file)
+            body = read_frame(file)
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from None
     if body is None:
@@ -76,9 +77,9 @@ def read_records(path: Path) -> Iterator[Any]:
     """Read the records of a segment, up to its last whole frame."""
     with path.open("rb") as file:
         file.seek(PREAMBLE_BYTES)
-        if _read_frame(file) is None:
+        if read_frame(file) is None:
             return
-        while (body := _read_frame(file)) is not None:
+        while (body := read_frame(file)) is not None:
             try:
                 records = msgspec.msgpack.decode(body, type=list)
             except msgspec.MsgspecError:
@@ -96,7 +97,7 @@ def _check_version(path: Path, first: bytes) -> None:
         )
 
 
-def _read_frame(file: BinaryIO) -> bytes | None:
+def read_frame(file: BinaryIO) -> bytes | None:
     """Return the next frame unpacked; None if there is no whole one."""
     head = file.read(_FRAME.size)
     if len(head) < _FRAME.size:
