@@ -8,16 +8,18 @@ Does not: run models, schedule or serve. Importing this module does not load tor
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo import machine
+from octavo.artifacts.fingerprint import model_fingerprint, text_fingerprint, tokenizer_fingerprint
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
@@ -33,7 +35,7 @@ from octavo.engine.warm_up import warm_up
 from octavo.errors import ConfigError
 from octavo.executors import limit_spinning
 from octavo.executors.pool_use import pool_use
-from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, MemoryPlan
+from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, Fingerprint, MemoryPlan
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.offline import OfflineEngine
@@ -168,7 +170,10 @@ def open_engine(
     # An OpenMP library keeps a team of threads for each thread that used it. When the teams' threads outnumber the
     # cores, no thread spins, and steps were a fifth slower. The thread that opens the executor therefore ends here.
     with opening(files), ThreadPoolExecutor(1, "octavo-open") as pool:
-        executor, device, capacity = pool.submit(_open_executor, config, files, is_own_process).result()
+        opened = pool.submit(_open_executor, config, files, is_own_process)
+        digests = (model_fingerprint(files), tokenizer_fingerprint(files)) if is_own_process else ("", "")
+        executor, device, capacity = opened.result()
+        capacity = replace(capacity, fingerprint=_fingerprint(config, capacity, digests))
     sizes = limits(config, capacity, device)
     clock = Clock()
     scheduler, recorder = _open_scheduler(config, sizes, capacity, clock)
@@ -223,6 +228,28 @@ def _open_scheduler(
     )
     recorder = open_recorder(config.recording, header, clock.now)
     return Scheduler(sizes, recorder), recorder
+
+
+def _fingerprint(config: Config, capacity: Capacity, digests: tuple[str, str]) -> Fingerprint:
+    """Return the fingerprint of an opened engine. Threads count only if the decoder's sums depend on them."""
+    about = {
+        "octavo": importlib.metadata.version("octavo"),
+        "device": capacity.device,
+        "dtype": capacity.dtype,
+        "quantization": capacity.quantization,
+        "kv dtype": config.cache.kv_cache_dtype,
+        "decoder": capacity.decoder,
+        "numerics": config.execution.numerics,
+        "attention": config.execution.attention,
+        "tp invariant": config.parallel.tp_invariant,
+        "ranks": 1 if config.parallel.tp_invariant else config.parallel.tensor_parallel_size,
+        "threads": capacity.num_threads if capacity.decoder == "torch" else "any",
+    }
+    if capacity.device == "cpu":
+        facts = machine.look()
+        about |= {"cpu": facts.architecture, "features": " ".join(sorted(facts.features))}
+    text = ", ".join(f"{name} {value}" for name, value in about.items())
+    return Fingerprint(*digests, text_fingerprint([text]), text)
 
 
 def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:

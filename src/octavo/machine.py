@@ -9,6 +9,7 @@ Invariants: every result is at least 1 core and 1 byte. An unreadable fact is om
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import platform
 import subprocess
@@ -68,6 +69,14 @@ def look(root: Path = ROOT) -> Machine:
         memory_bytes=total,
         available_bytes=available,
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def usable_cores(root: Path = ROOT) -> int:

@@ -19,9 +19,10 @@ import pytest
 
 from octavo.config import Config, ServingConfig
 from octavo.errors import ConfigError, QueueFullError
+from octavo.machine import is_loopback
 from octavo.server.api.sampling import MAX_STOPS
 from octavo.server.http.limits import HttpLimits
-from octavo.server.http.listener import is_loopback, open_socket, url_of
+from octavo.server.http.listener import open_socket, url_of
 from octavo.server.http.server import HttpServer
 from tests.server.fakes import FakeClient, Harness, events, keyed
 

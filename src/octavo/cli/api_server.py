@@ -27,11 +27,12 @@ from octavo.executors.protocol import Capacity
 from octavo.frontend.api_supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.frontend.journal import Journal
 from octavo.frontend.sessions import Sessions
+from octavo.machine import is_loopback
 from octavo.observe.statistics import STATUS_LINE_S, StatusLine
 from octavo.server.admin import AdminServer, Verb
 from octavo.server.app import create_app
 from octavo.server.http.lifecycle import Lifecycle
-from octavo.server.http.listener import is_loopback, url_of
+from octavo.server.http.listener import url_of
 from octavo.server.http.server import HttpServer
 from octavo.server.reply import restore_runs
 from octavo.text.text_model import TextModel

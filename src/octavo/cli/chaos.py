@@ -41,7 +41,7 @@ from octavo.cli.servers import (
 )
 from octavo.config.setting import Number
 from octavo.errors import EngineError
-from octavo.server.http.listener import is_loopback
+from octavo.machine import is_loopback
 
 MAX_DURATION_S = 1800.0
 MIN_INTERVAL_S = 0.5

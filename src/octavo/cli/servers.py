@@ -25,8 +25,7 @@ from octavo.cli.terminal import align_columns, duration_text, reason_of, say
 from octavo.config.setting import Number
 from octavo.config.spelling import unknown
 from octavo.errors import OctavoError
-from octavo.machine import listener_of
-from octavo.server.http.listener import is_loopback
+from octavo.machine import is_loopback, listener_of
 
 ADMIN_TIMEOUT_S = 65.0  # longer than the server's own timeout
 MAX_ANSWER_BYTES = 1 << 24

@@ -40,6 +40,24 @@ class ExecutorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Digests of what decides an engine's ids; "" if unknown. Engines with equal ones give equal ids.
+
+    `model` covers the architecture and the weights, `tokenizer` also the chat template, and `numerics` types, kernels
+    and the CPU's features. `about` is `numerics` in words.
+    """
+
+    model: str = ""
+    tokenizer: str = ""
+    numerics: str = ""
+    about: str = ""
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Return the names of the parts that differ."""
+        return [name for name in ("model", "tokenizer", "numerics") if getattr(self, name) != getattr(other, name)]
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """The capacity of an opened executor, in bytes and tokens.
 
@@ -48,7 +66,7 @@ class Capacity:
     cache has `dtype` too unless the spec names another. `has_masks`: the executor applies grammar masks (see supply);
     an executor without masks gets no request with a grammar. `usable_len`: tokens that one request can use, fewer than
     `max_model_len` if the pool is smaller (0: unknown). `linear_flops_per_token`, `weight_bytes` and
-    `kv_bytes_per_token` give a lower bound of a step's time.
+    `kv_bytes_per_token` give a lower bound of a step's time. `decoder` is the code of the layers: "native" or "torch".
     """
 
     groups: tuple[GroupSpec, ...]
@@ -68,6 +86,8 @@ class Capacity:
     quantization: str = "none"
     has_masks: bool = False
     usable_len: int = 0
+    decoder: str = ""
+    fingerprint: Fingerprint = Fingerprint()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,7 @@ class TorchExecutor:
             quantization=loaded.quantization,
             has_masks=True,
             usable_len=usable_len(groups, num_blocks, spec, decoder.max_model_len),
+            decoder="native" if self._choice.is_native else "torch",
         )
 
     def _allocate(

@@ -19,6 +19,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
+from octavo.machine import is_loopback
 
 if TYPE_CHECKING:
     from octavo.config import ServingConfig, WebConfig
@@ -187,14 +188,6 @@ def _check_keys(serving: ServingConfig) -> None:
 def is_public(serving: ServingConfig) -> bool:
     """Return True if other machines can reach the address and --insecure is not set."""
     return not (is_loopback(serving.host) or serving.insecure)
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def url_of(listener: socket.socket, web: WebConfig | None = None) -> str:
