@@ -13,6 +13,9 @@ import pytest
 from tests.simulator.costs.steps_of import LIMITS, steps_of, workload
 
 from octavo.cli import main
+from octavo.config.sources import load_config
+from octavo.errors import ConfigError
+from octavo.fleet.plan import read_fleet_plan
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import fit_steps
 
@@ -162,8 +165,29 @@ def test_a_search_finds_the_fewest_replicas_and_says_what_it_tried(
     tried = {(one["settings"], one["replicas"]): one["reached"] for one in found["trials"]}
     assert tried[answer["settings"], answer["replicas"]]
     assert answer["replicas"] == 1 or not tried[answer["settings"], answer["replicas"] - 1]
-    assert main(["simulate", *load, "--search", "--max-replicas", "1", "--objective", "ttft_p99=0.0001"]) == 1
+    missed = ("--max-replicas", "1", "--objective", "ttft_p99=0.0001", "--json", str(tmp_path / "missed.json"))
+    assert main(["simulate", *load, "--search", *missed]) == 1
     assert "nothing among" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no fleet reached the search's objectives"):
+        read_fleet_plan(tmp_path / "missed.json")
+
+
+def test_a_search_s_file_is_the_plan_of_a_fleet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    words = ("--search", "--search-space", "max_sequences=4|64,router=least_loaded", "--json", str(path))
+    own = ("--block-size", "32", "--policy", "fair", "--max-model-len", "4096", "--tp", "2", "--router", "random")
+    simulate(
+        capsys, "--workload", "poisson:rate=40,requests=200,prompt=400,output=30", *words, *own,
+        "--objective", "ttft_p99=0.5",
+    )  # fmt: skip
+    answer, plan = json.loads(path.read_text())["answer"], read_fleet_plan(path)
+    assert (plan.model, plan.replicas, plan.router) == ("llama-3.1-8b", answer["replicas"], "least_loaded")
+    assert plan.objective == "ttft_p99=0.5" and plan.reached.startswith("ttft_p99 0.")
+    assert plan.settings == {
+        "block_size": 32, "policy": "fair", "max_sequences": answer["max_sequences"],
+        "max_batch_tokens": 8192, "max_model_len": 4096, "tensor_parallel_size": 2,
+    }  # fmt: skip
+    assert load_config(plan.settings).scheduling.max_sequences == answer["max_sequences"]
 
 
 @pytest.fixture

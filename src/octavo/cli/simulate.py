@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.flags import UsageError, add_settings, check_output, resolve_args, whole, writing
-from octavo.config import Config
+from octavo.config import SETTINGS, Config
 from octavo.config.setting import Number
 from octavo.config.sources import Resolved
 from octavo.core.limits import Limits
@@ -26,6 +26,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.engine.limits import read_tenant_weights
 from octavo.errors import ConfigError
+from octavo.fleet.plan import FleetPlan
 from octavo.fleet.routing import ROUTERS
 from octavo.observe.frames import Frame, FrameSource, FrameSpool, FrameWriter
 from octavo.observe.history import History
@@ -322,12 +323,31 @@ def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
         lambda chosen: _limits(args, plan.resolved, plan.engine, chosen)[0], space, plan.price, args.max_replicas,
         lambda trial: print(trial, file=sys.stderr, flush=True),
     ).run()  # fmt: skip
-    _output_json(args.json, _search_facts(result))
+    _output_json(args.json, {"plan": _fleet_plan(args, plan, result), **_search_facts(result)})
     if args.json != "-":
         for note in result.notes:
             print(f"note: {note}")
         print(_answer(result, plan.price))
     return 0 if result.setup is not None else 1
+
+
+def _fleet_plan(args: argparse.Namespace, plan: SimulationPlan, result: SearchResult) -> dict[str, Any] | None:
+    """Return the fleet that was found for `octavo fleet --plan`: what the user set and what the search chose."""
+    if result.setup is None or result.verdict is None:
+        return None
+    resolved, limits = plan.resolved, result.setup.limits
+    given = {
+        setting.name: resolved.value(setting)
+        for setting in SETTINGS
+        if setting.section in ("cache", "scheduling") and resolved.origins[setting.name] != "default"
+    }
+    given |= {name: getattr(limits, name) for name in ("policy", "max_sequences", "max_batch_tokens")}
+    flags = {"max_model_len": args.max_model_len, "depth": args.depth, "tensor_parallel_size": args.tp}
+    given |= {name: value for name, value in flags.items() if value not in (None, 1)}
+    return FleetPlan(
+        plan.engine.model, result.setup.replicas, result.setup.router, given, args.objective, result.verdict.text,
+        plan.workload.name,
+    ).facts()  # fmt: skip
 
 
 def _search_facts(result: SearchResult) -> dict[str, Any]:
