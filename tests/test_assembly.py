@@ -67,7 +67,10 @@ def test_settings_are_known_by_field_and_by_flag() -> None:
         ({"max_model_len": "abc"}, "'abc'; give a whole number"),
         ({"max_num_seqs": 4, "max_sequences": 5}, "given twice"),
         ({"num_blocks": 4, "kv_cache_tokens": 5}, "both set"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported: start several servers"),
+        (
+            {"data_parallel_size": 2},
+            "data_parallel_size=2 is not supported: octavo fleet --replicas N",
+        ),
         ({"tensor_parallel_size": 3, "nnodes": 2}, "nnodes is 2; 3 ranks .* cannot be divided among them evenly"),
         ({"nnodes": 2, "tp": 2, "node_rank": 1}, "unknown setting 'tp'; did you mean 'tensor_parallel_size'"),
         ({"tensor_parallel_size": 2, "node_rank": 1}, "node-rank is 1; give less than nnodes, which is 1"),

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+import msgspec
 
 from octavo.cli.flags import UsageError
 from octavo.cli.servers import add_server_arguments, call_admin, named_server
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
 VERBS = {  # verb -> help text
     "status": "print processes, epoch, restarts and open requests as JSON",
     "statistics": "print the engine's counters and gauges as JSON",
-    "frames": "print what the engine did since the cursor ARG (docs/statistics.md)",
+    "frames": "print what the engine did since the cursor ARG, replica 2's since 2/ARG (docs/statistics.md)",
     "top": "print status, statistics and frames at once",
     "pause": "stop making steps; requests wait",
     "resume": "continue after pause",
@@ -134,16 +138,32 @@ def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) ->
     async def frames(cursor: str) -> object:
         return await engine.control("frames", cursor)
 
-    async def top(cursor: str) -> object:
+    async def top(cursors: str) -> object:
+        found = _read_cursors(cursors)
         answer: dict[str, object] = {"status": await status("")}
         try:
-            answer["statistics"] = await statistics("")
-            answer["frames"] = await frames(cursor)
+            figures = await engine.statistics()
         except EngineError as error:  # the engine is restarting
-            answer["trouble"] = str(error)
-        return answer
+            return {**answer, "trouble": str(error)}
+        rows = cast(Mapping[str, Mapping[str, object]], figures.get("replicas", {}))
+        prefixes = {number: f"{number}/" for number, row in rows.items() if row["up"]} if rows else {"0": ""}
+        pages = {}
+        for number, prefix in prefixes.items():
+            with contextlib.suppress(EngineError):  # it died by now
+                pages[number] = await frames(prefix + found.get(number, ""))
+        return {**answer, "statistics": figures, "frames": pages}
 
     return {"status": status, "statistics": statistics, "frames": frames, "top": top}
+
+
+def _read_cursors(text: str) -> dict[str, str]:
+    """Parse the argument of `top`: a JSON object of cursors by replica, or nothing. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, str])
+    except msgspec.MsgspecError:
+        raise ConfigError(
+            f'top {text[:64]!r} is no JSON object; give the cursor of each replica: {{"0": "..."}}'
+        ) from None
 
 
 def _own_resources() -> dict[str, object]:

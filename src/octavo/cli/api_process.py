@@ -46,13 +46,17 @@ EXIT_TERMINATED = 128 + signal.SIGTERM  # SIGTERM arrived before the process ser
 
 
 class ApiTask(msgspec.Struct, frozen=True):
-    """The task of one run of the api process. Runs count from 1. The supervisor's pid is 0 if there is none."""
+    """The task of one run of the api process. Runs count from 1. The supervisor's pid is 0 if there is none.
+
+    `is_fleet`: the engines are those of the settings in `config.fleet`, which `octavo serve` does not read.
+    """
 
     config: Config
     admin_socket: str
     run_number: int = 1
     supervisor_pid: int = 0
     is_quiet: bool = False
+    is_fleet: bool = False
 
     def line(self) -> bytes:
         """Return the task as the line to write to the api process's stdin."""

@@ -31,7 +31,7 @@ from octavo.errors import OctavoError
 TIMEOUT_S = 30.0
 _ENDED = ("finished", "unknown")
 _COLUMNS = ("ID", "STATE", "POSITION", "REASON", "AGE", "PROMPT", "OUTPUT", "NEXT TOKEN")
-_WATCHED = ("state", "position", "reason", "epoch")  # fields whose change --follow prints
+_WATCHED = ("state", "position", "reason", "epoch", "replica")  # fields whose change --follow prints
 Json = Mapping[str, Any]
 
 
@@ -171,7 +171,8 @@ def _prompt_lines(one: Json) -> list[str]:
     if one.get("epoch"):
         is_resumed = one.get("begun_in_epoch") not in (None, one["epoch"])
         resumed = f", resumed {_times(one['num_resumes'])}" if is_resumed else ""
-        pairs.append(("engine", f"epoch {one['epoch']}{resumed}"))
+        replica = f"{one['replica']}, " if one.get("replica") else ""
+        pairs.append(("engine", f"{replica}epoch {one['epoch']}{resumed}"))
     pairs.append(("tokens", _tokens_text(one)))
     if seconds := one.get("seconds"):
         spent = [f"{value:.2f} s {phase}" for phase, value in seconds.items() if phase != "total" and value > 0]

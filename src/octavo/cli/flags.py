@@ -27,7 +27,9 @@ from octavo.errors import ConfigError
 _DEST = "setting:"  # prefix that separates settings from a command's own arguments
 _BY_DEST: dict[str, Setting] = {_DEST + setting.name: setting for setting in SETTINGS}
 _TITLES: dict[str, str] = {section.name: section.metadata["title"] for section in fields(Config)}
+FLEET_HEADING = "several machines"
 _HEADINGS = tuple(dict.fromkeys(section.metadata["heading"] for section in fields(Config)))
+_SHORT_HEADINGS = tuple(heading for heading in _HEADINGS if heading != FLEET_HEADING)
 _METAVARS = {int: "N", float: "X"}
 _MAX_CHOICES = 26  # maximum characters of choices that the help shows as a flag's value
 
@@ -44,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=_Formatter, **options)
-        self.shows_settings = False
+        self.headings: tuple[str, ...] = ()  # of the settings that the short help shows
         self.rare: tuple[str, ...] = ()
         self._positionals.title = "arguments"
         self.add_argument("-h", "--help", action="store_true", help="show this help")
@@ -80,8 +82,7 @@ class Parser(argparse.ArgumentParser):
         for group in self._action_groups:
             if group.title not in _TITLES.values():
                 shown.append((group.title, [a for a in group._group_actions if not hidden & set(a.option_strings)]))
-        if self.shows_settings:
-            shown += [(heading, self._brief_settings(heading)) for heading in _HEADINGS]
+        shown += [(heading, self._brief_settings(heading)) for heading in self.headings]
         count = sum(len(actions) for _, actions in shown)
         num_visible = len(self._visible())
         epilog = f"All {num_visible} options: {self.prog} --help-all" if count < num_visible - 1 else ""
@@ -228,23 +229,26 @@ def add_settings(
     *,
     is_short: bool = True,
     rare: Sequence[str] = (),
+    without: Sequence[str] = (),
+    headings: Sequence[str] = _SHORT_HEADINGS,
 ) -> None:
-    """Add to the parser one option for each setting of these sections, and --config.
+    """Add to the parser one option for each setting of these sections, but those `without`, and --config.
 
-    With `is_short`, the short help shows the settings with a brief. It omits the command's own flags in `rare`.
+    With `is_short`, the short help shows the settings with a brief, below these `headings`. It omits the command's own
+    flags in `rare`.
     """
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file of settings")
     for section in sections:
         group = parser.add_argument_group(_TITLES[section])
         for setting in SETTINGS:
-            if setting.section == section:
+            if setting.section == section and setting.name not in without:
                 group.add_argument(*setting.flags, **_argparse_options(setting))
     parser.epilog = (
         "A setting is taken from its flag, else its variable (--max-num-seqs: OCTAVO_MAX_NUM_SEQS), else --config, "
         "else its default. Numbers may be written 32K (32768) or 32k (32000)."
     )
     if isinstance(parser, Parser):
-        parser.shows_settings, parser.rare = is_short, tuple(rare)
+        parser.headings, parser.rare = tuple(headings) if is_short else (), tuple(rare)
 
 
 def _argparse_options(setting: Setting) -> dict[str, Any]:
@@ -260,6 +264,8 @@ def _argparse_options(setting: Setting) -> dict[str, Any]:
     if setting.kind is tuple:
         words = {"action": "extend", "nargs": "+"} if setting.takes_words else {"action": "append"}
         return options | words | {"metavar": "TEXT"}
+    if setting.bare:
+        options |= {"nargs": "?", "const": setting.bare}
     return options if setting.choices else options | {"metavar": _METAVARS.get(setting.kind, "TEXT")}
 
 

@@ -1,4 +1,4 @@
-"""`octavo serve [MODEL]`: the parent of all serving processes.
+"""`octavo serve [MODEL]`, and for `octavo fleet` too: the parent of all serving processes.
 
 Owns: the listening socket (opened first, so that a port in use is reported at once); the server's folder and record;
 the choice between a supervised api process and a single process.
@@ -13,6 +13,8 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,7 @@ from octavo.cli.flags import UsageError, add_settings, resolve_args
 from octavo.cli.server_registry import ServerRecord, find_servers, open_server_folder, process_start_ticks
 from octavo.cli.servers import port_in_use_message
 from octavo.config import Config
+from octavo.config.sources import Resolved
 from octavo.errors import ConfigError, InvariantError, OctavoError
 from octavo.frontend.api_supervisor import READY, ApiSupervisor, ChildSpec
 from octavo.frontend.restarts import RestartBudget
@@ -32,22 +35,29 @@ from octavo.server.http.listener import PortInUseError, check_web, open_socket, 
 
 EXIT_ERROR = 2  # the same status as for every command
 NOTIFY_SOCKET = "NOTIFY_SOCKET"
+# Settings that only octavo fleet reads.
+FLEET_SETTINGS = ("replicas", "router", "hosts", "ray", "plan", "fleet_address")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve [smollm2]")
     parser.add_argument("--quiet", "-q", action="store_true", help="nothing at start-up and while busy")
-    add_settings(parser)
+    add_settings(parser, without=FLEET_SETTINGS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; return 0 after a clean drain (docs/serving.md lists the other statuses)."""
+    return run_server(partial(_config, args), is_quiet=args.quiet)
+
+
+def run_server(read_config: Callable[[], Config], *, is_quiet: bool, is_fleet: bool = False) -> int:
+    """Serve with these settings until a signal; return the exit status. An error is printed in one line."""
     set_up_log("text", "warning", "supervisor")  # until the settings are known
     try:
-        config = _config(args)
+        config = read_config()
         set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
-        return _serve(config, is_quiet=args.quiet)
+        return _serve(config, is_quiet=is_quiet, is_fleet=is_fleet)
     except InvariantError:
         raise
     except OctavoError as error:
@@ -59,7 +69,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> Config:
     """Return the settings in force. Raises ConfigError, UsageError."""
-    resolved = resolve_args(args, model=args.model)
+    return check_config(resolve_args(args, model=args.model))
+
+
+def check_config(resolved: Resolved) -> Config:
+    """Return the Config if it can be served. Raises ConfigError, UsageError."""
     config = resolved.config
     if len(config.model.served_model_name) > 1 and resolved.origins["model"] == "default":
         names = " ".join(config.model.served_model_name)  # the user may have meant the last name as MODEL
@@ -68,12 +82,14 @@ def _config(args: argparse.Namespace) -> Config:
     return config
 
 
-def _serve(config: Config, *, is_quiet: bool) -> int:
+def _serve(config: Config, *, is_quiet: bool, is_fleet: bool) -> int:
     check_web(config.web)
     if config.recording.record is not None:
         prepare_folder(Path(config.recording.record))
     with contextlib.closing(_listen(config)) as listener, open_server_folder() as folder:
-        task = ApiTask(config, str(folder.admin_path(config.serving.admin_socket)), is_quiet=is_quiet)
+        task = ApiTask(
+            config, str(folder.admin_path(config.serving.admin_socket)), is_quiet=is_quiet, is_fleet=is_fleet
+        )
         name, url, pid = config.model.shown_name(config.model.model), url_of(listener, config.web), os.getpid()
         folder.publish(ServerRecord(pid, url, name, task.admin_socket, time.time(), process_start_ticks(pid)))
         find_servers()  # removes the folders of killed servers

@@ -13,7 +13,8 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -244,7 +245,7 @@ def run_ps(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(servers))
     elif servers:
-        print("\n".join(align_columns([_PS_COLUMNS, *map(_ps_row, servers)])))
+        print("\n".join(align_columns([_PS_COLUMNS, *chain.from_iterable(map(_ps_rows, servers))])))
     else:
         print("no server of this user runs here")
     return 0
@@ -260,9 +261,11 @@ def _status(record: ServerRecord) -> dict[str, Any]:
         return {**status, "phase": "starting"}  # or the api process is restarting
 
 
-def _ps_row(server: dict[str, Any]) -> tuple[str, ...]:
+def _ps_rows(server: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the row of a server, then the rows of its replicas and of their ranks, if there are several."""
     processes, engine = server.get("processes", {}), server.get("engine", {})
-    return (
+    replicas = engine.get("replicas", ())
+    yield (
         str(server["pid"]),
         server["url"],
         server["model"],
@@ -274,6 +277,21 @@ def _ps_row(server: dict[str, Any]) -> tuple[str, ...]:
         f"engine {engine.get('restarts', 0)}, api {server.get('api_restarts', 0)}" if engine else "-",
         str(server.get("open_requests", "-")),
     )
+    for replica in replicas if len(replicas) > 1 else ():
+        yield (
+            f"  replica {replica['number']}",
+            replica["where"],
+            "",
+            replica["state"],
+            *["", ""],
+            str(replica["pid"] or "-"),
+            str(replica["epoch"] or "-"),
+            f"engine {replica['restarts']}",
+            str(replica["open_requests"]),
+        )
+    for replica in replicas:
+        for rank in replica.get("ranks", ()):
+            yield f"    rank {rank['rank']}", rank["where"], "", rank["state"], *["", ""], str(rank["pid"]), *[""] * 3
 
 
 # --- octavo stop

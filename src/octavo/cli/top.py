@@ -11,8 +11,10 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import mul
 from typing import Any
 
 from rich.console import Console
@@ -99,8 +101,8 @@ class WatchedServer:
         self.name = name or f"the server at {path}"
         self.is_running = is_running
         self._path = path
-        self._figures = Figures()
-        self._cursor = ""
+        self._engines: dict[int, Figures] = {0: Figures()}  # by replica
+        self._rates = ReplicaRates()
         self._last: Json = {"status": {}}
 
     @classmethod
@@ -113,19 +115,54 @@ class WatchedServer:
 
     def poll(self) -> dict[str, Any]:
         """Fetch new frames and return the figures. Raises AdminError if the server does not answer."""
-        self._last = call_admin(self._path, "top", self._cursor, TIMEOUT_S)
-        page = self._last.get("frames")
+        cursors = {number: figures.cursor for number, figures in self._engines.items()}
+        self._last = call_admin(self._path, "top", json.dumps(cursors), TIMEOUT_S)
+        self._rates.read((self._last.get("statistics") or {}).get("replicas", {}).values(), time.monotonic())
+        pages = {int(number): page for number, page in self._last.get("frames", {}).items()}
+        self._engines = {number: self._engines.get(number) or Figures() for number in pages} or self._engines
+        for number, page in pages.items():
+            self._read_frames(number, page)
+        return self._snapshot(self._last)
+
+    def _read_frames(self, number: int, page: Json) -> None:
+        """Update the figures of one replica's engine from a page of frames and the pages after it."""
+        figures = self._engines[number]
         for _ in range(MAX_POLLS):
-            if page is None:
-                break
-            self._cursor = page["cursor"]
-            self._figures.read(page["frames"])
-            page = call_admin(self._path, "frames", self._cursor, TIMEOUT_S) if page.get("more") else None
-        return self._figures.snapshot(self._last)
+            figures.cursor = page["cursor"]
+            figures.read(page["frames"])
+            if not page.get("more"):
+                return
+            cursor = f"{number}/{figures.cursor}" if self._rates.rows else figures.cursor
+            page = call_admin(self._path, "frames", cursor, TIMEOUT_S)
 
     def last_figures(self, trouble: str) -> dict[str, Any]:
         """Return the last figures, with `trouble` as the reason why the server does not answer."""
-        return self._figures.snapshot({**self._last, "trouble": trouble})
+        return self._snapshot({**self._last, "trouble": trouble})
+
+    def _snapshot(self, answer: Json) -> dict[str, Any]:
+        whole = merge([figures.snapshot(answer) for figures in self._engines.values()])
+        return {**whole, "replicas": self._rates.rows}
+
+
+class ReplicaRates:
+    """The statuses of a fleet's replicas, with the tokens a second of each over the last WINDOW_S."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._samples: dict[tuple[int, int], deque[tuple[float, int]]] = {}  # by (replica, epoch)
+
+    def read(self, rows: Iterable[Json], now: float) -> None:
+        """Take new statuses, which were read at `now`."""
+        samples, self.rows = self._samples, []
+        self._samples = {}
+        for row in rows:
+            key, tokens = (row["number"], row["epoch"]), row["output_tokens"] or 0
+            found = self._samples[key] = samples.get(key, deque())
+            found.append((now, tokens))
+            while len(found) > 2 and found[1][0] < now - WINDOW_S:
+                found.popleft()
+            seconds = now - found[0][0]
+            self.rows.append({**row, "tokens_per_s": (tokens - found[0][1]) / seconds if seconds > 0 else None})
 
 
 @dataclass(slots=True)
@@ -156,8 +193,9 @@ class StepFigures:
 
 @dataclass(slots=True)
 class Figures:
-    """The figures of one server, updated from its frames."""
+    """The figures of one engine, updated from its frames."""
 
+    cursor: str = ""
     head: Json = field(default_factory=dict)
     slots: dict[int, RunningSequence] = field(default_factory=dict)
     requests: dict[str, list[Any]] = field(default_factory=dict)
@@ -226,6 +264,7 @@ class Figures:
         latency = collected.get("requests", {}).items()
         return {
             "server": self._server(answer["status"], answer.get("trouble")),
+            "replicas": [],
             "pool": {name: scheduler.get(key, 0) for name, key in _POOL.items()},
             "requests": _requests(scheduler),
             "rates": self._rates(recent),
@@ -309,6 +348,32 @@ class Figures:
             "outputs": num_outputs,
             "max_tokens": max_tokens,
         }
+
+
+def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the figures of a fleet's engines: sums, means of shares and parts of steps, and the slowest quantiles."""
+    whole = dict(parts[0])
+    if len(parts) == 1:
+        return whole
+    rates, steps = [part["rates"] for part in parts], [part["steps"] for part in parts]
+    whole["rates"] = {
+        name: sum(rate[name] for rate in rates) / (len(rates) if name in ("window_s", "busy") else 1)
+        for name in rates[0]
+    }
+    weights = [rate["steps_per_s"] / max(1e-9, whole["rates"]["steps_per_s"]) for rate in rates]
+    times = {name: [one["step_s"][name] for one in steps if one["step_s"][name] is not None] for name in _QUANTILES}
+    whole["steps"] = {
+        "mean_tokens": sum(map(mul, weights, (one["mean_tokens"] for one in steps))),
+        "parts_s": {part: sum(map(mul, weights, (one["parts_s"][part] for one in steps))) for part in PARTS},
+        "step_s": {name: max(found, default=None) for name, found in times.items()},
+    }
+    whole["history"] = {  # the last second of each is now
+        kind: [sum(each) for each in zip_longest(*(part["history"][kind][::-1] for part in parts), fillvalue=0)][::-1]
+        for kind in parts[0]["history"]
+    }
+    for name in ("waiting", "running"):
+        whole[name] = [row for part in parts for row in part[name]]
+    return whole
 
 
 def _requests(scheduler: Json) -> dict[str, Any]:

@@ -37,6 +37,7 @@ _KEYS = {
     b"\x1bOF": "end", b"\x1b[4~": "end", b"\x1b": "escape", b"\x03": "ctrl-c",
 }  # fmt: skip
 _ESCAPE_S = 0.05  # seconds to wait for the rest of an escape sequence
+_REPLICA_COLUMNS = ("replica", "state", "running", "waiting", "KV", "hits", "tok/s", "restarts", "link")
 Values = Mapping[str, Any]
 # Name of an order of running requests -> sort key; the greatest comes first.
 ORDERS: dict[str, Callable[[Values], float]] = {
@@ -113,6 +114,11 @@ def screen(figures: Values, view: View, width: int, height: int) -> RenderableTy
     bars, num_bar_lines = _bars(figures, width)
     parts: list[RenderableType] = [_headline(figures["server"], view), bars, Text("\n".join(text))]
     rows_left = height - num_bar_lines - len(text) - 4 if view.is_live else len(figures["running"]) + NUM_WAITING + 1
+    replicas = _replica_rows(figures["replicas"])
+    if len(replicas) > 1:
+        shown = replicas[: max(1, rows_left // 2)] if view.is_live else replicas
+        parts.append(_table(_REPLICA_COLUMNS, shown, width))
+        rows_left -= (len(shown) + 1) * view.is_live
     waiting = figures["waiting"][: max(0, min(NUM_WAITING, rows_left // 2))]
     if waiting:
         parts.append(_waiting_table(waiting, figures["requests"]["waiting"], width))
@@ -222,6 +228,40 @@ def _quantiles(seconds: Values) -> str:
     known = [(name, 1e3 * seconds[name]) for name in ("p50", "p90", "p99") if seconds.get(name) is not None]
     digits = [0 if ms >= 100 else 1 if ms >= 1 else 2 for _, ms in known]
     return " ".join(f"{name} {ms:,.{num}f}" for (name, ms), num in zip(known, digits, strict=True)) or "-"
+
+
+def _replica_rows(replicas: Sequence[Values]) -> list[tuple[str, ...]]:
+    """Return a row for each replica, and one for each rank of a replica with several."""
+    rows: list[tuple[str, ...]] = []
+    for row in replicas:
+        hit = percent(row["hit_tokens"] / row["queried_tokens"]) if row["queried_tokens"] else "-"
+        rows.append(
+            (
+                f"{row['number']}  {plain(row['where'])}",
+                plain(row["state"]),
+                _number(row["running"]),
+                _number(row["waiting"]),
+                percent(row["kv_usage"]),
+                hit,
+                _number(row["tokens_per_s"]),
+                _number(row["restarts"]),
+                "-" if row["rtt_s"] is None else f"{1e3 * row['rtt_s']:.1f} ms",
+            )
+        )
+        rows += [
+            (f"   rank {rank['rank']}  {plain(rank['where'])}", plain(rank["state"]), *[""] * (len(rows[-1]) - 2))
+            for rank in row.get("ranks", ())
+        ]
+    return rows
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share from 0 to 1 as text, "-" if it is not known."""
+    return "-" if share is None else f"{100 * share:.0f}%"
 
 
 def _waiting_table(waiting: Sequence[Values], total: int, width: int) -> Table:

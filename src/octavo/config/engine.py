@@ -281,7 +281,6 @@ class ParallelConfig:
         "--pipeline-parallel-size",
         "-pp",
         within=(1, 64),
-        brief="stages that the layers are divided into",
     )
     tp_invariant: bool = option(
         False,

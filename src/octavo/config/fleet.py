@@ -1,4 +1,4 @@
-"""The settings of engines on other machines.
+"""The settings of fleets: several engines behind one endpoint, on this machine and on others.
 
 Owns: sections and their options. Does not: read tokens or certificates (fleet.security does).
 """
@@ -9,25 +9,72 @@ from dataclasses import dataclass
 
 from octavo.config.setting import option
 
+ROUTER_NAMES = (
+    "prefix_affinity", "prefix_hash", "sessions", "least_loaded", "least_requests", "power_of_two", "round_robin",
+    "random",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """The engines of a fleet and how they find their front (docs/fleet.md)."""
+    """The engines of a fleet and how they find their front (docs/fleet.md).
+
+    `octavo fleet` reads all fields but `join` and `offer`, which `octavo serve` reads.
+    """
+
+    replicas: int | None = option(
+        None,
+        "engines that the fleet starts itself, on this machine or with --ray in its cluster; 0 = only those of --hosts "
+        "and those that join [1, or 0 with --hosts]",
+        "--replicas",
+        within=(0, 1024),
+        brief="engines to start [1]",
+    )
+    router: str = option(
+        "prefix_affinity",
+        "which replica gets a request: one that has its prefix, unless that one is overloaded (prefix_affinity, "
+        "sessions), or by load, or in turn",
+        "--router",
+        choices=ROUTER_NAMES,
+        brief="how a replica is chosen for a request",
+    )
+    hosts: str | None = option(
+        None,
+        "file with the HOST:PORT of an engine on each line, which octavo serve MODEL --offer HOST:PORT started there",
+        "--hosts",
+        brief="file with the HOST:PORT of engines that --offer started",
+    )
+    ray: str | None = option(
+        None,
+        "place the --replicas with Ray, in the cluster at ADDRESS; without ADDRESS a local Ray is started",
+        "--ray",
+        bare="local",
+        brief="place the engines with Ray (extra: ray)",
+    )
+    plan: str | None = option(
+        None,
+        "file of octavo simulate --search --json FILE: its replicas, router and engine settings are taken, unless a "
+        "flag sets them",
+        "--plan",
+        brief="take the answer of octavo simulate --search",
+    )
 
     join: tuple[str, ...] = option(
         (),
         "HOST:PORT of a front whose requests this engine serves, several (with commas) for standby fronts; no HTTP is "
         "served then",
         "--join",
-        brief="serve the requests of the front at HOST:PORT",
     )
     offer: str | None = option(
         None,
         "HOST:PORT to listen on for a front that lists this engine (octavo fleet --hosts); no HTTP is served then",
         "--offer",
     )
-    fleet_address: str = option(
-        "127.0.0.1:8765", "HOST:PORT where a front waits for engines that join (--join)", "--fleet-address"
+    fleet_address: str | None = option(
+        None,
+        "HOST:PORT where the fleet waits for engines that join, which octavo serve MODEL --join HOST:PORT starts",
+        "--fleet-address",
+        brief="HOST:PORT where engines may join",
     )
 
 

@@ -33,6 +33,7 @@ _SPELLINGS = {
     "--tensor-parallel-size": ("--tp", "--tp-size"),
     "--pipeline-parallel-size": ("--pp", "--pp-size"),
     "--master-addr": ("--dist-init-addr",),
+    "--router": ("--load-balance-method",),
     "--max-tokens": ("-n", "--n-predict", "--predict", "--max-new-tokens"),
     "--system": ("--system-prompt", "-sys"),
     "--url": ("--host-url", "--endpoint"),
@@ -42,7 +43,7 @@ RENAMED_FLAGS = {theirs: ours for ours, names in _SPELLINGS.items() for theirs i
 _REASONS = {
     "a model runs whole on one device (--device)": ("--gpu-layers", "--n-gpu-layers", "-ngl"),
     "ranks are processes of octavo serve (--nnodes for several hosts)": ("--distributed-executor-backend",),
-    "start several servers": ("--data-parallel-size", "--dp"),
+    "octavo fleet --replicas N serves several engines": ("--data-parallel-size", "--dp", "--dp-size"),
     "there are no adapters": ("--enable-lora", "--lora-modules", "--lora", "--lora-paths", "--max-loras"),
     "there are no draft models (--speculate ngram)": ("--model-draft", "-md", "--draft-model"),
     "this version reads no images": ("--mmproj", "--limit-mm-per-prompt"),

@@ -69,6 +69,7 @@ class Setting:
     `brief` is the option's line in the short help, under `heading` (default: the section's heading). An option without
     `brief` is only in the full help. A hidden option has no effect yet: it is accepted, but not listed.
     With `takes_words`, the flag takes all words after it, as vLLM's flag does. The flag of any other tuple is repeated.
+    `bare` is the value of a flag without one, if that is allowed.
     """
 
     help: str
@@ -80,6 +81,7 @@ class Setting:
     is_secret: bool = False
     is_hidden: bool = False
     takes_words: bool = False
+    bare: str = ""
     # settings_of derives these from the field and its section
     name: str = ""
     section: str = ""
@@ -167,6 +169,7 @@ class _Rules(TypedDict, total=False):
     is_secret: bool
     is_hidden: bool
     takes_words: bool
+    bare: str
 
 
 def option(default: Any, help: str, *flags: str, **rules: Unpack[_Rules]) -> Any:

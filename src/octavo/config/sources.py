@@ -16,7 +16,7 @@ from typing import Any
 from octavo.config import SETTINGS, Config
 from octavo.config.other_engines import RENAMED_FLAGS, UNSUPPORTED_FLAGS, is_harmless
 from octavo.config.setting import PREFIX, Setting
-from octavo.config.spelling import did_you_mean, unknown
+from octavo.config.spelling import near_names, unknown
 from octavo.errors import ConfigError
 
 # CONFIG names the config file, and RUN_DIR the folder of servers. SCRATCH_DIR has no effect; earlier versions read it.
@@ -25,6 +25,7 @@ _SECTIONS: dict[str, type[Any]] = {section.name: type(section.default) for secti
 _BY_NAME: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 _BY_KEY: dict[str, Setting] = {key: setting for setting in SETTINGS for key in setting.keys}
 _BY_VARIABLE: dict[str, Setting] = {variable: setting for setting in SETTINGS for variable in setting.variables}
+_VARIABLE_WORDS = [variable.removeprefix(PREFIX) for variable in _BY_VARIABLE]
 # Field name -> (value, the setting's spelling in messages).
 _Given = dict[str, tuple[object, str]]
 
@@ -109,8 +110,9 @@ def _from_environ(environ: Mapping[str, str], remarks: list[str]) -> _Given:
             continue
         if variable in _BY_VARIABLE:
             _add(given, _BY_VARIABLE[variable], environ[variable], variable)
-        elif near := did_you_mean(variable, _BY_VARIABLE):
-            remarks.append(f"unknown variable {variable!r} has no effect; {near}")
+        elif near := near_names(variable.removeprefix(PREFIX), _VARIABLE_WORDS):  # the common prefix would be near, too
+            names = " or ".join(repr(PREFIX + name) for name in near)
+            remarks.append(f"unknown variable {variable!r} has no effect; did you mean {names}?")
     return given
 
 

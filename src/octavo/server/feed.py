@@ -1,7 +1,7 @@
 """The feed: the engine's frames (docs/statistics.md) for watchers such as the dashboard.
 
-Owns: requesting frames while there are watchers, once for all watchers with the same cursor; the watchers, their
-number and their unread events.
+Owns: requesting frames while there are watchers, once for all watchers with the same cursor; of a fleet, the frames of
+the replica that a watcher chose, and a row of figures for each replica; the watchers, their number and unread events.
 Does not: send events (reply does), make frames (observe.frames does), or decide which keys may watch (keys does).
 Invariants: without a watcher the engine gets no request. A watcher that does not read is cut and delays no other
 watcher. Watchers do not keep a server from draining.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, cast
@@ -27,17 +28,19 @@ from octavo.server.http.limits import HttpLimits, largest_user
 MAX_WATCHERS = 16
 MAX_UNREAD_BYTES = 8 << 20  # per watcher: some seconds of a busy engine's frames, or twice all stored frames
 POLL_S = 0.2
+REPLICAS_S = 1.0  # between two events with the rows of replicas
 TROUBLE_S = 1.0  # between two calls to an engine that does not answer
 ANSWER_S = 5.0
 _log = logging.getLogger(__name__)
 
 
 class Watcher:
-    """One reader: its cursor and its unread events."""
+    """One reader: its cursor and its unread events. `replica` is the number of a fleet's replica, or ""."""
 
-    def __init__(self, holder: KeyInfo) -> None:
+    def __init__(self, holder: KeyInfo, replica: str = "") -> None:
         self.holder = holder
-        self.cursor = ""
+        self.prefix = f"{replica}/" if replica else ""
+        self.cursor = self.prefix
         self.unread: deque[bytes] = deque()
         self.unread_bytes = 0
         self.is_slow = False
@@ -75,13 +78,14 @@ class Feed:
         self._keys = keys
         self._watchers: dict[Watcher, None] = {}
         self._polling: asyncio.Task[None] | None = None
+        self._next_replicas = 0.0
 
     @property
     def num_watchers(self) -> int:
         """The number of current watchers."""
         return len(self._watchers)
 
-    def watch(self, holder: KeyInfo) -> Watcher:
+    def watch(self, holder: KeyInfo, replica: str = "") -> Watcher:
         """Add a watcher. Raises ApiError if the key may not watch, or if there are too many watchers."""
         if not self._keys.can_watch(holder):
             message = f"the key {holder.name!r} may not watch the engine: give it dashboard = true in --api-key-file"
@@ -89,8 +93,9 @@ class Feed:
         if len(self._watchers) >= MAX_WATCHERS and not self._end_oldest(holder.tenant):
             message = f"{MAX_WATCHERS} watch already, which is the most; close one"
             raise ApiError(429, message, code="too_many_watchers", retry_after_s=5)
-        watcher = Watcher(holder)
+        watcher = Watcher(holder, replica)
         self._watchers[watcher] = None
+        self._next_replicas = 0.0  # at once for the new watcher
         if self._polling is None or self._polling.done():
             self._polling = asyncio.create_task(self._poll())
         return watcher
@@ -117,11 +122,12 @@ class Feed:
             wait_s = POLL_S
             try:
                 async with asyncio.timeout(ANSWER_S):
+                    await self._send_replicas()
                     is_more = await self._round()
                 has_trouble, wait_s = False, 0.0 if is_more else POLL_S
             except (OctavoError, TimeoutError):
                 if not has_trouble:
-                    self._tell_all(_trouble("the engine does not answer"))
+                    self._send_all("trouble", {"message": "the engine does not answer"})
                 has_trouble, wait_s = True, TROUBLE_S
             except Exception:  # one failure ends the feed; the server continues
                 _log.exception("the feed of the dashboard failed")
@@ -142,10 +148,19 @@ class Feed:
             is_more = is_more or bool(found["more"])
             event = b"data: " + msgspec.json.encode(found["frames"]) + b"\n\n" if found["frames"] else b""
             for watcher in watchers:
-                watcher.cursor = found["cursor"]
+                watcher.cursor = watcher.prefix + found["cursor"]
                 if event:
                     watcher.put(event)
         return is_more
+
+    async def _send_replicas(self) -> None:
+        """Send the rows of a fleet's replicas at intervals; a server with one replica has none."""
+        if (now := time.monotonic()) < self._next_replicas:
+            return
+        self._next_replicas = now + REPLICAS_S
+        rows = (await self._client.statistics()).get("replicas")
+        if rows:
+            self._send_all("replicas", rows)
 
     def _end_some(self) -> None:
         """End watchers whose key may no longer watch; end all if a draining server has no other open request."""
@@ -155,10 +170,7 @@ class Feed:
             if is_last or holder is None or not self._keys.can_watch(holder):
                 watcher.end()
 
-    def _tell_all(self, event: bytes) -> None:
+    def _send_all(self, kind: str, data: object) -> None:
+        event = b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(data))
         for watcher in self._watchers:
             watcher.put(event)
-
-
-def _trouble(message: str) -> bytes:
-    return b"event: trouble\ndata: " + msgspec.json.encode({"message": message}) + b"\n\n"

@@ -5,6 +5,7 @@ import { Lanes, requestFacts } from "./lanes.js";
 import { Plots, sampleQuantile } from "./plots.js";
 import { Pool } from "./pool.js";
 import { Queue, reasonInWords } from "./queue.js";
+import { Replicas } from "./replicas.js";
 import { Scrub } from "./scrub.js";
 import { Feed, embeddedFrames, fileBytes, readFrames } from "./source.js";
 import { Store, quantile } from "./store.js";
@@ -38,7 +39,8 @@ class Dashboard {
     this.calm = matchMedia("(prefers-reduced-motion: reduce)");
     this.views = { steps: new Timeline(this), pool: new Pool(this), queue: new Queue(this), lanes: new Lanes(this), plots: new Plots(this) };
     this.scrub = new Scrub(this);
-    this.feed = new Feed("dashboard/feed", (frames) => this.take(frames), (state, words) => this.tell(state, words));
+    this.replicas = new Replicas((number) => this.#chooseReplica(number));
+    this.feed = new Feed("dashboard/feed", (frames) => this.take(frames), (state, words) => this.tell(state, words), (rows) => this.replicas.take(rows));
     this.shownTotals = 0;
     this.last = performance.now();
     this.#connect();
@@ -66,9 +68,18 @@ class Dashboard {
     this.feed.start();
   }
 
+  /** Show another replica's steps, from the ones that its engine still has. */
+  #chooseReplica(number) {
+    this.feed.url = `dashboard/feed?replica=${number}`;
+    this.isLiveSource = false; // so that its frames do not follow the other's
+    this.goLive();
+    this.#newData();
+  }
+
   /** Show a file, from its beginning to its end. */
   async openBytes(bytes, name) {
     this.feed.stop();
+    this.replicas.hide();
     const before = this.store;
     this.store = new Store(false);
     this.isLiveSource = false;

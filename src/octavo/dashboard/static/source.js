@@ -23,12 +23,16 @@ export class EventParser {
   }
 }
 
-/** Follows the server's feed until stopped. `tell` is called with (state, words): "live", "trouble" or "refused". */
+/**
+ * Follows the server's feed until stopped. `tell` is called with (state, words): "live", "trouble" or "refused";
+ * `takeReplicas` with the statuses of a fleet's replicas.
+ */
 export class Feed {
-  constructor(url, take, tell) {
+  constructor(url, take, tell, takeReplicas) {
     this.url = url;
     this.take = take;
     this.tell = tell;
+    this.takeReplicas = takeReplicas;
     this.abort = null;
     this.timer = 0;
   }
@@ -67,7 +71,12 @@ export class Feed {
       if (done) break;
       for (const [kind, data] of parser.push(decoder.decode(bytes, { stream: true }))) {
         const value = JSON.parse(data);
-        if (kind === "trouble") this.tell("trouble", value.message); else { this.tell("live", ""); this.take(value); }
+        if (kind === "trouble") this.tell("trouble", value.message);
+        else if (kind === "replicas") this.takeReplicas(value);
+        else {
+          this.tell("live", "");
+          this.take(value);
+        }
       }
     }
     this.tell("trouble", "the feed ended");

@@ -40,6 +40,7 @@ from octavo.server.http.errors import ApiError
 from octavo.server.reply import FeedResponse
 
 MAX_LOGIN_BYTES = 4096
+MAX_DIGITS = 9  # of a replica's number
 MARKER = "octavo-signed-in"  # a cookie that shows scripts of the pages that a session exists; it gives no access
 NEXT_PAGES = ("", "dashboard", "docs")  # the pages that a login may open
 _NO_KEY = "this is no valid key"
@@ -85,9 +86,11 @@ async def dashboard(request: Request) -> Response:
 
 
 async def feed(request: Request) -> Response:
-    """Stream the engine's frames as server-sent events, for the dashboard."""
-    context = context_of(request)
-    return FeedResponse(context.feed, context.feed.watch(request.scope[KEY]))
+    """Stream the engine's frames as server-sent events, for the dashboard; of a fleet, those of one replica."""
+    context, replica = context_of(request), request.query_params.get("replica", "")
+    if replica and not (replica.isdecimal() and len(replica) <= MAX_DIGITS):
+        raise ApiError(400, f"replica is {replica[:32]!r}; give its number", code="invalid_value", param="replica")
+    return FeedResponse(context.feed, context.feed.watch(request.scope[KEY], replica))
 
 
 async def static(request: Request) -> Response:
