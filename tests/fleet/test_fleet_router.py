@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import threading
 from array import array
@@ -12,8 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.cli import main
+from octavo.config.sources import load_config
 from octavo.core.kv.prefix import prompt_keys
-from octavo.core.request import Request
+from octavo.core.request import FinishReason, Request
+from octavo.engine.outbox import finished
 from octavo.errors import ConfigError
 from octavo.fleet.fleet_router import FleetRouter
 from octavo.fleet.routing import ROUTERS, RoutedPrompt
@@ -27,7 +32,9 @@ from octavo.fleet.routing_log import (
     replay_routing,
     routing_logs,
 )
+from octavo.frontend.open_request import OpenRequest
 from octavo.observe.recording.format import RecordingError
+from octavo.simulator.workloads import Shaping, open_workload
 
 BLOCK = 4
 
@@ -39,13 +46,18 @@ class Engine:
     num_open: int = 0
 
 
-def request(name: str, tokens: int = 40, first: int = 0, **fields: object) -> Request:
+def request(name: str, tokens: int = 40, first: int = 0, tenant: str = "", session: str = "") -> OpenRequest:
     ids = array("i", (first + index for index in range(tokens)))
-    return replace(Request(name, ids), **fields)  # type: ignore[arg-type]
+    return OpenRequest(Request(name, ids, tenant=tenant, session=session))
 
 
 def open_log(folder: Path, router: str = "prefix_affinity", seed: int = 0, max_bytes: int = 1 << 20) -> RoutingLog:
     return RoutingLog(folder, max_bytes, RoutingHeader(router, seed, BLOCK, 0.0))
+
+
+def finish(state: OpenRequest, num_tokens: int) -> None:
+    state.pages[0].ids.extend(range(num_tokens))
+    state.finish(finished(state.request.request_id, FinishReason.LENGTH))
 
 
 class Fleet:
@@ -54,25 +66,26 @@ class Fleet:
     def __init__(self, router: FleetRouter, count: int) -> None:
         self.router = router
         self.up = {number: Engine(number) for number in range(count)}
-        self.open: dict[str, tuple[Request, Engine]] = {}
+        self.open: dict[str, tuple[OpenRequest, Engine]] = {}
         self.choices: list[int] = []
 
-    def route(self, wanted: Request) -> None:
-        engine = self.router.choose(wanted, tuple(self.up.values()))
-        engine.load += wanted.num_prompt_tokens
+    def route(self, state: OpenRequest) -> None:
+        engine = self.router.choose(state, tuple(self.up.values()))
+        engine.load += state.request.num_prompt_tokens
         engine.num_open += 1
-        self.open[wanted.request_id] = wanted, engine
+        self.open[state.request.request_id] = state, engine
         self.choices.append(engine.number)
 
-    def leave(self, name: str) -> Request:
-        wanted, engine = self.open.pop(name)
-        engine.load -= wanted.num_prompt_tokens
+    def leave(self, name: str) -> OpenRequest:
+        state, engine = self.open.pop(name)
+        engine.load -= state.request.num_prompt_tokens
         engine.num_open -= 1
-        return wanted
+        self.router.released(state, engine)
+        return state
 
     def end(self, name: str) -> None:
+        finish(self.open[name][0], 7)
         self.leave(name)
-        self.router.ended(name, 7)
 
     def fail(self, number: int) -> None:
         self.up.pop(number)
@@ -122,7 +135,7 @@ def test_a_choice_that_the_router_did_not_make_is_found(tmp_path: Path) -> None:
     engines = [Engine(0, 96, 2), Engine(1, 100, 2), Engine(2, 104, 2)]
     for number in range(4):
         router.choose(request(f"r{number}"), engines)
-    wrong = log.mask(RoutedPrompt(prompt_keys(request("wrong"), BLOCK), 40))
+    wrong = log.mask(RoutedPrompt(prompt_keys(request("wrong").request, BLOCK), 40))
     log.chosen("wrong", wrong, engines, 2)
     router.choose(request("after"), engines)
     log.close()
@@ -144,8 +157,8 @@ def test_the_keys_are_those_of_the_engines_cache_and_are_made_once(monkeypatch: 
 
     monkeypatch.setattr("octavo.fleet.fleet_router.prompt_keys", counted)
     router, engines = FleetRouter(block_size=BLOCK), [Engine(0), Engine(1, 5, 2)]
-    with_keys = replace(request("given"), block_keys=prompt_keys(request("given"), BLOCK))
-    router.choose(with_keys, engines)
+    given = request("given").request
+    router.choose(OpenRequest(replace(given, block_keys=prompt_keys(given, BLOCK))), engines)
     router.choose(request("alone"), engines[:1])
     assert not made  # the front end made the keys, or there was nothing to choose
     engines[0].load, engines[0].num_open = 6, 3
@@ -153,13 +166,12 @@ def test_the_keys_are_those_of_the_engines_cache_and_are_made_once(monkeypatch: 
     assert made == ["found"]
 
 
-def test_a_tenant_or_a_salt_shares_no_prefix() -> None:
+def test_a_tenant_shares_no_prefix_with_another() -> None:
     router, engines = FleetRouter(block_size=BLOCK), [Engine(0, 5, 2), Engine(1, 6, 2)]
     assert router.choose(request("first"), engines).number == 0
     engines[0].load = 7
     assert router.choose(request("same"), engines).number == 0
     assert router.choose(request("tenant", tenant="b"), engines).number == 1
-    assert router.choose(request("salt", cache_salt=b"x"), engines).number == 1
 
 
 def test_a_session_stays_at_its_replica() -> None:
@@ -173,17 +185,19 @@ def test_a_session_stays_at_its_replica() -> None:
 def test_the_log_has_no_text_and_nothing_that_verifies_a_guess_of_it(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     router, wanted = FleetRouter(block_size=BLOCK, log=log), request("named", tenant="acme", session="chat")
-    router.choose(wanted, [Engine(0), Engine(1)])
-    router.ended("named", 5)
+    engine = router.choose(wanted, [Engine(0), Engine(1)])
+    router.released(wanted, engine)  # moved
+    finish(wanted, 5)
+    router.released(wanted, engine)
     log.close()
     header, records = read_routing_log(log.path)
     choice, end, last = records
     assert isinstance(choice, ChoiceRecord) and isinstance(end, EndRecord) and isinstance(last, LogEndRecord)
-    assert (header.router, header.key_tokens) == ("prefix_affinity", BLOCK) and end.output_tokens == 5
+    assert (header.router, header.key_tokens) == ("prefix_affinity", BLOCK) and end.output_tokens == (5,)
     assert choice.prompt is not None and len(choice.prompt.prompt().keys) == 10
     told = repr((choice, end))
     assert "named" not in told and "acme" not in told and "chat" not in told
-    for key in prompt_keys(wanted, BLOCK):
+    for key in prompt_keys(wanted.request, BLOCK):
         assert key[:8] not in choice.prompt.keys
     assert log.path.stat().st_mode & 0o777 == 0o600
 
@@ -230,3 +244,47 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes, message: str) -
         replay_routing(path)
     with pytest.raises(RecordingError, match="cannot be read"):
         replay_routing(tmp_path / "none.octroute")
+
+
+def test_a_fleet_s_recording_is_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = itertools.count(10.0, 0.5)
+    log = RoutingLog(tmp_path, 1 << 20, RoutingHeader("prefix_affinity", 0, BLOCK, 1e9), lambda: next(clock))
+    drive(Fleet(FleetRouter(block_size=BLOCK, log=log), 3), 1, 80)
+    log.close()
+    workload = open_workload([str(tmp_path)], Shaping())
+    requests = list(workload)
+    assert requests[0].time == 0.0 and [one.time for one in requests] == sorted(one.time for one in requests)
+    assert {one.output_tokens for one in requests} == {1, 7} and requests[0].key_tokens == BLOCK
+    assert len({one.session for one in requests}) == 3 and len({one.tenant for one in requests}) == 3
+    assert any(one.keys and one.keys[0] == other.keys[0] for one, other in itertools.pairwise(requests) if other.keys)
+    words = ("--replicas", "2", "--router", "prefix_affinity", "--json", "-")
+    assert main(["simulate", "-w", str(tmp_path), *words]) == 0
+    facts = json.loads(capsys.readouterr().out)["runs"]["fcfs"]
+    assert facts["requests"]["came"] == len(requests)
+
+
+def test_replay_says_which_choice_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config({"record": str(tmp_path), "block_size": BLOCK})
+    router, engines = FleetRouter.from_config(config), [Engine(0, 96, 2), Engine(1, 100, 2)]
+    for number in range(3):
+        router.choose(request(f"r{number}"), engines)
+    router.close()
+    assert main(["replay", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "router prefix_affinity, 3 requests, the fleet was stopped\n3 of 3 choices equal" in told
+    log = open_log(tmp_path)
+    log.chosen("wrong", log.mask(RoutedPrompt((), 40)), engines, 1)
+    log.close()
+    assert main(["replay", str(tmp_path), "--json", str(tmp_path / "told.json")]) == 1
+    told = capsys.readouterr().out
+    assert "0 of 1 choices equal\nNOT EQUAL: choice 1, 0.0" in told and "the fleet chose replica 1 (100 prompt" in told
+    facts = json.loads((tmp_path / "told.json").read_text())
+    assert [one["is_equal"] for one in facts.values()] == [True, False]
+    assert main(["replay", str(tmp_path), "--what-if", "router=random"]) == 2
+    assert "octavo simulate -w" in capsys.readouterr().err
+
+
+def test_a_router_that_is_not_there_is_refused_before_a_log_begins(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="router is 'nearest'; choose one of least_loaded, "):
+        FleetRouter.from_config(load_config({"record": str(tmp_path / "new")}), "nearest")
+    assert not (tmp_path / "new").exists()

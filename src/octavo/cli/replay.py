@@ -1,5 +1,7 @@
 """`octavo replay DIR`: repeat a recording's calls, compare the decisions, and simulate other settings.
 
+For a fleet's recording, repeat its router's choices instead.
+
 Owns: the flags, the settings of --what-if, the output. Does not: replay (observe), simulate or fit (simulator).
 """
 
@@ -12,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.flags import check_output, writing
+from octavo.cli.flags import UsageError, check_output, writing
 from octavo.cli.terminal import say
 from octavo.cli.trace import ViewOptions, print_views, write_views
 from octavo.config import SETTINGS, Setting
@@ -21,7 +23,9 @@ from octavo.core.limits import Limits
 from octavo.core.policy import find_policy
 from octavo.errors import ConfigError
 from octavo.fleet.routing import ROUTERS
+from octavo.fleet.routing_log import replay_routing, routing_logs
 from octavo.observe.recording import Recording, ReplayReport, open_recording, replay
+from octavo.observe.recording.reader import CUT_OFF
 from octavo.simulator.costs import cost_model
 from octavo.simulator.recorded import check_policy, recorded_run
 from octavo.simulator.report import Case, comparison_table
@@ -70,6 +74,12 @@ def run(args: argparse.Namespace) -> int:
     """Replay; return 1 if a decision differs from the recorded one."""
     for flag in ("json", "page", "perfetto"):
         check_output(f"--{flag}", getattr(args, flag))
+    logs = routing_logs(Path(args.recording))
+    return _replay_routing(args, logs) if logs else _replay(args)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """Replay the recording of an engine."""
     recording = open_recording(args.recording)
     for segment in recording.segments:
         check_policy(segment.header.limits.policy)
@@ -98,6 +108,29 @@ def run(args: argparse.Namespace) -> int:
         with writing(args.json):
             Path(args.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0 if report.is_equal else 1
+
+
+def _replay_routing(args: argparse.Namespace, logs: Sequence[Path]) -> int:
+    """Let a new router make the choices of a fleet again; return 1 if one differs."""
+    if args.what_if or args.page or args.perfetto:
+        raise UsageError(
+            f"{args.recording} is a fleet's: --what-if, --page and --perfetto are of one engine's recording; simulate "
+            f"another fleet by octavo simulate -w {args.recording} --replicas N --router NAME"
+        )
+    replays = {str(path): replay_routing(path) for path in logs}
+    facts = {path: asdict(one) | {"is_equal": one.is_equal} for path, one in replays.items()}
+    if args.json == "-":
+        print(json.dumps(facts, indent=1))
+    else:
+        for path, one in replays.items():
+            print(f"{path}: router {one.router}, {one.num_requests:,} requests, {one.end_reason or CUT_OFF}")
+            print(f"{one.num_equal:,} of {one.num_choices:,} choices equal")
+            if one.difference:
+                print(f"NOT EQUAL: {one.difference}")
+        if args.json:
+            with writing(args.json):
+                Path(args.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(one.is_equal for one in replays.values()) else 1
 
 
 def _lines(recording: Recording, report: ReplayReport) -> Iterator[str]:

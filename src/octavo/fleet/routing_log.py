@@ -37,6 +37,7 @@ SUFFIX = ".octroute"
 DIGEST_BYTES = 8
 FLUSH_S = 0.25  # of choices that a kill may lose
 MAX_QUEUED = 16384  # records that may wait for the writer
+MAX_OPEN = 65536  # requests whose end may be logged
 _END_BYTES = 1024  # reserved for the last record
 _VERSION = struct.Struct("<H")
 _CLOSED = "the fleet was stopped"
@@ -82,11 +83,11 @@ class ChoiceRecord(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class EndRecord(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The end of a request."""
+    """The end of a request, with the output tokens of each of its choices."""
 
     time: float
     request: int
-    output_tokens: int
+    output_tokens: tuple[int, ...]
 
 
 class LogEndRecord(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -118,7 +119,7 @@ class RoutingLog:
         self._write(head)
         self._secret = secrets.token_bytes(16)
         self._clock, self._began = clock, clock()
-        self._requests: dict[str, int] = {}  # open requests -> their numbers in the log
+        self._requests: dict[str, int] = {}  # requests that have not ended -> their numbers in the log
         self._num_requests = 0
         self._targets: dict[int, tuple[int, int, int]] = {}  # as of the last choice
         self._queue: deque[RoutingRecord] = deque()
@@ -144,6 +145,8 @@ class RoutingLog:
         if index is None:
             index, self._num_requests = self._num_requests, self._num_requests + 1
             self._requests[name] = index
+            if len(self._requests) > MAX_OPEN:  # ends of refused requests are not known
+                del self._requests[next(iter(self._requests))]
             known = PromptRecord(b"".join(prompt.keys), prompt.prompt_tokens, prompt.session, prompt.tenant)
         seen = {target.number: (target.number, target.load, target.num_open) for target in targets}
         changed = tuple(target for target in seen.values() if self._targets.get(target[0]) != target)
@@ -151,11 +154,11 @@ class RoutingLog:
         self._targets = seen
         self._add(ChoiceRecord(self._clock() - self._began, index, known, changed, gone, number))
 
-    def ended(self, name: str, num_output_tokens: int) -> None:
-        """Record the end of a request."""
+    def ended(self, name: str, output_tokens: tuple[int, ...]) -> None:
+        """Record the end of a request, with the output tokens of each choice."""
         index = self._requests.pop(name, None)
         if index is not None and not self._end_reason:
-            self._add(EndRecord(self._clock() - self._began, index, num_output_tokens))
+            self._add(EndRecord(self._clock() - self._began, index, output_tokens))
 
     def close(self, reason: str = _CLOSED) -> None:
         """End the log once all queued records are written. Idempotent."""

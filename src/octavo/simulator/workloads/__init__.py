@@ -53,7 +53,7 @@ KINDS: dict[str, WorkloadKind] = {
     "serving_sim": WorkloadKind(traces.serving_sim, "LLMServingSim's workload (JSON lines)"),
     "clients": WorkloadKind(traces.service_log, "CSV with client, req_time, prompt_len, output_len"),
     "requests": WorkloadKind(traces.token_file, "a workload file of octavo bench (JSON); rate=R", True, True),
-    "recording": WorkloadKind(traces.recording, "a folder that octavo serve --record wrote"),
+    "recording": WorkloadKind(traces.recording, "a folder that octavo serve --record, or octavo fleet --record, wrote"),
 }
 
 

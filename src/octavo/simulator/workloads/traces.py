@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush, merge
 from itertools import zip_longest
@@ -22,6 +23,7 @@ from typing import Annotated
 import msgspec
 
 from octavo.errors import ConfigError
+from octavo.fleet.routing_log import ChoiceRecord, EndRecord, read_routing_log, routing_logs
 from octavo.observe.recording.reader import open_recording
 from octavo.observe.recording.replaying import RecordedRequest, arrivals
 from octavo.simulator.arrival import Arrival
@@ -433,6 +435,8 @@ def _block_keys(ids: Sequence[int]) -> tuple[int, ...]:
 def recording(spec: Spec, context: BuildContext) -> Source:
     """Return the requests of a folder that `octavo serve --record` wrote, as an open loop with recorded lengths."""
     path = Path(spec.path)
+    if logs := routing_logs(path):
+        return partial(_routed, logs)
 
     def source(notes: Notes) -> Iterator[Arrival]:
         requests = arrivals(open_recording(path))
@@ -459,3 +463,22 @@ def recorded_arrival(one: RecordedRequest, counts: Sequence[int], time: float) -
         choices=tuple(max(1, count) for count in counts) if len(counts) > 1 else (),
         ttft_objective=one.ttft_objective, tpot_objective=one.tpot_objective,
     )  # fmt: skip
+
+
+def _routed(logs: Sequence[Path], notes: Notes) -> Iterator[Arrival]:
+    """Yield the requests of a fleet's routing logs, as its router saw them: keys, sessions and tenants are digests."""
+    first: float | None = None
+    for path in logs:
+        header, records = read_routing_log(path)
+        counts = {one.request: one.output_tokens for one in records if isinstance(one, EndRecord)}
+        for one in read_routing_log(path)[1]:
+            if not isinstance(one, ChoiceRecord) or one.prompt is None:
+                continue  # an end, or a request that was routed again
+            first = header.began + one.time if first is None else first
+            prompt, outputs = one.prompt.prompt(), counts.get(one.request, ())
+            notes.add("not ended when the recording was, taken as one token", one.request not in counts)
+            yield Arrival(
+                max(0.0, header.began + one.time - first), prompt.prompt_tokens, max(1, *outputs, 0), prompt.tenant,
+                prompt.session, keys=prompt.keys, key_tokens=header.key_tokens,
+                choices=tuple(max(1, count) for count in outputs) if len(outputs) > 1 else (),
+            )  # fmt: skip
