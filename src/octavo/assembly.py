@@ -2,15 +2,18 @@
 
 Owns: the order of opening; defaults that depend on the device; LLM and AsyncLLM.
 Does not: run models, schedule or serve. Importing this module does not load torch; opening an engine does.
-`python -m octavo.assembly` is the engine process.
+`python -m octavo.assembly` is the engine process, and with --rank any rank of an engine but its first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import importlib.metadata
+import os
+import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -30,12 +33,19 @@ from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.limits import configured_limits, read_tenant_weights
 from octavo.engine.loop import Clock, EngineLoop
+from octavo.engine.parent import end_with_parent
 from octavo.engine.process_side import run_engine_process
 from octavo.engine.warm_up import warm_up
 from octavo.errors import ConfigError
 from octavo.executors import limit_spinning
 from octavo.executors.pool_use import pool_use
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, Fingerprint, MemoryPlan
+from octavo.executors.ranks.channel import Channel
+from octavo.executors.ranks.executor import RankedExecutor
+from octavo.executors.ranks.frames import Begin
+from octavo.executors.ranks.group import RankGroup
+from octavo.executors.ranks.process import OwnRank, RankServer
+from octavo.executors.scripted_executor import ScriptedExecutor
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.offline import OfflineEngine
@@ -45,6 +55,7 @@ from octavo.frontend.sessions import Sessions
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.observe.live import observe_engine
+from octavo.observe.log import set_up_log
 from octavo.plugins import find_policy
 from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
@@ -180,7 +191,11 @@ def open_engine(
     load = load_tokenizer or partial(_load_tokenizer, config, files)
     vocabulary = Vocabulary(load, capacity.vocab_size)
     bank = GrammarBank(vocabulary) if capacity.has_masks else None
-    loop = EngineLoop(scheduler, executor, clock=clock, depth=config.execution.depth, bank=bank)
+    depth = max(config.execution.depth, config.parallel.pipeline_parallel_size)
+    loop = EngineLoop(scheduler, executor, clock=clock, depth=depth, bank=bank)
+    if isinstance(executor, RankedExecutor):
+        executor.group.lost = loop.fail
+        loop.sections["ranks"] = executor.report
     if is_own_process and files.kind != "scripted":  # a scripted model has no kernels, and may end the process
         loop.warm_up = partial(warm_up, sizes, executor, capacity.has_masks, clock.now)
     if recorder is not None:
@@ -257,13 +272,54 @@ def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:
 
 
 def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[Executor, str, Capacity]:
-    if config.parallel.num_ranks > 1 or config.parallel.tp_invariant:
-        raise ConfigError("this version runs an engine on one device; leave out --tensor-parallel-size and its like")
-    if files.kind == "scripted":
+    executor: Executor
+    if config.parallel.num_ranks > 1:
+        executor, device = create_ranked(config, files, is_own_process)
+    elif files.kind == "scripted":
         executor, device = create_scripted(files, is_own_process), "cpu"
     else:
         executor, device = create_executor(config, files, read_model_spec(files))
-    return executor, device, executor.open(executor_spec(config, device))
+    try:
+        return executor, device, executor.open(executor_spec(config, device))
+    except BaseException:
+        executor.close()  # ends the processes of other ranks
+        raise
+
+
+def create_ranked(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[RankedExecutor, str]:
+    """Start the other ranks; return the executor of rank 0, and the device's kind. Raises ConfigError, OSError."""
+    num_local = config.parallel.num_ranks // config.parallel.nnodes
+    group = RankGroup(num_local - 1, may_exit=is_own_process)
+    group.start()  # first, so that the other processes import torch while this one does
+    try:
+        device, store, port = "cpu", None, 0
+        if files.kind != "scripted":
+            device, store, port = _ranks_module().serve_store("127.0.0.1", config.execution.device)
+        begin = Begin(0, num_local, config, executor_spec(config, device), "127.0.0.1", port)
+        return RankedExecutor(config.parallel, group, begin, partial(make_rank, store=store)), device
+    except BaseException:
+        group.close()
+        raise
+
+
+def make_rank(begin: Begin, store: Any = None) -> OwnRank:
+    """Return one rank's executor in this process; waits until all ranks have joined. Raises what create_executor does.
+
+    `store` is the torch.distributed store that this process serves; None = connect to rank 0's.
+    """
+    files = find_files(begin.config)
+    if files.kind == "scripted":
+        return OwnRank(create_scripted(files))
+    own: OwnRank = _ranks_module().join_rank(begin, files, read_model_spec(files), store)
+    return own
+
+
+def _ranks_module() -> Any:
+    """Return octavo.executors.ranks.joined, which loads torch. Raises ConfigError if torch is missing."""
+    limit_spinning()
+    with machine.needing_torch():
+        from octavo.executors.ranks import joined
+    return joined
 
 
 def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple[Executor, str]:
@@ -278,9 +334,7 @@ def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple
 
 
 def create_scripted(files: ModelFiles, can_die: bool = False) -> Executor:
-    """Return the executor of a scripted model. Loads no torch."""
-    from octavo.executors.scripted_executor import ScriptedExecutor
-
+    """Return the executor of a scripted model."""
     path = files.weights[0]
     return ScriptedExecutor(read_script(path), ScriptedText(path), can_die=can_die)
 
@@ -372,5 +426,18 @@ def engine_main() -> int:
     return run_engine_process(partial(open_engine, is_own_process=True))
 
 
+def rank_main(arguments: Sequence[str]) -> int:
+    """Run a rank process on two inherited connections (see executors.ranks.process)."""
+    faulthandler.enable()
+    set_up_log("text", "warning", "rank")
+    end_with_parent()
+    plans, pings = (Channel(socket.socket(fileno=int(word))) for word in arguments)
+    return RankServer(plans, pings, make_rank).run()
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        os._exit(
+            rank_main(sys.argv[2:])
+        )  # at once: torch.distributed waits at an ordinary exit for ranks that are lost
     sys.exit(engine_main())

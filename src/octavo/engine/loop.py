@@ -179,6 +179,14 @@ class EngineLoop:
         """Run a verb; replies its result (see EngineClient.control), or an EngineError."""
         self._post(lambda: reply(self._control(verb, argument)), reply)
 
+    def fail(self, reason: str) -> None:
+        """End the engine because its executor is lost. From any thread; takes effect when the loop runs commands."""
+
+        def end() -> None:
+            raise EngineDeadError(reason)
+
+        self._post(end, ignore)
+
     def _post(self, command: Callable[[], object], reply: Reply) -> None:
         with self._condition:
             if not self._has_ended:
