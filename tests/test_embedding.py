@@ -16,7 +16,7 @@ from octavo.core.request import FinishReason, Request, Want
 from octavo.engine.outbox import finished
 from octavo.engine.wire import Outputs
 from octavo.errors import InvalidRequestError, OctavoError
-from octavo.frontend.open_requests import OpenRequests
+from tests.frontend.ledgers import Begun
 from tests.tiny_models import make_tiny_model
 
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 7, 16, 33, 60)]
@@ -98,7 +98,7 @@ def test_a_vector_crosses_the_wire_and_is_kept_for_its_reader() -> None:
     sent = Events(1, 0.0, pooled=(("r", vector), ("gone", vector)), decisions=(finished("r", FinishReason.STOP),))
     came = Outputs.of(3, sent).events()
     assert came == sent and not Events(1, 0.0, pooled=sent.pooled).is_empty
-    ledger = OpenRequests(3)
+    ledger = Begun(3)
     request = Request("r", array("i", [5]), SamplingParams(seed=0), wants=Want.POOL)
     entry = ledger.add(request)
     ledger.accept(2, came)

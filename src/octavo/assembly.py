@@ -49,8 +49,7 @@ from octavo.executors.scripted_executor import ScriptedExecutor
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.offline import OfflineEngine
-from octavo.frontend.open_request import OpenRequest
-from octavo.frontend.open_requests import LedgerObserver
+from octavo.frontend.open_request import LedgerObserver, OpenRequest
 from octavo.frontend.sessions import Sessions
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary

@@ -3,7 +3,8 @@
 import random
 
 from tests.engine.fakes import make_request
-from tests.frontend.test_open_requests import begin, tokens
+from tests.frontend.ledgers import begin
+from tests.frontend.test_open_requests import tokens
 
 from octavo.core.request import FinishReason, Request
 from octavo.frontend.open_request import OpenRequest
@@ -13,7 +14,7 @@ from octavo.frontend.open_requests import MAX_CRASHES, OpenRequests
 def opened(*names: str) -> OpenRequests:
     requests = OpenRequests()
     for name in names:
-        requests.add(make_request(name, max_tokens=90))
+        requests.restore(OpenRequest(make_request(name, max_tokens=90)))
     return requests
 
 

@@ -58,7 +58,7 @@ async def until(condition: object, timeout_s: float = 10.0) -> None:
 
 
 def standby_pid(keeper: EngineSupervisor) -> int | None:
-    standby = keeper.spawner.standby
+    standby = keeper.replicas[0].source.standby
     return None if standby is None else standby.pid
 
 
@@ -175,7 +175,9 @@ async def test_reliability_12_engines_that_do_no_step_are_given_up(monkeypatch: 
     """Everybody is answered with an error, new ones at once."""
     monkeypatch.setattr(spawner_module.random, "random", lambda: 0.0)
     async with keeping("stillborn") as keeper:
-        keeper.spawner.budget.max_useless, keeper.spawner.budget._first_s = 2, 0.01
+        source = keeper.replicas[0].source
+        assert isinstance(source, spawner_module.EngineSpawner)
+        source.budget.max_useless, source.budget._first_s = 2, 0.01
         names = [f"r{i}" for i in range(4)]
         tasks = [asyncio.create_task(keeper.submit(make_request(name))) for name in names]
         await asyncio.wait_for(keeper.failed.wait(), 15)

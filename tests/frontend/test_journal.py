@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replaced
+from tests.frontend.ledgers import Begun
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams
@@ -37,7 +38,6 @@ from octavo.frontend.journal_files import (
 )
 from octavo.frontend.journal_format1 import EndedChoice, EndedRequest, LoggedEventsV1, StartedRequest
 from octavo.frontend.journal_state import JournaledRequest, JournalState, recover
-from octavo.frontend.open_requests import OpenRequests
 
 HASH = b"h" * 32
 
@@ -92,13 +92,13 @@ def tokens(
     return Events(1, 0.0, [name] * len(entries), choices, positions, token_ids, logprobs, decisions=decisions)
 
 
-LEDGERS: WeakKeyDictionary[Journal, OpenRequests] = WeakKeyDictionary()
+LEDGERS: WeakKeyDictionary[Journal, Begun] = WeakKeyDictionary()
 
 
-def ledger_of(journal: Journal) -> OpenRequests:
+def ledger_of(journal: Journal) -> Begun:
     """The ledger that a journal observes, with what is open in the journal."""
     if journal not in LEDGERS:
-        ledger = LEDGERS[journal] = OpenRequests(1, max_unread=10**6, observer=journal)
+        ledger = LEDGERS[journal] = Begun(1, max_unread=10**6, observer=journal)
         for request in tuple(journal.state.open.values()):
             ledger.restore(request.state)
     return LEDGERS[journal]
@@ -170,7 +170,7 @@ def test_a_next_life_finds_requests_ids_and_ends(tmp_path: Path) -> None:
 
 def test_the_ledger_tells_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "m")
-    ledger = OpenRequests(observer=journal)
+    ledger = Begun(observer=journal)
     journal.begin(began(), ["a"])
     ledger.add(make_request("a"))
     ledger.add(make_request("other"))
@@ -696,7 +696,7 @@ def test_a_restart_finds_what_the_ledger_had_whatever_came_before(
 
 
 @st.composite
-def next_events(draw: st.DrawFn, ledger: OpenRequests, may_end: bool) -> Events:
+def next_events(draw: st.DrawFn, ledger: Begun, may_end: bool) -> Events:
     """What an engine may send next of some open requests: admissions, a token for some choices, ends."""
     names: list[str] = []
     columns = [array("i"), array("i"), array("i")]

@@ -3,43 +3,30 @@
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.fakes import make_request
+from tests.frontend.ledgers import Begun, SilentLink, begin
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
-from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Want
+from octavo.core.request import FinishError, FinishReason, SamplingParams, Want
 from octavo.engine.client import TokenOutput
 from octavo.engine.outbox import finished
 from octavo.errors import DuplicateRequestError, EngineError, ErrorKind, InvalidRequestError
 from octavo.frontend.open_request import OpenRequest
-from octavo.frontend.open_requests import OpenRequests
 
 WHY = FinishError(ErrorKind.ENGINE, "why")
 
 
-def accepts(ledger: OpenRequests, epoch: int, events: Events) -> bool:
+def accepts(ledger: Begun, epoch: int, events: Events) -> bool:
     """Whether anything of it was taken."""
     told: list[Events] = []
     ledger._observer = SimpleNamespace(appended=told.append, forgotten=lambda name: None)  # type: ignore[assignment]
     ledger.accept(epoch, events)
     ledger._observer = None
     return bool(told)
-
-
-def begin(ledger: OpenRequests, epoch: int) -> list[Request]:
-    """Begin an epoch; what its engine is sent."""
-    sent: list[Request] = []
-
-    def send(request: Request) -> Any:
-        sent.append(request)
-        return SimpleNamespace(add_done_callback=lambda callback: None)
-
-    ledger.begin_epoch(SimpleNamespace(epoch=epoch, send=send, post_cancel=lambda *_: None))  # type: ignore[arg-type]
-    return sent
 
 
 def admitted(name: str, queue_s: float, cached_tokens: int) -> Event:
@@ -60,7 +47,7 @@ def tokens(name: str, position: int, *ids: int, end: FinishReason | None = None,
 
 
 def test_L01_outputs_are_snapshots_and_coalesce() -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     entry = ledger.add(make_request("a"))
     assert not entry.take()
     ledger.accept(0, tokens("a", 0, 7))
@@ -77,7 +64,7 @@ def test_L01_outputs_are_snapshots_and_coalesce() -> None:
 
 
 def test_an_end_alone_is_an_output_too() -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     entry = ledger.add(make_request("a"))
     ledger.accept(0, tokens("a", 0, end=FinishReason.TIMEOUT))
     (output,) = entry.take()
@@ -85,7 +72,7 @@ def test_an_end_alone_is_an_output_too() -> None:
 
 
 def test_duplicates_gaps_and_strangers_are_dropped_and_counted() -> None:
-    ledger = OpenRequests(epoch=3)
+    ledger = Begun(epoch=3)
     entry = ledger.add(make_request("a"))
     assert not accepts(ledger, 2, tokens("a", 0, 5))
     ledger.accept(3, tokens("a", 0, 5, 6))
@@ -100,7 +87,7 @@ def test_duplicates_gaps_and_strangers_are_dropped_and_counted() -> None:
 
 
 def test_L06_an_id_in_use_is_refused_and_free_after_its_end() -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     ledger.add(make_request("a"))
     with pytest.raises(DuplicateRequestError):
         ledger.add(make_request("a"))
@@ -110,11 +97,11 @@ def test_L06_an_id_in_use_is_refused_and_free_after_its_end() -> None:
 
 def test_a_request_without_a_seed_cannot_be_repeated_and_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="seed"):
-        OpenRequests().add(make_request("a", params=SamplingParams()))
+        Begun().add(make_request("a", params=SamplingParams()))
 
 
 def test_ended_entries_nobody_reads_are_bounded() -> None:
-    ledger = OpenRequests(max_unread=3)
+    ledger = Begun(max_unread=3)
     for index in range(10):
         ledger.add(make_request(f"r{index}"))
         ledger.accept(0, tokens(f"r{index}", 0, 1, end=FinishReason.STOP))
@@ -123,7 +110,7 @@ def test_ended_entries_nobody_reads_are_bounded() -> None:
 
 
 def test_logprobs_and_prompt_scores_come_once() -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     entry = ledger.add(make_request("a", params=SamplingParams(seed=1, logprobs=1, max_tokens=4)))
     marks = [TokenLogprobs(i, -float(i), 1) for i in range(6)]
     ledger.accept(0, Events(1, 0.0, scores=(("a", 1, (marks[0], marks[1])),)))
@@ -142,7 +129,7 @@ def replace_logprobs(events: Events, logprobs: list[TokenLogprobs | None]) -> Ev
 
 
 def test_a_new_epoch_resumes_behind_what_was_emitted() -> None:
-    ledger = OpenRequests(epoch=1)
+    ledger = Begun(epoch=1)
     old, new = make_request("old"), make_request("new")
     ledger.add(old)
     ledger.add(new)
@@ -155,11 +142,11 @@ def test_a_new_epoch_resumes_behind_what_was_emitted() -> None:
     entry = ledger.get("old")
     assert entry is not None and [list(output.token_ids) for output in entry.take()] == [[5, 6, 8]]
     with pytest.raises(ValueError, match="follow"):
-        begin(ledger, 2)
+        ledger.begin_epoch(SilentLink(2))
 
 
 def test_end_all_ends_everyone_once() -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     ledger.add(make_request("a"))
     entries = list(ledger)
     ledger.end_all(FinishReason.ERROR, EngineError("why"))
@@ -177,7 +164,7 @@ def choice_end(choice: int, reason: FinishReason = FinishReason.STOP) -> Events:
 
 
 def test_P03_each_choice_has_its_own_positions_and_one_end() -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     entry = ledger.add(make_request("a", params=several()))
     ledger.accept(0, tokens("a", 0, 5, choice=2))
     ledger.accept(0, tokens("a", 0, 6, 7))
@@ -201,7 +188,7 @@ def test_P03_each_choice_has_its_own_positions_and_one_end() -> None:
 
 
 def test_P03_a_slow_reader_gets_ids_and_end_of_a_choice_at_once() -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     entry = ledger.add(make_request("a", params=several(2)))
     ledger.accept(0, tokens("a", 0, 5, choice=1))
     ledger.accept(0, choice_end(1))
@@ -211,7 +198,7 @@ def test_P03_a_slow_reader_gets_ids_and_end_of_a_choice_at_once() -> None:
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9), st.booleans())
 def test_bounded_outputs_add_up_to_all(first: int, second: int, most: int, is_ended: bool) -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     entry = ledger.add(make_request("a", params=several(2, logprobs=1)))
     marks = [TokenLogprobs(i, -1.0, 1) for i in range(40)]
     ledger.accept(0, Events(1, 0.0, scores=(("a", 1, tuple(marks[:2])),)))
@@ -239,7 +226,7 @@ def test_bounded_outputs_add_up_to_all(first: int, second: int, most: int, is_en
 
 def test_P03_the_last_choice_ends_with_its_request() -> None:
     """So there is always an output left that can be final."""
-    ledger = OpenRequests()
+    ledger = Begun()
     entry = ledger.add(make_request("a", params=several(2)))
     ledger.accept(0, choice_end(0))
     entry.take()
@@ -254,7 +241,7 @@ def test_P03_the_last_choice_ends_with_its_request() -> None:
 
 
 def test_P04_a_beam_search_gives_the_choices_asked_for() -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     entry = ledger.add(make_request("a", params=several(2, beam_width=4)))
     ledger.accept(0, tokens("a", 0, end=FinishReason.LENGTH))
     assert [output.choice for output in entry.take()] == [0, 1]
@@ -262,7 +249,7 @@ def test_P04_a_beam_search_gives_the_choices_asked_for() -> None:
 
 def test_a_request_of_several_choices_starts_anew_in_a_new_epoch() -> None:
     """Its ids come again from the first; those held are dropped as duplicates, of ended choices too."""
-    ledger = OpenRequests(epoch=1)
+    ledger = Begun(epoch=1)
     request = make_request("a", params=several(2))
     entry = ledger.add(request)
     ledger.accept(1, tokens("a", 0, 5, 6))
@@ -277,7 +264,7 @@ def test_a_request_of_several_choices_starts_anew_in_a_new_epoch() -> None:
 
 def test_what_was_true_at_the_first_admission_stays_true() -> None:
     """A later life finds what was emitted in its cache too: usage tells of the prompt, and of the first admission."""
-    ledger = OpenRequests(epoch=1)
+    ledger = Begun(epoch=1)
     entry = ledger.add(make_request("a", length=6))
     ledger.accept(1, Events(1, 0.0, decisions=(admitted("a", 0.25, 4), admitted("gone", 1.0, 1))))
     begin(ledger, 2)
@@ -291,7 +278,7 @@ def test_what_was_true_at_the_first_admission_stays_true() -> None:
 
 
 def test_a_queue_timeout_does_not_count_again_after_the_first_admission() -> None:
-    ledger = OpenRequests(epoch=1)
+    ledger = Begun(epoch=1)
     ledger.add(make_request("a", queue_timeout=2.0, deadline=9.0))
     ledger.add(make_request("b", queue_timeout=2.0))
     ledger.accept(1, Events(1, 0.0, decisions=(admitted("a", 0.0, 0),)))
@@ -300,7 +287,7 @@ def test_a_queue_timeout_does_not_count_again_after_the_first_admission() -> Non
 
 
 def test_prompt_scores_are_kept_once_and_asked_for_from_where_they_ended() -> None:
-    ledger = OpenRequests(epoch=1)
+    ledger = Begun(epoch=1)
     entry = ledger.add(make_request("a", length=6, wants=Want.SAMPLE | Want.SCORE))
 
     def scored(first: int, *positions: int) -> Events:
@@ -334,7 +321,7 @@ def test_prompt_scores_are_kept_once_and_asked_for_from_where_they_ended() -> No
 )
 def test_ids_that_imply_an_end_are_not_resumed(ids: tuple[int, ...], end: Event | None) -> None:
     params = SamplingParams(max_tokens=3, min_tokens=1, seed=1, stop_token_ids=(40,))
-    ledger = OpenRequests(epoch=1)
+    ledger = Begun(epoch=1)
     entry = ledger.add(make_request("a", params=params, eos=(2,)))
     ledger.accept(1, tokens("a", 0, *ids))
     assert entry.implied_end() == end
@@ -361,7 +348,7 @@ class Notes:
 
 def test_an_observer_hears_of_what_was_accepted_and_of_nothing_else() -> None:
     notes = Notes()
-    ledger = OpenRequests(1, observer=notes)
+    ledger = Begun(1, observer=notes)
     a = ledger.add(make_request("a"))
     ledger.add(make_request("b", params=several(2)))
     ledger.forget("nobody")
@@ -387,7 +374,7 @@ def test_an_observer_hears_of_what_was_accepted_and_of_nothing_else() -> None:
 
 def test_entries_of_an_earlier_front_end_are_put_back() -> None:
     notes = Notes()
-    ledger = OpenRequests(1, observer=notes)
+    ledger = Begun(1, observer=notes)
     entry = OpenRequest(make_request("a"))
     entry.pages[0].ids.extend([4, 5])
     ledger.restore(entry)
@@ -398,7 +385,7 @@ def test_entries_of_an_earlier_front_end_are_put_back() -> None:
 
 
 def test_an_ended_request_whose_reader_is_gone_is_not_kept() -> None:
-    ledger = OpenRequests()
+    ledger = Begun()
     before, after, kept = (ledger.add(make_request(name)) for name in ("before", "after", "kept"))
     ledger.abandon(before)
     for name in ("before", "after", "kept"):
@@ -411,9 +398,10 @@ def test_an_ended_request_whose_reader_is_gone_is_not_kept() -> None:
 
 
 def test_a_queue_timeout_of_zero_ends_a_request_that_no_engine_has_as_the_scheduler_would() -> None:
-    ledger = OpenRequests(epoch=1)
+    ledger = Begun(epoch=1)
     timed = ledger.add(make_request("a", queue_timeout=0.0))
     patient = ledger.add(make_request("b"))
+    ledger.lose_engine(())
     ledger.expire(timed.request.arrival)
     assert timed.end is not None and timed.end.finish_reason is FinishReason.TIMEOUT
     assert patient.end is None

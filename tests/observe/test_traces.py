@@ -24,10 +24,10 @@ from octavo.errors import ConfigError
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.open_request import MAX_PREEMPTIONS
-from octavo.frontend.open_requests import OpenRequests
 from octavo.observe.otel import RequestTrace, Timed, Tracer, check_endpoint
 from tests.engine.fakes import make_request
 from tests.fake_model import FakeExecutor
+from tests.frontend.ledgers import Begun
 from tests.server.fakes import Harness, Wire
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -115,7 +115,7 @@ async def test_preemptions_are_spans_inside_the_request() -> None:
 def test_times_out_of_the_batch_go_with_the_end_and_are_bounded() -> None:
     outbox = Outbox()
     outbox.open("a")
-    requests = OpenRequests()
+    requests = Begun()
     requests.add(make_request("a"))
     arrival = make_request("a").arrival
     events = [Event(EventKind.ADMITTED, "a", arrival + 1, 1)]

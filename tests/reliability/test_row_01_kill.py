@@ -39,10 +39,11 @@ async def kill_under(
     With `is_settled` each kill waits until everybody has got over the one before, so that a gap is that of one death.
     """
     load, moments = Load(keeper, make, WIDTH), []
+    has_standby = bool(keeper.report()["has_standby"])
     for _ in range(kills):
         epoch = keeper.epoch
         await until(lambda: keeper.state is EngineState.READY and len(keeper.requests) > WIDTH // 2)
-        await until(lambda: not is_settled or is_quiet(keeper), 120.0)
+        await until(lambda: not is_settled or is_quiet(keeper, has_standby), 120.0)
         await asyncio.sleep(rng.uniform(0.0, pause_s))
         moments.append(asyncio.get_running_loop().time())
         os.kill(keeper.processes["engine"], signal.SIGKILL)
@@ -53,9 +54,9 @@ async def kill_under(
     return load.streams, load.errors, gaps
 
 
-def is_quiet(keeper: EngineSupervisor) -> bool:
+def is_quiet(keeper: EngineSupervisor, wants_standby: bool) -> bool:
     """Whether every open request has a token of this engine, and the standby, if wanted, is there."""
-    has_standby = bool(keeper.report()["has_standby"]) or not keeper._has_standby
+    has_standby = bool(keeper.report()["has_standby"]) or not wants_standby
     return has_standby and all(entry.has_progress for entry in keeper.requests)
 
 

@@ -17,10 +17,18 @@ import pytest
 from octavo.config.sources import config_from_keywords
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.engine import heartbeat
+from octavo.frontend.engine_process import EngineProcess
 from octavo.frontend.engine_supervisor import EngineState, EngineSupervisor
 from tests.engine.fakes import expected, make_request
 from tests.reliability.deaths import Load, follow, keeping, until
 from tests.reliability.scorecard import Score
+
+
+def page_of(keeper: EngineSupervisor) -> heartbeat.HeartbeatPage:
+    """The heartbeat of the engine."""
+    engine = keeper.replicas[0].engine
+    assert isinstance(engine, EngineProcess)
+    return engine.page
 
 
 async def stop(keeper: EngineSupervisor) -> float:
@@ -82,7 +90,8 @@ async def test_row_03_the_default_model_stopped_in_a_first_step(score: Score, is
     async with keeping(config) as keeper:
         if is_new:
             await follow(keeper, Request("short", array("i", range(100, 104)), params))
-        page, before = keeper._engine.page, keeper._engine.page.beat()
+        page = page_of(keeper)
+        before = page.beat()
         following = asyncio.create_task(follow(keeper, long))
         committed = before.num_committed if before is not None else 0
         async with asyncio.timeout(30):
@@ -144,8 +153,8 @@ async def test_row_03_a_standby_that_was_stopped_while_it_waited(score: Score) -
     async with keeping("slow", standby=True) as keeper:
         await until(lambda: bool(keeper.report()["has_standby"]))
         following = asyncio.create_task(follow(keeper, make_request("a", max_tokens=80)))
-        await until(lambda: keeper._engine.page.beat() is not None)
-        standby = keeper.spawner.standby
+        await until(lambda: page_of(keeper).beat() is not None)
+        standby = keeper.replicas[0].source.standby
         assert standby is not None
         os.kill(standby.pid, signal.SIGSTOP)
         begun = time.monotonic()

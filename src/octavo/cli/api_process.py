@@ -29,7 +29,7 @@ from octavo.engine.parent import end_with_parent
 from octavo.errors import ConfigError, OctavoError
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import open_journal
-from octavo.frontend.open_requests import LedgerObserver
+from octavo.frontend.open_request import LedgerObserver
 from octavo.machine import needing_memory
 from octavo.observe.log import print_notice, set_up_log
 from octavo.server.http.listener import new_event_loop

@@ -25,11 +25,13 @@ from octavo.config import Config
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.api_supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
+from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import Journal
 from octavo.frontend.sessions import Sessions
 from octavo.machine import is_loopback
 from octavo.observe.statistics import STATUS_LINE_S, StatusLine
 from octavo.server.admin import AdminServer, Verb
+from octavo.server.admission import EngineQueue
 from octavo.server.app import create_app
 from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.listener import url_of
@@ -65,6 +67,8 @@ async def serve(api: ApiProcess, engine: Engine, journal: Journal | None, loaded
     lifecycle = Lifecycle(engine_trouble=trouble, on_answered=lambda: report(ANSWERED))
     app = create_app(sessions, sessions.text, config, engine.statistics, lifecycle=lifecycle)
     context = app.state.context
+    if isinstance(engine, EngineSupervisor):
+        _follow_capacity(engine, context.queue)
     restored = (0, 0) if journal is None else restore_runs(context, journal, engine.restore)
     server = HttpServer(app, api.listener, lifecycle, config.serving.drain_timeout_s, config.web)
     url = url_of(api.listener, config.web)
@@ -87,6 +91,16 @@ async def serve(api: ApiProcess, engine: Engine, journal: Journal | None, loaded
             return await _run_until_failed(server, engine, lifecycle)
         finally:
             await asyncio.to_thread(context.tracer.close)
+
+
+def _follow_capacity(engine: EngineSupervisor, queue: EngineQueue) -> None:
+    """Have admission count the room of all replicas, as they are added, lost and removed."""
+
+    def resize(num_slots: int, num_kv_tokens: int) -> None:
+        queue.num_slots, queue.num_kv_tokens = num_slots, num_kv_tokens
+
+    engine.on_capacity = resize
+    resize(*engine.total_capacity())
 
 
 async def _run_until_failed(server: HttpServer, engine: Engine, lifecycle: Lifecycle) -> int:

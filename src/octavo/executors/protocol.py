@@ -89,6 +89,18 @@ class Capacity:
     decoder: str = ""
     fingerprint: Fingerprint = Fingerprint()
 
+    def describe_lack(self, promised: Capacity) -> str | None:
+        """Return why an engine cannot hold every request of the promised capacity, with the numbers, or None."""
+        for name in ("max_model_len", "usable_len", "num_slots"):
+            have, need = getattr(self, name), getattr(promised, name)
+            if have < need:
+                return f"its {name} is {have}, and requests may need {need}"
+        for name in ("vocab_size", "block_size", "has_masks"):
+            have, need = getattr(self, name), getattr(promised, name)
+            if have != need:
+                return f"its {name} is {have}, and it must be {need}"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:

@@ -3,7 +3,8 @@
 Owns: starting a process, waiting until it is ready, and ending it; the numbers of epochs; the standby; the budget of
 restarts. A process inherits its connection, its heartbeat page and stderr, and reads its config as a line of JSON from
 stdin. The parent keeps stdin open, so that its end shows that the parent has ended.
-Does not: watch an engine that `replace` or `next` returned, or import torch.
+It also watches a running engine, kills it if it stalls, and reads from its heartbeat what it did at its end.
+Does not: decide whether an engine is replaced, or import torch.
 Invariants: epochs grow in the order in which engines are returned. Later engines have at least the first's capacity,
 so that a request that was admitted once can be admitted again. No process is left after close().
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import random
@@ -21,18 +21,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from octavo.config import Config
-from octavo.engine.heartbeat import HeartbeatPage, page_file
+from octavo.engine.heartbeat import HeartbeatPage, Phase, page_file
 from octavo.engine.parent import DUMP_SIGNAL
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
+from octavo.frontend.engine_source import EngineDeath
 from octavo.frontend.restarts import RestartBudget, describe_status
 from octavo.frontend.socket_client import Receive, SocketClient
+from octavo.frontend.watchdog import Watchdog
 
 COMMAND = (sys.executable, "-m", "octavo.assembly")
 BEGIN_LIMIT_S = 60.0  # time to import
@@ -45,6 +47,7 @@ STANDBY_LATEST_S = 10.0  # a standby is opened after this time in any case
 STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # wait before another standby after one died or did not open
 KILL_LIMIT_S = 15.0  # time for a killed process to end
 DUMP_S = 0.3  # time to write the stacks
+LOOK_S = 0.1  # time between two looks at the heartbeat
 
 _LOG = logging.getLogger(__name__)
 
@@ -159,6 +162,46 @@ class EngineProcess:
             return False
         return True
 
+    def trouble(self) -> str | None:
+        """Return why the engine makes no progress now, None if it is idle or its steps are in time."""
+        beat = self.page.beat()
+        is_late = beat is not None and beat.deadline is not None and time.monotonic() > beat.deadline
+        return "the engine makes no steps" if is_late or not self.client.is_alive else None
+
+    async def watch(self) -> EngineDeath:
+        """Wait until the process has ended; if it stalls, write its stacks and kill it. Close its files."""
+        watchdog, stall = Watchdog(time.monotonic()), None
+        while stall is None and self.client.is_alive and self.returncode is None:
+            await self.client.ended(LOOK_S)
+            stall = watchdog.look(time.monotonic(), self.page.beat(), self.client.oldest_call_at)
+            if stall is not None and self.client.is_alive:
+                _LOG.error("the engine (process %d) does not respond: %s; its stacks follow", self.pid, stall)
+                await self.dump()
+        ended_at = time.monotonic()
+        await self.kill_and_wait()
+        return self._examine(ended_at, stall)
+
+    def _examine(self, ended_at: float, stall: str | None) -> EngineDeath:
+        """Read from the last beat what the engine did when it ended."""
+        client, beat = self.client, self.page.beat()
+        batch: tuple[str, ...] = ()
+        if beat is not None and beat.phase is Phase.STEP:
+            batch = self.page.batch(beat.batch) or ()
+        elif beat is not None and beat.phase is Phase.COMMANDS:
+            batch = client.unanswered  # the engine may have died while it admitted one of them
+        self.close_files()
+        where = "before its first step" if beat is None else f"{beat.phase.name.lower()} {beat.step}"
+        return EngineDeath(
+            f"{stall or self.describe_exit()}, {where}",
+            ended_at,
+            batch,
+            client.unanswered,
+            was_useful=beat is not None and beat.num_committed > 0,
+            stalled=stall is not None,
+            num_malformed=client.num_malformed,
+            num_stale=client.num_stale,
+        )
+
     async def kill_and_close(self) -> None:
         """Kill the process, and close its page and stdin. Idempotent."""
         await self.kill_and_wait()
@@ -183,14 +226,19 @@ class EngineProcess:
 
 
 class EngineSpawner:
-    """Starts engines with one configuration and command; `receive` is called with their events."""
+    """Starts engines with one configuration and command; `receive` is called with their events.
 
-    def __init__(self, config: Config, command: Sequence[str], receive: Receive) -> None:
+    `epochs` has the numbers of the next engines of all sources.
+    """
+
+    is_lasting = True
+
+    def __init__(self, config: Config, command: Sequence[str], receive: Receive, epochs: Iterator[int]) -> None:
         self._config = config
         self._command = tuple(command)
         self._receive = receive
         self.budget = RestartBudget()
-        self._epochs = itertools.count(1)
+        self._epochs = epochs
         self._capacity: Capacity | None = None
         self._open_limit_s = OPEN_LIMIT_S
         self._standby: asyncio.Task[EngineProcess] | None = None  # done once the standby is open
@@ -220,7 +268,7 @@ class EngineSpawner:
     async def next(self) -> EngineProcess:
         """Return the standby, once it is open, or a new engine. Raises the error of its opening.
 
-        An engine with less capacity than the first one is refused (EngineDeadError).
+        An engine that cannot hold every request of the first one is refused (EngineDeadError).
         """
         if self._keeping is not None:
             self._keeping.cancel()
@@ -235,8 +283,8 @@ class EngineSpawner:
         return await self._start()
 
     def prepare(self, is_settled: Callable[[], bool]) -> None:
-        """Open a standby once `is_settled` returns True, or after STANDBY_LATEST_S; replace the standby if it dies."""
-        if self._keeping is None:
+        """With --standby, open one once `is_settled` returns True, or after STANDBY_LATEST_S; replace it if it dies."""
+        if self._config.serving.standby and self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(is_settled), name="octavo-standby")
 
     async def close(self) -> None:
@@ -269,11 +317,9 @@ class EngineSpawner:
                 memory_fraction=None,
             )
             self._config = replace(self._config, cache=cache)
-        elif not _holds(engine.capacity, self._capacity):
+        elif lack := engine.capacity.describe_lack(self._capacity):
             await engine.close()
-            raise EngineDeadError(
-                f"the new engine has {engine.capacity.num_blocks} blocks, {self._capacity.num_blocks} are needed"
-            )
+            raise EngineDeadError(f"the new engine cannot replace the former one: {lack}")
         return engine
 
     async def _keep(self, is_settled: Callable[[], bool]) -> None:
@@ -296,13 +342,3 @@ class EngineSpawner:
             self._standby = None
             await asyncio.sleep(STANDBY_PAUSES_S[min(num_failures, len(STANDBY_PAUSES_S) - 1)])
             num_failures += 1
-
-
-def _holds(capacity: Capacity, needed: Capacity) -> bool:
-    """Return True if every request that fits an engine of the needed capacity fits this one."""
-    return (
-        all(have >= want for have, want in zip(capacity.num_blocks, needed.num_blocks, strict=True))
-        and capacity.max_model_len >= needed.max_model_len
-        and capacity.num_slots >= needed.num_slots
-        and capacity.vocab_size == needed.vocab_size
-    )

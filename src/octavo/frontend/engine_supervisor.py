@@ -1,113 +1,74 @@
-"""EngineSupervisor: one EngineClient over successive engine processes, and the Watchdog that finds stalled ones.
+"""EngineSupervisor: one EngineClient over the engines of one or more replicas, each of which is replaced when it ends.
 
-Owns: which engine is current; killing an engine that stalls; the change to the next engine; `pause` and `drain`, which
-later engines must follow too. Does not: start processes (engine_process), or keep requests (open_requests).
-Invariants: while requests are open, an engine runs or is being started. An engine is dead before the next one begins.
-An engine is reported as stalled only if its deadline has passed, or if it left a call unanswered for ANSWER_S without a
-new beat. Time in which this process did not look does not count: after a late look the engine gets the full time again.
+Owns: which replicas there are and their states; adding, draining and removing them; `pause` and `drain`, which later
+engines must follow too; which engine answers a verb. Does not: start processes (engine_process), keep requests
+(open_requests), choose engines (an EngineRouter does), decide how many replicas there are, or know other machines.
+Invariants: while requests are open, every replica that is not drained has an engine or one is being started. An engine
+is dead before the next one of its replica begins. A replica gets no request before it is ready, and is not stopped
+while it has one. The first engine's capacity is what every later engine holds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from enum import Enum
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 from octavo.config import Config
 from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, Verb
-from octavo.engine.heartbeat import Beat, Phase
-from octavo.errors import EngineDeadError, QueueFullError
+from octavo.errors import CapacityError, ConfigError, EngineDeadError, QueueFullError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.engine_process import COMMAND, EngineProcess, EngineSpawner
-from octavo.frontend.open_request import OpenRequest
-from octavo.frontend.open_requests import LedgerObserver, OpenRequests
-from octavo.frontend.socket_client import SocketClient
+from octavo.frontend.engine_process import COMMAND, LOOK_S, EngineSpawner
+from octavo.frontend.engine_source import EngineDeath, EngineSource, RunningEngine
+from octavo.frontend.open_request import EngineRouter, LedgerObserver, OpenRequest
+from octavo.frontend.open_requests import OpenRequests
+from octavo.frontend.replica import EngineReplica, EngineState
+from octavo.observe.merging import merge_answers
 
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
 MAX_GAPS = 256  # recoveries whose seconds are in the report
-LOOK_S = 0.1  # time between two looks at the heartbeat
-LATE_S = 0.5  # two looks further apart than this mean that this process, or the machine, was stopped
-CONFIRM_S = 0.3  # an overdue beat must stay the newest for this long
-ANSWER_S = 5.0  # how long an idle engine may leave a call unanswered
-
-
-class Watchdog:
-    """Finds out whether one engine stalls. Times are seconds on the monotonic clock."""
-
-    def __init__(self, now: float) -> None:
-        self._looked_at = now
-        self._number = -1  # number of the last beat seen
-        self._moved_at = now
-        self._overdue_since: float | None = None
-
-    def look(self, now: float, beat: Beat | None, oldest_call_at: float | None) -> str | None:
-        """Return a description of the stall, or None. `oldest_call_at` is when the oldest unanswered call was sent."""
-        late = now - self._looked_at
-        self._looked_at = now
-        number = 0 if beat is None else beat.number
-        if number != self._number or late > LATE_S:
-            self._number, self._moved_at, self._overdue_since = number, now, None
-            return None
-        if beat is not None and beat.deadline is not None:
-            return self._judge_deadline(now, beat, beat.deadline)
-        since = self._moved_at if oldest_call_at is None else max(oldest_call_at, self._moved_at)
-        if oldest_call_at is not None and now - since > ANSWER_S:
-            return f"a call has been without an answer for {now - oldest_call_at:.1f} s"
-        return None
-
-    def _judge_deadline(self, now: float, beat: Beat, deadline: float) -> str | None:
-        if now <= deadline:
-            return None
-        if self._overdue_since is None:
-            self._overdue_since = now
-        if now - self._overdue_since < CONFIRM_S:
-            return None
-        return (
-            f"{beat.phase.name.lower()} {beat.step}: nothing has moved for {now - self._moved_at:.1f} s, the limit was "
-            f"{now - deadline:.1f} s ago"
-        )
-
-
-class EngineState(Enum):
-    """The state of the current engine."""
-
-    STARTING = "starting"
-    READY = "ready"
-    RECOVERING = "recovering"
-    FAILED = "failed"
 
 
 class EngineSupervisor:
-    """Restarts an engine that dies or stalls, and resumes its requests. Made by start(), for one event loop.
+    """Restarts engines that die or stall, and resumes their requests. For one event loop.
 
-    `failed` is set when no other engine will be started; `failure` is the reason. `capacity` is the first engine's;
-    every later engine has at least that capacity.
+    `failed` is set when no engine runs and none will be started, unless `awaits_replicas` is set: another may be added.
+    `failure` is the reason. `on_capacity` is called with the slots and KV tokens of all ready replicas when they
+    change; `start_first`, if given, when a request is submitted and there is no replica. `term` is greater than that of
+    every former supervisor of the same engines.
     """
 
-    def __init__(self, config: Config, command: Sequence[str], observer: LedgerObserver | None) -> None:
-        self.capacity: Capacity
-        self.state = EngineState.STARTING
+    def __init__(
+        self,
+        observer: LedgerObserver | None = None,
+        *,
+        router: EngineRouter | None = None,
+        awaits_replicas: bool = False,
+        term: int = 0,
+    ) -> None:
+        self.capacity: Capacity  # of the first engine; every other engine holds at least as much
         self.failed = asyncio.Event()
         self.failure = ""
         self.num_restarts = 0
         self.num_stalls = 0
-        self.requests = OpenRequests(observer=observer)
+        self.requests = OpenRequests(observer=observer, router=router)
         self.outputs, self.cancel = self.requests.outputs, self.requests.cancel
-        self.spawner = EngineSpawner(config, command, self._receive)
-        self._has_standby = config.serving.standby
-        self._engine: EngineProcess
-        self._running: asyncio.Task[None] | None = None
-        self._killed = ""  # the reason, while the engine is being killed on purpose
-        self._died_at: float | None = None  # when the engine died, until a request gets a token again
+        self.epochs = itertools.count((term << 32) + 1)
+        self.awaits_replicas = awaits_replicas
+        self.on_capacity: Callable[[int, int], object] | None = None
+        self.start_first: Callable[[], Awaitable[object]] | None = None
+        self._replicas: dict[int, EngineReplica] = {}
+        self._next_number = 0
+        self._ticking: asyncio.Task[None] | None = None
+        self._recoveries: list[tuple[float, int, list[OpenRequest]]] = []  # time, replica and requests of lost engines
         self._gaps: deque[float] = deque(maxlen=MAX_GAPS)
-        self._orders: dict[Verb, bool] = {}  # pause, drain -> True if the order was sent to the current engine
+        self._orders: set[Verb] = set()  # pause, drain
         self._num_malformed = self._num_stale = 0  # frames of engines that ended
         self._is_closing = False
 
@@ -115,63 +76,163 @@ class EngineSupervisor:
     async def start(
         cls, config: Config, observer: LedgerObserver | None = None, command: Sequence[str] = COMMAND
     ) -> EngineSupervisor:
-        """Start the first engine. Raises the error of its opening, or EngineDeadError, and leaves no process then."""
-        supervisor = cls(config, command, observer)
-        engine = await supervisor.spawner.next()
-        supervisor.capacity = engine.capacity
-        supervisor._begin(engine)
-        supervisor._running = asyncio.create_task(supervisor._run(), name="octavo-supervisor")
+        """Start one replica. Raises the error of its opening, or EngineDeadError, and leaves no process then."""
+        supervisor = cls(observer)
+        await supervisor.add(supervisor.spawner(config, command), "engine")
         return supervisor
+
+    def spawner(self, config: Config, command: Sequence[str] = COMMAND) -> EngineSpawner:
+        """Return a source of engine processes on this machine for this supervisor."""
+        return EngineSpawner(config, command, self.receive, self.epochs)
+
+    # --- figures
 
     @property
     def epoch(self) -> int:
-        """The number of the current engine, or of the last one."""
+        """The greatest number of an engine so far."""
         return self.requests.epoch
 
     @property
+    def replicas(self) -> tuple[EngineReplica, ...]:
+        """All replicas, oldest first."""
+        return tuple(self._replicas.values())
+
+    @property
+    def state(self) -> EngineState:
+        """The state of all replicas together."""
+        none = EngineState.RECOVERING if self.awaits_replicas else EngineState.STOPPED
+        states = {replica.state for replica in self._replicas.values()}
+        return EngineState.FAILED if self.failure else min(states, key=list(EngineState).index, default=none)
+
+    @property
     def processes(self) -> dict[str, int]:
-        """The pids of the current engine, or of the last one, and of the standby, by role."""
-        standby = self.spawner.standby
-        return {"engine": self._engine.pid} | ({"standby": standby.pid} if standby is not None else {})
+        """The pids of the current engines and of the standbys, by role."""
+        pids = {}
+        for replica in self._replicas.values():
+            if replica.engine is not None:
+                pids[replica.name] = replica.engine.pid
+            if replica.source.standby is not None:
+                pids["standby" if replica.name == "engine" else f"{replica.name} standby"] = replica.source.standby.pid
+        return pids
 
     def trouble(self) -> str | None:
-        """Return why the engine makes no progress now, None if it is idle or its steps are in time."""
-        if self.state is not EngineState.READY:
-            return "the engine failed" if self.state is EngineState.FAILED else "the engine is being restarted"
-        beat = self._engine.page.beat()
-        is_late = beat is not None and beat.deadline is not None and time.monotonic() > beat.deadline
-        return "the engine makes no steps" if is_late or not self._engine.client.is_alive else None
+        """Return why no engine makes progress now, None if one is idle or its steps are in time."""
+        found = "the engine failed" if self.failure else "the engine is being restarted"
+        if self.state is EngineState.STOPPED:
+            return None  # no model is loaded, and the next request loads it
+        for replica in self._ready():
+            assert replica.engine is not None
+            trouble = replica.engine.trouble()
+            if trouble is None:
+                return None
+            found = trouble
+        return found
 
     def report(self) -> dict[str, object]:
         """Return the state, and counts since the start.
 
-        A gap is the time from an engine's end to the next token, or to the next engine if no request is open.
+        A gap is the time from an engine's end to the next token of one of its requests, or to the replica's next engine
+        if it had no request.
         """
-        rejections, client = self.requests.rejections, self._engine.client
-        is_current = self.requests.engine is client  # otherwise the sums already include its dropped frames
+        requests, rejections = self.requests, self.requests.rejections
+        clients = [replica.engine.client for replica in self._replicas.values() if replica.bound and replica.engine]
         return {
             "state": self.state.value,
             "epoch": self.epoch,
             "restarts": self.num_restarts,
-            "open_requests": len(self.requests),
-            "unread_requests": self.requests.num_unread,
-            "resumed_requests": self.requests.num_resumed,
+            "open_requests": len(requests),
+            "unread_requests": requests.num_unread,
+            "resumed_requests": requests.num_resumed,
+            "moved_requests": requests.num_moved,
+            "inexact_requests": requests.num_inexact,
             "stalls": self.num_stalls,
-            "suspects_failed": self.requests.num_failed_suspects,
+            "suspects_failed": requests.num_failed_suspects,
             "dropped_frames": {
-                "malformed": self._num_malformed + client.num_malformed * is_current,
-                "stale": self._num_stale + client.num_stale * is_current + rejections.stale_epochs,
+                "malformed": self._num_malformed + sum(client.num_malformed for client in clients),
+                "stale": self._num_stale + sum(client.num_stale for client in clients) + rejections.stale_epochs,
             },
-            "dropped_ids": {name: getattr(rejections, name) for name in ("duplicates", "gaps", "late", "unknown")},
+            "dropped_ids": {
+                name: getattr(rejections, name) for name in ("duplicates", "gaps", "late", "unknown", "moved")
+            },
             "recovery_gaps_s": [round(gap, 3) for gap in self._gaps],
-            "has_standby": self.spawner.standby is not None and self.spawner.standby.client.is_alive,
+            "has_standby": any(replica.source.standby is not None for replica in self._replicas.values()),
+            "replicas": [replica.report() for replica in self._replicas.values()],
         }
 
-    def kill(self, why: str) -> None:
-        """Kill the engine's process on purpose: no request becomes a suspect. Do nothing if there is no engine."""
-        if self.state is EngineState.READY:
-            self._killed = why
-            self._engine.kill()
+    def total_capacity(self) -> tuple[int, int]:
+        """Return the slots and the KV tokens of all replicas that get requests; those of one if there is none now."""
+        sizes = [replica.engine.capacity for replica in self._ready() if replica.engine is not None] or [self.capacity]
+        return sum(size.num_slots for size in sizes), sum(size.num_blocks[0] * size.block_size for size in sizes)
+
+    # --- replicas are added and removed
+
+    async def add(self, source: EngineSource, name: str = "") -> int:
+        """Add a replica and return its number once its engine is ready. Raises the error of its opening.
+
+        An engine that holds less than the first one is refused (CapacityError).
+        """
+        self._check_usable()
+        number = self._next_number
+        self._next_number += 1
+        replica = self._replicas[number] = EngineReplica(number, name or f"replica-{number}", source)
+        try:
+            engine = await source.next()
+            await self._begin(replica, engine)
+        except BaseException:
+            del self._replicas[number]
+            await source.close()
+            raise
+        if self._ticking is None:
+            self._ticking = asyncio.create_task(self._tick(), name="octavo-supervisor")
+        replica.running = asyncio.create_task(self._run(replica), name=f"octavo-{replica.name}")
+        return number
+
+    async def drain(self, number: int, limit_s: float | None = None) -> None:
+        """Send no new request to a replica, wait until its requests have ended, and stop it.
+
+        After `limit_s` the rest is moved to other replicas, if one can take them. Raises ConfigError for no replica.
+        """
+        replica = self._replica(number)
+        until = None if limit_s is None else time.monotonic() + limit_s
+        if replica.state is EngineState.READY:
+            replica.state = EngineState.DRAINING
+            self._capacity_changed()
+        while replica.bound is not None and replica.bound.requests:
+            if replica.bound.is_open:
+                self.requests.set_open(replica.bound, False)
+            if until is not None and time.monotonic() >= until and self._ready():
+                self.requests.move_requests(replica.bound)
+                break
+            await asyncio.sleep(LOOK_S / 2)
+        await self._stop(replica)
+
+    async def remove(self, number: int) -> None:
+        """Stop a replica now; its requests go on at others, or wait for one."""
+        replica = self._replica(number)
+        if replica.bound is not None:
+            self.requests.set_open(replica.bound, False)
+            self.requests.move_requests(replica.bound)
+        await self._stop(replica)
+
+    def kill(self, why: str, number: int | None = None) -> None:
+        """Kill an engine on purpose (None: the first): no request becomes a suspect. Do nothing if there is none."""
+        ready = self._ready() if number is None else [self._replica(number)]
+        if ready and ready[0].engine is not None:
+            ready[0].killed = why
+            ready[0].engine.kill()
+
+    async def close(self) -> None:
+        """End all engines and their requests, then all requests that are still open. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        tasks = [replica.running for replica in self._replicas.values()]
+        tasks.append(self._ticking)
+        await _cancel(*tasks)
+        await asyncio.gather(*(replica.source.close() for replica in self._replicas.values()))
+        engines = [replica.engine for replica in self._replicas.values() if replica.engine is not None]
+        await asyncio.gather(*(engine.close() for engine in engines))
+        self.requests.end_all(FinishReason.CANCELLED, EngineDeadError("the engine was stopped"))
 
     # --- EngineClient
 
@@ -180,30 +241,36 @@ class EngineSupervisor:
         self._check_usable()
         if "drain" in self._orders:
             raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
+        if not self._replicas and self.start_first is not None:
+            await self.start_first()
         return await self.requests.submit(request)
 
     async def statistics(self) -> Mapping[str, object]:
-        """Return counters and gauges of the current engine, since it began. Raises EngineDeadError without one."""
+        """Return counters and gauges of the current engines, since they began. Raises EngineDeadError without one."""
         return cast(Mapping[str, object], await self.control("statistics"))
 
-    async def control(self, verb: Verb, argument: str = "") -> object:
-        """See EngineClient. `pause` and `drain` hold for later engines too; a paused one admits no resumed request."""
+    async def control(self, verb: Verb, argument: str = "", *, replica: int | None = None) -> object:
+        """See EngineClient. `pause` and `drain` hold for later engines too; a paused one admits no resumed request.
+
+        `frames` and the tables of `export_statistics` are those of one replica, by default the first. The answers of
+        other verbs are merged (see merging); `replica` requests the answer of one.
+        """
         if verb == "cancel_all":
             return self.requests.cancel([state.request.request_id for state in self.requests])
         if verb in ("pause", "drain", "resume"):
             self._check_usable()
             if verb == "resume":
                 self._orders.clear()
-                self._post(verb)
+                for each in self._replicas.values():
+                    each.orders.clear()
+                    self._post(each, verb)
             else:
-                self._orders[verb] = False
+                self._orders.add(verb)
                 self._post_orders()
             return True
-        if verb == "explain":
-            held = self._explain_held(argument)
-            answer = await self._client_or_raise().control(verb, argument) if held is None else held
-            return self._with_epochs(answer)
-        return await self._client_or_raise().control(verb, argument)
+        if verb == "explain" and argument:
+            return await self._explain(argument)
+        return await self._ask(verb, argument, replica)
 
     def restore(self, requests: Iterable[OpenRequest]) -> None:
         """Add the requests of an earlier front end, and resume those that have not ended.
@@ -214,180 +281,233 @@ class EngineSupervisor:
         for state in requests:
             self.requests.restore(state)
 
-    async def close(self) -> None:
-        """End the standby, then the engine and its requests, then all requests that are still open. Idempotent."""
-        if self._is_closing:
-            return
-        self._is_closing = True
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-        await self.spawner.close()
-        await self._engine.close()
-        self.requests.end_all(FinishReason.CANCELLED, EngineDeadError("the engine was stopped"))
+    async def _ask(self, verb: Verb, argument: str, number: int | None) -> object:
+        """Return the answer of one replica, or the merged answers of all that are ready. Raises EngineDeadError."""
+        self._check_usable()
+        replicas = self._live() if number is None else [self._replica(number)]
+        clients = {replica.name: replica.engine.client for replica in replicas if replica.engine is not None}
+        if not clients:
+            raise EngineDeadError("the engine is being restarted")
+        if len(clients) == 1 or verb in ("frames", "export_statistics"):
+            return await next(iter(clients.values())).control(verb, argument)
+        calls = (client.control(verb, argument) for client in clients.values())
+        answers = dict(zip(clients, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        found = {name: answer for name, answer in answers.items() if not isinstance(answer, BaseException)}
+        if not found:
+            raise cast(BaseException, next(iter(answers.values())))
+        return merge_answers(verb, found)
 
-    # --- one engine after another
+    # --- the engines of a replica, one after another
 
-    async def _run(self) -> None:
-        while self.state is not EngineState.FAILED:
-            try:
-                stall = await self._watch(self._engine)
-                await self._recover(self._engine, stall)
-            except Exception as error:  # the shell: without a supervisor no request would be answered
-                _LOG.exception("the supervisor of the engine failed")
-                self._engine.kill()
-                self._fail(f"{type(error).__name__}: {error}")
-
-    async def _watch(self, engine: EngineProcess) -> str:
-        """Wait until the engine has ended or stalls; return a description of the stall, or "" if the engine ended."""
-        watchdog = Watchdog(time.monotonic())
-        while engine.client.is_alive and engine.returncode is None:
-            await engine.client.ended(LOOK_S)
-            now = time.monotonic()
-            if self.requests.is_holding:
-                self.requests.expire(now)
-            elif self._orders:
-                self._post_orders()
-            if self._died_at is not None and not self.requests:
-                self._note_gap()
-            stall = watchdog.look(now, engine.page.beat(), engine.client.oldest_call_at)
-            if stall is not None and engine.client.is_alive:
-                self.num_stalls += 1
-                _LOG.error("the engine (process %d) does not respond: %s; its stacks follow", engine.pid, stall)
-                await engine.dump()
-                return stall
-        return ""
-
-    async def _recover(self, engine: EngineProcess, stall: str) -> None:
-        """Kill the engine if it has not ended, record which requests may be the cause, and start another engine."""
-        self.state = EngineState.RECOVERING
-        self._died_at = self._died_at or time.monotonic()
-        await engine.kill_and_wait()
-        was_useful = self._examine(engine, self._killed or stall or engine.describe_exit())
+    async def _run(self, replica: EngineReplica) -> None:
         try:
-            successor = await self._while_expiring(self.spawner.replace(was_useful))
-        except EngineDeadError as error:
-            self._fail(str(error))
-            return
-        self.num_restarts += 1
-        self._begin(successor)
-        _LOG.warning("epoch %d began with %d open requests", self.epoch, len(self.requests))
+            while replica.engine is not None:
+                was_useful = self._lose(replica, await replica.engine.watch())
+                if replica.state is EngineState.DRAINING:
+                    return  # drain() stops it
+                await self._begin(replica, await replica.source.replace(was_useful))
+                replica.num_restarts += 1
+                self.num_restarts += 1
+                _LOG.warning("epoch %d began with %d open requests", self.epoch, len(self.requests))
+        except (EngineDeadError, CapacityError) as error:
+            self._give_up(replica, str(error))
+        except Exception as error:  # the shell: without a supervisor no request would be answered
+            _LOG.exception("the supervisor of %s failed", replica.name)
+            if replica.engine is not None:
+                replica.engine.kill()
+            self._give_up(replica, f"{type(error).__name__}: {error}")
 
-    def _examine(self, engine: EngineProcess, what: str) -> bool:
-        """Read counts and suspects from a dead engine; return True if it committed a step or was killed on purpose."""
-        client, beat = engine.client, engine.page.beat()
-        unanswered = [state for name in client.unanswered if (state := self.requests.get_open(name)) is not None]
-        # Requests whose grammar was being built when the engine died; a build may crash outside steps.
-        batch = tuple(state.request.request_id for state in unanswered if state.request.params.grammar)
-        if beat is not None and beat.phase is Phase.STEP:
-            batch += engine.page.batch(beat.batch) or ()
-        elif beat is not None and beat.phase is Phase.COMMANDS:
-            batch = client.unanswered  # the engine may have died while it admitted one of them
-        engine.close_files()
-        self._num_malformed += client.num_malformed
-        self._num_stale += client.num_stale
-        where = "before its first step" if beat is None else f"{beat.phase.name.lower()} {beat.step}"
-        _LOG.warning("the engine of epoch %d ended (%s), %s, %d in its batch", client.epoch, what, where, len(batch))
-        was_killed, self._killed = bool(self._killed), ""
-        self.requests.lose_engine(() if was_killed else batch)
-        for verb in self._orders:
-            self._orders[verb] = False
-        return was_killed or (beat is not None and beat.num_committed > 0)
-
-    def _begin(self, engine: EngineProcess) -> None:
-        self._engine = engine
-        self.state = EngineState.READY
+    async def _begin(self, replica: EngineReplica, engine: RunningEngine) -> None:
+        """Give a replica its next engine. Raises CapacityError, and closes the engine, if it holds too little."""
+        self.capacity = getattr(self, "capacity", engine.capacity)
+        lack = engine.capacity.describe_lack(self.capacity)
+        if lack:
+            await engine.close()
+            raise CapacityError(f"{replica.name} is refused: {lack}")
+        replica.engine = engine
         if "pause" in self._orders:  # first, or a request would be admitted in between
-            self._orders["pause"] = True
-            self._post("pause")
-        if not self.requests.begin_epoch(engine.client):
-            self._note_gap()
+            replica.orders.add("pause")
+            engine.client.post_control("pause")
+        if replica.state is not EngineState.DRAINING:
+            replica.state = EngineState.READY
+        replica.bound = self.requests.begin_epoch(engine.client, replica.number, engine.capacity.fingerprint)
+        self._note_gaps()
         self._post_orders()
-        if self._has_standby:
-            resumed = list(self.requests)
-            self.spawner.prepare(lambda: all(state.has_progress or state.end is not None for state in resumed))
+        self._capacity_changed()
+        resumed = list(replica.bound.requests.values())
+        replica.source.prepare(lambda: all(state.has_progress or state.end is not None for state in resumed))
 
-    def _receive(self, epoch: int, events: Events) -> None:
+    def _lose(self, replica: EngineReplica, death: EngineDeath) -> bool:
+        """Handle the end of a replica's engine: its requests go on at others, or wait. Return True if it was useful."""
+        engine, what = replica.engine, replica.killed or death.what
+        assert engine is not None
+        epoch, get = engine.client.epoch, self.requests.get_open
+        # Requests whose grammar was being built when the engine died; a build may crash outside steps.
+        built = (
+            state for name in death.unanswered if (state := get(name)) is not None and state.request.params.grammar
+        )
+        batch = (*(state.request.request_id for state in built), *death.batch)
+        _LOG.warning("the engine of epoch %d ended (%s), %d in its batch", epoch, what, len(batch))
+        if replica.state is EngineState.READY:
+            replica.state = EngineState.RECOVERING
+        was_killed, replica.killed, replica.engine, replica.bound = bool(replica.killed), "", None, None
+        replica.orders.clear()
+        replica.num_stalls += death.stalled
+        self.num_stalls += death.stalled
+        self._num_malformed += death.num_malformed
+        self._num_stale += death.num_stale
+        lost = self.requests.lose_engine(() if was_killed else batch, epoch)
+        self._recoveries.append((death.at, replica.number, lost))
+        self._capacity_changed()
+        return was_killed or death.was_useful
+
+    async def _stop(self, replica: EngineReplica) -> None:
+        """Stop a replica whose requests have ended or were moved, and forget it."""
+        replica.state = EngineState.STOPPED
+        await _cancel(replica.running)
+        if replica.bound is not None:
+            self.requests.lose_engine((), replica.bound.epoch)
+            replica.bound = None
+        await replica.source.close()
+        if replica.engine is not None:
+            await replica.engine.close()
+        self._forget(replica)
+
+    def _forget(self, replica: EngineReplica) -> None:
+        self._replicas.pop(replica.number, None)
+        self._capacity_changed()
+
+    def _give_up(self, replica: EngineReplica, why: str) -> None:
+        """Handle a replica that gets no other engine. Without any other replica, all requests end."""
+        replica.state, replica.failure = EngineState.FAILED, why
+        _LOG.error("%s is given up: %s", replica.name, why)
+        if not replica.source.is_lasting:
+            self._forget(replica)
+        if not self.awaits_replicas and all(each.state is EngineState.FAILED for each in self._replicas.values()):
+            self.failure = why
+            self.requests.end_all(FinishReason.ERROR, EngineDeadError(why))
+            self.failed.set()
+
+    # --- every LOOK_S, and after events
+
+    def receive(self, epoch: int, events: Events) -> None:
+        """Handle events of an engine; a source calls this."""
         self.requests.accept(epoch, events)
-        if self._died_at is not None and events.request_ids and epoch == self.epoch:
-            self._note_gap()
+        if self._recoveries and events.request_ids:
+            self._note_gaps()
 
-    def _note_gap(self) -> None:
-        if self._died_at is not None and self.state is EngineState.READY:
-            self._gaps.append(time.monotonic() - self._died_at)
-            self._died_at = None
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self.requests.num_held:
+                now = time.monotonic()
+                self.requests.expire(now)
+                self.requests.place_suspects(now)
+            self._post_orders()
+            self._note_gaps()
 
-    def _fail(self, why: str) -> None:
-        self.state = EngineState.FAILED
-        self.failure = why
-        _LOG.error("the engine is given up: %s", why)
-        self.requests.end_all(FinishReason.ERROR, EngineDeadError(why))
-        self.failed.set()
-
-    async def _while_expiring(self, awaitable: Awaitable[_T]) -> _T:
-        """Await a result; meanwhile end the requests whose deadline or queue timeout passes, as no engine does."""
-        task = asyncio.ensure_future(awaitable)
-        try:
-            while not task.done():
-                await asyncio.wait((task,), timeout=LOOK_S)
-                self.requests.expire(time.monotonic())
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    # --- orders and explanations
+    def _note_gaps(self) -> None:
+        """Note the recoveries that are complete."""
+        now, waiting = time.monotonic(), []
+        for ended_at, number, lost in self._recoveries:
+            replica = self._replicas.get(number)
+            is_idle = all(state.end is not None for state in lost) and (replica is None or replica.bound is not None)
+            if is_idle or any(state.has_progress for state in lost):
+                self._gaps.append(now - ended_at)
+            else:
+                waiting.append((ended_at, number, lost))
+        self._recoveries = waiting[-MAX_GAPS:]
 
     def _post_orders(self) -> None:
-        """Pause or drain the current engine, once all resumed requests have been sent to it."""
-        if not self.requests.is_holding:
-            for verb, is_posted in tuple(self._orders.items()):
-                if not is_posted and self.state is EngineState.READY:
-                    self._orders[verb] = True
-                    self._post(verb)
+        """Pause or drain the current engines, each once all suspects have been sent to it."""
+        for replica in self._live():
+            assert replica.bound is not None
+            if replica.bound.suspect is None:
+                for verb in sorted(self._orders - replica.orders):
+                    replica.orders.add(verb)
+                    self._post(replica, verb)
 
-    def _post(self, verb: Verb) -> None:
-        if self.state is EngineState.READY:
-            self._engine.client.post_control(verb)
+    def _post(self, replica: EngineReplica, verb: Verb) -> None:
+        if replica.engine is not None and replica.bound is not None:
+            replica.engine.client.post_control(verb)
 
-    def _client_or_raise(self) -> SocketClient:
-        self._check_usable()
-        if self.state is not EngineState.READY:
-            raise EngineDeadError("the engine is being restarted")
-        return self._engine.client
+    def _capacity_changed(self) -> None:
+        if self.on_capacity is not None and self._ready():
+            self.on_capacity(*self.total_capacity())
+
+    # --- replicas by state
+
+    def _live(self) -> list[EngineReplica]:
+        """Return the replicas with a current engine, oldest first."""
+        return [replica for replica in self._replicas.values() if replica.bound is not None]
+
+    def _ready(self) -> list[EngineReplica]:
+        """Return the replicas that get new requests, oldest first."""
+        return [replica for replica in self._live() if replica.state is EngineState.READY]
+
+    def _replica(self, number: int) -> EngineReplica:
+        replica = self._replicas.get(number)
+        if replica is None:
+            known = ", ".join(map(str, self._replicas)) or "none"
+            raise ConfigError(f"there is no replica {number}; there are: {known}")
+        return replica
 
     def _check_usable(self) -> None:
         if self._is_closing:
             raise EngineDeadError("the engine was stopped")
-        if self.state is EngineState.FAILED:
+        if self.failure:
             raise EngineDeadError(self.failure)
 
-    def _explain_held(self, name: str) -> dict[str, object] | None:
-        """Explain an open request that no engine has; return None for any other request."""
-        is_ready, state = self.state is EngineState.READY, self.requests.get_open(name)
-        if state is None or (is_ready and self.requests.has_engine(name)):
-            return None
-        why = "the engine is being restarted"
-        if is_ready:
+    # --- explanations
+
+    async def _explain(self, name: str) -> object:
+        """Explain one request: by the engine that it is bound to, or by any that remembers its end."""
+        self._check_usable()
+        state, engine = self.requests.get_open(name), None
+        if state is not None:
+            engine = state.engine
+            answer = self._explain_held(state) if engine is None else await self._ask("explain", name, engine.number)
+        else:
+            answer = await self._ask("explain", name, None)
+        return self._with_epochs(answer, self.epoch if engine is None else engine.epoch)
+
+    def _explain_held(self, state: OpenRequest) -> dict[str, object]:
+        """Explain an open request that no engine has."""
+        name, why = state.request.request_id, "the engine is being restarted"
+        if self._ready():
             why = "an engine died, and what may have been the cause is tried alone first"
         outputs = sum(len(page.ids) for page in state.pages.values())
         answer = {"id": name, "state": "held", "tenant": state.request.tenant, "num_outputs": outputs}
         return {**answer, "text": f"{name} waits: {why}", "public_text": f"waits: {why}"}
 
-    def _with_epochs(self, answer: object) -> object:
+    def _with_epochs(self, answer: object, epoch: int) -> object:
         """Add the engine's epoch, and the epoch of the request's arrival, to an explanation."""
         if not isinstance(answer, dict) or "text" not in answer:
             return answer
-        epoch, state = self.epoch, self.requests.get(answer["id"])
+        state = self.requests.get(answer["id"])
         arrived_in = None if state is None else state.epoch
-        epochs = {
+        answer |= {
             "epoch": epoch,
             "begun_in_epoch": arrived_in,
-            "num_resumes": None if arrived_in is None else epoch - arrived_in,
+            "num_resumes": None if state is None else max(0, state.num_sends - (state.epoch > 0)),
         }
-        if arrived_in is None or arrived_in == epoch or answer["state"] == "held":
-            return answer | epochs
-        where = f"it arrived in epoch {arrived_in}" if arrived_in else "it arrived before this server's process began"
-        resumed = f"; resumed by the engine of epoch {epoch}, {where}"
-        return answer | epochs | {key: f"{answer[key]}{resumed}" for key in ("text", "public_text")}
+        if state is None:
+            return answer
+        notes = ""
+        if arrived_in != epoch and answer["state"] != "held":
+            where = f"arrived in epoch {arrived_in}" if arrived_in else "arrived before this server's process began"
+            notes = f"; resumed by the engine of epoch {epoch}, it {where}"
+        if state.engine is not None and len(self._replicas) > 1:
+            answer["replica"] = self._replicas[state.engine.number].name
+            notes += f"; on {answer['replica']}"
+        if not state.is_exact:
+            answer["is_exact"] = False
+            notes += "; an engine with another model, tokenizer or numerics generated its first tokens"
+        return answer | {key: f"{answer[key]}{notes}" for key in ("text", "public_text")}
+
+
+async def _cancel(*tasks: asyncio.Task[None] | None) -> None:
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

@@ -37,8 +37,7 @@ from octavo.frontend.journal_files import (
     read_segment,
 )
 from octavo.frontend.journal_format1 import LoggedEventsV1
-from octavo.frontend.open_request import OpenRequest, Page
-from octavo.frontend.open_requests import without
+from octavo.frontend.open_request import OpenRequest, Page, without
 
 _RECORDED = ENDS | {EventKind.ADMITTED}
 _SNAPSHOT_TOKENS = 4096  # most tokens of one record: with 20 log-probabilities each it is far below the size cap

@@ -18,7 +18,8 @@ from typing import Any, cast
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, Verb
 from octavo.engine.loop import EngineLoop
-from octavo.frontend.open_requests import OpenRequests, settle
+from octavo.frontend.open_request import settle
+from octavo.frontend.open_requests import OpenRequests
 
 JOIN_POLL_S = 0.005
 _EPOCH = 1  # an engine in this process has no successor

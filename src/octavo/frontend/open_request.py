@@ -1,9 +1,10 @@
-"""OpenRequest: one request of the front end, with the ids received for each choice and the ends.
+"""OpenRequest: one request of the front end, with the ids received for each choice and the ends; and BoundEngine.
 
 Owns: the pages (one per choice), the reader's position in each page, the prompt scores received, and the Request that
-resumes this one on a later engine. Does not: check epochs (see open_requests).
+resumes this one on a later engine; the requests bound to one engine; the interfaces of the ledger's links, router and
+observer. Does not: choose engines, or accept what they send (see open_requests).
 Invariants: a choice has one end and accepts no id after it. A prompt score is stored once. The figures of the first
-admission (queue time, cached tokens) do not change under later engines.
+admission (queue time, cached tokens) do not change under later engines. A request is bound to at most one engine.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import sys
 from array import array
 from asyncio import Future, get_running_loop
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from octavo.core.plan import Event, EventKind, TokenLogprobs
+from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.outbox import finished
+from octavo.executors.protocol import Fingerprint
 
 MAX_PREEMPTIONS = 32  # most preemptions of one request whose times are stored
+_UNKNOWN = Fingerprint()
 
 
 def num_choices(params: SamplingParams) -> int:
@@ -49,16 +54,19 @@ class OpenRequest:
     `epoch` is the epoch of its arrival; 0 if an earlier front end accepted the request. `has_progress`: the request got
     a token in this epoch, even one that was already known. `num_crashes` counts the engines that died with the request
     in their batch since its last token. `requested_ends` maps a choice (None = the whole request) to the reason of its
-    cancellation, which an engine that died may not have received. `queue_s` and `cached_tokens` describe the first
-    admission; before it they are None and 0. `max_tokens` is the engine's decision; before it, 0. `answer` is the
-    future of the submit call. `waiter` is the reader's future: for any output or, with `final_only`, for the end.
+    cancellation, which an engine that died may not have received. `engine` is the engine that the request is bound to;
+    None while it is held. `num_sends` counts the engines that it was sent to. `fingerprint` is that of the engines that
+    generated its ids; `is_exact` is False once an engine with another one continues them. `queue_s` and
+    `cached_tokens` describe the first admission; before it they are None and 0. `max_tokens` is the engine's decision;
+    before it, 0. `answer` is the future of the submit call. `waiter` is the reader's future: for any output or, with
+    `final_only`, for the end.
     """
 
     __slots__ = (
         "_num_choices", "_num_ended", "_out_since", "_scores", "_scores_from", "answer", "cached_tokens", "end",
-        "epoch", "final_only", "first_at", "has_logprobs", "has_progress", "has_several", "is_abandoned",
-        "is_read", "max_tokens", "next_score", "num_crashes", "pages", "pooled", "preempted", "queue_s", "request",
-        "requested_ends", "waiter",
+        "engine", "epoch", "final_only", "fingerprint", "first_at", "has_logprobs", "has_progress", "has_several",
+        "is_abandoned", "is_exact", "is_read", "max_tokens", "next_score", "num_crashes", "num_sends", "pages",
+        "pooled", "preempted", "queue_s", "request", "requested_ends", "waiter",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -77,6 +85,10 @@ class OpenRequest:
         self.final_only = False
         self.first_at: float | None = None
         self.has_progress = False
+        self.engine: BoundEngine | None = None
+        self.num_sends = 0
+        self.fingerprint = _UNKNOWN
+        self.is_exact = True
         self.num_crashes = 0
         self.max_tokens = 0
         self.requested_ends: dict[int | None, FinishReason] = {}
@@ -89,6 +101,11 @@ class OpenRequest:
         self._out_since: float | None = None
         self._scores: list[TokenLogprobs] = []
         self._scores_from = 0
+
+    @property
+    def has_ids(self) -> bool:
+        """True if an id was received for some choice."""
+        return any(page.ids for page in self.pages.values())
 
     @property
     def ended_choices(self) -> list[int]:
@@ -163,7 +180,7 @@ class OpenRequest:
         self.next_score = first + len(entries)
         return True
 
-    def begin_epoch(self) -> None:
+    def begin_engine(self) -> None:
         """Reset the state that belongs to one engine: progress and preemptions."""
         self.has_progress = False
         self.preempted, self._out_since = (), None
@@ -262,3 +279,143 @@ class OpenRequest:
             error=None if end is None else end.error,
             first_at=self.first_at,
         )
+
+
+class EngineLink(Protocol):
+    """The connection to a current engine, whose number is `epoch`."""
+
+    epoch: int
+
+    def send(self, request: Request) -> Future[Accepted]:
+        """Send a request; return a future of the engine's answer, or of the error that ended the engine.
+
+        Raises InvalidRequestError if the request is too large to be sent, or EngineDeadError.
+        """
+        ...
+
+    def post_cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """End requests, or one choice of them, without waiting."""
+        ...
+
+
+class BoundEngine:
+    """A current engine, and the requests bound to it, oldest first. A router chooses among these.
+
+    `number` is its replica's. `load` is the number of prompt tokens of its requests. `is_open`: it gets requests.
+    `suspect` is the crash suspect that runs alone, until it has a token or its end. `is_fresh`: only suspects were sent
+    since the engine began or was emptied. `leaving` has the requests moved to other engines that it has not yet ended.
+    """
+
+    __slots__ = (
+        "epoch", "fingerprint", "is_fresh", "is_open", "leaving", "link", "load", "number", "requests", "suspect"
+    )  # fmt: skip
+
+    def __init__(self, link: EngineLink, number: int = 0, fingerprint: Fingerprint = _UNKNOWN) -> None:
+        self.link = link
+        self.epoch = link.epoch
+        self.number = number
+        self.fingerprint = fingerprint
+        self.requests: dict[str, OpenRequest] = {}
+        self.leaving: set[str] = set()
+        self.load = 0
+        self.is_open = True
+        self.is_fresh = True
+        self.suspect: OpenRequest | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests bound to this engine."""
+        return len(self.requests)
+
+    def bind(self, state: OpenRequest) -> None:
+        """Bind a held request to this engine."""
+        assert state.engine is None, "a request is bound to one engine"
+        state.engine = self
+        self.requests[state.request.request_id] = state
+        self.load += state.request.num_prompt_tokens
+
+    def release(self, state: OpenRequest) -> None:
+        """Undo bind()."""
+        del self.requests[state.request.request_id]
+        self.load -= state.request.num_prompt_tokens
+        state.engine = None
+        if self.suspect is state:
+            self.suspect = None
+
+
+@dataclass(slots=True)
+class Rejections:
+    """Counts of dropped events and requests."""
+
+    stale_epochs: int = 0  # events of an engine that was given up
+    duplicates: int = 0  # ids at a position already held
+    gaps: int = 0  # ids beyond the next position
+    late: int = 0  # ids and ends of choices that have ended
+    unknown: int = 0  # ids and ends of requests not open here, or of no choice of theirs
+    moved: int = 0  # ids and ends of requests bound to another engine by now
+    unread: int = 0  # ended requests dropped because they were not read
+
+    def count(self, position: int, expected: int) -> None:
+        """Count an id at a position other than the expected one, or after the end of its choice."""
+        if position < expected:
+            self.duplicates += 1
+        elif position > expected:
+            self.gaps += 1
+        else:
+            self.late += 1
+
+
+class LedgerObserver(Protocol):
+    """Observer of every change, called in the event loop's thread, in order."""
+
+    def opened(self, state: OpenRequest) -> None:
+        """Handle a new request, before it is sent to an engine."""
+        ...
+
+    def appended(self, events: Events) -> None:
+        """Handle accepted events: those of an engine without the rejected parts, and ends made by the front end."""
+        ...
+
+    def forgotten(self, request_id: str) -> None:
+        """Handle a dropped request: refused by the engine, or read to its end."""
+        ...
+
+
+class EngineRouter(Protocol):
+    """Chooses the engines of requests."""
+
+    def choose(self, request: Request, targets: Sequence[BoundEngine]) -> BoundEngine:
+        """Return one of these engines, of which there is at least one, for a new, moved or resumed request."""
+        ...
+
+    def ended(self, request_id: str, num_output_tokens: int) -> None:
+        """Handle the end of a request."""
+        ...
+
+
+def settle(answer: Future[Any] | None, value: object) -> None:
+    """Set a pending future's result or exception; do nothing if it is done or None."""
+    if answer is None or answer.done():
+        return
+    if isinstance(value, Exception):
+        answer.set_exception(value)
+        answer.exception()  # marked as retrieved: its waiter may have been cancelled meanwhile
+    else:
+        answer.set_result(value)
+
+
+def without(events: Events, places: Iterable[int]) -> Events:
+    """Return the events without the tokens at these indexes."""
+    dropped = frozenset(places)
+    kept = [index for index in range(len(events.request_ids)) if index not in dropped]
+    logprobs = events.logprobs
+    return replace(
+        events,
+        request_ids=[events.request_ids[index] for index in kept],
+        choices=array("i", [events.choices[index] for index in kept]),
+        positions=array("i", [events.positions[index] for index in kept]),
+        token_ids=array("i", [events.token_ids[index] for index in kept]),
+        logprobs=None if logprobs is None else [logprobs[index] for index in kept],
+    )

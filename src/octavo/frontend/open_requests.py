@@ -1,12 +1,12 @@
 """The open requests of a front end, which outlive its engines.
 
-Owns: each request, the ids received for it, its reader, and whether an engine has it. This is the ledger: an output is
-accepted if its epoch is current and its position is next; a later engine resumes the open requests. A request that was
-in a dead engine's batch ALONE_AFTER times without a token is resumed alone; after MAX_CRASHES times it is failed.
-Does not: start, watch or end engines (engine_supervisor does), or define one request's record (open_request does).
+Owns: each request, the ids received for it, its reader, and the engine that it is bound to. This is the ledger: an
+output is accepted if its request is bound to that epoch and its position is next; another engine resumes the requests
+of a lost one. A request that was in a dead engine's batch ALONE_AFTER times without a token is resumed alone; after
+MAX_CRASHES times it is failed. Does not: start, watch or end engines (engine_supervisor does).
 Invariants: ids are appended first, then the observer is called, then the reader is woken. A choice's ids have no gap
 and no duplicate. A slow reader gets larger outputs, never a queue of them. A submit is answered once. A request that
-was cancelled or has expired is sent to no other engine. While a suspect runs alone, no other request is sent.
+was cancelled or has expired is sent to no other engine. An engine on which a suspect runs alone gets no other request.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import asyncio
 import logging
 import sys
 import time
-from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishError, FinishReason, Request
@@ -35,66 +33,30 @@ from octavo.errors import (
     RequestError,
     kind_of,
 )
-from octavo.frontend.open_request import OpenRequest
+from octavo.executors.protocol import Fingerprint
+from octavo.frontend.open_request import (
+    BoundEngine,
+    EngineLink,
+    EngineRouter,
+    LedgerObserver,
+    OpenRequest,
+    Rejections,
+    settle,
+    without,
+)
 
 _LOG = logging.getLogger(__name__)
 ALONE_AFTER = 2  # engines that died with a request in their batch, without a token for it, before it runs alone
 MAX_CRASHES = 3  # engines that died with a request in their batch, without a token for it, before it is failed
+SUSPECT_WAIT_S = 3.0  # how long a suspect waits for an engine that begins, before another engine is emptied for it
 MAX_UNREAD = 1024  # ended requests that were not read to the end; beyond this the oldest is dropped
-
-
-class EngineLink(Protocol):
-    """The connection to the current engine, whose number is `epoch`."""
-
-    epoch: int
-
-    def send(self, request: Request) -> asyncio.Future[Accepted]:
-        """Send a request; return a future of the engine's answer, or of the error that ended the engine.
-
-        Raises InvalidRequestError if the request is too large to be sent, or EngineDeadError.
-        """
-        ...
-
-    def post_cancel(
-        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
-        """End requests, or one choice of them, without waiting."""
-        ...
-
-
-class LedgerObserver(Protocol):
-    """Observer of every change, called in the event loop's thread, in order."""
-
-    def opened(self, state: OpenRequest) -> None:
-        """Handle a new request, before it is sent to an engine."""
-        ...
-
-    def appended(self, events: Events) -> None:
-        """Handle accepted events: those of an engine without the rejected parts, and ends made by the front end."""
-        ...
-
-    def forgotten(self, request_id: str) -> None:
-        """Handle a dropped request: refused by the engine, or read to its end."""
-        ...
-
-
-@dataclass(slots=True)
-class Rejections:
-    """Counts of dropped events and requests."""
-
-    stale_epochs: int = 0  # events of an engine that was given up
-    duplicates: int = 0  # ids at a position already held
-    gaps: int = 0  # ids beyond the next position
-    late: int = 0  # ids and ends of choices that have ended
-    unknown: int = 0  # ids and ends of requests not open here, or of no choice of theirs
-    unread: int = 0  # ended requests dropped because they were not read
 
 
 class OpenRequests:
     """All open requests of one front end, oldest first, and the ended requests not yet read. For one event loop.
 
-    `engine` is the current engine, or None. `resumes`: an engine that dies is replaced, and requests that it did not
-    answer wait for the next engine.
+    `epoch` is that of the engine that began last. `resumes`: an engine that dies is replaced, and requests that it did
+    not answer wait for the next engine. Without a `router` the first of the current engines gets each request.
     """
 
     def __init__(
@@ -104,14 +66,18 @@ class OpenRequests:
         now: Callable[[], float] = time.monotonic,
         observer: LedgerObserver | None = None,
         resumes: bool = True,
+        router: EngineRouter | None = None,
     ) -> None:
         self.epoch = epoch
-        self.engine: EngineLink | None = None
         self.rejections = Rejections()
         self.num_resumed = 0
+        self.num_moved = 0
+        self.num_inexact = 0  # requests that an engine with another fingerprint continued
         self.num_failed_suspects = 0
-        self._held: dict[str, OpenRequest] = {}  # not yet sent to the engine: suspects first, then oldest first
-        self._suspect: OpenRequest | None = None  # the suspect that was sent, until it has a token or its end
+        self._router = router
+        self._engines: dict[int, BoundEngine] = {}  # by epoch
+        self._held: dict[str, OpenRequest] = {}  # bound to no engine, oldest first
+        self._suspect_since: float | None = None  # when a suspect began to wait although there is an engine
         self._now = now
         self._observer = observer
         self._resumes = resumes
@@ -139,13 +105,24 @@ class OpenRequests:
         return self._open.get(request_id)
 
     @property
+    def num_held(self) -> int:
+        """Open requests that are bound to no engine."""
+        return len(self._held)
+
+    @property
+    def engines(self) -> tuple[BoundEngine, ...]:
+        """The current engines, in the order in which they began."""
+        return tuple(self._engines.values())
+
+    @property
     def is_holding(self) -> bool:
-        """True while other requests are held back because a suspect runs alone."""
-        return self._suspect is not None
+        """True while requests may be held back because a suspect runs alone."""
+        return any(engine.suspect is not None for engine in self._engines.values())
 
     def has_engine(self, request_id: str) -> bool:
-        """Return True if this request was sent to the current engine, which therefore has to end it."""
-        return self.engine is not None and request_id not in self._held
+        """Return True if this request is bound to a current engine, which therefore has to end it."""
+        state = self._open.get(request_id)
+        return state is not None and state.engine is not None
 
     # --- requests are submitted, read and dropped
 
@@ -161,10 +138,9 @@ class OpenRequests:
             return await state.answer
         except BaseException:
             if self.get(name) is state:
-                if self.engine is not None and self.has_engine(name):
-                    self.engine.post_cancel((name,))
+                if state.engine is not None:
+                    state.engine.link.post_cancel((name,))
                 self.forget(name)
-                self._release(name)
             raise
         finally:
             state.answer = None
@@ -198,9 +174,12 @@ class OpenRequests:
 
     def forget(self, request_id: str) -> None:
         """Drop a request: refused by the engine, or read to its end."""
-        is_known = self._open.pop(request_id, None) or self._ended.pop(request_id, None)
+        state = self._open.pop(request_id, None)
+        is_known = state or self._ended.pop(request_id, None)
         if is_known and self._observer is not None:
             self._observer.forgotten(request_id)
+        if state is not None:
+            self._release(state)
 
     def forget_ended(self, state: OpenRequest) -> None:
         """Drop this request if it has ended, but not another one that reuses its id."""
@@ -224,20 +203,20 @@ class OpenRequests:
 
     def accept(self, epoch: int, events: Events) -> None:
         """Append events and wake their readers. Events that are not accepted are dropped and counted."""
-        if epoch != self.epoch:
+        engine = self._engines.get(epoch)
+        if engine is None:
             self.rejections.stale_epochs += 1
             return
+        bound = engine.requests
         touched: dict[str, OpenRequest] = {}
         scores = events.scores
         if scores:
-            scores = tuple(
-                score for score in scores if score[0] in self._open and self._open[score[0]].add_scores(*score[1:])
-            )
+            scores = tuple(score for score in scores if score[0] in bound and bound[score[0]].add_scores(*score[1:]))
         for request_id, pooled in events.pooled:
-            if (state := self._open.get(request_id)) is not None:
+            if (state := bound.get(request_id)) is not None:
                 state.pooled = pooled
-        rejected = self._append_tokens(events, touched)
-        decisions = self._take_decisions(events.decisions, touched) if events.decisions else ()
+        rejected = self._append_tokens(bound, events, touched)
+        decisions = self._take_decisions(engine, events.decisions, touched) if events.decisions else ()
         if self._observer is not None:
             kept = without(events, rejected) if rejected else events
             self._tell(replace(kept, scores=scores, decisions=decisions))
@@ -245,34 +224,34 @@ class OpenRequests:
             if state.end is not None and state.is_abandoned:
                 self.forget_ended(state)
             state.wake()
-        if self._suspect is not None:
+        if engine.suspect is not None and engine.suspect.has_progress:
+            engine.suspect = None
+        if self._held and engine.is_open and engine.suspect is None:
             self._send_held()
 
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> int:
         """End requests, or one choice of them, at once if no engine has them; return how many are open here."""
-        sent, count = [], 0
+        sent, count = dict[BoundEngine, list[str]](), 0
         for name in tuple(request_ids):
             state = self._open.get(name)
             if state is None:
                 continue
             count += 1
-            if self.has_engine(name):
+            if state.engine is not None:
                 state.requested_ends.setdefault(choice, reason)  # the engine may die before it receives this
-                sent.append(name)
+                sent.setdefault(state.engine, []).append(name)
             else:
                 self.end(name, reason, choice=choice)
-        if sent and self.engine is not None:
-            self.engine.post_cancel(sent, reason, choice)
+        for engine, names in sent.items():
+            engine.link.post_cancel(names, reason, choice)
         return count
 
     def expire(self, now: float) -> None:
         """End the requests that no engine has and whose deadline or queue timeout has passed."""
-        for state in self:
-            request, name = state.request, state.request.request_id
-            if self.has_engine(name):
-                continue
+        for name, state in tuple(self._held.items()):
+            request = state.request
             if request.deadline is not None and now >= request.deadline:
                 late = f"deadline passed {now - request.deadline:.3f} s ago"
                 self.end(name, FinishReason.TIMEOUT, FinishError(ErrorKind.DEADLINE, late))
@@ -297,7 +276,6 @@ class OpenRequests:
 
     def finish(self, state: OpenRequest, end: Event) -> None:
         """End an open request with this event, without the engine."""
-        del self._open[end.request_id]
         self._keep_ended(state, end)
         self._tell(Events(0, end.time, decisions=(end,)))
         if state.is_abandoned:
@@ -305,98 +283,171 @@ class OpenRequests:
         state.wake()
         max_tokens = state.max_tokens or state.request.params.max_tokens or 1
         settle(state.answer, Accepted(end.request_id, max_tokens, capped=False))
-        self._release(end.request_id)
+        if self._held:
+            self._send_held()
 
     def end_all(self, reason: FinishReason, refusal: OctavoError) -> None:
         """End every open request, and refuse unanswered submits, because no engine will follow."""
-        self.engine = None
+        self._engines.clear()
         for state in self:
             settle(state.answer, refusal)
             self.end(state.request.request_id, reason, FinishError(kind_of(refusal), str(refusal)))
 
-    # --- engines follow one another
+    # --- engines begin and are lost
 
-    def begin_epoch(self, engine: EngineLink) -> int:
-        """Send all open requests to a new engine: crash suspects first, then oldest first; return their number."""
-        if engine.epoch <= self.epoch:
-            raise ValueError(f"epoch {engine.epoch} does not follow {self.epoch}")
-        self.epoch = engine.epoch
-        self.engine = engine
-        for state in self._open.values():
-            state.begin_epoch()
-        self.num_resumed += len(self._open)
-        suspects_first = sorted(self._open.items(), key=lambda item: item[1].num_crashes < ALONE_AFTER)
-        self._held, self._suspect = dict(suspects_first), None
+    def begin_epoch(self, link: EngineLink, number: int = 0, fingerprint: Fingerprint | None = None) -> BoundEngine:
+        """Add a current engine, of the replica with this number, and send held requests: crash suspects first."""
+        if link.epoch in self._engines:
+            raise ValueError(f"epoch {link.epoch} does not follow {self.epoch}, it is current")
+        self.epoch = max(self.epoch, link.epoch)
+        engine = self._engines[link.epoch] = BoundEngine(link, number, fingerprint or Fingerprint())
         self._send_held()
-        return len(self._open)
+        return engine
 
-    def lose_engine(self, batch: Iterable[str]) -> None:
-        """Handle the death of the engine with these requests in its batch.
+    def lose_engine(self, batch: Iterable[str], epoch: int | None = None) -> list[OpenRequest]:
+        """Handle the death of an engine (None: the only one) with these requests in its batch; return its requests.
 
-        Count a crash for each of them without progress, fail requests with MAX_CRASHES, and end cancelled requests.
+        Count a crash for each request of the batch without progress, fail requests with MAX_CRASHES, and end cancelled
+        requests. All others are sent to other engines, or held until one begins.
         """
-        self.engine = self._suspect = None
-        self._held.clear()
-        names = frozenset(batch)
-        for state in self:
-            name = state.request.request_id
+        engine = self._engines.pop(next(iter(self._engines), 0) if epoch is None else epoch, None)
+        if engine is None:
+            return []
+        names, lost = frozenset(batch), list(engine.requests.values())
+        for state in lost:
+            engine.release(state)
             if state.has_progress:
                 state.num_crashes = 0
-            elif name in names:
+            elif state.request.request_id in names:
                 state.num_crashes += 1
-            if state.num_crashes >= MAX_CRASHES:
-                self.num_failed_suspects += 1
-                _LOG.error("request %s ends: the last %d engines that ran it died in its step", name, MAX_CRASHES)
-                what = (
-                    f"the engine died {MAX_CRASHES} times with this request in its batch, the last time with it alone"
-                )
-                self.end(name, FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, what))
+            state.begin_engine()
+        self._held = {name: state for name, state in self._open.items() if state.engine is None}
+        for state in lost:
+            self._end_lost(state)
+        self._send_held()
+        return lost
+
+    def _end_lost(self, state: OpenRequest) -> None:
+        """End a request of a lost engine that killed too many engines, or that was cancelled."""
+        name = state.request.request_id
+        if state.num_crashes >= MAX_CRASHES:
+            self.num_failed_suspects += 1
+            _LOG.error("request %s ends: the last %d engines that ran it died in its step", name, MAX_CRASHES)
+            what = f"the engine died {MAX_CRASHES} times with this request in its batch, the last time with it alone"
+            self.end(name, FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, what))
+        for choice, reason in tuple(state.requested_ends.items()):
+            self.end(name, reason, choice=choice)
+        state.requested_ends.clear()
+
+    def move_requests(self, engine: BoundEngine) -> int:
+        """Cancel all requests of a current engine there, and send them to others; return their number.
+
+        What is not taken by another open engine is held. Frames that the engine still sends for them are dropped.
+        """
+        moved = list(engine.requests.values())
+        if moved:
+            engine.link.post_cancel(tuple(engine.requests))
+        for state in moved:
+            engine.release(state)
+            engine.leaving.add(state.request.request_id)
+            self._held[state.request.request_id] = state
+            state.begin_engine()
             for choice, reason in tuple(state.requested_ends.items()):
-                self.end(name, reason, choice=choice)
+                self.end(state.request.request_id, reason, choice=choice)
             state.requested_ends.clear()
+        engine.is_fresh = True
+        self.num_moved += len(moved)
+        self._send_held()
+        return len(moved)
+
+    def set_open(self, engine: BoundEngine, is_open: bool) -> None:
+        """Send new requests to this engine, or no longer."""
+        engine.is_open = is_open
+        self._send_held()
+
+    def place_suspects(self, now: float) -> None:
+        """Empty an engine for suspects that have waited SUSPECT_WAIT_S. Call this often while requests are held."""
+        idle = [engine for engine in self._engines.values() if engine.is_open and engine.suspect is None]
+        if not idle or not any(state.num_crashes >= ALONE_AFTER for state in self._held.values()):
+            self._suspect_since = None
+        elif self._suspect_since is None:
+            self._suspect_since = now
+        elif now - self._suspect_since > SUSPECT_WAIT_S:
+            self._suspect_since = None
+            self.move_requests(min(idle, key=lambda engine: engine.num_open))
+
+    # --- held requests are sent
 
     def _send_or_hold(self, state: OpenRequest) -> None:
-        if self._suspect is not None:
+        engine = self._choose(state)
+        if engine is None:
             self._held[state.request.request_id] = state
-        elif self.engine is not None:
-            self._send(self.engine, state)
+        else:
+            self._send(engine, state)
 
     def _send_held(self) -> None:
-        """Send the held requests. A suspect runs alone: stop after sending one until it has a token or its end."""
-        while self.engine is not None:
-            suspect = self._suspect
-            if (
-                suspect is not None
-                and not suspect.has_progress
-                and self.get_open(suspect.request.request_id) is suspect
-            ):
-                return
-            self._suspect = None
-            if not self._held:
-                return
-            state = self._held.pop(next(iter(self._held)))
-            if state.num_crashes >= ALONE_AFTER:
-                self._suspect = state
-            self._send(self.engine, state)
+        """Send the held requests that an engine may have: suspects first, then oldest first."""
+        for name, state in sorted(self._held.items(), key=lambda item: item[1].num_crashes < ALONE_AFTER):
+            if self._held.get(name) is state and (chosen := self._choose(state)) is not None:
+                del self._held[name]
+                self._send(chosen, state)
 
-    def _send(self, engine: EngineLink, state: OpenRequest) -> None:
-        """Send a request in its resumed form. The engine answers later, or never if it dies first."""
+    def _choose(self, state: OpenRequest) -> BoundEngine | None:
+        """Return the engine for a request, None if it has to be held. A suspect gets a fresh or an empty engine.
+
+        A request with ids stays with engines of the same fingerprint if there are any.
+        """
+        name = state.request.request_id
+        engines = [
+            engine
+            for engine in self._engines.values()
+            if engine.is_open and engine.suspect is None and name not in engine.leaving
+        ]
+        if state.num_crashes >= ALONE_AFTER:
+            fresh = [engine for engine in engines if engine.is_fresh or not engine.requests]
+            return min(fresh, key=lambda engine: engine.num_open, default=None)
+        if len(engines) > 1 and state.num_sends and state.has_ids:
+            engines = [engine for engine in engines if engine.fingerprint == state.fingerprint] or engines
+        if not engines:
+            return None
+        return engines[0] if self._router is None else self._router.choose(state.request, engines)
+
+    def _bind(self, engine: BoundEngine, state: OpenRequest) -> None:
+        engine.bind(state)
+        if state.num_crashes >= ALONE_AFTER:
+            engine.suspect = state
+        else:
+            engine.is_fresh = False
+        if state.num_sends:
+            self.num_resumed += 1
+        elif state.epoch:
+            state.epoch = engine.epoch
+        state.num_sends += 1
+        if state.fingerprint != engine.fingerprint:
+            if state.num_sends > 1 and state.is_exact and state.has_ids:
+                state.is_exact = False
+                self.num_inexact += 1
+            state.fingerprint = engine.fingerprint
+
+    def _send(self, engine: BoundEngine, state: OpenRequest) -> None:
+        """Bind a request and send it in its resumed form. The engine answers later, or never if it dies first."""
         end = state.implied_end()
         if end is not None:
             self.finish(state, end)
             return
+        self._bind(engine, state)
         try:
-            answer = engine.send(state.resumed())
+            answer = engine.link.send(state.resumed())
         except OctavoError as error:
             self._refused(state, error)
             return
-        answer.add_done_callback(partial(self._answered, state))
+        answer.add_done_callback(partial(self._answered, engine, state))
         if state.has_several:  # it starts over, and would run the ended choices again
             for choice in state.ended_choices:
-                engine.post_cancel((state.request.request_id,), FinishReason.STOP, choice)
+                engine.link.post_cancel((state.request.request_id,), FinishReason.STOP, choice)
 
-    def _answered(self, state: OpenRequest, answer: asyncio.Future[Accepted]) -> None:
-        if answer.cancelled():
+    def _answered(self, engine: BoundEngine, state: OpenRequest, answer: asyncio.Future[Accepted]) -> None:
+        if answer.cancelled() or (state.engine is not engine and state.end is None):  # lost, or moved meanwhile
             return
         error = answer.exception()
         if error is not None:
@@ -414,32 +465,36 @@ class OpenRequests:
         elif self.get_open(state.request.request_id) is state:
             self.end(state.request.request_id, FinishReason.ERROR, FinishError(kind_of(error), str(error)))
 
-    def _release(self, name: str) -> None:
-        """Remove an ended or dropped request from the held requests, and send the requests that waited for it."""
-        self._held.pop(name, None)
-        if self._suspect is not None:
+    def _release(self, state: OpenRequest) -> None:
+        """Unbind a request that ended or was dropped, or remove it from the held ones; send what waited for it."""
+        if state.engine is not None:
+            state.engine.release(state)
+        self._held.pop(state.request.request_id, None)
+        if self._held:
             self._send_held()
 
     def _tell(self, events: Events) -> None:
         if self._observer is not None and not events.is_empty:
             self._observer.appended(events)
 
-    def _append_tokens(self, events: Events, touched: dict[str, OpenRequest]) -> list[int]:
-        """Append tokens; return the indexes of rejected ones."""
+    def _append_tokens(
+        self, bound: dict[str, OpenRequest], events: Events, touched: dict[str, OpenRequest]
+    ) -> list[int]:
+        """Append tokens of bound requests; return the indexes of rejected ones."""
         logprobs, now = events.logprobs, self._now()
         rejected: list[int] = []
         columns = zip(events.request_ids, events.choices, events.positions, events.token_ids, strict=True)
         for index, (request_id, choice, position, token_id) in enumerate(columns):
-            state = self._open.get(request_id)
+            state = bound.get(request_id)
             page = None if state is None else state.pages.get(choice) or state.page(choice)
             if state is None or page is None:
-                self.rejections.unknown += 1
+                self._count_foreign(request_id, state)
                 rejected.append(index)
                 continue
             state.has_progress = True
             expected = len(page.ids)
             if position != expected or page.end is not None:
-                self._count(position, expected)
+                self.rejections.count(position, expected)
                 rejected.append(index)
                 continue
             page.ids.append(token_id)
@@ -450,28 +505,30 @@ class OpenRequests:
             touched[request_id] = state
         return rejected
 
-    def _count(self, position: int, expected: int) -> None:
-        if position < expected:
-            self.rejections.duplicates += 1
-        elif position > expected:
-            self.rejections.gaps += 1
+    def _count_foreign(self, request_id: str, state: OpenRequest | None) -> None:
+        if state is None and request_id in self._open:
+            self.rejections.moved += 1
         else:
-            self.rejections.late += 1
+            self.rejections.unknown += 1
 
-    def _take_decisions(self, decisions: Iterable[Event], touched: dict[str, OpenRequest]) -> tuple[Event, ...]:
-        """Apply decisions in order; return those that were accepted."""
-        kept = []
+    def _take_decisions(
+        self, engine: BoundEngine, decisions: Iterable[Event], touched: dict[str, OpenRequest]
+    ) -> tuple[Event, ...]:
+        """Apply decisions about an engine's requests in order; return those that were accepted."""
+        kept, bound = [], engine.requests
         for event in decisions:
-            state = self._open.get(event.request_id)
+            state = bound.get(event.request_id)
             is_end = event.kind in ENDS
             if state is None:
-                self.rejections.unknown += is_end
+                if is_end:
+                    self._count_foreign(event.request_id, None)
+                    if event.kind == EventKind.FINISHED:
+                        engine.leaving.discard(event.request_id)
                 continue
             if event.kind == EventKind.CHOICE_FINISHED and not state.end_choice(event):
                 self.rejections.late += 1
                 continue
             if event.kind == EventKind.FINISHED:
-                del self._open[event.request_id]
                 self._keep_ended(state, event)
             elif not is_end:
                 state.note(event)
@@ -481,7 +538,14 @@ class OpenRequests:
         return tuple(kept)
 
     def _keep_ended(self, state: OpenRequest, end: Event) -> None:
+        """Move an open request to the ended ones."""
+        del self._open[end.request_id]
+        self._held.pop(end.request_id, None)
+        if state.engine is not None:
+            state.engine.release(state)
         state.finish(end)
+        if self._router is not None:
+            self._router.ended(end.request_id, sum(len(page.ids) for page in state.pages.values()))
         self._ended[end.request_id] = state
         if len(self._ended) > self._max_unread:
             self.forget(next(iter(self._ended)))
@@ -520,29 +584,3 @@ class OutputReader(AsyncIterator[TokenOutput]):
     def num_unread(self) -> int:
         """Number of tokens that the reader has not read."""
         return self._state.num_unread
-
-
-def settle(answer: asyncio.Future[Any] | None, value: object) -> None:
-    """Set a pending future's result or exception; do nothing if it is done or None."""
-    if answer is None or answer.done():
-        return
-    if isinstance(value, Exception):
-        answer.set_exception(value)
-        answer.exception()  # marked as retrieved: its waiter may have been cancelled meanwhile
-    else:
-        answer.set_result(value)
-
-
-def without(events: Events, places: Iterable[int]) -> Events:
-    """Return the events without the tokens at these indexes."""
-    dropped = frozenset(places)
-    kept = [index for index in range(len(events.request_ids)) if index not in dropped]
-    logprobs = events.logprobs
-    return replace(
-        events,
-        request_ids=[events.request_ids[index] for index in kept],
-        choices=array("i", [events.choices[index] for index in kept]),
-        positions=array("i", [events.positions[index] for index in kept]),
-        token_ids=array("i", [events.token_ids[index] for index in kept]),
-        logprobs=None if logprobs is None else [logprobs[index] for index in kept],
-    )

@@ -22,7 +22,7 @@ from octavo.engine import wire
 from octavo.engine.client import Accepted, Verb
 from octavo.errors import EngineDeadError, EngineError, InvalidRequestError, OctavoError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.open_requests import settle
+from octavo.frontend.open_request import settle
 
 _READ_BYTES = 1 << 18
 
