@@ -1,10 +1,14 @@
-"""What deploy/ holds fits the server: probes, times, variables, copied paths. No container engine is needed."""
+"""What deploy/ holds fits the server: probes, times, flags, ports, secrets. No container engine or cluster is needed.
+
+Kubernetes' own schemas are used where the extra `cluster` is installed, and Ray's where `ray` is.
+"""
 
 import configparser
 import ipaddress
 import json
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +16,23 @@ import yaml
 
 from octavo import cli
 from octavo.cli import serve
+from octavo.cli.flags import Parser, resolve_args
 from octavo.config import SETTINGS, Config, ServingConfig
 from octavo.frontend.api_supervisor import STOP_GRACE_S
 from octavo.server.http.endpoints import Access, find_endpoints
 from tests.source_tree import ROOT
 
 DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+MANIFESTS = [*sorted(KUBERNETES.glob("*.yaml")), DEPLOY / "ray" / "kuberay.yaml"]
+SCHEMAS = "1.35"  # the version of Kubernetes
 FLAGS = {flag for setting in SETTINGS for flag in setting.flags}
 VARIABLES = {setting.variables[0] for setting in SETTINGS} | {"OCTAVO_RUN_DIR"}
 STOPPING_S = Config().serving.drain_timeout_s + STOP_GRACE_S
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def flags_of(words: list[str]) -> set[str]:
@@ -29,7 +41,7 @@ def flags_of(words: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def pod() -> Any:
-    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    deployment, service = yaml.safe_load_all((KUBERNETES / "server.yaml").read_text())
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
     return deployment["spec"]["template"]["spec"]
 
@@ -116,7 +128,7 @@ def test_the_image_needs_a_key_and_says_so(capfd: pytest.CaptureFixture[str], mo
 
 
 def test_no_file_of_deploy_nor_a_documented_command_serves_all_addresses_without_a_key() -> None:
-    texts = [path.read_text() for path in (*DEPLOY.iterdir(), *(ROOT / "docs").glob("*.md"), ROOT / "README.md")]
+    texts = [path.read_text() for path in (*files(DEPLOY), *(ROOT / "docs").glob("*.md"), ROOT / "README.md")]
     commands = [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
     everywhere = [line for line in commands if re.search(r"(octavo serve|docker run .*octavo\b|^CMD)", line)]
     exposed = [line for line in everywhere if "--host" in line or "docker run" in line or line.startswith("CMD")]
@@ -124,3 +136,122 @@ def test_no_file_of_deploy_nor_a_documented_command_serves_all_addresses_without
     assert not [line for line in exposed if "--insecure" in line]
     for line in exposed:
         assert "API_KEY" in line or "--api-key" in line or line.startswith("CMD"), line
+
+
+def documents(path: Path) -> list[Any]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def templates(document: Any) -> list[Any]:
+    """The pod templates of an object."""
+    if document["kind"] == "RayCluster":
+        groups = [document["spec"]["headGroupSpec"], *document["spec"]["workerGroupSpecs"]]
+        return [group["template"] for group in groups]
+    return [document["spec"]["template"]] if document["kind"] in ("Deployment", "StatefulSet") else []
+
+
+ALL = [(path, document) for path in MANIFESTS for document in documents(path)]
+PODS = [
+    pytest.param(template["spec"], id=f"{path.stem}-{document['metadata']['name']}-{number}")
+    for path, document in ALL
+    for number, template in enumerate(templates(document))
+]
+CONTAINERS = [
+    pytest.param(container, id=f"{pod.id}-{container['name']}")
+    for pod in PODS
+    for container in pod.values[0]["containers"]
+]
+
+
+@pytest.mark.parametrize(
+    "document", [pytest.param(doc, id=f"{path.stem}-{doc['kind']}-{doc['metadata']['name']}") for path, doc in ALL]
+)
+def test_manifests_fit_the_schemas_of_kubernetes(document: Any) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[cluster]'").validate
+    if document["kind"] != "RayCluster":
+        validate(document, SCHEMAS, strict=True)
+    for template in templates(document):  # of a RayCluster too, which is no kind of Kubernetes itself
+        validate({"apiVersion": "v1", "kind": "PodTemplate", "template": template}, SCHEMAS, strict=True)
+
+
+def test_the_schemas_refuse_a_field_that_does_not_exist() -> None:
+    module = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[cluster]'")
+    deployment, _ = documents(KUBERNETES / "server.yaml")
+    deployment["spec"]["template"]["spec"]["containers"][0]["imagePullPolicies"] = "Always"
+    with pytest.raises(module.ValidationError, match="imagePullPolicies"):
+        module.validate(deployment, SCHEMAS, strict=True)
+
+
+def test_rays_cluster_fits_its_schema() -> None:
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install -e '.[ray]'")
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    validator = pytest.importorskip("jsonschema").Draft7Validator(schema)
+    cluster = yaml.safe_load((DEPLOY / "ray" / "cluster.yaml").read_text())
+    assert list(validator.iter_errors(cluster)) == []
+    assert list(validator.iter_errors({**cluster, "workers": 2})) != [], "the schema refuses unknown fields"
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_container_gives_words_that_octavo_parses(container: Any) -> None:
+    if not (words := container.get("args")):
+        assert container["name"].startswith("ray-"), "only Ray's own containers have a command of KubeRay's"
+        return
+    command = container.get("command", ["octavo", "serve"])
+    assert command[0] == "octavo"
+    variables = {"NODE_RANK": "1", "POD_IP": "10.0.0.7"}
+    used = [name for name in variables if f"$({name})" in str(words)]
+    assert {*used} <= {item["name"] for item in container.get("env", [])}
+    words = [re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], word) for word in words]
+    parser = Parser(prog=" ".join(command))
+    cli.load_command(command[1] if command[1] in cli.COMMANDS else "serve", parser)
+    config = resolve_args(parser.parse(words)).config
+    assert config.model.model == "smollm2"
+    paths = [word.partition("=")[2] for word in words if word.partition("=")[0].endswith("-file")]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert paths and all(any(path.startswith(f"{mount}/") for mount in mounts) for path in paths)
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_every_pod_runs_without_rights(pod: Any) -> None:
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 10001
+    for container in pod["containers"]:
+        rights = container["securityContext"]
+        assert rights["allowPrivilegeEscalation"] is False and rights["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["requests"].keys() == {"cpu", "memory"} and container["resources"]["limits"]
+        names = {mount["name"] for mount in container.get("volumeMounts", [])}
+        assert names <= {volume["name"] for volume in pod.get("volumes", [])}
+
+
+def test_replicas_join_the_port_that_the_front_opens() -> None:
+    kinds = {(doc["kind"], doc["metadata"]["name"]): doc for doc in documents(KUBERNETES / "fleet.yaml")}
+    (front,) = templates(kinds["Deployment", "octavo-front"])
+    (replica,) = templates(kinds["Deployment", "octavo-replica"])
+    service = kinds["Service", "octavo-front"]
+    assert service["spec"]["selector"] == front["metadata"]["labels"] and service["spec"]["publishNotReadyAddresses"]
+    (port,) = service["spec"]["ports"]
+    assert f"--join=octavo-front:{port['port']}" in replica["spec"]["containers"][0]["args"]
+    (container,) = front["spec"]["containers"]
+    ports = {item["name"]: item["containerPort"] for item in container["ports"]}
+    assert f"--fleet-address={ipaddress.ip_address(0)}:{ports[port['targetPort']]}" in container["args"]
+    volumes = [volume for pod in (front, replica) for volume in pod["spec"]["volumes"]]
+    names = [volume["secret"]["secretName"] for volume in volumes if "secret" in volume]
+    assert names == ["octavo-keys", "octavo-fleet", "octavo-fleet"], "replicas have the fleet's token, and no keys"
+    policy = kinds["NetworkPolicy", "octavo-front"]["spec"]["ingress"]
+    (peer,) = [rule["from"] for rule in policy if {"protocol": "TCP", "port": "fleet"} in rule["ports"]]
+    assert peer == [{"podSelector": {"matchLabels": replica["metadata"]["labels"]}}]
+
+
+def test_as_many_pods_as_hosts_of_ranks() -> None:
+    ranks, *others = documents(KUBERNETES / "ranks.yaml")
+    (container,) = ranks["spec"]["template"]["spec"]["containers"]
+    name, service = ranks["metadata"]["name"], ranks["spec"]["serviceName"]
+    assert f"--nnodes={ranks['spec']['replicas']}" in container["args"]
+    assert (
+        f"--master-addr={name}-0.{service}" in container["args"] and ranks["spec"]["podManagementPolicy"] == "Parallel"
+    )
+    headless = next(doc for doc in others if doc["metadata"]["name"] == service and doc["kind"] == "Service")
+    assert headless["spec"]["clusterIP"] == "None" and headless["spec"]["publishNotReadyAddresses"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert f"--master-port={ports['ranks']}" in container["args"]
+    http = next(doc for doc in others if doc["metadata"]["name"] == "octavo")
+    assert http["spec"]["selector"] == {"statefulset.kubernetes.io/pod-name": f"{name}-0"}, "host 0 serves"

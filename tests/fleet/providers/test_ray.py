@@ -89,7 +89,7 @@ async def notices() -> list[str]:
 
 @pytest.fixture
 async def provider(notices: list[str]) -> AsyncIterator[RayProvider]:
-    provider = await RayProvider.connect("test", "", notices.append, wait_s=15.0)
+    provider = await RayProvider.connect("test", "local", notices.append, wait_s=15.0)
     yield provider
     processes = below(provider.pid)
     await provider.close()
@@ -136,7 +136,7 @@ async def test_a_local_ray_refuses_programs_without_its_token(provider: RayProvi
     code = f"import ray; ray.init({gcs.partition('=')[2]!r}, log_to_driver=False)"
     stranger = {
         **os.environ,
-        **provider_module.LOCAL,
+        **provider_module.LOCAL_VARIABLES,
         "RAY_AUTH_MODE": "disabled",
         "HOME": str(tmp_path),
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -198,7 +198,7 @@ async def test_without_ray_the_remedy_is_named(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(ConfigError, match=r"pip install 'octavo\[ray\]'"):
-        await RayProvider.connect("test", "", print)
+        await RayProvider.connect("test", "local", print)
 
 
 async def test_a_cluster_that_does_not_answer_is_named() -> None:

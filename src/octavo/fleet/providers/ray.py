@@ -31,7 +31,8 @@ from octavo.frontend.restarts import RestartBudget, describe_status
 
 COMMAND: Final = (sys.executable, "-m", "octavo.fleet.providers.ray_process")
 # Ray otherwise gives a local node the machine's own address, and its servers then listen on all interfaces.
-LOCAL: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+LOCAL_VARIABLES: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+LOCAL: Final = "local"
 CONNECT_S = 120.0
 CLOSE_S = 60.0
 MAX_LINE = 1 << 20
@@ -40,11 +41,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
-    """The first message. `address` is a cluster's, or empty for a Ray of this fleet alone."""
+    """The first message. `address` is a cluster's, or "local" for a Ray of this fleet alone."""
 
     number: int
     fleet: str
-    address: str = ""
+    address: str = LOCAL
     folder: str = ""  # of a local Ray's files
     wait_s: float = 300.0  # how long a replica may wait for room in the cluster
 
@@ -114,7 +115,7 @@ class RayProvider:
     async def connect(
         cls, fleet: str, address: str, notice: Callable[[str], None], wait_s: float = 300.0
     ) -> RayProvider:
-        """Connect to the cluster, or start a local Ray if `address` is empty. Raises ConfigError with the remedy."""
+        """Connect to the cluster at `address`, or start a local Ray ("local"). Raises ConfigError with the remedy."""
         provider = cls(fleet, address, notice, wait_s)
         await provider._open()
         provider._keeping = asyncio.create_task(provider._keep(), name="octavo-ray")
@@ -157,8 +158,11 @@ class RayProvider:
 
     async def _open(self) -> None:
         local = {}
-        if not self._connect.address:
-            local = {**LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # a token of its own, which no file keeps
+        if self._connect.address == LOCAL:
+            local = {
+                **LOCAL_VARIABLES,
+                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            }  # a token of its own, which no file keeps
             # A short path: Ray's sockets lie below it, and the path of a socket has at most 107 bytes.
             self._folder = tempfile.mkdtemp(prefix="octavo-ray-", dir="/tmp")
         self._process = await asyncio.create_subprocess_exec(

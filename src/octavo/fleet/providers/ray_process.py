@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from octavo.fleet.providers.ray import Address, Answer, Connect, Notice, Order, Remove, Start, Stop
+from octavo.fleet.providers.ray import LOCAL, Address, Answer, Connect, Notice, Order, Remove, Start, Stop
 from octavo.fleet.providers.ray_agent import AgentRunner, AgentState, ReplicaSpec
 
 try:
@@ -68,11 +68,11 @@ class RayFleet:
                 "--num-cpus=0` on this machine, then give --ray HOST:6379"
             )
         try:
-            context = self._join() if self._address else self._start_local()
+            context = self._start_local() if self._address == LOCAL else self._join()
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             text = " ".join(str(error).split())
             raise PlacementError(
-                f"Ray at {self._address or 'this machine'} cannot be used: {text}; its nodes need the same Ray "
+                f"Ray at {self._address} cannot be used: {text}; its nodes need the same Ray "
                 f"({ray.__version__}) and Python, and this machine must be one of them (ray start --address=HOST:6379)"
             ) from None
         for line in describe_exposure(context.address_info, ray.nodes(), os.environ):
@@ -89,7 +89,7 @@ class RayFleet:
 
     def _start_local(self) -> Any:
         return ray.init(
-            "local",
+            LOCAL,
             namespace=self._name,
             include_dashboard=False,
             log_to_driver=False,
