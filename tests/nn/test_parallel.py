@@ -68,7 +68,7 @@ def parts(missing: tuple[int, ...]) -> list[Tensor | None]:
 def test_one_rank_needs_no_group() -> None:
     parallel = Parallel()
     x = torch.ones(3)
-    assert isinstance(parallel.collective, LocalCollective) and parallel.collective.all_gather(x)[0] is x
+    assert isinstance(parallel.collective, LocalCollective) and parallel.collective.all_gather(x).shape == (1, 3)
     parallel.collective.close()
 
 
@@ -83,8 +83,8 @@ def own_tensor(shard: ShardSpec, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return (values + 100 * shard.tensor_rank + 1000 * shard.stage).to(dtype)
 
 
-def gathered(parallel: Parallel, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
-    return [part.clone() for part in parallel.collective.all_gather(own_tensor(parallel.shard, dtype, shape))]
+def gathered(parallel: Parallel, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return parallel.collective.all_gather(own_tensor(parallel.shard, dtype, shape)).clone()
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 5), (64, 33), (0, 4)])
@@ -92,7 +92,7 @@ def test_all_gather_returns_the_tensors_of_the_own_stage(group: RankGroup, shape
     for dtype in DTYPES:
         for shard, found in zip(group.shards, group.call(gathered, dtype, shape), strict=True):
             expected = [own_tensor(ShardSpec(rank, 2, shard.stage, 2), dtype, shape) for rank in range(2)]
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert torch.equal(found, torch.stack(expected))
 
 
 def passed_on(parallel: Parallel, dtype: torch.dtype) -> Tensor:

@@ -179,14 +179,30 @@ def family_of_gguf(architecture: object) -> Family | None:
     return next((family for family in families if (family.gguf_architecture or family.name) == architecture), None)
 
 
-def linear_tensors(spec: ModelSpec, linear: str, layer: int) -> dict[str, int]:
-    """Return the tensors of a linear layer, in order, with their numbers of rows."""
+class RoleRows(NamedTuple):
+    """The rows of one role of a linear layer: where they are in which tensor (without `.weight` or `.bias`)."""
+
+    role: str
+    tensor: str
+    first_row: int
+    num_rows: int
+
+
+def linear_roles(spec: ModelSpec, linear: str, layer: int) -> list[RoleRows]:
+    """Return the roles of a linear layer, in order."""
     family, sizes = FAMILIES[spec.family], _output_rows(spec)
     rows: dict[str, int] = {}
+    found = []
     for role in LINEARS[linear]:
         name = family.tensor(role, layer)
+        found.append(RoleRows(role, name, rows.get(name, 0), sizes[role]))
         rows[name] = rows.get(name, 0) + sizes[role]
-    return rows
+    return found
+
+
+def linear_tensors(spec: ModelSpec, linear: str, layer: int) -> dict[str, int]:
+    """Return the tensors of a linear layer, in order, with their numbers of rows."""
+    return {part.tensor: part.first_row + part.num_rows for part in linear_roles(spec, linear, layer)}
 
 
 def linear_shape(spec: ModelSpec, linear: str) -> tuple[int, int]:

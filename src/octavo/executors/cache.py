@@ -51,8 +51,14 @@ MAX_PAUSE_S = 5.0  # total wait for steps; a standby resumes 32 requests in 1 s,
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
-def group_layers(windows: Sequence[int | None], block: PoolShape) -> tuple[GroupSpec, ...]:
-    """Group layers by their window (None = full attention). `block` is the shape of one layer's pool."""
+def group_layers(
+    windows: Sequence[int | None], block: PoolShape, own_layers: range | None = None
+) -> tuple[GroupSpec, ...]:
+    """Group the model's layers by their window (None = full attention). `block` is the shape of one layer's pool.
+
+    A rank that has only `own_layers` describes the same groups, since block tables are common to all ranks; its
+    `block_bytes` count its own layers only, and are 0 for a group of which it has no layer.
+    """
     by_window: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
         by_window.setdefault(window or 0, []).append(layer)
@@ -60,11 +66,16 @@ def group_layers(windows: Sequence[int | None], block: PoolShape) -> tuple[Group
         GroupSpec(
             GroupKind.SLIDING if window else GroupKind.FULL,
             window,
-            replace(block, num_layers=len(by_window[window])).block_bytes,
+            replace(block, num_layers=len(layers_here(by_window[window], own_layers))).block_bytes,
             tuple(by_window[window]),
         )
         for window in sorted(by_window, key=lambda window: (window > 0, -window))
     )
+
+
+def layers_here(layers: Sequence[int], own_layers: range | None) -> list[int]:
+    """Return those of a group's layers that this rank has (None: all)."""
+    return [layer for layer in layers if own_layers is None or layer in own_layers]
 
 
 def layer_windows(model: ModelSpec) -> tuple[int | None, ...]:
@@ -86,6 +97,7 @@ class CacheGroups:
         pools: Sequence[KVPool],
         host_blocks: Sequence[int],
         make_attention: MakeAttention,
+        own_layers: range | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.pools = tuple(pools)
@@ -94,7 +106,8 @@ class CacheGroups:
         self._backends = backends
         self.reads_unwritten = any(backend.reads_unwritten for backend in backends)
         # a single group has all layers: use the backend itself, at no cost per layer
-        self.attention = backends[0] if len(backends) == 1 else _by_layer(groups, backends)
+        is_single = len(backends) == 1 and own_layers is None
+        self.attention = backends[0] if is_single else _by_layer(groups, backends, own_layers)
 
     def begin(self, batches: Sequence[AttentionBatch]) -> None:
         """Start a step in each group's attention backend."""
@@ -130,22 +143,29 @@ class CacheGroups:
         return [(group, (part[:, 1], part[:, 2])) for group, part in parts if len(part)]
 
 
-def _by_layer(groups: Sequence[GroupSpec], backends: Sequence[AttentionBackend]) -> GroupedAttention:
-    """Map each of the model's layers to its group's backend and to the layer's index in that group."""
-    places = {
-        layer: (backend, local)
-        for group, backend in zip(groups, backends, strict=True)
-        for local, layer in enumerate(group.layers)
-    }
-    return GroupedAttention([places[layer] for layer in range(len(places))])
+def _by_layer(
+    groups: Sequence[GroupSpec], backends: Sequence[AttentionBackend], own_layers: range | None
+) -> GroupedAttention:
+    """Map each of this rank's layers to its group's backend and to the layer's index in the group's pool."""
+    return GroupedAttention(
+        {
+            layer: (backend, local)
+            for group, backend in zip(groups, backends, strict=True)
+            for local, layer in enumerate(layers_here(group.layers, own_layers))
+        }
+    )
 
 
 def allocate(
-    groups: Sequence[GroupSpec], num_blocks: Sequence[int], block: PoolShape, device: torch.device
+    groups: Sequence[GroupSpec],
+    num_blocks: Sequence[int],
+    block: PoolShape,
+    device: torch.device,
+    own_layers: range | None = None,
 ) -> list[KVPool]:
-    """Allocate the pool of each group."""
+    """Allocate the pool of each group, for this rank's layers."""
     return [
-        KVPool(replace(block, num_layers=len(group.layers), num_blocks=count), device)
+        KVPool(replace(block, num_layers=len(layers_here(group.layers, own_layers)), num_blocks=count), device)
         for group, count in zip(groups, num_blocks, strict=True)
     ]
 
@@ -157,8 +177,9 @@ class HostPool:
         shape = pool.shape
         self._pool = pool
         self._num_blocks = num_blocks
-        self._per_slab = max(1, SLAB_BYTES // shape.block_bytes)
-        self._staged = max(1, STAGING_BYTES // shape.block_bytes)
+        block_bytes = max(1, shape.block_bytes)  # a rank may have no layer of a group
+        self._per_slab = max(1, SLAB_BYTES // block_bytes)
+        self._staged = max(1, STAGING_BYTES // block_bytes)
         block = (2, shape.num_layers, shape.block_size, shape.num_kv_heads, shape.head_dim)
         is_pinned = pool.device.type == "cuda"
         self._slabs = [
@@ -277,7 +298,7 @@ def _touch(pools: Sequence[KVPool]) -> None:
     """Zero the pools for at most TOUCH_S seconds. Nothing else may write to the pools yet."""
     end = time.monotonic() + TOUCH_S
     for pool in pools:
-        blocks = max(1, STRIPE_BYTES * pool.shape.num_layers // pool.shape.block_bytes)
+        blocks = max(1, STRIPE_BYTES * pool.shape.num_layers // max(1, pool.shape.block_bytes))
         for begin in range(0, pool.shape.num_blocks, blocks):
             if time.monotonic() > end:
                 return

@@ -18,11 +18,14 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import ConfigError
 from octavo.models import native_decoder
-from octavo.models.decoder import load_model
+from octavo.models.decoder import Decoder, load_model
 from octavo.models.native_decoder import NativeDecoder
-from octavo.models.native_weights import load_native_weights
+from octavo.models.native_weights import load_native_weights, wanted_tensors
+from octavo.models.shard_loader import ShardLoader
 from octavo.nn.packing import choose_quantization
+from octavo.nn.parallel import Parallel
 from octavo.nn.weight_cache import WeightCache
+from octavo.nn.weights import open_weights
 from octavo.ops.attention import AttentionBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,21 +68,31 @@ class LoadedDecoder:
 class DecoderChoice:
     """The choice of a decoder, made from the configuration and the files' headers before anything is loaded."""
 
-    def __init__(self, files: ModelFiles, spec: ModelSpec, execution: ExecutionConfig, model: ModelConfig) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        spec: ModelSpec,
+        execution: ExecutionConfig,
+        model: ModelConfig,
+        parallel: Parallel | None = None,
+    ) -> None:
         self._files = files
         self._spec = spec
         self._model = model
+        self._parallel = parallel
         self.device = choose_device(execution.device)
         self._obstacle = _obstacle(self.device, execution, model, spec)
         requested = {"decoder": execution.decoder == "native", "numerics": execution.numerics == "invariant"}
         if self._obstacle is not None and any(requested.values()):
             setting, value = ("decoder", "native") if requested["decoder"] else ("numerics", "invariant")
             raise ConfigError(f"{setting} is {value!r}, but the native decoder cannot be used: {self._obstacle}")
-        self.is_native = self._obstacle is None
+        self.is_packed = self._obstacle is None
+        self.is_native = self.is_packed and parallel is None
+        self.decoder_name = "sharded" if parallel is not None else "native" if self.is_native else "torch"
         self._is_requested = execution.decoder == "torch" or execution.attention != "auto"
-        self.dtype = choose_dtype(model.dtype, spec.dtype, self.device, self.is_native)
+        self.dtype = choose_dtype(model.dtype, spec.dtype, self.device, self.is_packed)
         self.quantization = choose_quantization(model.quantization, model.dtype, files, spec)
-        if not self.is_native and self.quantization != "none":
+        if not self.is_packed and self.quantization != "none":
             if model.quantization not in ("auto", "none"):
                 raise ConfigError(
                     f"quantization is {model.quantization!r}, which needs the native decoder: {self._obstacle}; "
@@ -88,7 +101,9 @@ class DecoderChoice:
             self.quantization = "none"
 
     def load(self, max_model_len: int | None) -> LoadedDecoder:
-        """Load the weights. Raises ModelFileError."""
+        """Load the weights. Raises ModelFileError, and ConfigError if the model cannot be divided among the ranks."""
+        if self._parallel is not None:
+            return self._load_shard(self._parallel, max_model_len)
         if not self.is_native:
             decoder = load_model(self._files, self._spec, self.dtype, self.device, max_model_len)
             notes: tuple[str, ...] = ()
@@ -100,6 +115,14 @@ class DecoderChoice:
         )
         native = NativeDecoder(self._spec, weights, max_model_len)
         return LoadedDecoder(native, native.quantization, weights.notes)
+
+    def _load_shard(self, parallel: Parallel, max_model_len: int | None) -> LoadedDecoder:
+        """Load one rank's part: packed for the kernels where they can be used, else for torch."""
+        wanted = wanted_tensors(self.quantization, self.dtype) if self.is_packed else None
+        weights = open_weights(self._files, self._spec)
+        loader = ShardLoader(self._spec, self.dtype, self.device, weights, parallel, wanted)
+        decoder = Decoder(loader, max_model_len)
+        return LoadedDecoder(decoder, loader.quantization)
 
 
 def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConfig, spec: ModelSpec) -> str | None:

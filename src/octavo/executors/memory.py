@@ -31,6 +31,7 @@ from octavo.nn.weights import open_weights
 from octavo.ops.attention import PoolShape
 
 HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, by default
+FREE_BLOCKS = 1 << 22  # offered by a rank that has no layer of a group; other ranks have, and offer fewer
 TYPICAL_LEN = 2048  # tokens per sequence that the default pool on a CPU is sized for
 
 
@@ -128,7 +129,7 @@ class PoolSizing:
         longest = self._blocks_of(self._max_model_len)
         if self._bytes(longest) > budget:
             return self._for_one_sequence(budget)
-        fixed: dict[int, int] = {}
+        fixed = {index: FREE_BLOCKS for index, group in enumerate(self._groups) if not group.block_bytes}
         while True:
             rest = budget - sum(count * self._groups[index].block_bytes for index, count in fixed.items())
             free = [index for index in range(len(self._groups)) if index not in fixed]

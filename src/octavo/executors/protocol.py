@@ -58,15 +58,28 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolBlocks:
+    """Numbers of blocks, one per cache group: on the device, and on the host (empty without a host tier)."""
+
+    device: tuple[int, ...]
+    host: tuple[int, ...] = ()
+
+    def least(self, other: PoolBlocks) -> PoolBlocks:
+        """Return what both can hold. Both have the same groups and agree on whether there is a host tier."""
+        return PoolBlocks(tuple(map(min, self.device, other.device)), tuple(map(min, self.host, other.host)))
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
-    """The capacity of an opened executor, in bytes and tokens.
+    """The capacity of an opened executor, in bytes and tokens. Of several ranks, bytes are those of rank 0.
 
     `num_blocks` and `host_blocks` have one entry per cache group, the leading group first; without a host tier
     `host_blocks` is empty. `quantization` is the code of most weights; "none" means that weights have `dtype`. The
     cache has `dtype` too unless the spec names another. `has_masks`: the executor applies grammar masks (see supply);
     an executor without masks gets no request with a grammar. `usable_len`: tokens that one request can use, fewer than
     `max_model_len` if the pool is smaller (0: unknown). `linear_flops_per_token`, `weight_bytes` and
-    `kv_bytes_per_token` give a lower bound of a step's time. `decoder` is the code of the layers: "native" or "torch".
+    `kv_bytes_per_token` give a lower bound of a step's time. `decoder` is the code of the layers: "native",
+    "torch", or "sharded" for ranks (of any number) and for one rank with their arithmetic.
     """
 
     groups: tuple[GroupSpec, ...]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -34,13 +34,15 @@ from octavo.executors.cache import (
     layer_windows,
     make_resident,
 )  # fmt: skip
-from octavo.executors.loading import AnyDecoder, DecoderChoice, dtype_named
+from octavo.executors.loading import AnyDecoder, DecoderChoice, LoadedDecoder, dtype_named
 from octavo.executors.memory import PoolSizing, describe_groups
-from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket, usable_len
+from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.executors.slots import Slots
 from octavo.executors.step_inputs import StepInputs, build_inputs
-from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
+from octavo.executors.step_outputs import AwaitedIds, Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.grammar.matcher import Masks
+from octavo.models.shards import ModelShard
+from octavo.nn.parallel import Parallel
 from octavo.ops.attention import AttentionBackend, KVPool, PoolShape, ReferenceAttention
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
@@ -67,28 +69,62 @@ _NO_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "out
 
 
 class TorchExecutor:
-    """See executors.protocol.Executor. Nothing is loaded before `open`."""
+    """See executors.protocol.Executor. Nothing is loaded before `open`.
 
-    def __init__(self, files: ModelFiles, spec: ModelSpec, execution: ExecutionConfig, model: ModelConfig) -> None:
+    With `parallel` it is one rank of the model. `open` is then two steps, between which the ranks agree on sizes:
+    `load` returns how many blocks this rank can hold, and `allocate` gets the least of all ranks.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        spec: ModelSpec,
+        execution: ExecutionConfig,
+        model: ModelConfig,
+        parallel: Parallel | None = None,
+    ) -> None:
         self._spec = spec
         self._execution = execution
-        self._choice = DecoderChoice(files, spec, execution, model)
+        self._parallel = parallel
+        self._shard = None if parallel is None else ModelShard(spec, parallel.shard)
+        self._samples = parallel is None or parallel.shard.is_last_stage
+        self._choice = DecoderChoice(files, spec, execution, model, parallel)
         self._device, self._dtype = self._choice.device, self._choice.dtype
         self._decoder: AnyDecoder | None = None
         self._steps = Steps()
+        self._loaded: LoadedDecoder
+        self._opening: ExecutorSpec
         self._cache: CacheGroups
         self._slots: Slots
         self._sampler: Sampler
 
     def open(self, spec: ExecutorSpec) -> Capacity:
         """Load the weights; allocate the pool and the slots. A thread populates the pages of a large pool."""
+        return self.allocate(self.load(spec))
+
+    def load(self, spec: ExecutorSpec) -> PoolBlocks:
+        """Load the weights; return how many blocks of each group this rank can hold. Raises CapacityError."""
         if self._device.type == "cpu":
             torch.set_num_threads(self._execution.threads or machine.usable_cores())
         if self._execution.attention not in ATTENTION:
             raise ConfigError(f"attention is {self._execution.attention!r}; give one of {', '.join(ATTENTION)}")
-        loaded = self._choice.load(spec.max_model_len)
+        self._loaded, self._opening = self._choice.load(spec.max_model_len), spec
+        groups, _ = self._groups()
+        sizing = PoolSizing(spec, groups, self._loaded.decoder.max_model_len)
+        host_ranks = 1 if self._parallel is None else self._parallel.host_ranks
+        is_host = self._device.type == "cpu"
+        host_bytes = machine.usable_memory()[1] // host_ranks
+        host_blocks = sizing.host_blocks(host_bytes) if spec.host_bytes else ()
+        available = host_bytes - spec.host_bytes if is_host else int(torch.cuda.mem_get_info(self._device)[0])
+        return PoolBlocks(sizing.device_blocks(available, is_host), host_blocks)
+
+    def allocate(self, blocks: PoolBlocks) -> Capacity:
+        """Allocate the pool and the slots, after `load`; every rank gets the same numbers of blocks."""
+        loaded, spec = self._loaded, self._opening
         decoder = loaded.decoder
-        groups, num_blocks, host_blocks = self._allocate(spec, decoder.max_model_len)
+        groups, block = self._groups()
+        num_blocks, host_blocks = blocks.device, blocks.host
+        self._cache = self._make_cache(groups, block, blocks)
         null_blocks = [pool.null_block for pool in self._cache.pools]
         vocab_size = self._spec.vocab_size
         self._slots = Slots(
@@ -97,7 +133,8 @@ class TorchExecutor:
         self._sampler = self._slots.sampler
         self._block_size = spec.block_size
         self._decoder = decoder
-        make_resident(self._cache.pools, self._steps)
+        if self._shard is None or self._shard.kv_heads:
+            make_resident(self._cache.pools, self._steps)
         return Capacity(
             groups=groups,
             num_blocks=num_blocks,
@@ -116,33 +153,35 @@ class TorchExecutor:
             quantization=loaded.quantization,
             has_masks=True,
             usable_len=usable_len(groups, num_blocks, spec, decoder.max_model_len),
-            decoder="native" if self._choice.is_native else "torch",
+            decoder=self._choice.decoder_name,
         )
 
-    def _allocate(
-        self, spec: ExecutorSpec, max_model_len: int
-    ) -> tuple[tuple[GroupSpec, ...], tuple[int, ...], tuple[int, ...]]:
-        """Size and allocate the cache; return groups, blocks and host blocks."""
-        model, is_host = self._spec, self._device.type == "cpu"
+    def _groups(self) -> tuple[tuple[GroupSpec, ...], PoolShape]:
+        """Return the model's cache groups, in bytes of this rank, and the shape of one layer's pool."""
+        spec, model, shard = self._opening, self._spec, self._shard
         kv_dtype = self._dtype if spec.kv_dtype == "auto" else dtype_named(spec.kv_dtype, "kv_cache_dtype")
-        block = PoolShape(1, 0, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
-        groups = group_layers(effective_windows(layer_windows(model), max_model_len), block)
-        sizing = PoolSizing(spec, groups, max_model_len)
-        host_blocks = sizing.host_blocks(machine.usable_memory()[1]) if spec.host_bytes else ()
-        num_blocks = sizing.device_blocks(self._available_bytes() - spec.host_bytes * is_host, is_host)
-        make_attention = KernelAttention if self._choice.is_native else ATTENTION[self._execution.attention]
-        self._cache = CacheGroups(
-            groups,
-            allocate(groups, num_blocks, block, self._device),
-            host_blocks,
-            lambda pool, window: make_attention(pool, model.num_heads, window),
-        )
-        return groups, num_blocks, host_blocks
+        # a rank without heads has a pool all the same, which it never touches
+        num_kv_heads = model.num_kv_heads if shard is None else max(1, len(shard.kv_heads))
+        block = PoolShape(1, 0, spec.block_size, num_kv_heads, model.head_dim, kv_dtype)
+        windows = effective_windows(layer_windows(model), self._loaded.decoder.max_model_len)
+        return group_layers(windows, block, self._own_layers), block
 
-    def _available_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self._device)[0])
-        return machine.usable_memory()[1]
+    @property
+    def _own_layers(self) -> range | None:
+        """The layers of this rank's stage; None if it has all."""
+        is_stage = self._shard is not None and self._shard.shard.num_stages > 1
+        return self._shard.layers if is_stage and self._shard is not None else None
+
+    def _make_cache(self, groups: Sequence[GroupSpec], block: PoolShape, blocks: PoolBlocks) -> CacheGroups:
+        make_attention = KernelAttention if self._choice.is_packed else ATTENTION[self._execution.attention]
+        num_heads = self._spec.num_heads if self._shard is None else max(1, len(self._shard.query_heads))
+        return CacheGroups(
+            groups,
+            allocate(groups, blocks.device, block, self._device, self._own_layers),
+            blocks.host,
+            lambda pool, window: make_attention(pool, num_heads, window),
+            self._own_layers,
+        )
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Run the plan (CPU) or launch it (CUDA). Raises the step's error; a step that fails here has no result."""
@@ -171,6 +210,9 @@ class TorchExecutor:
         token_ids_T = self._slots.flat_ids.index_select(0, inputs.token_index_T)
         hidden_TE = decoder.forward(token_ids_T, inputs.attention[0].positions_T, self._cache.attention)
         clock.lap()
+        if not self._samples:
+            outputs.awaited = AwaitedIds(inputs, self._slots.num_plans)
+            return outputs, clock
         self._finish(decoder.logits, inputs, hidden_TE, outputs)
         if outputs.unsampled_RV is None:
             clock.lap()
@@ -254,6 +296,17 @@ class TorchExecutor:
         if not np.array_equal(needed, masks.positions):
             raise EngineError(f"masks for positions {masks.positions.tolist()}, needed for {needed.tolist()}")
         self._sample(logits_RV, outputs, TokenMasks(masks.positions, masks.bits_MW))
+
+    @torch.inference_mode()
+    def write_sampled(self, ticket: Ticket, result: StepResult) -> None:
+        """Write the ids that the last stage sampled for this step, in a stage that does not sample.
+
+        Call it in the order of tickets, before a plan that reads the ids.
+        """
+        assert isinstance(ticket, tuple), "a ticket of submit"
+        awaited = ticket[0].awaited
+        if awaited is not None:
+            awaited.write(self._slots, result)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Fetch the ticket's result, waiting for the device."""

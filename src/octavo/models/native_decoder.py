@@ -10,7 +10,6 @@ Shapes: T tokens of the step, N rows that sample, E hidden size, D head size, V 
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_int32, c_int64, c_void_p
 from dataclasses import replace
@@ -23,7 +22,7 @@ from octavo.artifacts.families import FAMILIES
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.models.native_weights import NativeLayer, NativeWeights, Vector
 from octavo.nn.layers import RopeTable
-from octavo.nn.packed_weight import PackedWeight, WeightDescriptor, WeightKind
+from octavo.nn.packed_weight import PackedWeight, WeightDescriptor, most_frequent_code
 from octavo.ops import cpu
 from octavo.ops.attention import AttentionBackend, GroupedAttention
 from octavo.ops.attention_kernel import AttentionLayer, KernelAttention
@@ -135,11 +134,7 @@ class NativeDecoder:
     @property
     def quantization(self) -> str:
         """The code of most weights, or "none" if most weights are floats."""
-        sizes = Counter[WeightKind]()
-        for part in self._multiplied():
-            sizes[part.kind] += part.outputs * part.inputs
-        kind = sizes.most_common(1)[0][0]
-        return kind.name.lower() if kind in (WeightKind.INT4, WeightKind.INT8) else "none"
+        return most_frequent_code(self._multiplied())
 
     def _multiplied(self) -> list[PackedWeight]:
         layers = self._weights.layers
@@ -196,7 +191,7 @@ class NativeDecoder:
         """Point each layer at its KV pool: the backend's only pool, or the pool of the layer's cache group."""
         pools = [(backend, layer) for layer in range(self.spec.num_layers)]
         if isinstance(backend, GroupedAttention):
-            pools = backend.places
+            pools = [backend.places[layer] for layer in range(self.spec.num_layers)]
         backends: list[KernelAttention] = []
         for layer, (group, index) in zip(self._layers, pools, strict=True):
             assert isinstance(group, KernelAttention), "the native decoder needs KernelAttention"

@@ -30,7 +30,7 @@ from octavo.nn.weights import INDEX_FILE, open_weights
 
 Vector = npt.NDArray[np.float32]
 
-_TABLES = {"int4": "int8"}  # the embedding and the head lose too much at 4 bits
+TABLES = {"int4": "int8"}  # the embedding and the head lose too much at 4 bits
 _UNRELATED_FIELDS = ("generation", "eos_token_ids", "bos_token_id", "max_model_len")
 
 
@@ -81,7 +81,7 @@ def load_native_weights(
     `quantization` is "none", "int8", "int4", or "auto" for the files' own codes (see packing.choose_quantization).
     `dtype` applies to weights that stay float: bfloat16, or else float32, which represents float16 exactly.
     """
-    wanted = _wanted(quantization, dtype)
+    wanted = wanted_tensors(quantization, dtype)
     key = None if cache is None else _cache_key(files, spec, wanted)
     if cache is not None and key is not None:
         stored = cache.open(key)
@@ -103,10 +103,11 @@ def native_weight_bytes(files: ModelFiles, spec: ModelSpec, quantization: str, d
 
     A weight that packing finds to have no codes stays float, but is counted here as coded.
     """
-    return _Packer(files, spec, _wanted(quantization, dtype)).num_bytes()
+    return _Packer(files, spec, wanted_tensors(quantization, dtype)).num_bytes()
 
 
-def _wanted(quantization: str, dtype: torch.dtype) -> WantedTensor:
+def wanted_tensors(quantization: str, dtype: torch.dtype) -> WantedTensor:
+    """Return the kinds of packed weights: `quantization` for matrices, `dtype` for those that stay float."""
     return WantedTensor(quantization, WeightKind.BFLOAT16 if dtype == torch.bfloat16 else WeightKind.FLOAT32)
 
 
@@ -284,7 +285,7 @@ class _Packer:
         """Choose every weight's kind and read every vector. Raises ModelFileError for a tensor of another shape."""
         spec, wanted = self._spec, self._wanted
         plan = _Plan({}, {})
-        table = replace(wanted, quantization=_TABLES.get(wanted.quantization, wanted.quantization))
+        table = replace(wanted, quantization=TABLES.get(wanted.quantization, wanted.quantization))
         head = f"{self._family.tensor('head')}.weight"
         for role in ("embedding",) if spec.tie_word_embeddings else ("embedding", "head"):
             rows = {f"{self._family.tensor(role)}.weight": spec.vocab_size}

@@ -48,6 +48,31 @@ class GGUFType:
     dequantize: Callable[[Bytes], Values] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RawMatrix:
+    """A matrix, or a window of one, as whole blocks: bytes [F, bytes of the blocks], and the columns that count."""
+
+    rows: Bytes
+    type: GGMLQuantizationType
+    columns: range
+
+    def is_aligned(self, group: int) -> bool:
+        """Return True if the columns are whole groups of this size."""
+        return self.columns.start % group == 0 and self.columns.stop % group == 0
+
+    def codes(self, first_row: int, num_rows: int) -> Codes | None:
+        """Convert some rows; return None if float16 cannot represent a scale of their blocks."""
+        codes = codes_of_blocks(self.rows[first_row : first_row + num_rows], self.type)
+        return None if codes is None else codes.cut(slice(self.columns.start, self.columns.stop))
+
+    def values(self, first_row: int, num_rows: int) -> Values:
+        """Return the float32 values of some rows."""
+        values = dequantize(self.rows[first_row : first_row + num_rows], self.type)[
+            :, self.columns.start : self.columns.stop
+        ]
+        return np.ascontiguousarray(values)
+
+
 def codes_of_blocks(raw: Bytes, kind: GGMLQuantizationType) -> Codes | None:
     """Convert whole rows of blocks, [F, bytes of a row]; return None if float16 cannot represent a scale.
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
 from octavo.artifacts.families import FAMILIES
@@ -24,7 +24,7 @@ from octavo.artifacts.gguf_file import GGUFFile, GGUFTensor
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ModelFileError
-from octavo.nn.gguf_blocks import GGUF_TYPES, dequantize
+from octavo.nn.gguf_blocks import GGUF_TYPES, RawMatrix, dequantize
 from octavo.nn.packed_weight import Bytes
 
 Item = TypeVar("Item", np.uint8, np.float32)
@@ -68,8 +68,8 @@ class GGUFWeights:
         """Return the tensor's file, or the first file if none has it."""
         return self._entries[name].file.path if name in self._entries else self._first
 
-    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Dequantise a few rows at a time into `out`, in canonical row order."""
+    def read_into(self, name: str, out: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        """Dequantise a few rows at a time into `out`, in canonical row order; of columns, whole blocks are read."""
         entry = self._entries[name]
         tensor = entry.tensor
         if len(tensor.shape) == 1:
@@ -80,20 +80,33 @@ class GGUFWeights:
                 values = _without_pairs(values[:, None], entry.paired_heads)[:, 0]
             out.copy_(torch.from_numpy(values[first_row : first_row + len(out)]))
             return
-        rows = self._rows(entry)[first_row : first_row + out.shape[0]]
-        step = max(1, _CHUNK // out.shape[1])
-        for start in range(0, rows.shape[0], step):
-            values = dequantize(rows[start : start + step], tensor.type)
+        num_rows, num_columns = out.shape
+        columns = range(first_column, first_column + num_columns)
+        matrix = self.raw_matrix(name, range(first_row, first_row + num_rows), columns)
+        step = max(1, _CHUNK // num_columns)
+        for start in range(0, num_rows, step):
+            values = matrix.values(start, step)
             out[start : start + step].copy_(torch.from_numpy(values))
 
-    def raw_rows(self, name: str) -> tuple[Bytes, GGMLQuantizationType]:
-        """Return a matrix's bytes in canonical row order: a view of the file, or a copy if rows were in pairs."""
+    def raw_matrix(self, name: str, rows: range | None = None, columns: range | None = None) -> RawMatrix:
+        """Return a matrix or a window of it, in canonical row order: a view of the file, or a copy if in pairs."""
         entry = self._entries[name]
-        return self._rows(entry), entry.tensor.type
+        num_rows, num_columns = entry.tensor.shape
+        columns = range(num_columns) if columns is None else columns
+        size, size_bytes = GGML_QUANT_SIZES[entry.tensor.type]
+        first_block, end_block = columns.start // size, -(-columns.stop // size)
+        blocks = self._rows(entry, range(num_rows) if rows is None else rows)
+        cut = range(columns.start - first_block * size, columns.stop - first_block * size)
+        return RawMatrix(blocks[:, first_block * size_bytes : end_block * size_bytes], entry.tensor.type, cut)
 
-    def _rows(self, entry: _Entry) -> Bytes:
-        rows = entry.file.raw(entry.tensor.name).reshape(entry.tensor.shape[0], -1)
-        return rows if entry.paired_heads is None else _without_pairs(rows, entry.paired_heads)
+    def _rows(self, entry: _Entry, rows: range) -> Bytes:
+        stored = entry.file.raw(entry.tensor.name).reshape(entry.tensor.shape[0], -1)
+        if entry.paired_heads is None:
+            return stored[rows.start : rows.stop]
+        size = stored.shape[0] // entry.paired_heads  # rows are in pairs within a head, so whole heads are read
+        first, end = rows.start // size, -(-rows.stop // size)
+        heads = _without_pairs(stored[first * size : end * size], end - first)
+        return heads[rows.start - first * size : rows.stop - first * size]
 
 
 def _without_pairs(rows: npt.NDArray[Item], num_heads: int) -> npt.NDArray[Item]:

@@ -32,10 +32,11 @@ _ONE_ORDER_INPUTS = 1024
 class Linear:
     """y_TF = x_TE W_FE^T + b_F. `path` is "plain" or "packed"; None means the faster one."""
 
-    __slots__ = ("_multiply", "in_features", "nbytes", "out_features", "path")
+    __slots__ = ("_multiply", "in_features", "nbytes", "num_weights", "out_features", "path")
 
     def __init__(self, weight_FE: Tensor, bias_F: Tensor | None = None, path: str | None = None) -> None:
         self.out_features, self.in_features = weight_FE.shape
+        self.num_weights = weight_FE.numel()
         self.nbytes = weight_FE.nbytes + (0 if bias_F is None else bias_F.nbytes)
         self.path = choose_path(weight_FE.dtype, weight_FE.device) if path is None else path
         self._multiply = _PATHS[self.path](weight_FE, bias_F)

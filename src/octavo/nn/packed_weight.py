@@ -10,9 +10,10 @@ Shapes: F outputs, E inputs, P panels of 16 outputs, G groups of inputs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from ctypes import c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -66,6 +67,14 @@ class Codes:
     codes: npt.NDArray[np.generic]
     scales: npt.NDArray[np.float16] | None = None
     minima: npt.NDArray[np.float16] | None = None
+
+    def cut(self, columns: slice) -> Codes:
+        """Return these columns, whose ends are multiples of the group."""
+        if columns == slice(0, self.codes.shape[1]):
+            return self
+        of_groups = slice(columns.start // max(1, self.group), columns.stop // max(1, self.group))
+        scales, minima = (None if part is None else part[:, of_groups] for part in (self.scales, self.minima))
+        return replace(self, codes=self.codes[:, columns], scales=scales, minima=minima)
 
     def dequantize(self) -> Tensor:
         """Return float32 values [F, E] as a new tensor."""
@@ -152,6 +161,15 @@ class PackedWeight:
         """Return the float32 weight [F, E] as a new tensor, read from the packed bytes. Slow."""
         values_PE = _UNPACK[self.kind](self.buffer.copy().reshape(-(-self.outputs // _PANEL), -1), self.shape)
         return values_PE.reshape(-1, self.inputs)[: self.outputs].contiguous()
+
+
+def most_frequent_code(weights: Iterable[PackedWeight]) -> str:
+    """Return the name of the code that most values have, or "none" if most are floats."""
+    sizes = Counter[WeightKind]()
+    for weight in weights:
+        sizes[weight.kind] += weight.outputs * weight.inputs
+    kind = sizes.most_common(1)[0][0]
+    return kind.name.lower() if kind in (WeightKind.INT4, WeightKind.INT8) else "none"
 
 
 def empty_buffer(nbytes: int) -> Bytes:

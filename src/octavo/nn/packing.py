@@ -28,7 +28,7 @@ from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.config import QUANTIZATIONS
 from octavo.errors import ConfigError
-from octavo.nn.gguf_blocks import GGUF_TYPES, Halves, Values, codes_of_blocks, dequantize
+from octavo.nn.gguf_blocks import GGUF_TYPES, Halves, RawMatrix, Values
 from octavo.nn.packed_weight import Bytes, Codes, PackedWeight, WeightKind, WeightShape, empty_buffer, pack_rows
 from octavo.nn.weights import Weights
 
@@ -114,9 +114,9 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> t
     plain = ((wanted.float_kind, 0), False)
     if wanted.quantization == "none" or name in wanted.float_names:
         return plain
-    raw = weights.raw_rows(name)
-    codes = GGUF_TYPES[raw[1]].codes if raw is not None else None
-    own = (codes.kind, codes.group) if codes is not None else None
+    raw = weights.raw_matrix(name)
+    codes = GGUF_TYPES[raw.type].codes if raw is not None else None
+    own = (codes.kind, codes.group) if raw is not None and codes is not None and raw.is_aligned(GROUP) else None
     if wanted.quantization == "auto":
         return (own, True) if own is not None else plain
     kind = WeightKind.INT4 if wanted.quantization == "int4" else WeightKind.INT8
@@ -166,7 +166,7 @@ def _jobs(weights: Weights, run: WeightRun, buffer: Bytes) -> Iterator[Callable[
     shape, start = run.shape, 0
     step = max(1, _PIECE // shape.inputs)
     for part in run.parts:
-        raw = weights.raw_rows(part.name)
+        raw = weights.raw_matrix(part.name)
         for first in range(0, part.num_rows, step):
             count = min(step, part.num_rows - first)
             pack = partial(_pack, shape, buffer, start + first, part.name)
@@ -175,14 +175,14 @@ def _jobs(weights: Weights, run: WeightRun, buffer: Bytes) -> Iterator[Callable[
                 weights.read_rows(part.name, first, values)
                 yield partial(pack, partial(codes_of_floats, values.numpy(), shape.kind))
             elif part.is_raw:
-                yield partial(pack, partial(codes_of_blocks, raw[0][first : first + count], raw[1]))
+                yield partial(pack, partial(raw.codes, first, count))
             else:
-                yield partial(pack, partial(_codes_anew, raw[0][first : first + count], raw[1], shape.kind))
+                yield partial(pack, partial(_codes_anew, raw, first, count, shape.kind))
         start += part.num_rows
 
 
-def _codes_anew(raw: Bytes, stored: GGMLQuantizationType, kind: WeightKind) -> Codes | None:
-    return codes_of_floats(dequantize(raw, stored), kind)
+def _codes_anew(raw: RawMatrix, first_row: int, num_rows: int, kind: WeightKind) -> Codes | None:
+    return codes_of_floats(raw.values(first_row, num_rows), kind)
 
 
 def _pack(shape: WeightShape, buffer: Bytes, first_row: int, name: str, convert: Callable[[], Codes | None]) -> None:

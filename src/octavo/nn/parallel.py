@@ -79,8 +79,8 @@ class ShardSpec:
 class Collective(Protocol):
     """Exchange of tensors between ranks. Every rank of a group makes the same calls in the same order."""
 
-    def all_gather(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the tensor of each rank of the tensor-parallel group, in rank order; all have one shape and dtype."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return [R, *x.shape]: the tensors of the tensor-parallel group, which have one shape and dtype, by rank."""
         ...
 
     def send(self, hidden_TE: Tensor) -> None:
@@ -99,9 +99,9 @@ class Collective(Protocol):
 class LocalCollective:
     """The collective of a rank that is alone."""
 
-    def all_gather(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the tensor itself."""
-        return (x,)
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensor as that of the only rank."""
+        return x[None]
 
     def send(self, hidden_TE: Tensor) -> None:
         """Raise AssertionError: one stage has no next one."""
@@ -126,17 +126,17 @@ class GroupCollective:
         self._tensor_group = tensor_group
         self._is_staged = is_staged
 
-    def all_gather(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the tensors of the group; one buffer holds all of them."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of the group in a new buffer."""
         if self._tensor_group is None:
-            return (x,)
+            return x[None]
         own = self._outgoing(x)
         size = self._shard.tensor_size
         if not own.numel():
-            return (x,) * size
+            return x.new_empty((size, *x.shape))
         gathered = torch.empty((size * own.numel(),), dtype=torch.uint8, device=own.device)
         dist.all_gather_into_tensor(gathered, own, group=self._tensor_group)
-        return gathered.to(x.device).view(x.dtype).view(size, *x.shape).unbind(0)
+        return gathered.to(x.device).view(x.dtype).view(size, *x.shape)
 
     def send(self, hidden_TE: Tensor) -> None:
         """Send to the same tensor rank of the next stage."""
@@ -166,11 +166,13 @@ class GroupCollective:
 class Parallel:
     """What a decoder and an executor need to run one rank: its place and its collective.
 
-    The default is one rank with the arithmetic of several (--tp-invariant).
+    `host_ranks` is the number of ranks on this host, which share its memory. The default is one rank with the
+    arithmetic of several (--tp-invariant).
     """
 
     shard: ShardSpec = ShardSpec()
     collective: Collective = field(default_factory=LocalCollective)
+    host_ranks: int = 1
 
 
 def join_ranks(

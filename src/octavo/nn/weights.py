@@ -1,7 +1,8 @@
 """The weights of a model by their canonical (Hugging Face) names, from files of any supported kind.
 
-Owns: the choice of the reader; the checks (tensor present, right shape, no tensor unread); safetensors files, single
-or sharded, memory-mapped. Does not: keep tensors; each is converted directly into the caller's memory.
+Owns: the choice of the reader; the checks (tensor present, right shape, no tensor unread); windows of tensors;
+safetensors files, single or sharded, memory-mapped. Does not: keep tensors; each is converted directly into the
+caller's memory.
 Invariants: a failure is a ModelFileError that names the file, the tensor and the reason. Nothing is unpickled. A
 tensor is in one file.
 """
@@ -9,27 +10,40 @@ tensor is in one file.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ModelFileError
+from octavo.nn.gguf_blocks import RawMatrix
 from octavo.nn.gguf_weights import GGUFWeights
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _TYPES = ("F64", "F32", "F16", "BF16")
-RawRows = tuple[npt.NDArray[np.uint8], GGMLQuantizationType]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWindow:
+    """Some rows of a tensor and, for a matrix, some of their columns (None: all)."""
+
+    name: str
+    rows: range
+    columns: range | None = None
+
+    @property
+    def key(self) -> str:
+        """A name for the window among tensors."""
+        columns = "" if self.columns is None else f", {self.columns.start}:{self.columns.stop}"
+        return f"{self.name}[{self.rows.start}:{self.rows.stop}{columns}]"
 
 
 class WeightSource(Protocol):
@@ -44,12 +58,12 @@ class WeightSource(Protocol):
         """Return the file that holds the tensor; if the tensor is missing, the path to name in the error."""
         ...
 
-    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Convert the rows from `first_row` on into `out`, which may have any number of rows, dtype and device."""
+    def read_into(self, name: str, out: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        """Convert the window that begins there into `out`, which may have any size, dtype and device."""
         ...
 
-    def raw_rows(self, name: str) -> RawRows | None:
-        """Return a matrix as the bytes of whole rows, [rows, bytes of a row]; None if the files are not GGUF."""
+    def raw_matrix(self, name: str, rows: range | None = None, columns: range | None = None) -> RawMatrix | None:
+        """Return a matrix, or a window of it, as the bytes of its blocks; None if the files are not GGUF."""
         ...
 
 
@@ -99,15 +113,50 @@ class Weights:
         with torch.no_grad():
             self._source.read_into(name, out, first_row)
 
-    def raw_rows(self, name: str) -> RawRows | None:
+    def raw_matrix(self, name: str) -> RawMatrix | None:
         """Return a claimed matrix of a GGUF file as the bytes of its rows, in canonical order; else None."""
-        return self._source.raw_rows(name)
+        return self._source.raw_matrix(name)
+
+    def windows(self, windows: Iterable[TensorWindow]) -> Weights:
+        """Return the windows of claimed tensors as weights of their own, named by their keys."""
+        return Weights(_WindowSource(self._source, {window.key: window for window in windows}))
 
     def check_all_read(self, ignored: frozenset[str] = frozenset()) -> None:
         """Raise ModelFileError for a tensor that was not read: a model with more tensors has another architecture."""
         for name in self._source.shapes:
             if name not in self._read and name not in ignored and not name.endswith(".rotary_emb.inv_freq"):
                 raise ModelFileError(self._source.path(name), "is not a part of this architecture", name)
+
+
+class _WindowSource:
+    """A WeightSource whose tensors are windows of another source's tensors."""
+
+    def __init__(self, source: WeightSource, windows: Mapping[str, TensorWindow]) -> None:
+        self._source = source
+        self._windows = windows
+        self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(
+            {
+                key: (len(window.rows), *((len(window.columns),) if window.columns is not None else rest))
+                for key, window in windows.items()
+                for rest in (source.shapes[window.name][1:],)
+            }
+        )
+
+    def path(self, name: str) -> Path:
+        """Return the file that holds the tensor."""
+        return self._source.path(self._windows[name].name)
+
+    def read_into(self, name: str, out: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        """Convert a part of the window into `out`."""
+        window = self._windows[name]
+        column = 0 if window.columns is None else window.columns.start
+        self._source.read_into(window.name, out, window.rows.start + first_row, column + first_column)
+
+    def raw_matrix(self, name: str, rows: range | None = None, columns: range | None = None) -> RawMatrix | None:
+        """Return the blocks that hold the window."""
+        assert rows is None and columns is None, "a window of a window"
+        window = self._windows[name]
+        return self._source.raw_matrix(window.name, window.rows, window.columns)
 
 
 def open_weights(files: ModelFiles, spec: ModelSpec) -> Weights:
@@ -140,15 +189,18 @@ class SafetensorsWeights:
         """Return the tensor's file, or the folder if no file has it."""
         return self._paths.get(name, self._folder)
 
-    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Copy rows from the mapped file, converting them."""
+    def read_into(self, name: str, out: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        """Copy a window from the mapped file, converting it; nothing else of the tensor is copied."""
         path = self._paths[name]
         try:
-            out.copy_(self._handles[path].get_slice(name)[first_row : first_row + out.shape[0]])
+            piece = self._handles[path].get_slice(name)
+            rows = slice(first_row, first_row + out.shape[0])
+            is_whole = out.dim() == 1 or out.shape[1] == self.shapes[name][1]
+            out.copy_(piece[rows] if is_whole else piece[rows, first_column : first_column + out.shape[1]])
         except (SafetensorError, OSError) as error:
             raise ModelFileError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})", name) from error
 
-    def raw_rows(self, name: str) -> None:
+    def raw_matrix(self, name: str, rows: range | None = None, columns: range | None = None) -> None:
         """Return None: safetensors files have no GGUF blocks."""
         return None
 

@@ -12,7 +12,7 @@ add exactly zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -134,12 +134,15 @@ class AttentionBackend(Protocol):
 
 
 class GroupedAttention:
-    """An AttentionBackend over several cache groups. `places` has each layer's backend and the layer's index there."""
+    """An AttentionBackend over several cache groups. `places` has each layer's backend and the layer's index there.
+
+    A rank that has only some of a model's layers has places for these.
+    """
 
     reads_unwritten = True  # CacheGroups asks each group's own backend
 
-    def __init__(self, places: Sequence[tuple[AttentionBackend, int]]) -> None:
-        self.places = list(places)
+    def __init__(self, places: Mapping[int, tuple[AttentionBackend, int]]) -> None:
+        self.places = dict(places)
 
     def begin(self, batch: AttentionBatch) -> None:
         """Raise AssertionError, because each group has its own batch."""

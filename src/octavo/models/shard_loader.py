@@ -1,0 +1,197 @@
+"""Load one rank's part of a decoder: its layers, heads, columns of the MLP and rows of the vocabulary.
+
+Owns: which windows of the files a rank reads, and the form of its weights: packed for the C++ kernels if `wanted` says
+how, else plain for torch. Does not: divide the model (shards.py does), or compute.
+Invariants: a tensor is read, coded and packed by segments of virtual ranks, so a segment's values do not depend on the
+number of ranks. Norms are whole in every rank.
+Shapes: T tokens, E hidden size, F output rows, W rows of a table in one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from octavo.artifacts.families import linear_shape, linear_tensors
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.models.loader import Begin, End, Loader, Multiplication, embedding_of
+from octavo.models.native_weights import TABLES
+from octavo.models.shards import ModelShard
+from octavo.nn.layers import Linear
+from octavo.nn.packed_weight import PackedWeight, most_frequent_code
+from octavo.nn.packing import NoCodesError, WantedTensor, pack_runs, plan_runs
+from octavo.nn.parallel import Parallel
+from octavo.nn.segments import InputSegments, OutputSegments, PackedLinear, PackedTable, ShardedEmbedding, ShardedHead
+from octavo.nn.weights import TensorWindow, Weights
+from octavo.ops.gated_mul import gate_rows
+
+_DIVIDED_BY_OUTPUTS = ("qkv", "gate_up")
+
+
+class ShardLoader(Loader):
+    """Loads one rank's part. With `wanted` the device is the CPU, and activations and norms are float32."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: Weights,
+        parallel: Parallel,
+        wanted: WantedTensor | None = None,
+    ) -> None:
+        super().__init__(spec, dtype if wanted is None else torch.float32, device, weights)
+        self._place, self._collective = parallel.shard, parallel.collective
+        self._shard = ModelShard(spec, parallel.shard)
+        self._wanted = wanted
+        self._made: list[PackedWeight] = []
+        self.layers = self._shard.layers
+        self.num_heads, self.num_kv_heads = len(self._shard.query_heads), len(self._shard.kv_heads)
+
+    @property
+    def quantization(self) -> str:
+        """The code of most weights that were packed, or "none" if most are floats."""
+        return most_frequent_code(self._made) if self._made else "none"
+
+    def tables(self) -> tuple[Begin, Multiplication | None]:
+        """Read this rank's rows of the embedding, of the head, of both or of neither."""
+        place, is_tied = self._place, self.spec.tie_word_embeddings
+        has_head = place.is_last_stage
+        begin: Begin = self._receive
+        head: Multiplication | None = None
+        if place.is_first_stage or (is_tied and has_head):
+            lookup, head = self._table(self.embedding_name)
+            begin = lookup if place.is_first_stage else begin
+        if has_head and not is_tied:
+            head = self._table(self.head_name)[1]
+        return begin, head if has_head else None
+
+    def end(self) -> End:
+        """Read the final norm, or send to the next stage."""
+        return super().end() if self._place.is_last_stage else self._send
+
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        """Return the MLP's gated activation."""
+        return super().activation() if self._wanted is None else gate_rows(self.family.activation)
+
+    def linear(self, linear: str, layer: int, has_bias: bool = False) -> Multiplication:
+        """Read this rank's segments of a linear layer."""
+        num_inputs = linear_shape(self.spec, linear)[1]
+        for name, count in linear_tensors(self.spec, linear, layer).items():
+            self.weights.claim(f"{name}.weight", (count, num_inputs))
+            if has_bias:
+                self.weights.claim(f"{name}.bias", (count,))
+        if linear in _DIVIDED_BY_OUTPUTS:
+            windows = self._shard.output_windows(linear, layer)
+            bias_F = self._bias(self._shard.output_windows(linear, layer, "bias")) if has_bias else None
+            return self._outputs(windows, bias_F)
+        assert not has_bias, "each rank would add the bias"
+        return self._inputs(linear, layer)
+
+    def check_all_read(self) -> None:
+        """Raise ModelFileError for a tensor that no stage would read."""
+        ends = {self.embedding_name, self.head_name, f"{self.family.tensor('final_norm')}.weight"}
+        foreign = {name for name in self.weights.names if self._shard.is_foreign(name)}
+        is_alone = self._place.num_stages == 1
+        tied = {self.head_name} if self.spec.tie_word_embeddings else set()
+        self.weights.check_all_read(frozenset(tied if is_alone else foreign | ends))
+
+    def _table(self, name: str) -> tuple[Begin, Multiplication]:
+        """Read this rank's rows of a table; return the lookup of ids and the head, which share them."""
+        shard, spec = self._shard, self.spec
+        self.weights.claim(name, (spec.vocab_size, spec.hidden_size))
+        windows = shard.table_windows(name)
+        ranks = [shard.of_rank(shard.vocabulary_bounds, rank) for rank in range(self._place.tensor_size)]
+        bounds = [ids.start for ids in ranks] + [spec.vocab_size]
+        where = (bounds, self._place.tensor_rank, self._collective)
+        if self._wanted is not None:
+            quantization = TABLES.get(self._wanted.quantization, self._wanted.quantization)
+            packed = self._packed(windows, None, replace(self._wanted, quantization=quantization))
+            scale = spec.hidden_size**0.5 if self.family.scales_embedding else None
+            lookup = ShardedEmbedding(PackedTable(packed), *where, scale)
+            return lookup, ShardedHead(PackedLinear(packed), bounds, self._collective)
+        weight_WE = self._plain(windows)
+        ends = list(accumulate(len(window.rows) for window in windows))
+        segments = [Linear(weight_WE[end - len(window.rows) : end]) for window, end in zip(windows, ends, strict=True)]
+        lookup = ShardedEmbedding(embedding_of(spec, weight_WE), *where)
+        return lookup, ShardedHead(OutputSegments(segments), bounds, self._collective)
+
+    def _outputs(self, windows: Sequence[TensorWindow], bias_F: Tensor | None) -> Multiplication:
+        if self._wanted is not None:
+            return PackedLinear(self._packed(windows, bias_F, self._wanted))
+        segments, start = [], 0
+        for window in windows:
+            end = start + len(window.rows)
+            segments.append(Linear(self._plain([window]), None if bias_F is None else bias_F[start:end]))
+            start = end
+        return OutputSegments(segments)
+
+    def _inputs(self, linear: str, layer: int) -> Multiplication:
+        segments: list[tuple[int, PackedLinear | Linear] | None] = []
+        for window in self._shard.input_windows(linear, layer):
+            if window is None or window.columns is None:
+                segments.append(None)
+            elif self._wanted is not None:
+                segments.append((len(window.columns), PackedLinear(self._packed([window], None, self._wanted))))
+            else:
+                segments.append((len(window.columns), Linear(self._plain([window]))))
+        has_part = self._shard.has_part(self._shard.inputs(linear)[1])
+        return InputSegments(segments, self.spec.hidden_size, has_part, self._collective)
+
+    def _packed(
+        self, windows: Sequence[TensorWindow], bias_F: Tensor | None, wanted: WantedTensor
+    ) -> list[PackedWeight]:
+        """Code and pack the windows; those of one kind become one weight. A window without codes stays float."""
+        if not windows:
+            return []
+        view = self.weights.windows(windows)
+        rows = {window.key: len(window.rows) for window in windows}
+        inputs = view.shape(windows[0].key)[1]
+        while True:
+            runs = plan_runs(view, rows, inputs, wanted)
+            try:
+                buffers = list(pack_runs(view, runs, torch.get_num_threads()))
+                break
+            except NoCodesError as error:
+                wanted = replace(wanted, float_names=wanted.float_names | {error.name})
+        weights, start = [], 0
+        for run, buffer in zip(runs, buffers, strict=True):
+            end = start + run.shape.outputs
+            weights.append(PackedWeight(run.shape, buffer, None if bias_F is None else bias_F[start:end].numpy()))
+            start = end
+        self._made += weights
+        return weights
+
+    def _plain(self, windows: Sequence[TensorWindow]) -> Tensor:
+        """Read windows of equal width into one tensor of the model's dtype."""
+        view = self.weights.windows(windows)
+        shapes = [view.shape(window.key) for window in windows]
+        out_FE = torch.empty(sum(shape[0] for shape in shapes), shapes[0][1], dtype=self.dtype, device=self.device)
+        return self._fill(view, windows, out_FE)
+
+    def _bias(self, windows: Sequence[TensorWindow]) -> Tensor:
+        out_F = torch.empty(sum(len(window.rows) for window in windows), dtype=self.dtype, device=self.device)
+        return self._fill(self.weights.windows(windows), windows, out_F)
+
+    def _fill(self, view: Weights, windows: Sequence[TensorWindow], out: Tensor) -> Tensor:
+        start = 0
+        for window in windows:
+            end = start + len(window.rows)
+            view.read_into(window.key, out[start:end])
+            start = end
+        return out
+
+    def _receive(self, token_ids_T: Tensor) -> Tensor:
+        """Return the previous stage's hidden states for these tokens."""
+        size = (len(token_ids_T), self.spec.hidden_size)
+        return self._collective.receive(torch.empty(size, dtype=self.dtype, device=self.device))
+
+    def _send(self, x_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Send the hidden states to the next stage, which norms them."""
+        hidden_TE = x_TE if residual_TE is None else x_TE + residual_TE
+        self._collective.send(hidden_TE)
+        return hidden_TE, hidden_TE
