@@ -129,6 +129,12 @@ def test_homes_are_bounded_and_keep_what_was_stored_last() -> None:
     assert homes.find(range(50)) == []
 
 
+def test_keys_that_are_no_prefixes_are_routed_too() -> None:
+    router, replicas, rng = create_router("prefix_affinity", 0), [Replica(0, 5), Replica(1, 6)], random.Random(1)
+    for _ in range(200):
+        assert router.choose(asked(*rng.choices(range(9), k=rng.randrange(7))), replicas) in replicas
+
+
 def test_a_prompt_s_known_keys_are_its_first_ones_when_a_generation_is_dropped() -> None:
     homes, rng = RecentHomes[tuple[int, int]](400), random.Random(3)
     for number in range(2000):

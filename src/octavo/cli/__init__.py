@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench compare": ("octavo.cli.bench_servers:compare", "measure this engine beside others on the same workloads"),
     "bench kernel": ("octavo.cli.bench:kernel", "measure the kernels of a step, each alone"),
     "bench scheduler": ("octavo.cli.bench:scheduler", "measure the scheduler alone: plan, commit, admission"),
+    "bench router": ("octavo.cli.bench:router", "measure how long a fleet's router takes to choose a replica"),
     "bench simulator": ("octavo.cli.bench:simulator", "measure how many requests a second a simulation handles"),
     "simulate": ("octavo.cli.simulate", "predict how engines would serve a workload, without running a model"),
     "plan": ("octavo.cli.plan", "show what a model needs and how much fits, without loading it"),

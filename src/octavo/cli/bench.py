@@ -1,4 +1,4 @@
-"""`octavo bench offline, latency, sweep, startup, kernel, scheduler, simulator`: flags, engines to measure, output.
+"""`octavo bench offline, latency, sweep, startup, kernel, scheduler, simulator, router`: flags, engines, output.
 
 Owns: the flags and their checks; progress bars; the JSON object of --json. bench_servers has `online` and `compare`.
 Does not: measure, or make tables (each benchmark's module in octavo.bench does).
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from octavo.assembly import executor_spec, find_files
-from octavo.bench import latency, offline, scheduler, simulator, startup, vllm_scheduler
+from octavo.bench import latency, offline, router, scheduler, simulator, startup, vllm_scheduler
 from octavo.bench.report import Report, show_rows
 from octavo.bench.workload import draw_workload, read_workload
 from octavo.cli.answers import load_engine
@@ -369,3 +369,22 @@ def run_simulator(args: argparse.Namespace) -> int:
         min(args.check, args.requests),
     )  # fmt: skip
     return print_report(args, simulator.measure_simulator(setting), simulator.show_simulator)
+
+
+# --- router -----------------------------------------------------------------------------------------
+
+
+def add_router_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    own = router.RouterSetting()
+    parser.add_argument("--router", default=own.router, choices=tuple(ROUTERS), help=f"which one [{own.router}]")
+    add_int(parser, "--replicas", own.replicas, "replicas to choose from")
+    add_int(parser, "--tokens", own.tokens, "tokens of each prompt", low=router.BLOCK_SIZE)
+    add_int(parser, "--requests", own.requests, "requests in all")
+    add_json(parser)
+
+
+def run_router(args: argparse.Namespace) -> int:
+    """Measure the choice of a replica."""
+    setting = router.RouterSetting(args.router, args.replicas, args.tokens, args.requests)
+    return print_report(args, router.measure_router(setting), router.show_router)
