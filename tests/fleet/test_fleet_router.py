@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from octavo.cli import main
 from octavo.config.sources import load_config
 from octavo.core.kv.prefix import prompt_keys
-from octavo.core.request import FinishReason, Request
-from octavo.engine.outbox import finished
+from octavo.core.request import Request
 from octavo.errors import ConfigError
 from octavo.fleet.fleet_router import FleetRouter
 from octavo.fleet.routing import ROUTERS, RoutedPrompt
@@ -32,7 +31,6 @@ from octavo.fleet.routing_log import (
     replay_routing,
     routing_logs,
 )
-from octavo.frontend.open_request import OpenRequest
 from octavo.observe.recording.format import RecordingError
 from octavo.simulator.workloads import Shaping, open_workload
 
@@ -46,18 +44,12 @@ class Engine:
     num_open: int = 0
 
 
-def request(name: str, tokens: int = 40, first: int = 0, tenant: str = "", session: str = "") -> OpenRequest:
-    ids = array("i", (first + index for index in range(tokens)))
-    return OpenRequest(Request(name, ids, tenant=tenant, session=session))
+def request(name: str, tokens: int = 40, first: int = 0, tenant: str = "", session: str = "") -> Request:
+    return Request(name, array("i", (first + index for index in range(tokens))), tenant=tenant, session=session)
 
 
 def open_log(folder: Path, router: str = "prefix_affinity", seed: int = 0, max_bytes: int = 1 << 20) -> RoutingLog:
     return RoutingLog(folder, max_bytes, RoutingHeader(router, seed, BLOCK, 0.0))
-
-
-def finish(state: OpenRequest, num_tokens: int) -> None:
-    state.pages[0].ids.extend(range(num_tokens))
-    state.finish(finished(state.request.request_id, FinishReason.LENGTH))
 
 
 class Fleet:
@@ -66,26 +58,25 @@ class Fleet:
     def __init__(self, router: FleetRouter, count: int) -> None:
         self.router = router
         self.up = {number: Engine(number) for number in range(count)}
-        self.open: dict[str, tuple[OpenRequest, Engine]] = {}
+        self.open: dict[str, tuple[Request, Engine]] = {}
         self.choices: list[int] = []
 
-    def route(self, state: OpenRequest) -> None:
-        engine = self.router.choose(state, tuple(self.up.values()))
-        engine.load += state.request.num_prompt_tokens
+    def route(self, wanted: Request) -> None:
+        engine = self.router.choose(wanted, tuple(self.up.values()))
+        engine.load += wanted.num_prompt_tokens
         engine.num_open += 1
-        self.open[state.request.request_id] = state, engine
+        self.open[wanted.request_id] = wanted, engine
         self.choices.append(engine.number)
 
-    def leave(self, name: str) -> OpenRequest:
-        state, engine = self.open.pop(name)
-        engine.load -= state.request.num_prompt_tokens
+    def leave(self, name: str) -> Request:
+        wanted, engine = self.open.pop(name)
+        engine.load -= wanted.num_prompt_tokens
         engine.num_open -= 1
-        self.router.released(state, engine)
-        return state
+        return wanted
 
     def end(self, name: str) -> None:
-        finish(self.open[name][0], 7)
         self.leave(name)
+        self.router.ended(name, 7)
 
     def fail(self, number: int) -> None:
         self.up.pop(number)
@@ -135,8 +126,8 @@ def test_a_choice_that_the_router_did_not_make_is_found(tmp_path: Path) -> None:
     engines = [Engine(0, 96, 2), Engine(1, 100, 2), Engine(2, 104, 2)]
     for number in range(4):
         router.choose(request(f"r{number}"), engines)
-    wrong = log.mask(RoutedPrompt(prompt_keys(request("wrong").request, BLOCK), 40))
-    log.chosen("wrong", wrong, engines, 2)
+    wrong = log.mask(RoutedPrompt(prompt_keys(request("wrong"), BLOCK), 40))
+    log.chosen(request("wrong"), wrong, engines, 2)
     router.choose(request("after"), engines)
     log.close()
     replay = replay_routing(log.path)
@@ -157,8 +148,7 @@ def test_the_keys_are_those_of_the_engines_cache_and_are_made_once(monkeypatch: 
 
     monkeypatch.setattr("octavo.fleet.fleet_router.prompt_keys", counted)
     router, engines = FleetRouter(block_size=BLOCK), [Engine(0), Engine(1, 5, 2)]
-    given = request("given").request
-    router.choose(OpenRequest(replace(given, block_keys=prompt_keys(given, BLOCK))), engines)
+    router.choose(replace(request("given"), block_keys=prompt_keys(request("given"), BLOCK)), engines)
     router.choose(request("alone"), engines[:1])
     assert not made  # the front end made the keys, or there was nothing to choose
     engines[0].load, engines[0].num_open = 6, 3
@@ -185,19 +175,17 @@ def test_a_session_stays_at_its_replica() -> None:
 def test_the_log_has_no_text_and_nothing_that_verifies_a_guess_of_it(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     router, wanted = FleetRouter(block_size=BLOCK, log=log), request("named", tenant="acme", session="chat")
-    engine = router.choose(wanted, [Engine(0), Engine(1)])
-    router.released(wanted, engine)  # moved
-    finish(wanted, 5)
-    router.released(wanted, engine)
+    router.choose(wanted, [Engine(0), Engine(1)])
+    router.ended("named", 5)
     log.close()
     header, records = read_routing_log(log.path)
     choice, end, last = records
     assert isinstance(choice, ChoiceRecord) and isinstance(end, EndRecord) and isinstance(last, LogEndRecord)
-    assert (header.router, header.key_tokens) == ("prefix_affinity", BLOCK) and end.output_tokens == (5,)
+    assert (header.router, header.key_tokens) == ("prefix_affinity", BLOCK) and end.output_tokens == 5
     assert choice.prompt is not None and len(choice.prompt.prompt().keys) == 10
     told = repr((choice, end))
     assert "named" not in told and "acme" not in told and "chat" not in told
-    for key in prompt_keys(wanted.request, BLOCK):
+    for key in prompt_keys(wanted, BLOCK):
         assert key[:8] not in choice.prompt.keys
     assert log.path.stat().st_mode & 0o777 == 0o600
 
@@ -273,7 +261,7 @@ def test_replay_says_which_choice_differs(tmp_path: Path, capsys: pytest.Capture
     told = capsys.readouterr().out
     assert "router prefix_affinity, 3 requests, the fleet was stopped\n3 of 3 choices equal" in told
     log = open_log(tmp_path)
-    log.chosen("wrong", log.mask(RoutedPrompt((), 40)), engines, 1)
+    log.chosen(request("wrong"), log.mask(RoutedPrompt((), 40)), engines, 1)
     log.close()
     assert main(["replay", str(tmp_path), "--json", str(tmp_path / "told.json")]) == 1
     told = capsys.readouterr().out

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.fleet.routing import MAX_KEYS, RecentHomes, create_router
+from octavo.config.fleet import ROUTER_NAMES
+from octavo.fleet.routing import MAX_KEYS, ROUTERS, RecentHomes, create_router
 from octavo.simulator.arrival import Arrival
 
 OTHERS = 100  # tokens open at each replica but the one that is preferred
@@ -27,6 +28,10 @@ class Replica:
 
 def asked(*keys: int, **fields: Any) -> Arrival:
     return Arrival(0.0, 20, 5, keys=keys, key_tokens=16, **fields)
+
+
+def test_every_router_can_be_set() -> None:
+    assert sorted(ROUTER_NAMES) == sorted(ROUTERS)
 
 
 def test_power_of_two_takes_the_less_loaded_of_two_drawn_ones() -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.core.request import Request
 from octavo.errors import ConfigError
 from octavo.fleet.routing import RoutedPrompt, RouterTarget, create_router
 from octavo.observe.recording.format import RecordingError
@@ -59,6 +60,7 @@ class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     session: str
     tenant: str
+    num_choices: int
 
     def prompt(self) -> RoutedPrompt:
         """Return the request for a router."""
@@ -83,11 +85,11 @@ class ChoiceRecord(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class EndRecord(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The end of a request, with the output tokens of each of its choices."""
+    """The end of a request, with the output tokens of all its choices."""
 
     time: float
     request: int
-    output_tokens: tuple[int, ...]
+    output_tokens: int
 
 
 class LogEndRecord(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -137,25 +139,28 @@ class RoutingLog:
                  (prompt.session, prompt.tenant))  # fmt: skip
         return RoutedPrompt(tuple(map(digest, prompt.keys)), prompt.prompt_tokens, *names)
 
-    def chosen(self, name: str, prompt: RoutedPrompt, targets: Sequence[RouterTarget], number: int) -> None:
+    def chosen(self, request: Request, prompt: RoutedPrompt, targets: Sequence[RouterTarget], number: int) -> None:
         """Record a choice: `prompt` is masked, `targets` are as they were at the choice."""
         if self._end_reason:
             return
+        name, num_choices = request.request_id, request.params.num_sequences
         index, known = self._requests.get(name), None
         if index is None:
             index, self._num_requests = self._num_requests, self._num_requests + 1
             self._requests[name] = index
             if len(self._requests) > MAX_OPEN:  # ends of refused requests are not known
                 del self._requests[next(iter(self._requests))]
-            known = PromptRecord(b"".join(prompt.keys), prompt.prompt_tokens, prompt.session, prompt.tenant)
+            known = PromptRecord(
+                b"".join(prompt.keys), prompt.prompt_tokens, prompt.session, prompt.tenant, num_choices
+            )
         seen = {target.number: (target.number, target.load, target.num_open) for target in targets}
         changed = tuple(target for target in seen.values() if self._targets.get(target[0]) != target)
         gone = tuple(target for target in self._targets if target not in seen)
         self._targets = seen
         self._add(ChoiceRecord(self._clock() - self._began, index, known, changed, gone, number))
 
-    def ended(self, name: str, output_tokens: tuple[int, ...]) -> None:
-        """Record the end of a request, with the output tokens of each choice."""
+    def ended(self, name: str, output_tokens: int) -> None:
+        """Record the end of a request."""
         index = self._requests.pop(name, None)
         if index is not None and not self._end_reason:
             self._add(EndRecord(self._clock() - self._began, index, output_tokens))

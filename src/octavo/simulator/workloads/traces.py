@@ -475,10 +475,11 @@ def _routed(logs: Sequence[Path], notes: Notes) -> Iterator[Arrival]:
             if not isinstance(one, ChoiceRecord) or one.prompt is None:
                 continue  # an end, or a request that was routed again
             first = header.began + one.time if first is None else first
-            prompt, outputs = one.prompt.prompt(), counts.get(one.request, ())
+            prompt, num_choices = one.prompt.prompt(), one.prompt.num_choices
+            output = max(1, counts.get(one.request, 1) // num_choices)
             notes.add("not ended when the recording was, taken as one token", one.request not in counts)
             yield Arrival(
-                max(0.0, header.began + one.time - first), prompt.prompt_tokens, max(1, *outputs, 0), prompt.tenant,
-                prompt.session, keys=prompt.keys, key_tokens=header.key_tokens,
-                choices=tuple(max(1, count) for count in outputs) if len(outputs) > 1 else (),
+                max(0.0, header.began + one.time - first), prompt.prompt_tokens, output, prompt.tenant, prompt.session,
+                keys=prompt.keys, key_tokens=header.key_tokens,
+                choices=(output,) * num_choices if num_choices > 1 else (),
             )  # fmt: skip
