@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.fleet.providers.ray_agent import ReplicaSpec
+from octavo.fleet.providers.ray_agent import Placement, ReplicaSpec
 from octavo.frontend.restarts import RestartBudget, describe_status
 
 COMMAND: Final = (sys.executable, "-m", "octavo.fleet.providers.ray_process")
@@ -59,7 +59,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Address(msgspec.Struct, frozen=True, tag=True):
-    """Return the address of a replica's machine."""
+    """Return where a replica runs."""
 
     number: int
     replica: int
@@ -79,10 +79,10 @@ class Remove(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the message of that number: a text, or an error."""
+    """The answer to the message of that number. To Connect, the placement is this machine's."""
 
     number: int
-    text: str = ""
+    placement: Placement | None = None
     error: str = ""
 
 
@@ -100,12 +100,13 @@ class RayProvider:
 
     def __init__(self, fleet: str, address: str, notice: Callable[[str], None], wait_s: float) -> None:
         self.pid = 0  # of the process that talks to Ray
+        self.host = ""  # this machine's address in the cluster
         self._connect = Connect(0, fleet, address, wait_s=wait_s)
         self._folder = ""  # of a local Ray
         self._notice = notice
         self._wanted: dict[int, ReplicaSpec] = {}
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[str]] = {}
+        self._answers: dict[int, asyncio.Future[Placement | None]] = {}
         self._process: asyncio.subprocess.Process
         self._reading: asyncio.Task[None]
         self._keeping: asyncio.Task[None]
@@ -121,22 +122,22 @@ class RayProvider:
         provider._keeping = asyncio.create_task(provider._keep(), name="octavo-ray")
         return provider
 
-    async def start(self, replica: int, spec: ReplicaSpec) -> str:
-        """Place a replica and start its agent; return its machine's address. Waits while the cluster has no room.
+    async def start(self, replica: int, spec: ReplicaSpec) -> Placement:
+        """Place a replica and start its agent. Waits while the cluster has no room.
 
         Raises EngineDeadError naming what is missing.
         """
         self._wanted[replica] = spec
         try:
-            return await self._ask(Start(next(self._numbers), replica, spec))
+            return _placed(await self._ask(Start(next(self._numbers), replica, spec)))
         except EngineDeadError:
             if self._process.returncode is None:  # else it is started again, with the replicas that are wanted
                 self._wanted.pop(replica, None)
             raise
 
-    async def address(self, replica: int) -> str:
-        """Return the address of a replica's machine. Raises EngineDeadError with the last lines of a failed agent."""
-        return await self._ask(Address(next(self._numbers), replica))
+    async def address(self, replica: int) -> Placement:
+        """Return where a replica runs. Raises EngineDeadError with the last lines of a failed agent."""
+        return _placed(await self._ask(Address(next(self._numbers), replica)))
 
     async def stop(self, replica: int) -> None:
         """End a replica's agent, remove its actor, free its room. Does nothing if there is none."""
@@ -177,7 +178,8 @@ class RayProvider:
         self._reading = asyncio.create_task(self._read(), name="octavo-ray-answers")
         try:
             async with asyncio.timeout(CONNECT_S):
-                await self._ask(msgspec.structs.replace(self._connect, folder=self._folder))
+                answer = await self._ask(msgspec.structs.replace(self._connect, folder=self._folder))
+                self.host = _placed(answer).host
         except (EngineDeadError, TimeoutError) as error:
             await self._end()
             raise ConfigError(str(error) or f"Ray did not answer within {CONNECT_S:g} s; see `ray status`") from None
@@ -200,11 +202,11 @@ class RayProvider:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _ask(self, order: Order) -> str:
+    async def _ask(self, order: Order) -> Placement | None:
         assert self._process.stdin is not None
         if self._process.returncode is not None:
             raise EngineDeadError("the process that talks to Ray ended and is being started again")
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Placement | None] = asyncio.get_running_loop().create_future()
         self._answers[order.number] = answer
         try:
             self._process.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -226,7 +228,7 @@ class RayProvider:
             if message.error:
                 answer.set_exception(EngineDeadError(message.error))
             else:
-                answer.set_result(message.text)
+                answer.set_result(message.placement)
         status = await self._process.wait()
         for answer in self._answers.values():
             if not answer.done():
@@ -262,3 +264,8 @@ class RayProvider:
             await self.start(replica, spec)
         except EngineDeadError as error:
             self._notice(f"Ray: {error}")
+
+
+def _placed(placement: Placement | None) -> Placement:
+    assert placement is not None
+    return placement

@@ -13,6 +13,7 @@ import ctypes
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,19 +34,29 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
-    """What a replica runs, and what it needs. With several ranks, the resources are those of one rank."""
+    """What a replica runs, and what it needs. With several ranks, the resources are those of one rank.
+
+    `num_gpus` None: one if the cluster has any.
+    """
 
     words: tuple[str, ...]  # after `octavo`: serve MODEL --join FRONT:PORT ...
     token: str = ""
     num_cpus: float = 1.0
-    num_gpus: float = 0.0
+    num_gpus: float | None = 0.0
     num_ranks: int = 1
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a replica runs. `agent` is its agent's name at the front; another one after a restart."""
+
+    host: str
+    agent: str
 
 
 class AgentState(msgspec.Struct, frozen=True):
     """What an AgentRunner reports. `failure` is why no agent runs and none will be started, or empty."""
 
-    pid: int
+    name: str  # as the agent calls itself at its front; empty before the first start
     num_restarts: int
     failure: str
 
@@ -71,8 +82,8 @@ class AgentRunner:
 
     def state(self) -> bytes:
         """Return the AgentState as JSON."""
-        pid = 0 if self._process is None else self._process.pid
-        return msgspec.json.encode(AgentState(pid, self._num_restarts, self._failure))
+        name = "" if self._process is None else f"{socket.gethostname()}:{self._process.pid}"
+        return msgspec.json.encode(AgentState(name, self._num_restarts, self._failure))
 
     def stop(self) -> None:
         """End the agent: SIGTERM, then SIGKILL after STOP_S. Idempotent."""

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from octavo.fleet.providers.ray import LOCAL, Address, Answer, Connect, Notice, Order, Remove, Start, Stop
-from octavo.fleet.providers.ray_agent import AgentRunner, AgentState, ReplicaSpec
+from octavo.fleet.providers.ray_agent import AgentRunner, AgentState, Placement, ReplicaSpec
 
 try:
     import ray
@@ -58,7 +58,7 @@ class RayFleet:
             self._output.write(msgspec.json.encode(message) + b"\n")
             self._output.flush()
 
-    def connect(self) -> None:
+    def connect(self) -> Placement:
         """Connect, or start a local Ray; report who can reach it. Raises PlacementError with the remedy."""
         if ray is None:
             raise PlacementError(NOT_INSTALLED)
@@ -77,6 +77,7 @@ class RayFleet:
             ) from None
         for line in describe_exposure(context.address_info, ray.nodes(), os.environ):
             self.send(Notice(line))
+        return Placement(_node_address(), "")
 
     def _join(self) -> Any:
         return ray.init(
@@ -107,21 +108,22 @@ class RayFleet:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def start(self, replica: int, spec: ReplicaSpec) -> str:
-        """Place a replica, or keep the one that runs with this spec; return its machine's address."""
+    def start(self, replica: int, spec: ReplicaSpec) -> Placement:
+        """Place a replica, or keep the one that runs with this spec."""
         encoded = msgspec.json.encode(spec)
         actor = self._find(replica)
         if actor is not None:
             if self._spec_of(actor) == encoded:
                 return self.address(replica)
             self.stop(replica)
+        needs = needs_of(spec)
         # One actor is on one machine, so all ranks of a replica are: no placement group is needed to pack them.
         actor_class = ray.remote(AgentRunner).options(
             name=self._name_of(replica),
             lifetime="detached",
             max_restarts=-1,
-            num_cpus=spec.num_cpus * spec.num_ranks,
-            num_gpus=spec.num_gpus * spec.num_ranks,
+            num_cpus=needs["CPU"],
+            num_gpus=needs["GPU"],
         )
         actor = actor_class.remote(encoded)
         try:
@@ -147,24 +149,19 @@ class RayFleet:
         except ray.exceptions.RayError as error:
             raise PlacementError(f"replica {replica} could not be started by Ray: {_first_line(error)}") from None
 
-    def address(self, replica: int) -> str:
-        """Return the address of the replica's machine. Raises PlacementError, also if its agent failed for good."""
+    def address(self, replica: int) -> Placement:
+        """Return where a replica runs. Raises PlacementError, also if its agent failed for good."""
         actor = self._find(replica)
         if actor is None:
             raise PlacementError(f"replica {replica} is not placed")
         try:
-            encoded = ray.get(actor.state.remote(), timeout=CALL_S)
+            host = ray.get(actor.__ray_call__.remote(_node_address), timeout=CALL_S)
+            state = msgspec.json.decode(ray.get(actor.state.remote(), timeout=CALL_S), type=AgentState)
         except ray.exceptions.RayError as error:
             raise PlacementError(f"replica {replica} does not answer Ray: {_first_line(error)}") from None
-        failure = msgspec.json.decode(encoded, type=AgentState).failure
-        where = self._node_of(actor)
-        if failure:
-            raise PlacementError(f"replica {replica} at {where}: {failure}")
-        return where
-
-    def _node_of(self, actor: Any) -> str:
-        node = ray.get(actor.__ray_call__.remote(_node_address), timeout=CALL_S)
-        return str(node)
+        if state.failure:
+            raise PlacementError(f"replica {replica} at {host}: {state.failure}")
+        return Placement(host, state.name)
 
     def stop(self, replica: int) -> None:
         """End a replica and free its room; do nothing if there is none."""
@@ -200,7 +197,7 @@ class RayFleet:
             return None
 
 
-def _node_address(_runner: object) -> str:
+def _node_address(_runner: object = None) -> str:
     return str(ray.util.get_node_ip_address())
 
 
@@ -208,9 +205,17 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def needs_of(spec: ReplicaSpec) -> dict[str, float]:
+    """Return the resources of all ranks of a replica."""
+    num_gpus = spec.num_gpus
+    if num_gpus is None:
+        num_gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
+    return {"CPU": spec.num_cpus * spec.num_ranks, "GPU": num_gpus * spec.num_ranks}
+
+
 def describe_lack(replica: int, spec: ReplicaSpec) -> str:
     """Return what a replica needs and what the cluster has."""
-    needs = {"CPU": spec.num_cpus * spec.num_ranks, "GPU": spec.num_gpus * spec.num_ranks}
+    needs = needs_of(spec)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in needs}
     free = ray.available_resources()
@@ -256,24 +261,24 @@ def describe_exposure(info: Mapping[str, Any], nodes: list[Mapping[str, Any]], e
 
 def _answer(fleet: RayFleet, order: Order) -> None:
     """Carry out one order and answer it: a shell, for Ray raises errors of many kinds."""
-    text = error = ""
+    placement, error = None, ""
     try:
         match order:
             case Connect():
-                fleet.connect()
+                placement = fleet.connect()
             case Start():
-                text = fleet.start(order.replica, order.spec)
+                placement = fleet.start(order.replica, order.spec)
             case Address():
-                text = fleet.address(order.replica)
+                placement = fleet.address(order.replica)
             case Stop():
                 fleet.stop(order.replica)
             case Remove():
                 fleet.remove_all()
-    except PlacementError as placement:
-        error = str(placement)
+    except PlacementError as refusal:
+        error = str(refusal)
     except Exception as other:
         error = f"Ray: {type(other).__name__}: {_first_line(other)}"
-    fleet.send(Answer(order.number, text, error))
+    fleet.send(Answer(order.number, placement, error))
 
 
 def main() -> None:

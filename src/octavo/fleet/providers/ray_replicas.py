@@ -1,0 +1,131 @@
+"""RayReplicas: how many replicas of a supervisor Ray runs. The counterpart of LocalReplicas for --ray.
+
+Owns: scaling and rolling with Ray; the words of an agent, made from the front's settings.
+Does not: attach engines (they join the front by themselves, as agents do that were started by hand), place them
+(RayProvider does), or replace a lost one: Ray starts its actor again, and its agent joins as another replica.
+Invariant: an agent is stopped only after its replica was drained, or is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from octavo.config import ENGINE_SECTIONS, SETTINGS, Config
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.fleet.providers.ray import RayProvider
+from octavo.fleet.providers.ray_agent import ReplicaSpec
+from octavo.frontend.engine_supervisor import EngineSupervisor
+
+JOIN_LIMIT_S = 600.0  # how long a replica may take from its placement to its first offer: it loads a model
+LOOK_S = 0.2
+_PASSED = ("fleet_tls_cert", "fleet_tls_key", "fleet_tls_ca", "log_level", "log_format")
+
+
+def replica_spec(config: Config, front: str, token: str = "") -> ReplicaSpec:
+    """Return the spec of an agent with the settings of a front, which it joins at `front` (HOST:PORT)."""
+    words = ["serve", f"--join={front}", "--quiet"]
+    for setting in SETTINGS:
+        value = getattr(getattr(config, setting.section), setting.name)
+        is_passed = setting.section in ENGINE_SECTIONS or setting.name in _PASSED
+        if is_passed and value != setting.default:
+            words += _flags(setting.flags[0], value)
+    num_gpus = {"cpu": 0.0, "cuda": 1.0}.get(config.execution.device)
+    return ReplicaSpec(tuple(words), token, float(config.execution.threads or 1), num_gpus, config.parallel.num_ranks)
+
+
+def _flags(flag: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    values = value if isinstance(value, tuple) else (value,)
+    return [f"{flag}={each}" for each in values]
+
+
+class RayReplicas:
+    """The replicas of a supervisor that Ray places, oldest first. Others may join beside them."""
+
+    def __init__(self, supervisor: EngineSupervisor, provider: RayProvider, spec: ReplicaSpec) -> None:
+        self.supervisor = supervisor
+        self.provider = provider
+        self.spec = spec
+        self.numbers: list[int] = []  # Ray's, not the supervisor's: a replica that is started again gets another there
+        self._changes = asyncio.Lock()  # held while replicas are scaled, rolled or unloaded
+
+    async def scale(self, count: int, limit_s: float | None = None) -> None:
+        """Have `count` replicas: add some, or drain the newest ones, whose requests are moved after `limit_s`.
+
+        Raises EngineDeadError naming what is missing; the replicas that could be started stay.
+        """
+        async with self._changes:
+            await self._scale(count, limit_s)
+
+    async def roll(self, spec: ReplicaSpec, *, limit_s: float | None = None, is_one_more: bool = True) -> None:
+        """Replace the replicas one after another by those of another spec; no request is lost.
+
+        Each new replica has joined before the old one is drained. With `is_one_more` False the old one is drained
+        first, for clusters without room for another. Raises EngineDeadError, and leaves the other replicas as they are.
+        """
+        async with self._changes:
+            before, self.spec = self.spec, spec
+            for number in tuple(self.numbers):
+                try:
+                    if is_one_more:
+                        await self._add()
+                    await self._drain(number, limit_s)
+                    if not is_one_more:
+                        await self._add()
+                except BaseException:
+                    self.spec = before
+                    raise
+
+    async def ensure_started(self) -> None:
+        """If there is no replica, start one. Raises EngineDeadError."""
+        async with self._changes:
+            if not self.numbers:
+                await self._scale(1, None)
+
+    async def unload(self) -> bool:
+        """Stop all replicas; `ensure_started` starts one again. Return False if a request is open."""
+        async with self._changes:
+            if len(self.supervisor.requests):
+                return False
+            await self._scale(0, None)
+            return True
+
+    async def _scale(self, count: int, limit_s: float | None) -> None:
+        added = await asyncio.gather(*(self._add() for _ in range(count - len(self.numbers))), return_exceptions=True)
+        for error in added:
+            if isinstance(error, BaseException):
+                raise error
+        await asyncio.gather(*(self._drain(number, limit_s) for number in reversed(self.numbers[count:])))
+
+    async def _add(self) -> None:
+        number = next(each for each in range(len(self.numbers) + 1) if each not in self.numbers)
+        self.numbers.append(number)
+        try:
+            await self.provider.start(number, self.spec)
+            async with asyncio.timeout(JOIN_LIMIT_S):
+                while await self._replica_of(number) is None:
+                    await asyncio.sleep(LOOK_S)
+        except BaseException as error:
+            self.numbers.remove(number)
+            await self.provider.stop(number)
+            if isinstance(error, TimeoutError):
+                raise EngineDeadError(
+                    f"replica {number} was placed and did not join within {JOIN_LIMIT_S:g} s"
+                ) from None
+            raise
+
+    async def _drain(self, number: int, limit_s: float | None) -> None:
+        self.numbers.remove(number)
+        try:
+            replica = await self._replica_of(number)
+            if replica is not None:
+                await self.supervisor.drain(replica, limit_s)
+        except (ConfigError, EngineDeadError):
+            pass  # it is lost, and its requests are elsewhere
+        await self.provider.stop(number)
+
+    async def _replica_of(self, number: int) -> int | None:
+        """Return the supervisor's number of a replica, None if it has not joined. Raises EngineDeadError."""
+        agent = (await self.provider.address(number)).agent
+        return next((each.number for each in self.supervisor.replicas if each.name == agent), None)
