@@ -18,6 +18,7 @@ OctavoError
 ├── EngineError
 │   ├── EngineDeadError          the engine ended while requests were open
 │   ├── StepFailedError          a step failed and could not be retried for this request
+│   ├── ModelLoadError           the model of a request cannot be loaded (HTTP 503); names the reason
 │   └── ToolUnavailableError     no sandbox process can be started (HTTP 503)
 └── InvariantError           an invariant is violated: a bug in Octavo
 """
@@ -48,6 +49,7 @@ class ErrorKind(Enum):
     ENGINE = "EngineError"
     ENGINE_DEAD = "EngineDeadError"
     STEP_FAILED = "StepFailedError"
+    MODEL_LOAD = "ModelLoadError"
     TOOL_UNAVAILABLE = "ToolUnavailableError"
     INVARIANT = "InvariantError"
     QUEUE_TIMEOUT = "queue_timeout"  # the request did not start in time
@@ -173,6 +175,14 @@ class EngineDeadError(EngineError):
 
 class StepFailedError(EngineError):
     """A step failed, and retries of parts of the step found this request as the suspect."""
+
+
+class ModelLoadError(EngineError):
+    """The model of a request cannot be loaded now. The message names the reason."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ToolUnavailableError(EngineError):

@@ -162,7 +162,9 @@ class RequestGate:
         scope[METER] = context.admission.meter(key)
         # The answer of a retry may exist already; only the lookup of its Idempotency-Key shows that.
         is_retry = _RETRY_HEADER in dict(scope["headers"])
-        context.admission.check_arrival(key, needs_place=limit is Limit.QUEUE and not is_retry)
+        # Of several models the body names the one whose queue counts; `admit` checks that one.
+        needs_place = limit is Limit.QUEUE and not is_retry and len(context.each_model) == 1
+        context.admission.check_arrival(key, needs_place=needs_place)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
