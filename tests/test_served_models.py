@@ -25,10 +25,10 @@ def test_words_and_a_file_are_all_served_the_first_by_default(tmp_path: Path) ->
     found = served_models(load_config({"dtype": "float32", **_file(tmp_path, text)}), ["smollm2"])
     assert [each.name for each in found] == ["smollm2", "qwen3:0.6b", "mine"]
     mine = found[2]
-    assert mine.config.model.served_model_name == ("mine", "alias") and mine.replicas == 2
+    assert mine.config.model.served_model_name == ("mine", "alias") and mine.config.fleet.replicas == 2
     assert (mine.config.model.quantization, mine.config.model.max_model_len) == ("int8", 4096)
     assert {each.config.model.dtype for each in found} == {"float32"}, "what is not their own is common"
-    assert found[0].config.model.quantization == "auto" and found[0].replicas == 1
+    assert found[0].config.model.quantization == "auto" and found[0].config.fleet.replicas is None
 
 
 def test_without_words_the_common_model_is_served() -> None:
@@ -58,7 +58,7 @@ def test_a_model_without_a_name_has_its_words_or_its_paths(model: str, name: str
         ("models: [a, {model: b, quantisation: int8}]", "model 2: unknown setting 'quantisation'; did you mean"),
         ("models: [{model: a, quantization: int9}]", "quantization 'int9'; did you mean"),
         ("models: [{name: a}]", "model 1 has no 'model'"),
-        ("models: [{model: a, replicas: 0}]", "replicas is 0; give a whole number of at least 1"),
+        ("models: [{model: a, replicas: -1}]", "replicas is -1; give a whole number from 0 to 1024"),
         ("models: [{model: a, name: 3}]", "name is 3; give a text"),
         ("models: 3", "has no list of models"),
         ("other: 3", "has no list of models"),

@@ -13,26 +13,31 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from octavo.config import ENGINE_SECTIONS, SETTINGS, Config
-from octavo.config.setting import Number, Setting
+from octavo.config.setting import Setting
 from octavo.config.sources import read_config_file
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 
-_OWN = {key: setting for setting in SETTINGS if setting.section in ENGINE_SECTIONS for key in setting.keys}
-_SHARED = {key for setting in SETTINGS if setting.section not in ENGINE_SECTIONS for key in setting.keys}
-_REPLICAS = Number(int, 1)
+_SECTIONS = (*ENGINE_SECTIONS, "fleet")
+_OF_FLEETS = ("replicas", "router")  # the other settings of fleets are of the whole server
+_OWN = {
+    key: setting
+    for setting in SETTINGS
+    if setting.section in ENGINE_SECTIONS or setting.name in _OF_FLEETS
+    for key in setting.keys
+}
+_SHARED = {key for setting in SETTINGS for key in setting.keys} - _OWN.keys()
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModelConfig:
-    """One model of a server: its first name for clients, its whole Config, and how many engines serve it."""
+    """One model of a server: its first name for clients, and its whole Config."""
 
     name: str
     config: Config
-    replicas: int = 1
 
 
-def served_models(common: Config, words: Sequence[str], replicas: int = 1) -> tuple[ServedModelConfig, ...]:
+def served_models(common: Config, words: Sequence[str]) -> tuple[ServedModelConfig, ...]:
     """Return the models that the words name, then those of the file --models; without both, the common Config's model.
 
     The first is the default model. Raises ConfigError.
@@ -46,7 +51,7 @@ def served_models(common: Config, words: Sequence[str], replicas: int = 1) -> tu
         raise ConfigError("--served-model-name names one model; with several, give each its name in the file --models")
     if len(entries) > 1 and common.recording.record is not None:
         raise ConfigError("--record records one model's engine; with several models, leave it out")
-    found = tuple(_served_model(common, where, dict(entry), replicas) for where, entry in entries)
+    found = tuple(_served_model(common, where, dict(entry)) for where, entry in entries)
     counts = Counter(name for each in found for name in dict.fromkeys(each.config.model.served_model_name))
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
@@ -80,12 +85,10 @@ def _entries_of(path: str) -> list[tuple[str, Mapping[str, object]]]:
     return entries
 
 
-def _served_model(common: Config, where: str, entry: dict[str, Any], replicas: int) -> ServedModelConfig:
+def _served_model(common: Config, where: str, entry: dict[str, Any]) -> ServedModelConfig:
     """Return one model: its own settings replace the common ones. Raises ConfigError naming the place."""
-    given_name, own_replicas = entry.pop("name", None), entry.pop("replicas", replicas)
-    if not _REPLICAS.accepts(own_replicas):
-        raise ConfigError(f"{where}: replicas is {own_replicas!r}; give {_REPLICAS}")
-    values: dict[str, dict[str, Any]] = {section: {} for section in ENGINE_SECTIONS}
+    given_name = entry.pop("name", None)
+    values: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for key, value in entry.items():
         setting = _own_setting(where, str(key))
         values[setting.section][setting.name] = setting.read(value, f"{where}: {key}")
@@ -97,7 +100,7 @@ def _served_model(common: Config, where: str, entry: dict[str, Any], replicas: i
     names = names or (model_name(values["model"].get("model", common.model.model)),)
     values["model"]["served_model_name"] = tuple(dict.fromkeys(names))
     changed = {section: replace(getattr(common, section), **own) for section, own in values.items() if own}
-    return ServedModelConfig(names[0], replace(common, **changed), int(own_replicas))
+    return ServedModelConfig(names[0], replace(common, **changed))
 
 
 def _own_setting(where: str, key: str) -> Setting:
