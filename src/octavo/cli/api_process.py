@@ -25,13 +25,13 @@ import msgspec
 
 from octavo.artifacts.resolve import resolve_model
 from octavo.config import Config
-from octavo.config.served_models import ServedModelConfig
 from octavo.engine.parent import end_with_parent
 from octavo.errors import ConfigError, OctavoError
+from octavo.fleet.model_configs import ServedModelConfig
+from octavo.fleet.served_models import ServedModels
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import Journal, open_journal
 from octavo.frontend.open_request import LedgerObserver
-from octavo.frontend.served_models import ServedModels
 from octavo.machine import needing_memory
 from octavo.observe.log import print_notice, set_up_log
 from octavo.server.http.listener import new_event_loop

@@ -24,10 +24,10 @@ from octavo.cli.terminal import say, warn_limits
 from octavo.config import Config
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.executors.protocol import Capacity
+from octavo.fleet.served_models import ServedModels
 from octavo.frontend.api_supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import Journal
-from octavo.frontend.served_models import ServedModels
 from octavo.frontend.sessions import Sessions
 from octavo.machine import is_loopback
 from octavo.observe.statistics import STATUS_LINE_S, StatusLine

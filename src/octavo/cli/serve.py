@@ -24,9 +24,9 @@ from octavo.cli.flags import UsageError, add_settings, resolve_args
 from octavo.cli.server_registry import ServerRecord, find_servers, open_server_folder, process_start_ticks
 from octavo.cli.servers import port_in_use_message
 from octavo.config import Config
-from octavo.config.served_models import ServedModelConfig, served_models
 from octavo.config.sources import Resolved
 from octavo.errors import ConfigError, InvariantError, OctavoError
+from octavo.fleet.model_configs import ServedModelConfig, served_models
 from octavo.frontend.api_supervisor import READY, ApiSupervisor, ChildSpec
 from octavo.frontend.restarts import RestartBudget
 from octavo.observe.log import close_log, print_notice, set_up_log, stderr_of_children

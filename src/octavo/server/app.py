@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import EngineError, RequestError
+from octavo.errors import EngineError, ModelLoadError, RequestError
 from octavo.server.context import Context, EngineStatistics, build_context
 from octavo.server.http.auth import KEY, AuthMiddleware
 from octavo.server.http.connection import CUT, max_connections
@@ -68,7 +68,7 @@ def create_app(
     app.state.endpoints = endpoints
     app.state.root_path = web.root_path
     context.batches.connect(app)
-    for kind in (ApiError, RequestError, EngineError):
+    for kind in (ApiError, RequestError, EngineError, ModelLoadError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     note = context.metrics.failed

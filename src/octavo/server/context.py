@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from octavo.core.request import sampling_defaults
 from octavo.errors import ConfigError
-from octavo.frontend.served_models import ServedModel
+from octavo.fleet.served_models import ServedModel
 from octavo.observe.metrics.prometheus import RequestMetrics, cache_info
 from octavo.observe.otel import Tracer
 from octavo.sandbox.pool import Sandbox

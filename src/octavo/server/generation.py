@@ -40,8 +40,8 @@ from octavo.server.http.lifecycle import MARK, ClientGoneError
 from octavo.server.http.middleware import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 
 if TYPE_CHECKING:
+    from octavo.fleet.served_models import ServedModel
     from octavo.frontend.outputs import Usage
-    from octavo.frontend.served_models import ServedModel
     from octavo.frontend.sessions import Session, Sessions, TextDelta
     from octavo.server.idempotency import IdempotentRequest
 

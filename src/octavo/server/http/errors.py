@@ -167,6 +167,9 @@ def from_exception(error: Exception, params: Mapping[str, str] | None = None) ->
         if param is not None and spelled is not None:
             message = with_field(message, param, spelled) if message.startswith(param) else message
         return bad_field(spelled, message, error.code)
+    if isinstance(error, ModelLoadError):
+        wait_s = math.ceil(error.retry_after_s or 0.0)
+        return ApiError(503, str(error), code="model_not_loaded", retry_after_s=max(RETRY_QUEUE_S, wait_s))
     return _from_engine_error(error) if isinstance(error, EngineError) else internal_error()
 
 
@@ -175,9 +178,6 @@ def _from_engine_error(error: EngineError) -> ApiError:
         return ApiError(500, "the engine failed on this request", code="engine_crash_suspect", is_final=True)
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not available", code="engine_unavailable", retry_after_s=RETRY_ENGINE_S)
-    if isinstance(error, ModelLoadError):
-        wait_s = math.ceil(error.retry_after_s or 0.0)
-        return ApiError(503, str(error), code="model_not_loaded", retry_after_s=max(RETRY_ENGINE_S, wait_s))
     if isinstance(error, ToolUnavailableError):
         message = "the process for large inputs is not available"
         return ApiError(503, message, code="tool_unavailable", retry_after_s=RETRY_ENGINE_S)

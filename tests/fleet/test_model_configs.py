@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.config.served_models import model_name, served_models
 from octavo.config.sources import load_config
 from octavo.errors import ConfigError
+from octavo.fleet.model_configs import model_name, served_models
 
 
 def _file(tmp_path: Path, text: str) -> dict[str, str]:

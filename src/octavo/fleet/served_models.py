@@ -25,8 +25,8 @@ from octavo.errors import CapacityError, EngineDeadError, ModelLoadError, Octavo
 
 if TYPE_CHECKING:
     from octavo.config import Config, ModelsConfig
-    from octavo.config.served_models import ServedModelConfig
     from octavo.executors.protocol import Capacity
+    from octavo.fleet.model_configs import ServedModelConfig
     from octavo.frontend.engine_supervisor import EngineSupervisor
     from octavo.frontend.open_request import LedgerObserver, OpenRequest
 

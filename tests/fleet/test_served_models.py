@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from octavo.config.served_models import served_models
 from octavo.config.sources import load_config
 from octavo.errors import CapacityError, EngineDeadError, ModelLoadError
-from octavo.frontend import served_models as module
-from octavo.frontend.served_models import ModelState, ServedModel, ServedModels
+from octavo.fleet import served_models as module
+from octavo.fleet.model_configs import served_models
+from octavo.fleet.served_models import ModelState, ServedModel, ServedModels
 
 LONG_S = 30
 
