@@ -213,7 +213,7 @@ class Replica:
                 else:
                     entry.emitted = outputs[entry.name]
                 entry.restarts += 1
-        lost = list(self._open.values())
+        lost = sorted(self._open.values(), key=lambda entry: (entry.at, entry.index))
         self._open, self.load, self.num_open = {}, 0, 0
         self.is_up = False
         self.totals.failures += 1
