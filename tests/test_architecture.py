@@ -23,6 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "config": {"errors"},
     "core": {"errors"},
     "machine": {"errors"},
+    "restarts": set(),
     "sealing": {"errors"},
     "plugins": {"config", "core", "errors"},
     "artifacts": LOW,
@@ -38,8 +39,8 @@ ARROWS: dict[str, set[str]] = {
     "sampling": LOW | {"ops"},
     "executors": LOW | COMPUTE | {"executors.protocol", "artifacts", "grammar", "media", "machine", "sealing"},
     "engine": LOW | TEXT_LEVEL | {"machine"},
-    "frontend": LOW | TEXT_LEVEL | {"engine", "machine"},
-    "fleet": LOW | TEXT_LEVEL | {"engine", "frontend", "machine", "plugins", "sealing"},
+    "frontend": LOW | TEXT_LEVEL | {"engine", "machine", "restarts"},
+    "fleet": LOW | TEXT_LEVEL | {"engine", "frontend", "machine", "plugins", "restarts", "sealing"},
     "simulator": LOW | TEXT_LEVEL | {"engine", "fleet", "machine", "plugins"},
     "dashboard": LOW | TEXT_LEVEL,
     "server": LOW | TEXT_LEVEL | {"machine"} | {"engine", "frontend", "fleet", "dashboard"},
@@ -51,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
     | {*INSIDE, "executors", "fleet", "server", "simulator", "assembly", "plugins"},
     "cli": LOW
     | TEXT_LEVEL
-    | {"machine"}
+    | {"machine", "restarts"}
     | {*INSIDE, "fleet", "server", "simulator", "dashboard", "bench", "assembly", "ops"},
     "__main__": {"cli"},
 }

@@ -19,7 +19,7 @@ import pytest
 from octavo.cli.serve import NOTIFY_SOCKET, notify_systemd
 from octavo.frontend import api_supervisor
 from octavo.frontend.api_supervisor import EXIT_ENGINE_FAILED, EXIT_GAVE_UP, ApiSupervisor, ChildSpec, _Child
-from octavo.frontend.restarts import RestartBudget
+from octavo.restarts import RestartBudget
 
 HERE = Path(__file__).resolve()
 CHILD = (sys.executable, str(HERE.with_name("fake_child.py")))

@@ -1,7 +1,7 @@
 """`octavo serve [MODEL]`, and for `octavo fleet` too: the parent of all serving processes.
 
 Owns: the listening socket (opened first, so that a port in use is reported at once); the server's folder and record;
-the choice between a supervised api process and a single process.
+the choice between a supervised api process, a single process, and an engine for another machine (agent).
 Does not: import torch or a web framework, or read a model's files (the children do).
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.cli.agent import is_agent, run_agent
 from octavo.cli.api_process import COMMAND, ApiProcess, ApiTask
 from octavo.cli.flags import UsageError, add_settings, resolve_args
 from octavo.cli.server_registry import ServerRecord, find_servers, open_server_folder, process_start_ticks
@@ -26,12 +27,11 @@ from octavo.cli.servers import port_in_use_message
 from octavo.config import Config
 from octavo.config.sources import Resolved
 from octavo.errors import ConfigError, InvariantError, OctavoError
-from octavo.fleet.model_configs import ServedModelConfig, served_models
 from octavo.frontend.api_supervisor import READY, ApiSupervisor, ChildSpec
-from octavo.frontend.restarts import RestartBudget
 from octavo.observe.log import close_log, print_notice, set_up_log, stderr_of_children
 from octavo.observe.otel import check_endpoint
 from octavo.observe.recording.recorder import prepare_folder
+from octavo.restarts import RestartBudget
 from octavo.server.http.listener import PortInUseError, check_web, open_socket, url_of
 
 EXIT_ERROR = 2  # the same status as for every command
@@ -58,6 +58,8 @@ def run_server(read_config: Callable[[], Config], *, is_quiet: bool, is_fleet: b
     try:
         config = read_config()
         set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
+        if is_agent(config) and not is_fleet:
+            return run_agent(config, is_quiet=is_quiet)
         return _serve(config, is_quiet=is_quiet, is_fleet=is_fleet)
     except InvariantError:
         raise
@@ -85,16 +87,11 @@ def check_config(resolved: Resolved) -> Config:
 
 def _serve(config: Config, *, is_quiet: bool, is_fleet: bool) -> int:
     check_web(config.web)
-    models = _models(config)
     if config.recording.record is not None:
         prepare_folder(Path(config.recording.record))
     with contextlib.closing(_listen(config)) as listener, open_server_folder() as folder:
         task = ApiTask(
-            config,
-            str(folder.admin_path(config.serving.admin_socket)),
-            is_quiet=is_quiet,
-            is_fleet=is_fleet,
-            models=models,
+            config, str(folder.admin_path(config.serving.admin_socket)), is_quiet=is_quiet, is_fleet=is_fleet
         )
         name, url, pid = config.model.shown_name(config.model.model), url_of(listener, config.web), os.getpid()
         folder.publish(ServerRecord(pid, url, name, task.admin_socket, time.time(), process_start_ticks(pid)))
@@ -102,17 +99,6 @@ def _serve(config: Config, *, is_quiet: bool, is_fleet: bool) -> int:
         if config.serving.in_process:
             return _run_here(task, listener)
         return _supervise(task, listener)
-
-
-def _models(config: Config) -> tuple[ServedModelConfig, ...]:
-    """Return the model if it is unloaded when it is idle; else nothing: its engine always runs. Raises ConfigError."""
-    if config.models.models_file is not None:
-        raise ConfigError("--models is of octavo fleet; octavo serve has one model")
-    if config.models.keep_alive_s < 0:
-        return ()
-    if config.serving.in_process:
-        raise ConfigError("--keep-alive needs an engine in a process of its own; leave --in-process out")
-    return served_models(config, ())
 
 
 def _listen(config: Config) -> socket.socket:

@@ -44,6 +44,11 @@ class ServerRecord(msgspec.Struct, frozen=True, rename={"started_at": "begun", "
     started_at: float
     start_ticks: str | None = None
 
+    @property
+    def has_http(self) -> bool:
+        """False for an engine that serves a front on another machine: its URL is join://FRONT or offer://ADDRESS."""
+        return self.url.startswith("http")
+
 
 class _Proof(msgspec.Struct, frozen=True):
     """The proof that a server made a folder: the folder's name and inode."""

@@ -88,7 +88,10 @@ def choose(servers: Sequence[ServerRecord], which: str | None) -> ServerRecord:
     if not servers:
         at = f" ({which})" if which is not None else ""
         raise UsageError(f"no server of this user runs here{at}; start one with: octavo serve")
-    matches = [server for server in servers if which is None or _is_named(server, which)]
+    if which is None:
+        matches = [server for server in servers if server.has_http] or list(servers)
+    else:
+        matches = [server for server in servers if _is_named(server, which)]
     if len(matches) == 1:
         return matches[0]
     known = ", ".join(f"{server.model} (pid {server.pid}, port {port_of(server.url)})" for server in matches or servers)
@@ -100,9 +103,9 @@ def choose(servers: Sequence[ServerRecord], which: str | None) -> ServerRecord:
 
 
 def _is_named(server: ServerRecord, which: str) -> bool:
-    if which in (str(server.pid), server.model, str(port_of(server.url))):
+    if which in (str(server.pid), server.model) or (server.has_http and which == str(port_of(server.url))):
         return True
-    return ":" in which and _is_same_listener(server.url, which)
+    return server.has_http and ":" in which and _is_same_listener(server.url, which)
 
 
 def _is_same_listener(first: str, second: str) -> bool:
@@ -116,7 +119,7 @@ def _is_same_listener(first: str, second: str) -> bool:
 
 def has_server_at(url: str) -> bool:
     """Return True if one of this user's servers on this machine has this URL."""
-    return any(_is_same_listener(server.url, url) for server in find_servers())
+    return any(server.has_http and _is_same_listener(server.url, url) for server in find_servers())
 
 
 def full_url(given: str) -> str:
@@ -159,7 +162,7 @@ def refusal_text(status: int, body: bytes) -> str:
 def port_in_use_message(host: str, port: int) -> str:
     """Return the message about a port in use, with the program that uses the port and the remedy."""
     free = next((other for other in range(port + 1, min(port + 100, 65536)) if _is_free(host, other)), 0)
-    own = next((server for server in find_servers() if port_of(server.url) == port), None)
+    own = next((server for server in find_servers() if server.has_http and port_of(server.url) == port), None)
     if own is not None:
         return f"port {port} is used by octavo {own.model} (pid {own.pid}); octavo stop {port}, or --port {free}"
     listener = listener_of(port)

@@ -396,7 +396,8 @@ class EngineLoop:
         if verb == "reset_prefix_cache":
             return self._scheduler.reset_prefix_cache()
         if verb == "cancel_all":
-            return self._cancel(self._outbox.open_ids, FinishReason.CANCELLED)
+            building = tuple(self._builds.begun_at)  # they end when their grammars are built
+            return self._cancel((*self._outbox.open_ids, *building), FinishReason.CANCELLED) + len(building)
         if verb == "pause":
             self._scheduler.pause()
         elif verb == "resume":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -197,6 +197,11 @@ def frame(message: ToEngine | FromEngine) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a {type(message).__name__} message of {len(body)} bytes; frames hold {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
+
+
+def join_frames(bodies: Iterable[bytes]) -> bytes:
+    """Return bodies as frames with their lengths, one after another."""
+    return b"".join(part for body in bodies for part in (_LENGTH.pack(len(body)), body))
 
 
 def decode_to_engine(body: bytes) -> ToEngine:

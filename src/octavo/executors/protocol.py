@@ -53,8 +53,14 @@ class Fingerprint:
     about: str = ""
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Return the names of the parts that differ."""
-        return [name for name in ("model", "tokenizer", "numerics") if getattr(self, name) != getattr(other, name)]
+        """Return the names of the parts that both have and that differ."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in ("model", "tokenizer", "numerics")}
+        return [name for name, (ours, theirs) in pairs.items() if ours and theirs and ours != theirs]
+
+    @property
+    def text(self) -> str:
+        """All parts in one text; "" if all are unknown."""
+        return "/".join(part for part in (self.model, self.tokenizer, self.numerics) if part)
 
 
 @dataclass(frozen=True, slots=True)

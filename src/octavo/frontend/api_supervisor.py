@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from octavo.frontend.restarts import RestartBudget, describe_status
+from octavo.restarts import RestartBudget, describe_status
 
 EXIT_ENGINE_FAILED = 4  # the engine could not be kept alive
 EXIT_GAVE_UP = 5  # the child died too often

@@ -32,9 +32,9 @@ from octavo.engine.parent import DUMP_SIGNAL
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.engine_source import EngineDeath
-from octavo.frontend.restarts import RestartBudget, describe_status
 from octavo.frontend.socket_client import Receive, SocketClient
 from octavo.frontend.watchdog import Watchdog
+from octavo.restarts import RestartBudget, describe_status
 
 COMMAND = (sys.executable, "-m", "octavo.assembly")
 BEGIN_LIMIT_S = 60.0  # time to import
@@ -119,6 +119,11 @@ class EngineProcess:
         return self._process.pid
 
     @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of model, tokenizer and numerics; None if it is unknown."""
+        return self.capacity.fingerprint.text or None
+
+    @property
     def returncode(self) -> int | None:
         """Exit status; negative for a signal; None while it runs."""
         return self._process.returncode
@@ -198,6 +203,7 @@ class EngineProcess:
             client.unanswered,
             was_useful=beat is not None and beat.num_committed > 0,
             stalled=stall is not None,
+            in_commands=beat is not None and beat.phase is Phase.COMMANDS,
             num_malformed=client.num_malformed,
             num_stale=client.num_stale,
         )

@@ -21,6 +21,7 @@ from octavo.frontend.open_request import EngineLink
 class EngineDeath:
     """How an engine ended. `at` is when that was noticed, on the monotonic clock.
 
+    `in_commands`: it ran commands, so that an unanswered one may be the cause.
     `batch` has the requests in its last step or last commands, which may be the cause; `unanswered` those that were
     sent and neither accepted nor refused. `was_useful`: it committed a step. `stalled`: it was killed because it
     stalled. `num_malformed` and `num_stale` count dropped frames.
@@ -32,6 +33,7 @@ class EngineDeath:
     unanswered: tuple[str, ...] = ()
     was_useful: bool = False
     stalled: bool = False
+    in_commands: bool = False
     num_malformed: int = 0
     num_stale: int = 0
 

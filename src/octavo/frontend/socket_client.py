@@ -1,7 +1,7 @@
 """One connection to an engine process: frames out, frames in.
 
-Owns: the connection, and the pending calls. Events are passed to `receive`. Does not: keep requests (open_requests),
-or start and end the process (engine_process).
+Owns: the connection, and the pending calls. Events are passed to `receive`. An agent passes the frames on undecoded.
+Does not: keep requests (open_requests), or start and end the process (engine_process).
 Invariants: when the connection ends, every pending call is answered with an error. Malformed frames and frames of
 another epoch are dropped and counted.
 """
@@ -25,18 +25,22 @@ from octavo.executors.protocol import Capacity
 from octavo.frontend.open_request import settle
 
 _READ_BYTES = 1 << 18
+_OWN_NUMBERS = 1 << 62  # control requests of a client whose frames were forwarded; others count from 0
 
 Receive = Callable[[int, Events], None]  # called with the epoch and the events
+Writer = asyncio.StreamWriter | asyncio.WriteTransport
 
 
 class SocketClient:
-    """One connection to one engine process; belongs to one event loop."""
+    """One connection to one engine process; belongs to one event loop.
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, epoch: int, receive: Receive
-    ) -> None:
+    `epoch` is the engine's number for the client's user. The engine's frames carry its number on its own machine, which
+    is another one if the engine was opened before this client's user began.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: Writer, epoch: int, receive: Receive) -> None:
         loop = asyncio.get_running_loop()
-        self.epoch = epoch
+        self.epoch = self._wire_epoch = epoch
         self.has_begun = asyncio.Event()  # the first frame was received, or the connection ended
         self.num_malformed = 0
         self.num_stale = 0
@@ -48,6 +52,8 @@ class SocketClient:
         self._ready: asyncio.Future[Capacity] = loop.create_future()
         self._end: OctavoError | None = None
         self._is_closing = False
+        self._forward: Callable[[bytes], None] | None = None
+        self.forwarded_call_at: float | None = None  # when the other's oldest unanswered call was sent
         self._reading = loop.create_task(self._read_all(), name="octavo-reader")
 
     @classmethod
@@ -55,6 +61,30 @@ class SocketClient:
         """Return a client over a connection to an engine process."""
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         return cls(reader, writer, epoch, receive)
+
+    @classmethod
+    def attached(
+        cls, reader: asyncio.StreamReader, writer: Writer, epochs: tuple[int, int], receive: Receive
+    ) -> SocketClient:
+        """Return a client of an engine that is open already. `epochs`: its number for the user, and in its frames."""
+        client = cls(reader, writer, epochs[0], receive)
+        client._wire_epoch = epochs[1]
+        return client
+
+    def forward(self, to: Callable[[bytes], None] | None) -> None:
+        """Pass the engine's frames to `to`, whole and undecoded, from now on; with None, handle them here again."""
+        self._forward = to
+        self.forwarded_call_at = None
+        self._numbers = itertools.count(_OWN_NUMBERS)  # answers to forwarded calls may still arrive
+
+    def write_frames(self, frames: bytes) -> None:
+        """Write whole frames without waiting. Writing to a broken connection has no effect; its end soon answers calls.
+
+        uvloop raises RuntimeError on a broken connection, asyncio does not.
+        """
+        if self.is_alive:
+            with contextlib.suppress(RuntimeError):
+                self._writer.write(frames)
 
     async def ready(self) -> Capacity:
         """Wait until the engine is open. Raises the error of its opening, or EngineDeadError."""
@@ -77,6 +107,8 @@ class SocketClient:
     @property
     def oldest_call_at(self) -> float | None:
         """When the oldest unanswered call was sent, on the monotonic clock; None if no call is pending."""
+        if self._forward is not None:
+            return self.forwarded_call_at
         return next((oldest_call_at for oldest_call_at, _ in self._pending.values()), None)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
@@ -85,7 +117,7 @@ class SocketClient:
         Raises InvalidRequestError if the request is too large for a frame, or EngineDeadError.
         """
         try:
-            return self._call(request.request_id, wire.Submit.of(self.epoch, request))
+            return self._call(request.request_id, wire.Submit.of(self._wire_epoch, request))
         except wire.WireError as error:
             raise InvalidRequestError(f"the request is too large: {error}", "prompt") from None
 
@@ -93,17 +125,17 @@ class SocketClient:
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
         """End requests, or one choice of each, without waiting for an answer."""
-        self._post(wire.CancelRequests(self.epoch, tuple(request_ids), reason, choice))
+        self._post(wire.CancelRequests(self._wire_epoch, tuple(request_ids), reason, choice))
 
     def post_control(self, verb: Verb) -> None:
         """Send a verb whose answer is not needed, without waiting."""
-        self._post(wire.ControlRequest(self.epoch, next(self._numbers), verb, ""))
+        self._post(wire.ControlRequest(self._wire_epoch, next(self._numbers), verb, ""))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient."""
         number = next(self._numbers)
         try:
-            return await self._call(number, wire.ControlRequest(self.epoch, number, verb, argument))
+            return await self._call(number, wire.ControlRequest(self._wire_epoch, number, verb, argument))
         finally:
             self._pending.pop(number, None)
 
@@ -111,7 +143,7 @@ class SocketClient:
         """Let the engine end its requests, then end the connection. Idempotent."""
         if not self._is_closing:
             self._is_closing = True
-            self._post(wire.Close(self.epoch))
+            self._post(wire.Close(self._wire_epoch))
         await self.ended()
 
     def abandon(self) -> None:
@@ -128,14 +160,8 @@ class SocketClient:
         return answer
 
     def _post(self, message: wire.ToEngine) -> None:
-        """Write without waiting. Writing to a broken connection has no effect; its end soon answers every call.
-
-        uvloop raises RuntimeError on a broken connection, asyncio does not.
-        """
-        frame = wire.frame(message)
-        if self.is_alive:
-            with contextlib.suppress(RuntimeError):
-                self._writer.write(frame)
+        """Write a message without waiting."""
+        self.write_frames(wire.frame(message))
 
     async def _read_all(self) -> None:
         splitter = wire.FrameSplitter()
@@ -143,6 +169,9 @@ class SocketClient:
         try:
             while data := await self._reader.read(_READ_BYTES):
                 self.has_begun.set()
+                if self._forward is not None:
+                    self._forward(wire.join_frames(splitter.feed(data)))
+                    continue
                 for body in splitter.feed(data):
                     self._handle(body)
         except (OSError, wire.WireError) as error:
@@ -159,10 +188,10 @@ class SocketClient:
         except wire.WireError:
             self.num_malformed += 1
             return
-        if message.epoch != self.epoch:
+        if message.epoch != self._wire_epoch:
             self.num_stale += 1
         elif events is not None:
-            self._receive(message.epoch, events)
+            self._receive(self.epoch, events)
         elif isinstance(message, wire.SubmitReply):
             self._answer(message.accepted.request_id, message.accepted)
         elif isinstance(message, wire.ControlReply):

@@ -57,8 +57,7 @@ class Choice:
 class AnswerSpec(Struct, frozen=True, array_like=True):
     """The description of an answer, as plain data for the journal. `kind` names the encoder; `facts` is for that kind.
 
-    The fact "format" is an AnswerFormat, or the plain data of one if it was read from the journal. `files` names the
-    files of the model, in the journal of a server of several models.
+    The fact "format" is an AnswerFormat, or the plain data of one if it was read from the journal.
     """
 
     kind: str
@@ -67,7 +66,6 @@ class AnswerSpec(Struct, frozen=True, array_like=True):
     echoes: tuple[str, ...] = ("",)
     n: int = 1
     facts: dict[str, Any] = {}
-    files: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import msgspec
 
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.fleet.providers.ray_agent import Placement, ReplicaSpec
-from octavo.frontend.restarts import RestartBudget, describe_status
+from octavo.restarts import RestartBudget, describe_status
 
 COMMAND: Final = (sys.executable, "-m", "octavo.fleet.providers.ray_process")
 # Ray otherwise gives a local node the machine's own address, and its servers then listen on all interfaces.

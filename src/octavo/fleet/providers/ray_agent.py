@@ -23,7 +23,7 @@ from contextlib import suppress
 
 import msgspec
 
-from octavo.frontend.restarts import RestartBudget, describe_status
+from octavo.restarts import RestartBudget, describe_status
 
 TOKEN_VARIABLE = "OCTAVO_FLEET_TOKEN"
 NUM_LINES = 8  # of stderr that are kept for the message of a failure

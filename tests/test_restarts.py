@@ -2,7 +2,7 @@
 
 import random
 
-from octavo.frontend.restarts import RestartBudget
+from octavo.restarts import RestartBudget
 
 
 def test_lives_that_were_useful_cost_nothing() -> None:
