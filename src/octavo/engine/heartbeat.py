@@ -31,7 +31,7 @@ COMMANDS_S = 5.0  # time for commands, such as admitting requests or exporting s
 MARGIN = 10.0  # a step may take this many times its predicted seconds
 LONG_CONTEXT = 4096  # tokens of context from which attention may dominate a step; below, MARGIN covers it
 
-_BEAT = struct.Struct("<QIIQQdQ")  # number, epoch, phase, step, steps committed, deadline, number of the batch
+_BEAT = struct.Struct("<QQIQQdQ")  # number, epoch, phase, step, steps committed, deadline, number of the batch
 _BATCH = struct.Struct("<QI")  # number, bytes of ids
 _CRC = struct.Struct("<I")
 _BEAT_BYTES = _BEAT.size + _CRC.size
