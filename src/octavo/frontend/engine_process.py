@@ -76,8 +76,11 @@ class EngineProcess:
         `receive` is called with its events.
         """
         ours, theirs = socket.socketpair()
-        client = await SocketClient.over(ours, epoch, receive)
-        with theirs, page_file() as page_descriptor:
+        with theirs, page_file() as page_descriptor, contextlib.ExitStack() as undo:  # this may be cancelled anywhere
+            undo.callback(ours.close)
+            client = await SocketClient.over(ours, epoch, receive)
+            undo.pop_all()
+            undo.callback(client.abandon)
             page = HeartbeatPage(page_descriptor)
             inherited = {"--socket": theirs.fileno(), "--page": page_descriptor}
             process = await asyncio.create_subprocess_exec(
@@ -89,6 +92,7 @@ class EngineProcess:
                 pass_fds=tuple(inherited.values()),
                 start_new_session=True,  # so that the terminal signals only the parent
             )
+            undo.pop_all()
         engine = cls(process, page, client)
         try:
             await engine._open(config, open_limit_s)
