@@ -4,6 +4,7 @@ OctavoError
 ├── ConfigError              a setting is wrong; names the field, the value and the remedy
 ├── ModelFileError           a model file is missing, damaged or unsupported; names the file, the tensor, the reason
 ├── UnknownModelError        no model of this name is found
+├── ModelLoadError           a served model cannot be loaded now (HTTP 503); names the reason
 ├── CapacityError            the memory is too small for the model or a useful KV pool; names the sizes and a remedy
 ├── RequestError             one request is at fault; no other request is affected
 │   ├── InvalidRequestError      a field is out of range (HTTP 400); `param` names it
@@ -48,6 +49,7 @@ class ErrorKind(Enum):
     ENGINE = "EngineError"
     ENGINE_DEAD = "EngineDeadError"
     STEP_FAILED = "StepFailedError"
+    MODEL_LOAD = "ModelLoadError"
     TOOL_UNAVAILABLE = "ToolUnavailableError"
     INVARIANT = "InvariantError"
     QUEUE_TIMEOUT = "queue_timeout"  # the request did not start in time
@@ -75,6 +77,14 @@ class ModelFileError(OctavoError):
 
 class UnknownModelError(OctavoError):
     """No model of that name can be found."""
+
+
+class ModelLoadError(OctavoError):
+    """A served model cannot be loaded now, so its requests fail. The message names the reason."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class CapacityError(OctavoError):

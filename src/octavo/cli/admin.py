@@ -75,7 +75,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         loop.call_soon(server.stop)
         if when:
             loop.call_soon(context.lifecycle.stop)
-        return {"open_requests": context.queue.num_requests}
+        return {"open_requests": sum(each.queue.num_requests for each in context.each_model)}
 
     async def cancel(request_id: str) -> object:
         if not request_id:
@@ -83,9 +83,6 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         ids = context.request_index.find(request_id)
         engine.cancel(ids or (request_id,))
         return ids
-
-    async def explain(request_id: str) -> object:
-        return await (explain_any(context, request_id) if request_id else explain_open(context))
 
     async def reload_keys(_: str) -> object:
         return context.keys.reload()
@@ -101,7 +98,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         **_reading_verbs(task, engine, context, url),
         "drain": drain,
         "cancel": cancel,
-        "explain": explain,
+        "explain": partial(_explain, context),
         "reload_keys": reload_keys,
         "kill_engine": kill_engine,
         "pause": partial(control, "pause"),
@@ -111,6 +108,15 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
     }
     assert verbs.keys() == VERBS.keys()
     return verbs
+
+
+async def _explain(context: Context, request_id: str) -> object:
+    """Explain a request, or all open requests; of several models, by the model's name."""
+    if request_id:
+        return await explain_any(context, request_id)
+    if len(context.each_model) == 1:
+        return await explain_open(context)
+    return {"models": {each.model: await explain_open(each) for each in context.each_model if each.is_loaded}}
 
 
 def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) -> dict[str, Verb]:
@@ -128,7 +134,7 @@ def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) ->
             "processes": {**processes, "api": os.getpid(), **engine.processes},
             "api_restarts": task.run_number - 1,
             "engine": engine.report(),
-            "open_requests": context.queue.num_requests,
+            "open_requests": sum(each.queue.num_requests for each in context.each_model),
             "api": _own_resources(),
         }
 

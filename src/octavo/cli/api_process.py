@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,8 +27,10 @@ from octavo.artifacts.resolve import resolve_model
 from octavo.config import Config
 from octavo.engine.parent import end_with_parent
 from octavo.errors import ConfigError, OctavoError
+from octavo.fleet.model_configs import ServedModelConfig
+from octavo.fleet.served_models import ServedModels
 from octavo.frontend.engine_supervisor import EngineSupervisor
-from octavo.frontend.journal import open_journal
+from octavo.frontend.journal import Journal, open_journal
 from octavo.frontend.open_request import LedgerObserver
 from octavo.machine import needing_memory
 from octavo.observe.log import print_notice, set_up_log
@@ -37,8 +39,8 @@ from octavo.server.http.listener import new_event_loop
 if TYPE_CHECKING:
     from octavo.assembly import InProcessEngine
 
-    Engine = EngineSupervisor | InProcessEngine
-    StartEngine = Callable[[Config, LedgerObserver | None], Awaitable[Engine]]
+    Engine = EngineSupervisor | InProcessEngine | ServedModels
+    StartEngine = Callable[[Config, LedgerObserver | None], Awaitable[Any]]
 
 COMMAND = (sys.executable, "-m", "octavo.cli.api_process")
 EXIT_ERROR = 2  # the same status as for every command
@@ -49,6 +51,8 @@ class ApiTask(msgspec.Struct, frozen=True):
     """The task of one run of the api process. Runs count from 1. The supervisor's pid is 0 if there is none.
 
     `is_fleet`: the engines are those of the settings in `config.fleet`, which `octavo serve` does not read.
+    `models` are the models to load on demand, the default model first, which `config` is of. Without them, one engine
+    of `config` always runs.
     """
 
     config: Config
@@ -57,6 +61,12 @@ class ApiTask(msgspec.Struct, frozen=True):
     supervisor_pid: int = 0
     is_quiet: bool = False
     is_fleet: bool = False
+    models: tuple[ServedModelConfig, ...] = ()
+
+    @property
+    def configs(self) -> list[Config]:
+        """The Config of each model."""
+        return [each.config for each in self.models] or [self.config]
 
     def line(self) -> bytes:
         """Return the task as the line to write to the api process's stdin."""
@@ -90,12 +100,13 @@ class ApiProcess:
     async def _serve(self, start_engine: StartEngine) -> int:
         started_at = time.perf_counter()
         config = self.task.config
-        resolve_model(config.model.model, config.model.revision, config.model.offline)  # report a wrong name first
+        for each in self.task.configs:
+            resolve_model(each.model.model, each.model.revision, each.model.offline)  # report a wrong name first
         this_task = asyncio.current_task()
         assert this_task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)  # until this process serves
-        journal = await asyncio.to_thread(open_journal, config)
-        starting = asyncio.ensure_future(start_engine(_engine_config(config), journal))
+        journal = await asyncio.to_thread(open_journal, config, has_several=len(self.task.models) > 1)
+        starting = asyncio.ensure_future(self._start(start_engine, journal))
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))
         try:
             await asyncio.wait((starting, loading), return_when=asyncio.FIRST_EXCEPTION)
@@ -110,10 +121,24 @@ class ApiProcess:
             await engine.close()
         return status
 
+    async def _start(self, start_engine: StartEngine, journal: Journal | None) -> Engine:
+        """Start the engine; of models that are loaded on demand, the default one's."""
+        if not self.task.models:
+            engine: Engine = await start_engine(_engine_config(self.task.config), journal)
+            return engine
+        configs = [replace(each, config=_engine_config(each.config)) for each in self.task.models]
+        models = ServedModels(configs, start_engine, journal)
+        try:
+            await models.start_default()
+        except BaseException:
+            await models.close()
+            raise
+        return models
+
     def _load(self) -> tuple[Any, Any]:
-        """Import slow modules and load the tokenizer and template, in a thread while the engine starts."""
+        """Import slow modules and load tokenizers and templates, in a thread while the engine starts."""
         server = importlib.import_module("octavo.cli.api_server")
-        return server, server.load(self.task.config)
+        return server, [server.load(config) for config in self.task.configs]
 
 
 def _engine_config(config: Config) -> Config:

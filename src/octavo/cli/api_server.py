@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from octavo.cli.terminal import say, warn_limits
 from octavo.config import Config
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.executors.protocol import Capacity
+from octavo.fleet.served_models import ServedModels
 from octavo.frontend.api_supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import Journal
@@ -31,15 +32,17 @@ from octavo.frontend.sessions import Sessions
 from octavo.machine import is_loopback
 from octavo.observe.statistics import STATUS_LINE_S, StatusLine
 from octavo.server.admin import AdminServer, Verb
-from octavo.server.admission import EngineQueue
 from octavo.server.app import create_app
+from octavo.server.context import Context, add_models, follow_capacity
 from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.listener import url_of
 from octavo.server.http.server import HttpServer
-from octavo.server.reply import restore_runs
+from octavo.server.reply import load_models_of, restore_runs
 from octavo.text.text_model import TextModel
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from octavo.cli.api_process import ApiProcess, ApiTask, Engine
     from octavo.server.http.keys import KeyRing
 
@@ -58,18 +61,19 @@ def load(config: Config) -> Loaded:
     return Loaded(files, load_text(config, files))
 
 
-async def serve(api: ApiProcess, engine: Engine, journal: Journal | None, loaded: Loaded, started_at: float) -> int:
+async def serve(
+    api: ApiProcess, engine: Engine, journal: Journal | None, loaded: Sequence[Loaded], started_at: float
+) -> int:
     """Serve until asked to stop (0), or until the engine has failed for good (EXIT_ENGINE_FAILED)."""
     task, config, report = api.task, api.task.config, api.report
     warn_limits(config, engine.capacity)
-    sessions = Sessions(engine, loaded.text, config.execution.seed, capacity=engine.capacity)
     trouble = None if config.serving.in_process else engine.trouble
     lifecycle = Lifecycle(engine_trouble=trouble, on_answered=lambda: report(ANSWERED))
-    app = create_app(sessions, sessions.text, config, engine.statistics, lifecycle=lifecycle)
+    app = _make_app(task, engine, loaded, lifecycle)
     context = app.state.context
     if isinstance(engine, EngineSupervisor):
-        _follow_capacity(engine, context.queue)
-    restored = (0, 0) if journal is None else restore_runs(context, journal, engine.restore)
+        follow_capacity(engine, context.queue)
+    restored = (0, 0) if journal is None else await _restore(context, journal, engine)
     server = HttpServer(app, api.listener, lifecycle, config.serving.drain_timeout_s, config.web)
     url = url_of(api.listener, config.web)
     async with (
@@ -81,26 +85,43 @@ async def serve(api: ApiProcess, engine: Engine, journal: Journal | None, loaded
     ):
         if not task.is_quiet:
             if task.run_number == 1:
-                say(*startup_report(config, loaded.files, engine.capacity, time.perf_counter() - started_at))
+                say(*startup_report(config, loaded[0].files, engine.capacity, time.perf_counter() - started_at))
+                say(*_models_report(task))
             say(*process_report(task, engine), *_journal_report(*restored))
             if task.run_number == 1:
                 say(*call_report(config, context.model, url))
         gc.freeze()  # garbage collections skip the objects that exist now, which take 0.1 s to traverse
         report(READY)
+        if isinstance(engine, ServedModels):
+            engine.begin_timers()
         try:
             return await _run_until_failed(server, engine, lifecycle)
         finally:
             await asyncio.to_thread(context.tracer.close)
 
 
-def _follow_capacity(engine: EngineSupervisor, queue: EngineQueue) -> None:
-    """Have admission count the room of all replicas, as they are added, lost and removed."""
+def _make_app(task: ApiTask, engine: Engine, loaded: Sequence[Loaded], lifecycle: Lifecycle) -> Starlette:
+    config = task.config
+    if not isinstance(engine, ServedModels):
+        sessions = Sessions(engine, loaded[0].text, config.execution.seed, capacity=engine.capacity)
+        return create_app(sessions, sessions.text, config, engine.statistics, lifecycle=lifecycle)
+    served = [
+        (Sessions(model, each.text, model.config.execution.seed, capacity=model.capacity), model.config)
+        for model, each in zip(engine.models.values(), loaded, strict=True)
+    ]
+    sessions = served[0][0]
+    app = create_app(sessions, sessions.text, config, engine.statistics, lifecycle=lifecycle)
+    add_models(app.state.context, served)
+    return app
 
-    def resize(num_slots: int, num_kv_tokens: int) -> None:
-        queue.num_slots, queue.num_kv_tokens = num_slots, num_kv_tokens
 
-    engine.on_capacity = resize
-    resize(*engine.total_capacity())
+async def _restore(context: Context, journal: Journal, engine: Engine) -> tuple[int, int]:
+    """Continue the journal's runs; return the number of open and of ended ones."""
+    release = await load_models_of(context, journal)
+    try:
+        return restore_runs(context, journal, engine.restore)
+    finally:
+        release()
 
 
 async def _run_until_failed(server: HttpServer, engine: Engine, lifecycle: Lifecycle) -> int:
@@ -233,6 +254,16 @@ def _features_off(config: Config) -> Iterator[str]:
         is_local = is_loopback(config.serving.host)
         reason = "only this machine can connect" if is_local else "ANYONE who can connect can use it"
         yield f"authentication (no --api-key): {reason}"
+
+
+def _models_report(task: ApiTask) -> Iterator[str]:
+    """Yield a line about models that are loaded on demand."""
+    if task.models:
+        first, *others = (each.name for each in task.models)
+        later = f"; when a request needs them: {', '.join(others)}" if others else ""
+        after_s = task.config.models.keep_alive_s
+        end = "never unloaded" if after_s < 0 else f"unloaded after {after_s:g} s without a request"
+        yield f"models    {first} is loaded{later}; {end}"
 
 
 def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:

@@ -128,7 +128,10 @@ def request_lines(answer: Json) -> list[str]:
 
 
 def open_lines(answer: Json) -> list[str]:
-    """Return lines about all open requests."""
+    """Return lines about all open requests, model by model if there are several."""
+    if "models" in answer:
+        parts = [[f"model {name}", *open_lines(one), ""] for name, one in answer["models"].items()]
+        return [line for part in parts for line in part][:-1] or ["no model is loaded"]
     rows = [_row(one) for one in answer.get("open", ())]
     if not rows:
         return ["no request is open", _queue_line(answer["queue"])]

@@ -27,6 +27,7 @@ from octavo.cli.servers import port_in_use_message
 from octavo.config import Config
 from octavo.config.sources import Resolved
 from octavo.errors import ConfigError, InvariantError, OctavoError
+from octavo.fleet.model_configs import ServedModelConfig, served_models
 from octavo.frontend.api_supervisor import READY, ApiSupervisor, ChildSpec
 from octavo.observe.log import close_log, print_notice, set_up_log, stderr_of_children
 from octavo.observe.otel import check_endpoint
@@ -87,11 +88,16 @@ def check_config(resolved: Resolved) -> Config:
 
 def _serve(config: Config, *, is_quiet: bool, is_fleet: bool) -> int:
     check_web(config.web)
+    models = _models(config)
     if config.recording.record is not None:
         prepare_folder(Path(config.recording.record))
     with contextlib.closing(_listen(config)) as listener, open_server_folder() as folder:
         task = ApiTask(
-            config, str(folder.admin_path(config.serving.admin_socket)), is_quiet=is_quiet, is_fleet=is_fleet
+            config,
+            str(folder.admin_path(config.serving.admin_socket)),
+            is_quiet=is_quiet,
+            is_fleet=is_fleet,
+            models=models,
         )
         name, url, pid = config.model.shown_name(config.model.model), url_of(listener, config.web), os.getpid()
         folder.publish(ServerRecord(pid, url, name, task.admin_socket, time.time(), process_start_ticks(pid)))
@@ -99,6 +105,17 @@ def _serve(config: Config, *, is_quiet: bool, is_fleet: bool) -> int:
         if config.serving.in_process:
             return _run_here(task, listener)
         return _supervise(task, listener)
+
+
+def _models(config: Config) -> tuple[ServedModelConfig, ...]:
+    """Return the model if it is unloaded when it is idle; else nothing: its engine always runs. Raises ConfigError."""
+    if config.models.models_file is not None:
+        raise ConfigError("--models is of octavo fleet; octavo serve has one model")
+    if config.models.keep_alive_s < 0:
+        return ()
+    if config.serving.in_process:
+        raise ConfigError("--keep-alive needs an engine in a process of its own; leave --in-process out")
+    return served_models(config, ())
 
 
 def _listen(config: Config) -> socket.socket:

@@ -24,7 +24,7 @@ from octavo.config.engine import (
     SpeculationConfig,
     StatisticsConfig,
 )
-from octavo.config.fleet import FleetConfig, LinkConfig
+from octavo.config.fleet import FleetConfig, LinkConfig, ModelsConfig
 from octavo.config.server import (
     AdmissionConfig,
     BatchConfig,
@@ -53,6 +53,7 @@ __all__ = [
     "FleetConfig",
     "LinkConfig",
     "ModelConfig",
+    "ModelsConfig",
     "ParallelConfig",
     "RecordingConfig",
     "ResponsesConfig",
@@ -87,6 +88,7 @@ class Config:
     responses: ResponsesConfig = section(ResponsesConfig, "stored responses", "server")
     batch: BatchConfig = section(BatchConfig, "files and batches", "server")
     statistics: StatisticsConfig = section(StatisticsConfig, "statistics", "server")
+    models: ModelsConfig = section(ModelsConfig, "several models", "server")
     fleet: FleetConfig = section(FleetConfig, "engines on other machines", "several machines")
     link: LinkConfig = section(LinkConfig, "connections between machines", "several machines")
     recording: RecordingConfig = section(RecordingConfig, "recording", "server")

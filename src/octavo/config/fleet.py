@@ -1,4 +1,4 @@
-"""The settings of fleets: several engines behind one endpoint, on this machine and on others.
+"""The settings of fleets: several models, and several engines behind one endpoint, on this machine and on others.
 
 Owns: sections and their options. Does not: read tokens or certificates (fleet.security does).
 """
@@ -13,6 +13,31 @@ ROUTER_NAMES = (
     "prefix_affinity", "prefix_hash", "sessions", "least_loaded", "least_requests", "power_of_two", "round_robin",
     "random",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsConfig:
+    """Which models a server has, and when they are loaded and unloaded (docs/fleet.md)."""
+
+    models_file: str | None = option(
+        None, "YAML file of models, each with its name, its replicas and its own settings (octavo fleet)", "--models"
+    )
+    keep_alive_s: float = option(
+        -1.0,
+        "seconds without a request after which a model is unloaded, until a request needs it; 0 = at once, -1 = never",
+        "--keep-alive",
+        within=(-1.0, None),
+        brief="unload a model after X seconds without a request",
+    )
+    max_loaded_models: int | None = option(
+        None,
+        "maximum models that are loaded at the same time; another one unloads the least recently used (default: all)",
+        "--max-loaded-models",
+        within=(1, None),
+    )
+    client_keep_alive: bool = option(
+        True, "let the field keep_alive of Ollama's clients replace --keep-alive for its model", "--client-keep-alive"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str], config_file: s
     config_file = config_file or environ.get(PREFIX + "CONFIG")
     if config_file is None:
         return resolve(flags, environ, {})
-    return resolve(flags, environ, _read_config_file(Path(config_file)), str(config_file))
+    return resolve(flags, environ, read_config_file(Path(config_file)), str(config_file))
 
 
 def load_config(
@@ -134,7 +134,7 @@ def _add(given: _Given, setting: Setting, value: object, spelled: str) -> None:
     given[setting.name] = (value, spelled)
 
 
-def _read_config_file(path: Path) -> Mapping[str, object]:
+def read_config_file(path: Path) -> Mapping[str, object]:
     """Read .toml as TOML, anything else as YAML. Raises ConfigError naming the file and the reason."""
     try:
         text = path.read_text(encoding="utf-8")

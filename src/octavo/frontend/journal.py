@@ -50,14 +50,17 @@ COMPACT_BYTES = 4 << 20  # smaller journals are not compacted
 _log = logging.getLogger(__name__)
 
 
-def open_journal(config: Config) -> Journal | None:
-    """Open the journal of the settings, if any. Blocks while it reads the folder. Raises ConfigError."""
+def open_journal(config: Config, *, has_several: bool = False) -> Journal | None:
+    """Open the journal of the settings, if any. Blocks while it reads the folder. Raises ConfigError.
+
+    With `has_several` models, each run names its own (AnswerSpec.files), and the journal none.
+    """
     retry, model = config.retry, config.model
     if retry.journal is None:
         return None
     if config.serving.in_process:
         raise ConfigError("--journal needs an engine in a process of its own; leave --in-process out")
-    name = f"{model.model}@{model.revision or ''}"
+    name = "several models" if has_several else f"{model.model}@{model.revision or ''}"
     return Journal(Path(retry.journal), name, is_synced=retry.journal_sync == "group")
 
 

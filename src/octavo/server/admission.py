@@ -391,7 +391,8 @@ class AdmissionControl:
         meter = self.meters.get(key.name)
         if meter is None:
             if len(self.meters) >= MAX_METERS:
-                self.meters = {name: each for name, each in self.meters.items() if each.num_open}
+                for unused in [name for name, each in self.meters.items() if not each.num_open]:
+                    del self.meters[unused]  # in place: several models share the meters
             meter = self.meters[key.name] = Meter(key, self.now())
         return meter
 
@@ -550,8 +551,7 @@ class AdmissionControl:
 
     def _check_wait(self, request: AdmissionRequest) -> None:
         limits = [limit for limit in (request.max_wait_s, self.config.max_queue_time_s) if limit is not None]
-        wait_s = self.wait_s(request.priority)
-        if wait_s is not None and wait_s > min(limits):
+        if (wait_s := self.wait_s(request.priority)) is not None and wait_s > min(limits):
             message = (
                 f"this request would wait about {wait_s:.1f} s, and may wait {min(limits):g} s: "
                 f"{self.queue.num_waiting} sequences wait, {self.config.max_waiting} may"

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import EngineError, RequestError
+from octavo.errors import EngineError, ModelLoadError, RequestError
 from octavo.server.context import Context, EngineStatistics, build_context
 from octavo.server.http.auth import KEY, AuthMiddleware
 from octavo.server.http.connection import CUT, max_connections
@@ -68,7 +68,7 @@ def create_app(
     app.state.endpoints = endpoints
     app.state.root_path = web.root_path
     context.batches.connect(app)
-    for kind in (ApiError, RequestError, EngineError):
+    for kind in (ApiError, RequestError, EngineError, ModelLoadError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     note = context.metrics.failed
@@ -162,7 +162,9 @@ class RequestGate:
         scope[METER] = context.admission.meter(key)
         # The answer of a retry may exist already; only the lookup of its Idempotency-Key shows that.
         is_retry = _RETRY_HEADER in dict(scope["headers"])
-        context.admission.check_arrival(key, needs_place=limit is Limit.QUEUE and not is_retry)
+        # Of several models the body names the one whose queue counts; `admit` checks that one.
+        needs_place = limit is Limit.QUEUE and not is_retry and len(context.each_model) == 1
+        context.admission.check_arrival(key, needs_place=needs_place)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

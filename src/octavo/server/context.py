@@ -7,14 +7,17 @@ Does not: hold the state of a single request.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.requests import Request
 
 from octavo.core.request import sampling_defaults
+from octavo.errors import ConfigError
+from octavo.fleet.served_models import ServedModel
 from octavo.observe.metrics.prometheus import RequestMetrics, cache_info
 from octavo.observe.otel import Tracer
 from octavo.sandbox.pool import Sandbox
@@ -35,7 +38,9 @@ from octavo.text.dialect import Dialect, read_dialect
 
 if TYPE_CHECKING:
     from octavo.config import Config
+    from octavo.frontend.engine_supervisor import EngineSupervisor
     from octavo.frontend.sessions import Sessions
+    from octavo.server.encoding import AnswerSpec
     from octavo.text.text_model import TextModel
 
 EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]
@@ -53,7 +58,6 @@ class Context:
     text: TextModel
     models: tuple[str, ...]
     created: int
-    max_model_len: int
     engine_statistics: EngineStatistics
     limits: HttpLimits
     lifecycle: Lifecycle
@@ -75,14 +79,34 @@ class Context:
     grammars: GrammarReader
     batches: BatchService
     tracer: Tracer = field(default_factory=lambda: Tracer(None))
-    cache_info: Mapping[str, str] = field(default_factory=dict)  # the KV pool's settings, as labels for metrics
+    cache_info: dict[str, str] = field(default_factory=dict)  # the KV pool's settings, as labels for metrics
     explain_kept: str = ""  # how many ended requests can be explained and for how long, as text
-    by_name: dict[str, Context] = field(default_factory=dict)  # if several models are served: all of them
+    by_name: dict[str, Context] = field(default_factory=dict)  # of models that are loaded on demand: all of them
 
     @property
     def model(self) -> str:
         """The model's first name. Metrics use it, and so do answers to requests without a model name."""
         return self.models[0]
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of one request: its prompt and its answer."""
+        return self.prompts.max_len
+
+    @property
+    def served(self) -> ServedModel | None:
+        """The model's engine if it is loaded on demand; None if the server's only engine always runs."""
+        client = self.sessions.client
+        return client if isinstance(client, ServedModel) else None
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if the model takes memory."""
+        return self.served is None or self.served.engine is not None
+
+    def recorded(self, spec: AnswerSpec) -> AnswerSpec:
+        """Return the spec for the journal, which names the model's files if several models are served."""
+        return spec if self.served is None else msgspec.structs.replace(spec, files=self.served.files)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -152,17 +176,15 @@ def _model_fields(
     queue = _engine_queue(config, sessions)
     template = None if text.chat_template is None else text.chat_template.source
     dialect = read_dialect(template, config.chat.tool_call_parser, config.chat.reasoning_parser)
-    max_len = _max_len(config, text, sessions)
     return {
         "sessions": sessions,
         "text": text,
         "models": models,
-        "max_model_len": max_len,
         "metrics": RequestMetrics(models[0]),
         "fine_sessions": sessions.token_by_token(),
         "queue": queue,
         "admission": AdmissionControl(config.admission, queue, is_by_priority=config.scheduling.policy == "priority"),
-        "prompts": PromptReader(text, max_len, sandbox, dialect),
+        "prompts": PromptReader(text, _max_len(config, text, sessions), sandbox, dialect),
         "params": ParamsReader(
             sampling_defaults(text.spec.generation),
             text.tokenizer,
@@ -173,6 +195,46 @@ def _model_fields(
         "grammars": GrammarReader(sandbox, text),
         "cache_info": _cache_info(config, sessions),
     }
+
+
+def add_models(root: Context, models: Sequence[tuple[Sessions, Config]]) -> None:
+    """Add the Contexts of all models that are loaded on demand to the app's Context, which is the first one's.
+
+    They share what is not a model's own: the keys with their meters and rates, the kept answers, the open requests.
+    Raises ConfigError if two models have one name.
+    """
+    for number, (sessions, config) in enumerate(models):
+        context = root
+        if number:
+            own = _model_fields(sessions, sessions.text, config, root.sandbox, root.limits)
+            feed = Feed(sessions.client, root.keys, root.lifecycle, root.limits)
+            context = replace(root, **own, engine_statistics=sessions.client.statistics, feed=feed)
+            context.admission.meters = root.admission.meters
+        for name in context.models:
+            if name in root.by_name:
+                raise ConfigError(f"two models have the name {name!r}; give each a name of its own")
+            root.by_name[name] = context
+        assert context.served is not None
+        context.served.on_loaded = partial(_adopt_engine, context, config)
+
+
+def follow_capacity(engine: EngineSupervisor, queue: EngineQueue) -> None:
+    """Have admission count the room of all replicas, as they are added, lost and removed."""
+
+    def resize(num_slots: int, num_kv_tokens: int) -> None:
+        queue.num_slots, queue.num_kv_tokens = num_slots, num_kv_tokens
+
+    engine.on_capacity = resize
+    resize(*engine.total_capacity())
+
+
+def _adopt_engine(context: Context, config: Config, engine: EngineSupervisor) -> None:
+    """Take the figures of a model's new engine."""
+    sessions = context.sessions
+    sessions.capacity = context.fine_sessions.capacity = engine.capacity
+    follow_capacity(engine, context.queue)
+    context.prompts.max_len = _max_len(config, context.text, sessions)
+    context.cache_info.update(_cache_info(config, sessions))
 
 
 def _max_len(config: Config, text: TextModel, sessions: Sessions) -> int:

@@ -57,7 +57,8 @@ class Choice:
 class AnswerSpec(Struct, frozen=True, array_like=True):
     """The description of an answer, as plain data for the journal. `kind` names the encoder; `facts` is for that kind.
 
-    The fact "format" is an AnswerFormat, or the plain data of one if it was read from the journal.
+    The fact "format" is an AnswerFormat, or the plain data of one if it was read from the journal. `files` names the
+    files of the model, in the journal of a server of several models.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class AnswerSpec(Struct, frozen=True, array_like=True):
     echoes: tuple[str, ...] = ("",)
     n: int = 1
     facts: dict[str, Any] = {}
+    files: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,11 @@ from octavo.server.encoding import REASONS, AnswerEncoder, AnswerSpec, Choice, I
 from octavo.server.http.auth import KEY
 from octavo.server.http.errors import ApiError, cancelled_error, from_exception
 from octavo.server.http.keys import KeyInfo
-from octavo.server.http.lifecycle import MARK
-from octavo.server.http.middleware import ARRIVAL, GIVEN_ID, REQUEST_ID
+from octavo.server.http.lifecycle import MARK, ClientGoneError
+from octavo.server.http.middleware import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 
 if TYPE_CHECKING:
+    from octavo.fleet.served_models import ServedModel
     from octavo.frontend.outputs import Usage
     from octavo.frontend.sessions import Session, Sessions, TextDelta
     from octavo.server.idempotency import IdempotentRequest
@@ -160,6 +161,8 @@ async def start(
                 )
             )
             undo.callback(ticket.leave)
+            if context.served is not None:
+                undo.callback(await _loaded(request, context.served, wanted, needs_client=run is None))
             prompts: list[array[int]] = []
             for read in await wanted.read_prompts():
                 prompts.append(array("i", read))  # a ninth of a list's memory
@@ -170,7 +173,7 @@ async def start(
             spec = wanted.answer_spec((name, int(time.time()), wanted.body.model or context.models[0]))
             undo.callback(context.request_index.add(key.tenant, name, ids))
             if run is not None:
-                context.runs.announce(run, spec, ids)
+                context.runs.announce(run, context.recorded(spec), ids)
             sessions = context.sessions if run is None else context.fine_sessions
             opened = await _open(sessions, params, options, list(zip(ids, prompts, strict=True)))
         except OctavoError as error:
@@ -188,6 +191,26 @@ async def start(
         trace=trace,
     )
     return generation, spec
+
+
+async def _loaded(
+    request: Request, model: ServedModel, wanted: GenerationRequest, *, needs_client: bool
+) -> Callable[[], None]:
+    """Wait until a model is loaded; return the function that releases it. Raises ApiError, ModelLoadError.
+
+    The request waits no longer than it may wait in the queue, and with `needs_client` not after its client has left.
+    """
+    if model.is_usable or not needs_client:
+        return await model.acquire()
+    max_queue_s = shorter(wanted.body.queue_timeout, wanted.context.admission.config.max_queue_time_s)
+    try:
+        async with asyncio.timeout(shorter(max_queue_s, wanted.body.timeout)):
+            return await wanted.context.lifecycle.supervise(model.acquire(), request.receive)
+    except TimeoutError:
+        message = f"model {model.name} was not loaded within the request's time"
+        raise ApiError(408, message, code="queue_timeout") from None
+    except ClientGoneError:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left", code="client_disconnected") from None
 
 
 def options_of(key: KeyInfo, context: Context, wanted: GenerationRequest) -> RequestOptions:

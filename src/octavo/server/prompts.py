@@ -50,7 +50,7 @@ class PromptReader:
     def __init__(self, text: TextModel, max_len: int, sandbox: Sandbox, dialect: Dialect) -> None:
         self._text = text
         self._dialect = dialect
-        self._max_len = max_len
+        self.max_len = max_len
         self._sandbox = sandbox
         self._is_slow = False
 
@@ -160,8 +160,8 @@ class PromptReader:
             raise bad_field("prompt", "prompt is empty; give at least one token")
         if isinstance(prompt, list):
             prompt = prompt if num_kept is None else prompt[-num_kept:]
-            if len(prompt) > self._max_len:
-                raise too_long("prompt", self._max_len, f"the prompt has {len(prompt)}")
+            if len(prompt) > self.max_len:
+                raise too_long("prompt", self.max_len, f"the prompt has {len(prompt)}")
             return prompt  # Sessions checks the ids
         try:
             return await self._encode("prompt", prompt, add_special_tokens, num_kept, None)
@@ -197,10 +197,10 @@ class PromptReader:
         if text is None:
             min_tokens: int | None = num_characters // tokenizer.longest_piece
         else:
-            min_tokens = num_tokens_if_over(tokenizer, text, self._max_len)
-        if min_tokens is not None and min_tokens > self._max_len:
+            min_tokens = num_tokens_if_over(tokenizer, text, self.max_len)
+        if min_tokens is not None and min_tokens > self.max_len:
             size = f"the prompt has {num_characters} characters, so at least {min_tokens} tokens"
-            raise too_long(param, self._max_len, size)
+            raise too_long(param, self.max_len, size)
 
 
 def _work_of(size: int, conversation: Conversation) -> int:

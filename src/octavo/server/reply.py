@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import logging
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
@@ -350,12 +351,14 @@ RestoreEntries = Callable[[Iterable[OpenRequest]], None]
 def restore_runs(context: Context, journal: Journal, restore: RestoreEntries) -> tuple[int, int]:
     """Continue the journal's open runs in the engine, and keep its ended runs; return the number of each.
 
-    Call in the event loop, before anything is served. `restore` is EngineSupervisor.restore. Raises EngineDeadError.
+    Call in the event loop, before anything is served. `restore` is EngineSupervisor.restore, for the runs of `context`;
+    those of other models continue in their engines, if `load_models_of` could load them. A run whose model is served no
+    more is kept as one that failed. Raises EngineDeadError.
     """
     runs = context.runs
     runs.journal = journal
     runs.start_sweeping()
-    open_runs: list[tuple[JournaledRun, AnswerSpec]] = []
+    open_runs: list[tuple[Context, JournaledRun, AnswerSpec]] = []
     num_kept = 0
     latest = {(journaled.began.tenant, journaled.began.key): journaled for journaled in journal.recovered}
     for journaled in journal.recovered:
@@ -364,17 +367,67 @@ def restore_runs(context: Context, journal: Journal, restore: RestoreEntries) ->
         is_latest = latest[journaled.began.tenant, journaled.began.key] is journaled
         if spec is None or not is_latest or not _is_worth_keeping(journaled):
             journal.forget(journaled.began.run)
+        elif (owner := _owner(context, spec)) is None:
+            runs.keep(_lost_run(context, journaled, spec))
         elif journaled.is_ended:
-            runs.keep(_ended_run(context, journaled, spec))
+            runs.keep(_ended_run(owner, journaled, spec))
             num_kept += 1
-        else:
-            open_runs.append((journaled, spec))
-    restore([request.state for run, _ in open_runs for request in _requests(run)])
-    for journaled, spec in open_runs:
+        elif owner.served is None or owner.served.is_usable:
+            open_runs.append((owner, journaled, spec))
+    for owner in context.each_model:
+        own = [request.state for each, run, _ in open_runs if each is owner for request in _requests(run)]
+        if own:
+            (restore if owner is context or owner.served is None else owner.served.restore)(own)
+    for owner, journaled, spec in open_runs:
         run = _new_run(journaled)
         runs.keep(run)
-        runs.start(run, _started(context, _generation(context, journaled), journaled, spec))
+        runs.start(run, _started(owner, _generation(owner, journaled), journaled, spec))
     return len(open_runs), num_kept
+
+
+async def load_models_of(context: Context, journal: Journal) -> Callable[[], None]:
+    """Load the models of the journal's open runs; return the function that releases them after `restore_runs`.
+
+    The runs of a model that cannot be loaded now stay in the journal, for the next server process.
+    """
+    specs = [spec for run in journal.recovered if not run.is_ended and (spec := _read_spec(run)) is not None]
+    owners = {owner.model: owner for spec in specs if (owner := _owner(context, spec)) is not None}
+    releases = []
+    for owner in owners.values():
+        if owner.served is not None:
+            try:
+                releases.append(await owner.served.acquire())
+            except OctavoError as error:
+                _log.error("journal: the open requests of model %s wait for the next server: %s", owner.model, error)
+
+    def release() -> None:
+        for each in releases:
+            each()
+
+    return release
+
+
+def _owner(context: Context, spec: AnswerSpec) -> Context | None:
+    """Return the Context of the model of a journaled answer; None if that model is served no more."""
+    if not context.by_name:
+        return context
+    found = context.by_name.get(spec.identity[2])
+    return found if found is not None and found.served is not None and found.served.files == spec.files else None
+
+
+def _lost_run(context: Context, journaled: JournaledRun, spec: AnswerSpec) -> IdempotentRequest:
+    """Return an ended run that answers each retry with why it cannot continue."""
+    name = spec.identity[2]
+    now = "another model has this name" if name in context.by_name else "it is no longer served"
+    message = f"this request began with model {name} of {spec.files}, and now {now}; send it with another key"
+    run = _new_run(journaled)
+    run.ended_at = time.monotonic()
+
+    def refuse() -> StartedRun:
+        raise ApiError(409, message, code="nothing_to_resume", param="model")
+
+    run.restore_source = refuse
+    return run
 
 
 def _read_spec(journaled: JournaledRun) -> AnswerSpec | None:
@@ -441,6 +494,8 @@ def _generation(context: Context, journaled: JournaledRun) -> Generation:
     ticket = context.admission.readmit(wanted)
     closing = ExitStack()
     closing.callback(ticket.leave)
+    if context.served is not None:
+        closing.callback(context.served.enter())
     names = [request.request_id for request in requests]
     closing.callback(context.request_index.add(first.tenant, names[0].partition(MARK)[0], names))
     return Generation(

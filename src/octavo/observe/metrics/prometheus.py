@@ -19,6 +19,7 @@ from typing import Any
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from octavo.config import Config
 from octavo.observe.series import SECONDS, TOKENS, Histogram
@@ -254,6 +255,23 @@ class SnapshotMetrics:
                 yield _family(metric, metric.name, metric.own_labels(self._model), values)
             for name in metric.vllm:
                 yield _family(metric, name, vllm_labels(self._model), values)
+
+
+class MergedMetrics:
+    """Exports the metrics of several models: a family of one name once, with the samples of all of them."""
+
+    def __init__(self, collectors: Sequence[Collector]) -> None:
+        self._collectors = collectors
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each family once."""
+        families: dict[str, Metric] = {}
+        for collector in self._collectors:
+            for family in collector.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        yield from families.values()
 
 
 def _find(snapshot: object, place: Sequence[str]) -> Iterator[tuple[str, Any]]:

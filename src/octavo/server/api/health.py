@@ -8,12 +8,13 @@ from collections.abc import Mapping
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import EngineError
 from octavo.observe.log import num_dropped_lines
-from octavo.observe.metrics.prometheus import SnapshotMetrics, engine_snapshot, retry_snapshot
+from octavo.observe.metrics.prometheus import MergedMetrics, SnapshotMetrics, engine_snapshot, retry_snapshot
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
 from octavo.server.http.endpoints import Access, Endpoint, Limit
@@ -52,11 +53,13 @@ async def health(request: Request) -> Response:
         return _json(body, error.status, error.headers())
     if not has_details:
         return _json({"status": "ready"})
+    states = {each.model: each.served.state.value for each in context.each_model if each.served is not None}
     return _json(
         {
             "status": "ready",
             "model": context.model,
-            "open_requests": context.queue.num_requests,
+            **({"models": states} if states else {}),
+            "open_requests": sum(each.queue.num_requests for each in context.each_model),
             "journal": context.runs.report()["journal"],
         }
     )
@@ -97,26 +100,38 @@ async def metrics(request: Request) -> Response:
     if not context.keys.can_read_metrics(holder):
         message = f"the key {holder.name!r} may not read metrics: give it metrics = true in --api-key-file"
         raise ApiError(403, message, code="metrics_not_allowed")
-    statistics: Mapping[str, object] | None = None
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            statistics = await context.engine_statistics()
-    except (EngineError, TimeoutError):
-        pass  # shown as octavo_engine_up 0
-    snapshots = {
-        "engine": engine_snapshot(statistics),
-        "cache": context.cache_info or None,
-        "admission": context.admission.snapshot(),
-        "retries": retry_snapshot(context.runs.report()),
-        "responses": {**context.responses.report(), "running": len(context.background)},
-        "tool": context.sandbox.statistics(),
-        "log": {"dropped": _dropped_lines(statistics)},
-    }
+    each_model = context.each_model
+    collectors: list[Collector] = []
+    for each, statistics in zip(each_model, await asyncio.gather(*map(_statistics, each_model)), strict=True):
+        snapshots: dict[str, object] = {
+            "engine": engine_snapshot(statistics) if each.is_loaded else None,
+            "cache": each.cache_info or None,
+            "admission": each.admission.snapshot(),
+        }
+        if each is context:
+            snapshots |= {
+                "retries": retry_snapshot(context.runs.report()),
+                "responses": {**context.responses.report(), "running": len(context.background)},
+                "tool": context.sandbox.statistics(),
+                "log": {"dropped": _dropped_lines(statistics)},
+            }
+        else:
+            snapshots["admission"] = {**each.admission.snapshot(), "keys": {}}  # the models share the keys' meters
+        collectors += [each.metrics, SnapshotMetrics(each.model, snapshots)]
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(context.metrics)
-    registry.register(SnapshotMetrics(context.model, snapshots))
+    for collector in collectors if len(each_model) == 1 else [MergedMetrics(collectors)]:
+        registry.register(collector)
     ProcessCollector(registry=registry)  # process_*: this process's memory, time and open files
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
+
+
+async def _statistics(context: Context) -> Mapping[str, object] | None:
+    """Return the statistics of a model's engine; None, shown as octavo_engine_up 0, if it does not answer."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            return await context.engine_statistics()
+    except (EngineError, TimeoutError):
+        return None
 
 
 def _dropped_lines(statistics: Mapping[str, object] | None) -> dict[str, int]:

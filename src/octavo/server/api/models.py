@@ -66,11 +66,12 @@ def ollama_card(context: Context, name: str) -> Json:
 
 def ollama_running(context: Context, name: str) -> Json:
     """Return the model as an entry of Ollama's list of loaded models."""
-    card = ollama_card(context, name)
+    card, served = ollama_card(context, name), context.served
     del card["modified_at"]
     is_on_cpu = context.sessions.capacity is None or context.sessions.capacity.device == "cpu"
     size_vram = 0 if is_on_cpu else card["size"]
-    return {**card, "expires_at": _NEVER, "size_vram": size_vram, "context_length": context.max_model_len}
+    expires_at = _NEVER if served is None or served.keep_alive_s < 0 else moment(served.latest_end)
+    return {**card, "expires_at": expires_at, "size_vram": size_vram, "context_length": context.max_model_len}
 
 
 def ollama_show(context: Context, name: str) -> Json:
@@ -128,7 +129,9 @@ ANTHROPIC_VERSION = "anthropic-version"  # Anthropic's clients send this header
 
 
 def _card(context: Context, name: str) -> dict[str, object]:
+    state = {} if context.served is None else {"state": context.served.state.value}
     return {
+        **state,
         "id": name,
         "object": "model",
         "created": context.created,

@@ -86,8 +86,9 @@ async def dashboard(request: Request) -> Response:
 
 
 async def feed(request: Request) -> Response:
-    """Stream the engine's frames as server-sent events, for the dashboard; of a fleet, those of one replica."""
-    context, replica = context_of(request), request.query_params.get("replica", "")
+    """Stream the engine's frames as server-sent events, for the dashboard; those of one `?model=` and `?replica=`."""
+    context = context_of(request).for_model(request.query_params.get("model") or None)
+    replica = request.query_params.get("replica", "")
     if replica and not (replica.isdecimal() and len(replica) <= MAX_DIGITS):
         raise ApiError(400, f"replica is {replica[:32]!r}; give its number", code="invalid_value", param="replica")
     return FeedResponse(context.feed, context.feed.watch(request.scope[KEY], replica))

@@ -29,7 +29,7 @@ _NEW_S = "new_request_s"
 async def explain_own(context: Context, name: str, tenant: str) -> dict[str, object] | None:
     """Explain a tenant's open or recently ended request, without other tenants' names; return None if unknown."""
     ids = context.request_index.find(name, tenant) or context.request_index.find_ended(name, tenant)
-    answers = await _ask(context, ids)
+    context, answers = await _ask_any(context, ids)
     queue = queue_of(context, answers)
     shown = [answer for answer in answers if answer.get("state") != UNKNOWN]
     if not shown:
@@ -46,13 +46,13 @@ async def explain_own(context: Context, name: str, tenant: str) -> dict[str, obj
 async def explain_any(context: Context, name: str) -> dict[str, object]:
     """Explain a request of any tenant to the operator. `name` is the client's name or the engine id."""
     ids = context.request_index.find(name) or context.request_index.find_ended(name) or [name]
-    answers = await _ask(context, ids)
+    context, answers = await _ask_any(context, ids)
     queue = queue_of(context, answers)
     return {"id": name, "explanations": answers, "num_left_out": len(ids[MAX_EXPLANATIONS:]), "queue": queue}
 
 
 async def explain_open(context: Context) -> dict[str, object]:
-    """Explain all open requests to the operator."""
+    """Explain all open requests of one model to the operator."""
     answer = await context.sessions.client.control("explain")
     shown = dict(answer) if isinstance(answer, Mapping) else {}
     queue = queue_of(context, [shown])
@@ -76,6 +76,24 @@ def queue_of(context: Context, answers: list[dict[str, Any]]) -> dict[str, objec
         "max_waiting_tokens": figures["max_waiting_tokens"],
         "wait_s": figures["wait_s"],
     }
+
+
+async def _ask_any(context: Context, ids: list[str]) -> tuple[Context, list[dict[str, Any]]]:
+    """Return the Context of the model whose engine knows the requests, and what it answers about them.
+
+    If no engine knows them, return what the default model's answers. Ids are unique over all models.
+    """
+    each_model = context.each_model
+    if len(each_model) == 1:
+        return context, await _ask(context, ids)
+    unknown = (context, list[dict[str, Any]]())
+    for each in each_model:
+        if each.is_loaded:
+            answers = await _ask(each, ids)
+            if any(answer.get("state") != UNKNOWN for answer in answers):
+                return each, answers
+            unknown = (each, answers)
+    return unknown
 
 
 async def _ask(context: Context, ids: list[str]) -> list[dict[str, Any]]:
@@ -118,7 +136,8 @@ async def cancel(request: Request) -> Response:
     ids = context.request_index.find(name, key.tenant)
     if not ids:
         raise ApiError(404, f"no request {name[:128]!r} of yours is open", code="request_not_found")
-    context.sessions.client.cancel(ids)
+    for each in context.each_model:  # ids are unique over all models
+        each.sessions.client.cancel(ids)
     return json_response({"id": name, "cancelled": True}, is_private=True)
 
 

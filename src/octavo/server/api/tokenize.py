@@ -108,8 +108,8 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """Describe the tokenizer and the chat template."""
-    return json_response(_info(context_of(request)))
+    """Describe the tokenizer and the chat template; of several models with `?model=`."""
+    return json_response(_info(context_of(request).for_model(request.query_params.get("model") or None)))
 
 
 def _info(context: Context) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from octavo.errors import (
     DuplicateRequestError,
     EngineDeadError,
     EngineError,
+    ModelLoadError,
     RequestError,
     StepFailedError,
     ToolUnavailableError,
@@ -166,6 +167,13 @@ def from_exception(error: Exception, params: Mapping[str, str] | None = None) ->
         if param is not None and spelled is not None:
             message = with_field(message, param, spelled) if message.startswith(param) else message
         return bad_field(spelled, message, error.code)
+    if isinstance(error, ModelLoadError):
+        wait_s = math.ceil(error.retry_after_s or 0.0)
+        return ApiError(503, str(error), code="model_not_loaded", retry_after_s=max(RETRY_QUEUE_S, wait_s))
+    return _from_engine_error(error) if isinstance(error, EngineError) else internal_error()
+
+
+def _from_engine_error(error: EngineError) -> ApiError:
     if isinstance(error, StepFailedError):
         return ApiError(500, "the engine failed on this request", code="engine_crash_suspect", is_final=True)
     if isinstance(error, EngineDeadError):
@@ -173,9 +181,7 @@ def from_exception(error: Exception, params: Mapping[str, str] | None = None) ->
     if isinstance(error, ToolUnavailableError):
         message = "the process for large inputs is not available"
         return ApiError(503, message, code="tool_unavailable", retry_after_s=RETRY_ENGINE_S)
-    if isinstance(error, EngineError):
-        return ApiError(500, "the engine failed", code="engine_error")
-    return internal_error()
+    return ApiError(500, "the engine failed", code="engine_error")
 
 
 Style = Callable[[ApiError, Mapping[str, Any]], dict[str, Any]]  # (error, scope of its request) -> error object
@@ -309,6 +315,9 @@ CODES: Mapping[str, Code] = {
     ),
     "disk_full": Code((507,), "the server's disk is full and nothing was kept; a batch waits for room"),
     "engine_unavailable": Code((503,), "the engine is not running or does not answer", errors.EngineDeadError),
+    "model_not_loaded": Code(
+        (503,), "the model cannot be loaded now; the message has the reason", errors.ModelLoadError
+    ),
     "tool_unavailable": Code(
         (503,), "the process that checks large inputs is not running", errors.ToolUnavailableError
     ),

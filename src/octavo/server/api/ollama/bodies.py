@@ -8,6 +8,7 @@ The names follow Ollama's public API description and the types of its Python pac
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -21,10 +22,11 @@ from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_fiel
 from octavo.text.dialect import Dialect
 
 MAX_TOOL_ID_CHARACTERS = 256
+MAX_KEEP_ALIVE_S = 1e9
 _OF_LOADING = "how the model is loaded is the server's business"
 
 IGNORED_OLLAMA: Mapping[str, str] = {
-    "keep_alive": "the model stays loaded while the server runs",
+    "keep_alive": "a server's only model stays loaded while the server runs (but see `--keep-alive`)",
     "truncate": "a conversation that does not fit is refused",
     "shift": "nothing is shifted out of a context",
 }
@@ -58,6 +60,32 @@ IGNORED_OPTIONS: Mapping[str, str] = {
 }
 _REFUSED_MESSAGE: Refused = {"images": ([],)}
 _IGNORED_CALL: Mapping[str, str] = {"index": "calls stand in their order", "type": "all are functions"}
+
+
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_DURATION = re.compile(r"([+-]?)((?:\d+(?:\.\d+)?(?:ms|us|ns|h|m|s))+)")
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|us|ns|h|m|s)")
+
+
+def read_keep_alive(value: object) -> float | None:
+    """Return the seconds of a keep_alive: a number, or a duration such as "5m"; below 0 without an end. None is unset.
+
+    Raises ApiError.
+    """
+    if value is None or value == "":
+        return None
+    seconds: float | None = None
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_KEEP_ALIVE_S:
+        seconds = float(value)
+    elif isinstance(value, str) and (match := _DURATION.fullmatch(value[:64])) is not None:
+        total = sum(float(number) * _UNITS_S[unit] for number, unit in _DURATION_PART.findall(match[2]))
+        seconds = -total if match[1] == "-" else total
+    elif isinstance(value, str) and value[:32].removeprefix("-").isdecimal():
+        seconds = float(value)
+    if seconds is None or abs(seconds) > MAX_KEEP_ALIVE_S:
+        shown = str(value)[:32]
+        raise bad_field("keep_alive", f'keep_alive is {shown!r}; give seconds, a duration such as "5m", or -1 for ever')
+    return max(seconds, -1.0)
 
 
 def _no_text_is_nothing(value: object) -> object:
@@ -346,7 +374,7 @@ def _answered(unanswered: list[tuple[str, str]], name: str | None) -> str:
 
 
 IGNORED_EMBED: Mapping[str, str] = {
-    "keep_alive": "the model stays loaded while the server runs",
+    "keep_alive": "a server's only model stays loaded while the server runs (but see `--keep-alive`)",
     "options": "nothing is sampled, and how the model is loaded is the server's business",
 }
 REFUSED_EMBED: Refused = {}

@@ -38,11 +38,13 @@ from octavo.server.api.ollama.bodies import (
     raw_of,
     read_embed,
     read_embeddings,
+    read_keep_alive,
     read_ollama_chat,
     read_ollama_generate,
 )
 from octavo.server.api.pages import file_response
-from octavo.server.context import context_of
+from octavo.server.api.sampling import ServedFields
+from octavo.server.context import Context, context_of
 from octavo.server.encoding import Json
 from octavo.server.http.auth import wants_html
 from octavo.server.http.body import json_response, read_json
@@ -54,15 +56,16 @@ from octavo.text.dialect import Dialect
 
 
 async def chat(request: Request) -> Response:
-    """Answer a conversation. One without messages requests loading the model, which is loaded already."""
+    """Answer a conversation. One without messages requests loading the model, or unloading it with keep_alive 0."""
     context = context_of(request)
+    keep_alive = KeepAlive(context)
     body, chat_body = await read_json(
-        request, context.limits, lambda fields: _read_chat(fields, context.dialect_of(fields))
+        request, context.limits, lambda fields: _read_chat(keep_alive.take(fields), context.dialect_of(fields))
     )
     context = context.for_model(model_of(body))
-    model = model_of(body) or context.model
+    keep_alive.apply(context)
     if chat_body is None:
-        return _loaded(model, {"message": {"role": "assistant", "content": ""}})
+        return await _loaded(context, body, keep_alive, {"message": {"role": "assistant", "content": ""}})
     try:
         made = await ChatRequest.of(context, chat_body, "ollama", "chat", facts={"is_chat": True}, can_continue=False)
         return await reply(request, made)
@@ -71,15 +74,16 @@ async def chat(request: Request) -> Response:
 
 
 async def generate(request: Request) -> Response:
-    """Answer a prompt. An empty one requests loading the model, which is loaded already."""
+    """Answer a prompt. An empty one requests loading the model, or unloading it with keep_alive 0."""
     context = context_of(request)
+    keep_alive = KeepAlive(context)
     body, text_body = await read_json(
-        request, context.limits, lambda fields: _read_generate(fields, context.dialect_of(fields))
+        request, context.limits, lambda fields: _read_generate(keep_alive.take(fields), context.dialect_of(fields))
     )
     context = context.for_model(model_of(body))
-    model = model_of(body) or context.model
+    keep_alive.apply(context)
     if text_body is None:
-        return _loaded(model, {"response": ""})
+        return await _loaded(context, body, keep_alive, {"response": ""})
     try:
         options: dict[str, Any] = {"facts": {"is_chat": False}, "can_continue": False}
         if isinstance(text_body, CompletionBody):
@@ -103,9 +107,36 @@ def _read_generate(
     return body, raw_of(body) if body.raw else generate_of(body, dialect)
 
 
-def _loaded(model: str, members: dict[str, object]) -> Response:
-    body = {**line_begin(model, int(time.time())), **members, "done": True, "done_reason": "load"}
-    return json_response(body)
+class KeepAlive:
+    """The field keep_alive of one request, which replaces --keep-alive for its model until that is unloaded.
+
+    Where the only model is always loaded, or --no-client-keep-alive is given, the field is ignored.
+    """
+
+    def __init__(self, context: Context) -> None:
+        served = context.served
+        self._is_used = served is not None and served.config.models.client_keep_alive
+        self.seconds: float | None = None
+
+    def take(self, fields: dict[str, object]) -> dict[str, object]:
+        """Remove the field from a body, if it is used; return the body. Raises ApiError."""
+        if self._is_used and "keep_alive" in fields:
+            self.seconds = read_keep_alive(fields.pop("keep_alive"))
+        return fields
+
+    def apply(self, context: Context) -> None:
+        """Set the time for the request's model."""
+        if self.seconds is not None and context.served is not None:
+            context.served.set_keep_alive(self.seconds)
+
+
+async def _loaded(context: Context, body: ServedFields, keep_alive: KeepAlive, members: Json) -> Response:
+    """Load the request's model, or leave it to be unloaded, and say which. Raises ModelLoadError."""
+    reason = "unload" if keep_alive.seconds == 0 else "load"
+    if context.served is not None and reason == "load":
+        (await context.served.acquire())()
+    head = line_begin(model_of(body) or context.model, int(time.time()))
+    return json_response({**head, **members, "done": True, "done_reason": reason})
 
 
 _OPTIONS = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
@@ -114,13 +145,16 @@ _OPTIONS = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
 async def embed_texts(request: Request) -> Response:
     """Return each text's vector, scaled to length 1."""
     context = context_of(request)
-    body = await read_json(request, context.limits, read_embed)
+    keep_alive = KeepAlive(context)
+    body = await read_json(request, context.limits, lambda fields: read_embed(keep_alive.take(fields)))
     context = context.for_model(model_of(body))
+    keep_alive.apply(context)
     model = model_of(body) or context.model
     size = context.text.spec.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
-    if not body.input:  # an empty input requests loading the model, which is loaded already
+    if not body.input:  # an empty input requests loading the model
+        await _loaded(context, body, keep_alive, {})
         return json_response({"model": model, "embeddings": []})
     params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
     keep = context.max_model_len if body.truncate else None
@@ -144,9 +178,12 @@ async def embed_texts(request: Request) -> Response:
 async def embed_prompt(request: Request) -> Response:
     """Return the vector of one text, scaled to length 1."""
     context = context_of(request)
-    body = await read_json(request, context.limits, read_embeddings)
+    keep_alive = KeepAlive(context)
+    body = await read_json(request, context.limits, lambda fields: read_embeddings(keep_alive.take(fields)))
     context = context.for_model(model_of(body))
+    keep_alive.apply(context)
     if not body.prompt:
+        await _loaded(context, body, keep_alive, {})
         return Response(b'{"embedding":[]}', media_type="application/json")
     inputs = Inputs([body.prompt], ["prompt"], keep=context.max_model_len, keeps_start=True)
     found = await embed(request, context, "embed", body, inputs)
@@ -200,9 +237,9 @@ async def tags(request: Request) -> Response:
 
 
 async def running(request: Request) -> Response:
-    """List the loaded model under each of its names."""
-    context = context_of(request)
-    return json_response({"models": [ollama_running(context, name) for name in context.models]})
+    """List every loaded model under each of its names."""
+    loaded = [context for context in context_of(request).each_model if context.is_loaded]
+    return json_response({"models": [ollama_running(context, name) for context in loaded for name in context.models]})
 
 
 async def show(request: Request) -> Response:
