@@ -60,12 +60,9 @@ class Slots:
         self.tables: list[Ints] = [np.full((num_slots, max_blocks), null, dtype=np.int64) for null in null_blocks]
         self.sampler = Sampler(num_slots, self.ids_SW, vocab_size)
         self.faults: dict[int, str] = {}
-        self.num_plans = 0
-        self.emptied_at = np.zeros(num_slots, dtype=np.int64)  # value of num_plans when a slot was last emptied
 
     def change_sequences(self, plan: StepPlan) -> None:
         """Empty the freed slots and fill those of new sequences."""
-        self.num_plans += 1
         for slot in plan.freed_slots:
             self._empty(slot)
         for new in plan.new_sequences:
@@ -105,7 +102,6 @@ class Slots:
     def _empty(self, slot: int) -> None:
         for table_SM, null_block in zip(self.tables, self.null_blocks, strict=True):
             table_SM[slot] = null_block
-        self.emptied_at[slot] = self.num_plans
         self.sampler.release(slot)
         self.faults.pop(slot, None)
 

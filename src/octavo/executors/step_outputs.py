@@ -18,7 +18,7 @@ from torch.nn import functional
 from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.core.request import FinishError
 from octavo.errors import ErrorKind
-from octavo.executors.slots import Slots, from_packed, to_packed
+from octavo.executors.slots import Slots, to_packed
 from octavo.executors.step_inputs import StepInputs
 from octavo.sampling.columns import Ints, upload
 from octavo.sampling.sampler import RawDistribution, Sampled, SampledLogprobs
@@ -54,39 +54,13 @@ class Candidates:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitedIds:
-    """The places of ids that another stage samples. `plan_number` is Slots.num_plans of the step."""
-
-    inputs: StepInputs
-    plan_number: int
-
-    def write(self, slots: Slots, result: StepResult) -> None:
-        """Write the ids, except those of beams and of slots that a later plan emptied."""
-        inputs = self.inputs
-        if not result.token_ids:
-            return
-        ids, target_R = from_packed(result.token_ids), inputs.sample_target_R.cpu().numpy()
-        of_slot_R = inputs.sampling.slots
-        is_written_R = slots.emptied_at[of_slot_R] <= self.plan_number
-        is_written_R[inputs.beams] = False
-        if result.num_token_ids is not None:  # of each row, the first positions have an id
-            lengths = np.ones(len(target_R), dtype=np.int64) if inputs.drafts is None else inputs.drafts.lengths
-            index_R = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            has_id_R = index_R < np.repeat(from_packed(result.num_token_ids), lengths)
-            target_R, is_written_R = target_R[has_id_R], is_written_R[has_id_R]
-        where, values = upload(slots.flat_ids.device, target_R[is_written_R], ids[is_written_R])
-        slots.flat_ids.index_copy_(0, where, values.int())
-
-
 @dataclass(slots=True)
 class StepOutputs:
     """The outputs of a started step; the device may still be computing its tensors.
 
     `sampled` has the results of the sampled positions in `sampled_rows` (None: of all positions); `candidates` has
     those of the other positions. `is_finite_R` says, for each row that samples nothing, whether the hidden state of
-    the row's last token is finite. `unsampled_RV` are the logits of a step that waits for its masks. `awaited` is
-    set in a pipeline stage that does not sample.
+    the row's last token is finite. `unsampled_RV` are the logits of a step that waits for its masks.
     """
 
     inputs: StepInputs | None = None
@@ -98,7 +72,6 @@ class StepOutputs:
     pooled_RE: Tensor | None = None
     is_finite_R: Tensor | None = None
     unsampled_RV: Tensor | None = None
-    awaited: AwaitedIds | None = None
 
     def result(self) -> StepResult:
         """Fetch everything. Waits for the device."""

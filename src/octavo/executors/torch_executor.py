@@ -39,7 +39,7 @@ from octavo.executors.memory import PoolSizing, describe_groups
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.executors.slots import Slots
 from octavo.executors.step_inputs import StepInputs, build_inputs
-from octavo.executors.step_outputs import AwaitedIds, Candidates, StepOutputs, are_finite, pool_rows, score_rows
+from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.grammar.matcher import Masks
 from octavo.models.shards import ModelShard
 from octavo.nn.parallel import Parallel
@@ -109,8 +109,8 @@ class TorchExecutor:
         if self._execution.attention not in ATTENTION:
             raise ConfigError(f"attention is {self._execution.attention!r}; give one of {', '.join(ATTENTION)}")
         self._loaded, self._opening = self._choice.load(spec.max_model_len), spec
-        groups, _ = self._groups()
-        sizing = PoolSizing(spec, groups, self._loaded.decoder.max_model_len)
+        max_model_len = self._loaded.decoder.max_model_len
+        sizing = PoolSizing(spec, self._groups(spec, max_model_len)[0], max_model_len)
         host_ranks = 1 if self._parallel is None else self._parallel.host_ranks
         is_host = self._device.type == "cpu"
         host_bytes = machine.usable_memory()[1] // host_ranks
@@ -121,8 +121,9 @@ class TorchExecutor:
     def allocate(self, blocks: PoolBlocks) -> Capacity:
         """Allocate the pool and the slots, after `load`; every rank gets the same numbers of blocks."""
         loaded, spec = self._loaded, self._opening
+        del self._loaded
         decoder = loaded.decoder
-        groups, block = self._groups()
+        groups, block = self._groups(spec, decoder.max_model_len)
         num_blocks, host_blocks = blocks.device, blocks.host
         self._cache = self._make_cache(groups, block, blocks)
         null_blocks = [pool.null_block for pool in self._cache.pools]
@@ -156,14 +157,14 @@ class TorchExecutor:
             decoder=self._choice.decoder_name,
         )
 
-    def _groups(self) -> tuple[tuple[GroupSpec, ...], PoolShape]:
+    def _groups(self, spec: ExecutorSpec, max_model_len: int) -> tuple[tuple[GroupSpec, ...], PoolShape]:
         """Return the model's cache groups, in bytes of this rank, and the shape of one layer's pool."""
-        spec, model, shard = self._opening, self._spec, self._shard
+        model, shard = self._spec, self._shard
         kv_dtype = self._dtype if spec.kv_dtype == "auto" else dtype_named(spec.kv_dtype, "kv_cache_dtype")
         # a rank without heads has a pool all the same, which it never touches
         num_kv_heads = model.num_kv_heads if shard is None else max(1, len(shard.kv_heads))
         block = PoolShape(1, 0, spec.block_size, num_kv_heads, model.head_dim, kv_dtype)
-        windows = effective_windows(layer_windows(model), self._loaded.decoder.max_model_len)
+        windows = effective_windows(layer_windows(model), max_model_len)
         return group_layers(windows, block, self._own_layers), block
 
     @property
@@ -211,7 +212,6 @@ class TorchExecutor:
         hidden_TE = decoder.forward(token_ids_T, inputs.attention[0].positions_T, self._cache.attention)
         clock.lap()
         if not self._samples:
-            outputs.awaited = AwaitedIds(inputs, self._slots.num_plans)
             return outputs, clock
         self._finish(decoder.logits, inputs, hidden_TE, outputs)
         if outputs.unsampled_RV is None:
@@ -296,17 +296,6 @@ class TorchExecutor:
         if not np.array_equal(needed, masks.positions):
             raise EngineError(f"masks for positions {masks.positions.tolist()}, needed for {needed.tolist()}")
         self._sample(logits_RV, outputs, TokenMasks(masks.positions, masks.bits_MW))
-
-    @torch.inference_mode()
-    def write_sampled(self, ticket: Ticket, result: StepResult) -> None:
-        """Write the ids that the last stage sampled for this step, in a stage that does not sample.
-
-        Call it in the order of tickets, before a plan that reads the ids.
-        """
-        assert isinstance(ticket, tuple), "a ticket of submit"
-        awaited = ticket[0].awaited
-        if awaited is not None:
-            awaited.write(self._slots, result)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Fetch the ticket's result, waiting for the device."""

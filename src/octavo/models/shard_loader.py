@@ -75,8 +75,8 @@ class ShardLoader(Loader):
         return super().end() if self._place.is_last_stage else self._send
 
     def activation(self) -> Callable[[Tensor], Tensor]:
-        """Return the MLP's gated activation."""
-        return super().activation() if self._wanted is None else gate_rows(self.family.activation)
+        """Return the MLP's gated activation; torch's is part of the segments of gate_up."""
+        return (lambda x_TI: x_TI) if self._wanted is None else gate_rows(self.family.activation)
 
     def linear(self, linear: str, layer: int, has_bias: bool = False) -> Multiplication:
         """Read this rank's segments of a linear layer."""
@@ -88,7 +88,7 @@ class ShardLoader(Loader):
         if linear in _DIVIDED_BY_OUTPUTS:
             windows = self._shard.output_windows(linear, layer)
             bias_F = self._bias(self._shard.output_windows(linear, layer, "bias")) if has_bias else None
-            return self._outputs(windows, bias_F)
+            return self._outputs(windows, bias_F) if linear == "qkv" else self._gated(windows)
         assert not has_bias, "each rank would add the bias"
         return self._inputs(linear, layer)
 
@@ -129,6 +129,14 @@ class ShardLoader(Loader):
             segments.append(Linear(self._plain([window]), None if bias_F is None else bias_F[start:end]))
             start = end
         return OutputSegments(segments)
+
+    def _gated(self, windows: Sequence[TensorWindow]) -> Multiplication:
+        """Read gate and up; windows of all gates come first."""
+        if self._wanted is not None:
+            return PackedLinear(self._packed(windows, None, self._wanted))
+        half = len(windows) // 2
+        pairs = zip(windows[:half], windows[half:], strict=True)
+        return OutputSegments([Linear(self._plain(pair)) for pair in pairs], super().activation())
 
     def _inputs(self, linear: str, layer: int) -> Multiplication:
         segments: list[tuple[int, PackedLinear | Linear] | None] = []

@@ -37,7 +37,7 @@ class ModelShard:
                 f"pipeline_parallel_size is {shard.num_stages}; the model has {spec.num_layers} layers: "
                 f"give 1 to {spec.num_layers}"
             )
-        sizes = {"heads": spec.num_heads, "MLP columns": spec.intermediate_size, "vocabulary": spec.vocab_size}
+        sizes = {"MLP columns": spec.intermediate_size, "vocabulary": spec.vocab_size}
         name, smallest = min(sizes.items(), key=lambda item: item[1])
         if smallest < shard.tensor_size:
             fitting = [str(size) for size in TENSOR_SIZES if size <= smallest]

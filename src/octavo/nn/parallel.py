@@ -24,6 +24,7 @@ from octavo.errors import ConfigError
 
 VIRTUAL_RANKS = 8
 TENSOR_SIZES = (1, 2, 4, 8)
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class GroupCollective:
         if not own.numel():
             return x.new_empty((size, *x.shape))
         gathered = torch.empty((size * own.numel(),), dtype=torch.uint8, device=own.device)
-        dist.all_gather_into_tensor(gathered, own, group=self._tensor_group)
+        _all_gather(gathered, own, group=self._tensor_group)
         return gathered.to(x.device).view(x.dtype).view(size, *x.shape)
 
     def send(self, hidden_TE: Tensor) -> None:

@@ -51,20 +51,25 @@ class PackedLinear:
 
 
 class OutputSegments:
-    """A linear layer of torch whose outputs are cut into segments."""
+    """A linear layer of torch whose outputs are cut into segments.
 
-    __slots__ = ("_segments", "nbytes", "num_weights")
+    `activation` is applied to each segment by itself, because torch's values depend on the shape of a tensor.
+    """
 
-    def __init__(self, segments: Sequence[Linear]) -> None:
+    __slots__ = ("_activation", "_segments", "nbytes", "num_weights")
+
+    def __init__(self, segments: Sequence[Linear], activation: Callable[[Tensor], Tensor] | None = None) -> None:
         self._segments = tuple(segments)
+        self._activation = activation
         self.num_weights = sum(segment.num_weights for segment in segments)
         self.nbytes = sum(segment.nbytes for segment in segments)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return the segments' outputs side by side, [T, F]."""
-        if len(self._segments) == 1:
-            return self._segments[0](x_TE)
-        return torch.cat([segment(x_TE) for segment in self._segments], dim=1)
+        parts = [segment(x_TE) for segment in self._segments]
+        if self._activation is not None:
+            parts = [self._activation(part) for part in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class InputSegments:

@@ -48,7 +48,7 @@ class KVPool:
         self.shape = shape
         self.null_block = shape.num_blocks
         size = (2, shape.num_layers, shape.num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        if device.type == "cpu":
+        if device.type == "cpu" and shape.num_layers:  # a rank may have no layer of a cache group
             # numpy's zeros is calloc, which touches no page; torch.zeros would write every page
             raw = np.zeros(int(np.prod(size)) * shape.dtype.itemsize, dtype=np.uint8)
             self._both_2LBSKD = torch.from_numpy(raw).view(shape.dtype).view(size)
