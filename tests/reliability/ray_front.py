@@ -20,6 +20,7 @@ from octavo.fleet.security import HostPort, LinkSecurity
 from octavo.config.sources import config_from_keywords
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.executors.protocol import Fingerprint
+from octavo.fleet.fleet_router import FleetRouter
 from octavo.fleet.providers.ray import RayProvider
 from octavo.fleet.providers.ray_replicas import RayReplicas, replica_spec
 from octavo.frontend.engine_supervisor import EngineSupervisor
@@ -27,20 +28,22 @@ from tests.reliability.deaths import Stream, follow, quantile, until
 
 TOKEN = "a token of row 32, long enough"
 NUM_PROMPTS = 25
-MAX_TOKENS = 60
 
 
 def make_request(number: int) -> Request:
-    """A request whose answer depends on its prompt: without a rule that matches, a script echoes it."""
+    """A request whose answer depends on its prompt: without a rule that matches, a script echoes it.
+
+    Their lengths differ, so that streams do not begin and end together.
+    """
     text = f"request {number % NUM_PROMPTS} " * 8
     prompt = array("i", [3 + byte for byte in text.encode()])
-    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=40 + 2 * (number % NUM_PROMPTS), temperature=0.0, seed=1, ignore_eos=True)
     return Request(f"r{number}", prompt, params, arrival=asyncio.get_running_loop().time())
 
 
 async def main(folder: Path, host: str, commands: dict[str, str], num_requests: int, width: int) -> dict[str, object]:
     """Serve the requests, with the fault when a third has ended; return what happened to them."""
-    supervisor = EngineSupervisor(awaits_replicas=True)
+    supervisor = EngineSupervisor(awaits_replicas=True, router=FleetRouter("least_requests"))
     security = LinkSecurity(folder, TOKEN.encode())
 
     def fingerprint() -> Fingerprint:
