@@ -14,15 +14,14 @@ import time
 from array import array
 from pathlib import Path
 
-from octavo.fleet.remote_engines import RemoteEngines, ServedModel
-from octavo.fleet.security import HostPort, LinkSecurity
-
 from octavo.config.sources import config_from_keywords
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.executors.protocol import Fingerprint
 from octavo.fleet.fleet_router import FleetRouter
 from octavo.fleet.providers.ray import RayProvider
 from octavo.fleet.providers.ray_replicas import RayReplicas, replica_spec
+from octavo.fleet.remote_engines import RemoteEngines, ServedModel
+from octavo.fleet.security import HostPort, LinkSecurity
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from tests.reliability.deaths import Stream, follow, quantile, until
 
