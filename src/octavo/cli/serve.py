@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -53,15 +53,21 @@ def run(args: argparse.Namespace) -> int:
     return run_server(partial(_config, args), is_quiet=args.quiet)
 
 
-def run_server(read_config: Callable[[], Config], *, is_quiet: bool, is_fleet: bool = False) -> int:
-    """Serve with these settings until a signal; return the exit status. An error is printed in one line."""
+def run_server(
+    read_config: Callable[[], Config], *, is_quiet: bool, is_fleet: bool = False, words: Sequence[str] = ()
+) -> int:
+    """Serve with these settings until a signal; return the exit status. An error is printed in one line.
+
+    `words` name the models of a fleet, the default one first; without them it has the model of the settings.
+    """
     set_up_log("text", "warning", "supervisor")  # until the settings are known
     try:
         config = read_config()
         set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
         if is_agent(config) and not is_fleet:
             return run_agent(config, is_quiet=is_quiet)
-        return _serve(config, is_quiet=is_quiet, is_fleet=is_fleet)
+        models = _models(config, words) if is_fleet else _model(config)
+        return _serve(config, models, is_quiet=is_quiet, is_fleet=is_fleet)
     except InvariantError:
         raise
     except OctavoError as error:
@@ -86,9 +92,9 @@ def check_config(resolved: Resolved) -> Config:
     return config
 
 
-def _serve(config: Config, *, is_quiet: bool, is_fleet: bool) -> int:
+def _serve(config: Config, models: tuple[ServedModelConfig, ...], *, is_quiet: bool, is_fleet: bool) -> int:
     check_web(config.web)
-    models = _models(config)
+    config = models[0].config if models else config
     if config.recording.record is not None:
         prepare_folder(Path(config.recording.record))
     with contextlib.closing(_listen(config)) as listener, open_server_folder() as folder:
@@ -107,7 +113,14 @@ def _serve(config: Config, *, is_quiet: bool, is_fleet: bool) -> int:
         return _supervise(task, listener)
 
 
-def _models(config: Config) -> tuple[ServedModelConfig, ...]:
+def _models(config: Config, words: Sequence[str]) -> tuple[ServedModelConfig, ...]:
+    """Return the models of a fleet; nothing for one that always runs. Raises ConfigError."""
+    found = served_models(config, words)
+    is_one = len(found) == 1 and config.models.models_file is None
+    return () if is_one and config.models.keep_alive_s < 0 else found
+
+
+def _model(config: Config) -> tuple[ServedModelConfig, ...]:
     """Return the model if it is unloaded when it is idle; else nothing: its engine always runs. Raises ConfigError."""
     if config.models.models_file is not None:
         raise ConfigError("--models is of octavo fleet; octavo serve has one model")

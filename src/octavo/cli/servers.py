@@ -265,9 +265,9 @@ def _status(record: ServerRecord) -> dict[str, Any]:
 
 
 def _ps_rows(server: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the row of a server, then the rows of its replicas and of their ranks, if there are several."""
+    """Yield the row of a server, then the rows of its models, replicas and ranks, if there are several."""
     processes, engine = server.get("processes", {}), server.get("engine", {})
-    replicas = engine.get("replicas", ())
+    replicas, models = engine.get("replicas", ()), engine.get("models", {})
     yield (
         str(server["pid"]),
         server["url"],
@@ -280,6 +280,19 @@ def _ps_rows(server: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         f"engine {engine.get('restarts', 0)}, api {server.get('api_restarts', 0)}" if engine else "-",
         str(server.get("open_requests", "-")),
     )
+    for name, model in models.items():
+        parts = model.get("engine", {})
+        yield (
+            "  model",
+            "",
+            name,
+            f"{model['state']}: {model['failure']}" if "failure" in model else model["state"],
+            *["", ""],
+            str(model.get("processes", {}).get("engine", "-")),
+            str(parts.get("epoch", "-")),
+            f"engine {parts.get('restarts', 0)}",
+            str(model["users"]),
+        )
     for replica in replicas if len(replicas) > 1 else ():
         yield (
             f"  replica {replica['number']}",

@@ -22,6 +22,15 @@ const COSTS = 600; // frames whose cost is kept
 
 const byId = (id) => document.getElementById(id);
 
+/** Return the feed's address: for the model that the page's own address names (?model=...), else the default one. */
+function feedUrl(replica = null) {
+  const words = new URLSearchParams();
+  const model = new URLSearchParams(location.search).get("model");
+  if (model) words.set("model", model);
+  if (replica !== null) words.set("replica", replica);
+  return String(words) ? `dashboard/feed?${words}` : "dashboard/feed";
+}
+
 class Dashboard {
   constructor() {
     this.store = new Store(true);
@@ -40,7 +49,7 @@ class Dashboard {
     this.views = { steps: new Timeline(this), pool: new Pool(this), queue: new Queue(this), lanes: new Lanes(this), plots: new Plots(this) };
     this.scrub = new Scrub(this);
     this.replicas = new Replicas((number) => this.#chooseReplica(number));
-    this.feed = new Feed("dashboard/feed", (frames) => this.take(frames), (state, words) => this.tell(state, words), (rows) => this.replicas.take(rows));
+    this.feed = new Feed(feedUrl(), (frames) => this.take(frames), (state, words) => this.tell(state, words), (rows) => this.replicas.take(rows));
     this.shownTotals = 0;
     this.last = performance.now();
     this.#connect();
@@ -70,7 +79,7 @@ class Dashboard {
 
   /** Show another replica's steps, from the ones that its engine still has. */
   #chooseReplica(number) {
-    this.feed.url = `dashboard/feed?replica=${number}`;
+    this.feed.url = feedUrl(number);
     this.isLiveSource = false; // so that its frames do not follow the other's
     this.goLive();
     this.#newData();

@@ -53,7 +53,7 @@ async def explain_any(context: Context, name: str) -> dict[str, object]:
 
 async def explain_open(context: Context) -> dict[str, object]:
     """Explain all open requests of one model to the operator."""
-    answer = await context.sessions.client.control("explain")
+    answer = await context.sessions.client.control("explain") if context.is_loaded else {"open": []}
     shown = dict(answer) if isinstance(answer, Mapping) else {}
     queue = queue_of(context, [shown])
     return {**shown, "queue": queue}
