@@ -40,7 +40,7 @@ from octavo.server.http.errors import ApiError
 from octavo.server.reply import FeedResponse
 
 MAX_LOGIN_BYTES = 4096
-MAX_DIGITS = 9  # of a replica's number
+_MAX_DIGITS = 9  # of a replica's number
 MARKER = "octavo-signed-in"  # a cookie that shows scripts of the pages that a session exists; it gives no access
 NEXT_PAGES = ("", "dashboard", "docs")  # the pages that a login may open
 _NO_KEY = "this is no valid key"
@@ -89,7 +89,7 @@ async def feed(request: Request) -> Response:
     """Stream the engine's frames as server-sent events, for the dashboard; those of one `?model=` and `?replica=`."""
     context = context_of(request).for_model(request.query_params.get("model") or None)
     replica = request.query_params.get("replica", "")
-    if replica and not (replica.isdecimal() and len(replica) <= MAX_DIGITS):
+    if replica and not (replica.isdecimal() and len(replica) <= _MAX_DIGITS):
         raise ApiError(400, f"replica is {replica[:32]!r}; give its number", code="invalid_value", param="replica")
     return FeedResponse(context.feed, context.feed.watch(request.scope[KEY], replica))
 

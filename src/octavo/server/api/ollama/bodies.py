@@ -22,7 +22,7 @@ from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_fiel
 from octavo.text.dialect import Dialect
 
 MAX_TOOL_ID_CHARACTERS = 256
-MAX_KEEP_ALIVE_S = 1e9
+_MAX_KEEP_ALIVE_S = 1e9
 _OF_LOADING = "how the model is loaded is the server's business"
 
 IGNORED_OLLAMA: Mapping[str, str] = {
@@ -75,14 +75,14 @@ def read_keep_alive(value: object) -> float | None:
     if value is None or value == "":
         return None
     seconds: float | None = None
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_KEEP_ALIVE_S:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_KEEP_ALIVE_S:
         seconds = float(value)
     elif isinstance(value, str) and (match := _DURATION.fullmatch(value[:64])) is not None:
         total = sum(float(number) * _UNITS_S[unit] for number, unit in _DURATION_PART.findall(match[2]))
         seconds = -total if match[1] == "-" else total
     elif isinstance(value, str) and value[:32].removeprefix("-").isdecimal():
         seconds = float(value)
-    if seconds is None or abs(seconds) > MAX_KEEP_ALIVE_S:
+    if seconds is None or abs(seconds) > _MAX_KEEP_ALIVE_S:
         shown = str(value)[:32]
         raise bad_field("keep_alive", f'keep_alive is {shown!r}; give seconds, a duration such as "5m", or -1 for ever')
     return max(seconds, -1.0)
