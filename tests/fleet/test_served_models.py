@@ -13,7 +13,7 @@ from octavo.config.sources import load_config
 from octavo.errors import CapacityError, EngineDeadError, ModelLoadError
 from octavo.fleet import served_models as module
 from octavo.fleet.model_configs import served_models
-from octavo.fleet.served_models import ModelState, ServedModel, ServedModels
+from octavo.fleet.served_models import ModelState, OnDemandModel, ServedModels
 
 LONG_S = 30
 
@@ -72,7 +72,7 @@ class Player:
 
 
 @asynccontextmanager
-async def models(**settings: Any) -> AsyncIterator[tuple[Player, ServedModels, list[ServedModel]]]:
+async def models(**settings: Any) -> AsyncIterator[tuple[Player, ServedModels, list[OnDemandModel]]]:
     player = Player()
     served = ServedModels(served_models(load_config(settings), ("a", "b", "c")), player.start)
     async with asyncio.timeout(LONG_S):
@@ -83,7 +83,7 @@ async def models(**settings: Any) -> AsyncIterator[tuple[Player, ServedModels, l
     assert player.running == [], "no engine is left"
 
 
-async def until(model: ServedModel, state: ModelState) -> None:
+async def until(model: OnDemandModel, state: ModelState) -> None:
     while model.state is not state:
         await asyncio.sleep(0.001)
 

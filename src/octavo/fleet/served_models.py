@@ -46,7 +46,7 @@ class ModelState(Enum):
     FAILED = "failed"
 
 
-class ServedModel:
+class OnDemandModel:
     """One model, an EngineClient of its present engine. `acquire` loads it; `release` starts the timer of an idle one.
 
     `failure` is why it could not be loaded, or why its engine was given up. `on_loaded` is called with each new
@@ -334,23 +334,23 @@ class ServedModels:
         observer: LedgerObserver | None = None,
     ) -> None:
         self.settings: ModelsConfig = configs[0].config.models
-        self.models = {each.name: ServedModel(each, self) for each in configs}
+        self.models = {each.name: OnDemandModel(each, self) for each in configs}
         self.failed = asyncio.Event()
         self.failure = ""
         self._start = start
         self._observer = observer
-        self._wanted: deque[ServedModel] = deque()
+        self._wanted: deque[OnDemandModel] = deque()
         self._loading: asyncio.Task[None] | None = None
         self._is_closing = False
         self._release_default: Callable[[], None] | None = None
 
     @property
-    def default(self) -> ServedModel:
+    def default(self) -> OnDemandModel:
         """The model of requests that name none."""
         return next(iter(self.models.values()))
 
     @property
-    def loaded(self) -> list[ServedModel]:
+    def loaded(self) -> list[OnDemandModel]:
         """The models that take memory."""
         return [model for model in self.models.values() if model.state in (ModelState.READY, ModelState.UNLOADING)]
 
@@ -422,7 +422,7 @@ class ServedModels:
         if self._release_default is not None:
             self._release_default()
 
-    def want(self, model: ServedModel) -> None:
+    def want(self, model: OnDemandModel) -> None:
         """Load the model once it is its turn."""
         if self._is_closing:
             model.failure = "the server stops"
@@ -458,7 +458,7 @@ class ServedModels:
             if model.is_waited_for and model.state is not ModelState.READY:
                 self._wanted.append(model)  # a request arrived between its failure and now
 
-    async def _load(self, model: ServedModel) -> None:
+    async def _load(self, model: OnDemandModel) -> None:
         """Load a model, after what takes its place has been unloaded. Raises the error of its opening."""
         for other in self.models.values():
             await other.closed()  # its memory is free then
@@ -480,7 +480,7 @@ class ServedModels:
                 model.state = ModelState.LOADING
             await self._unload_one(idle)  # memory lacks: perhaps it is enough without a model that is idle
 
-    async def _unload_one(self, loaded: Sequence[ServedModel]) -> None:
+    async def _unload_one(self, loaded: Sequence[OnDemandModel]) -> None:
         """Unload the model that was used least recently, an idle one if there is one."""
         victim = min(loaded, key=lambda model: (model.num_users > 0, model.used_at))
         _log.info("model %s is unloaded: another model needs its place", victim.name)

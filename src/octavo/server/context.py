@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from octavo.core.request import sampling_defaults
 from octavo.errors import ConfigError
-from octavo.fleet.served_models import ServedModel
+from octavo.fleet.served_models import OnDemandModel
 from octavo.observe.metrics.prometheus import RequestMetrics, cache_info
 from octavo.observe.otel import Tracer
 from octavo.sandbox.pool import Sandbox
@@ -94,10 +94,10 @@ class Context:
         return self.prompts.max_len
 
     @property
-    def served(self) -> ServedModel | None:
+    def served(self) -> OnDemandModel | None:
         """The model's engine if it is loaded on demand; None if the server's only engine always runs."""
         client = self.sessions.client
-        return client if isinstance(client, ServedModel) else None
+        return client if isinstance(client, OnDemandModel) else None
 
     @property
     def is_loaded(self) -> bool:

@@ -40,7 +40,7 @@ from octavo.server.http.lifecycle import MARK, ClientGoneError
 from octavo.server.http.middleware import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 
 if TYPE_CHECKING:
-    from octavo.fleet.served_models import ServedModel
+    from octavo.fleet.served_models import OnDemandModel
     from octavo.frontend.outputs import Usage
     from octavo.frontend.sessions import Session, Sessions, TextDelta
     from octavo.server.idempotency import IdempotentRequest
@@ -194,7 +194,7 @@ async def start(
 
 
 async def _loaded(
-    request: Request, model: ServedModel, wanted: GenerationRequest, *, needs_client: bool
+    request: Request, model: OnDemandModel, wanted: GenerationRequest, *, needs_client: bool
 ) -> Callable[[], None]:
     """Wait until a model is loaded; return the function that releases it. Raises ApiError, ModelLoadError.
 
