@@ -10,6 +10,7 @@ Invariants: the calls of the event loop never wait and never raise. A file that 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -115,9 +116,14 @@ class RoutingLog:
         head = MARK + _VERSION.pack(VERSION) + pack_frame(msgspec.json.encode(header))
         if self._room < len(head):
             raise ConfigError(f"{folder} holds {max_bytes} bytes of routing logs; give another, or more --record-bytes")
-        number = max((int(path.stem) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit()), default=0) + 1
-        self.path = folder / f"{number:04d}{SUFFIX}"
-        self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        numbers = (int(path.stem) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
+        number, descriptor = max(numbers, default=0), -1
+        while descriptor < 0:
+            number += 1
+            self.path = folder / f"{number:04d}{SUFFIX}"
+            with contextlib.suppress(FileExistsError):  # of another model of the same fleet
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.fdopen(descriptor, "wb")
         self._write(head)
         self._secret = secrets.token_bytes(16)
         self._clock, self._began = clock, clock()
