@@ -58,13 +58,23 @@ def make_request(name: str, arrival: Arrival, at: float, emitted: int, limits: L
         _params(arrival.output_tokens, len(arrival.choices) or 1),
         at,
         num_prompt_tokens=arrival.prompt_tokens,
-        block_keys=block_keys(arrival, limits.block_size) if has_keys else None,
+        block_keys=_all_keys(name, arrival, limits.block_size) if has_keys else None,
         emitted_token_ids=array("i", bytes(4 * emitted)) if emitted else None,
         priority=arrival.priority,
         tenant=arrival.tenant,
         ttft_objective=arrival.ttft_objective,
         tpot_objective=arrival.tpot_objective,
     )
+
+
+def _all_keys(name: str, arrival: Arrival, block_size: int) -> tuple[bytes, ...]:
+    """Return the keys of all blocks. Those that the arrival has no keys for are the request's own.
+
+    Engines cache such blocks too: the rest of a prompt whose last trace block is partial, and the outputs.
+    """
+    keys = block_keys(arrival, block_size)
+    own, count = name.encode() + b"/", (arrival.prompt_tokens + arrival.output_tokens) // block_size
+    return (*keys, *(own + index.to_bytes(4, "little") for index in range(len(keys), count)))
 
 
 def block_keys(arrival: Arrival, block_size: int) -> tuple[bytes, ...]:
