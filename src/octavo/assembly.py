@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from octavo import machine
 from octavo.artifacts.fingerprint import model_fingerprint, text_fingerprint, tokenizer_fingerprint
 from octavo.artifacts.model_spec import ModelSpec
@@ -44,8 +46,10 @@ from octavo.executors.ranks.channel import Channel
 from octavo.executors.ranks.executor import RankedExecutor
 from octavo.executors.ranks.frames import Begin
 from octavo.executors.ranks.group import RankGroup
+from octavo.executors.ranks.hosts import RankHosts
 from octavo.executors.ranks.process import OwnRank, RankServer
 from octavo.executors.scripted_executor import ScriptedExecutor
+from octavo.fleet.security import LinkSecurity
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.offline import OfflineEngine
@@ -276,6 +280,8 @@ def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> t
         executor, device = create_ranked(config, files, is_own_process)
     elif files.kind == "scripted":
         executor, device = create_scripted(files, is_own_process), "cpu"
+    elif config.parallel.tp_invariant:
+        executor, device = _ranks_module().run_alone(config, files, read_model_spec(files))
     else:
         executor, device = create_executor(config, files, read_model_spec(files))
     try:
@@ -291,14 +297,31 @@ def create_ranked(config: Config, files: ModelFiles, is_own_process: bool) -> tu
     group = RankGroup(num_local - 1, may_exit=is_own_process)
     group.start()  # first, so that the other processes import torch while this one does
     try:
-        device, store, port = "cpu", None, 0
+        host, device, store, port = "127.0.0.1", "cpu", None, 0
+        if config.parallel.nnodes > 1:
+            host = config.parallel.master_addr
+            group.peers += rank_hosts(config, files).accept()
         if files.kind != "scripted":
-            device, store, port = _ranks_module().serve_store("127.0.0.1", config.execution.device)
-        begin = Begin(0, num_local, config, executor_spec(config, device), "127.0.0.1", port)
+            device, store, port = _ranks_module().serve_store(host, config.execution.device)
+        shown = replace(Config(), model=config.model, execution=config.execution, parallel=config.parallel)
+        begin = Begin(0, num_local, shown, executor_spec(config, device), host, port)
         return RankedExecutor(config.parallel, group, begin, partial(make_rank, store=store)), device
     except BaseException:
         group.close()
         raise
+
+
+def rank_hosts(config: Config, files: ModelFiles) -> RankHosts:
+    """Return the side of this host in an engine on several hosts. Raises ConfigError."""
+    if config.serving.standby:
+        raise ConfigError("--standby needs a second engine's ranks on all hosts; leave it out with --nnodes")
+    token = LinkSecurity.of(config.link, Path()).token
+    if token is None:
+        raise ConfigError(
+            "--nnodes needs a token that all hosts share; set OCTAVO_FLEET_TOKEN or --fleet-token-file to the same "
+            "secret on all hosts, such as openssl rand -hex 16 makes"
+        )
+    return RankHosts(config.parallel, token, model_fingerprint(files), importlib.metadata.version("octavo"))
 
 
 def make_rank(begin: Begin, store: Any = None) -> OwnRank:
@@ -332,7 +355,7 @@ def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple
     return TorchExecutor(files, spec, config.execution, config.model), device.type
 
 
-def create_scripted(files: ModelFiles, can_die: bool = False) -> Executor:
+def create_scripted(files: ModelFiles, can_die: bool = False) -> ScriptedExecutor:
     """Return the executor of a scripted model."""
     path = files.weights[0]
     return ScriptedExecutor(read_script(path), ScriptedText(path), can_die=can_die)
@@ -394,6 +417,7 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
         host_blocks=capacity.host_blocks,
         max_draft_tokens=speculation.speculate_max_tokens if speculation.speculate == "ngram" else 0,
         max_draft_rows=speculation.speculate_max_rows,
+        num_stages=config.parallel.pipeline_parallel_size,
         tenant_weights=read_tenant_weights(config.serving.tenant_weight),
     )
     return configured_limits(config.scheduling, config.cache, find_policy(config.scheduling.policy), sizes)
@@ -426,12 +450,30 @@ def engine_main() -> int:
 
 
 def rank_main(arguments: Sequence[str]) -> int:
-    """Run a rank process on two inherited connections (see executors.ranks.process)."""
+    """Run a rank process: of this host's engine, on two inherited connections; without them, of another host's engine.
+
+    The settings of the latter are a line on stdin.
+    """
     faulthandler.enable()
     set_up_log("text", "warning", "rank")
+    if arguments:
+        end_with_parent()
+        plans, pings = (Channel(socket.socket(fileno=int(word))) for word in arguments)
+        return RankServer(plans, pings, make_rank).run()
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
     end_with_parent()
-    plans, pings = (Channel(socket.socket(fileno=int(word))) for word in arguments)
-    return RankServer(plans, pings, make_rank).run()
+    files = find_files(config)
+    if files.kind != "scripted":
+        _ranks_module()  # loads torch before host 0 needs it
+    plans, pings = rank_hosts(config, files).dial()
+    return RankServer(plans, pings, partial(_make_remote_rank, config)).run()
+
+
+def _make_remote_rank(config: Config, begin: Begin) -> OwnRank:
+    """Return a rank with this host's model files and threads, and host 0's other settings."""
+    execution = replace(begin.config.execution, threads=config.execution.threads)
+    merged = replace(begin.config, model=config.model, execution=execution)
+    return make_rank(msgspec.structs.replace(begin, config=merged))
 
 
 if __name__ == "__main__":

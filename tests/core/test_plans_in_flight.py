@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.core.harness import EOS, Run, limits, prompt
+from tests.core.random_driver import Driver
 from tests.fake_model import FakeExecutor, quads, triples
 
 from octavo.core.limits import Limits
@@ -220,3 +221,26 @@ def test_S18_stages_agree_on_what_is_sampled_so_only_one_of_them_is_asked() -> N
     first, second, last = run.outputs
     assert first == second and all(first[step] == ids for step, ids in last.items())
     assert sum(map(len, last.values())) == 4 * 8
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pipeline_stages_have_plans_without_common_rows(stages: int) -> None:
+    run = Run(limits(num_blocks=200, num_stages=stages), depth=stages)
+    for number in range(9):
+        run.admit(prompt(5, number), max_tokens=12)
+    run.steps(3)
+    shared = 0
+    for _ in range(6):
+        run.fill()
+        rows = [slot for plan, _ in run.flight for slot in plan.slots]
+        assert len(rows) == len(set(rows)), "a row was planned while its last id is in flight"
+        assert all(len(plan.slots) <= -(-9 // stages) for plan, _ in run.flight)
+        shared += len(run.flight) == stages
+        run.commit()
+    assert shared >= 4, "one plan took all rows, so that the other stages waited"
+    run.finish_all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_runs_with_pipeline_stages(seed: int) -> None:
+    Driver(seed, num_stages=2 + seed % 3).drive(120)

@@ -22,6 +22,7 @@ import msgspec
 from octavo.cli.agent import is_agent, run_agent
 from octavo.cli.api_process import COMMAND, ApiProcess, ApiTask
 from octavo.cli.flags import UsageError, add_settings, resolve_args
+from octavo.cli.rank_host import run_rank_host
 from octavo.cli.server_registry import ServerRecord, find_servers, open_server_folder, process_start_ticks
 from octavo.cli.servers import port_in_use_message
 from octavo.config import Config
@@ -64,6 +65,8 @@ def run_server(
     try:
         config = read_config()
         set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
+        if config.parallel.node_rank > 0 and not is_fleet:
+            return run_rank_host(config)
         if is_agent(config) and not is_fleet:
             return run_agent(config, is_quiet=is_quiet)
         models = _models(config, words) if is_fleet else _model(config)

@@ -59,7 +59,8 @@ class Limits:
     or only decodes, and at most `max_prefill_run` prefill steps run in a row while a request decodes. `tenant_weights`
     are shares under the fair policy; a tenant not named has weight 1. `find_shared_prefixes` fills the plan's
     shared_prefixes. A row gets at most `max_draft_tokens` drafts (0 = no speculation), and no drafts in a plan of more
-    than `max_draft_rows` rows.
+    than `max_draft_rows` rows. With `num_stages` pipeline stages, a decoding sequence has no row while its last id is
+    in flight, and a plan has at most that share of the running requests, so that as many plans can be in flight.
     """
 
     block_size: int
@@ -92,6 +93,7 @@ class Limits:
     find_shared_prefixes: bool = False
     max_draft_tokens: int = 0
     max_draft_rows: int = 8
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -100,14 +102,10 @@ class Limits:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "give 0 or more")
         for name, choices in _CHOICES.items():
             _require(getattr(self, name) in choices, name, getattr(self, name), f"give one of {', '.join(choices)}")
-        if len(self.num_blocks) != len(self.groups) or min(self.num_blocks) < 1:
-            raise ConfigError(
-                f"num_blocks is {self.num_blocks}; give at least 1 block for each of {len(self.groups)} groups"
-            )
-        if self.host_blocks and (len(self.host_blocks) != len(self.groups) or min(self.host_blocks) < 0):
-            raise ConfigError(
-                f"host_blocks is {self.host_blocks}; give a number of blocks for each of {len(self.groups)} groups"
-            )
+        ok = len(self.num_blocks) == len(self.groups) and min(self.num_blocks) >= 1
+        _require(ok, "num_blocks", self.num_blocks, f"give at least 1 block for each of {len(self.groups)} groups")
+        ok = not self.host_blocks or (len(self.host_blocks) == len(self.groups) and min(self.host_blocks) >= 0)
+        _require(ok, "host_blocks", self.host_blocks, f"give a number of blocks for each of {len(self.groups)} groups")
         if self.headroom is not None and not 0 <= self.headroom < 1:
             raise ConfigError(f"headroom is {self.headroom}; give a share of the pool from 0 up to, but not, 1")
         for tenant, weight in self.tenant_weights:

@@ -112,6 +112,7 @@ def _is_calm(state: State) -> bool:
         or state.encoder.num_needs
         or limits.max_kv_read
         or limits.max_draft_tokens
+        or limits.num_stages > 1
         or limits.find_shared_prefixes
         or limits.encoder_budget
         or cache.has_windows

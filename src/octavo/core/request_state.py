@@ -147,7 +147,7 @@ class RequestState:
     `num_bypassed` counts the steps of the current wait in which a later request was admitted first.
     `is_passable`: the request waits at a gate that lets other requests be admitted first (see gates).
     `can_run_ahead`: a row may be planned while the preceding id is still in flight. False for a beam search and for a
-    request with a grammar, because their next row depends on that id.
+    request with a grammar, because their next row depends on that id, and with several pipeline stages.
     """
 
     __slots__ = (
@@ -158,7 +158,7 @@ class RequestState:
         "status", "stop_ids", "ticket", "wait_numbers", "wait_reason",
     )  # fmt: skip
 
-    def __init__(self, request: Request, order: int) -> None:
+    def __init__(self, request: Request, order: int, may_run_ahead: bool = True) -> None:
         self.request = request
         self.name = request.request_id
         self.order = order
@@ -176,7 +176,7 @@ class RequestState:
         self.scores = bool(wants & _SCORE)
         self.pools = bool(wants & _POOL)
         self.stop_ids = frozenset((*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids))
-        self.can_run_ahead = not (params.grammar or params.beam_width)
+        self.can_run_ahead = may_run_ahead and not (params.grammar or params.beam_width)
         self.may_draft = False
         self.is_decoding = False
         self.is_passable = False

@@ -23,7 +23,7 @@ def grant_running(step: Step) -> None:
     """
     state, has_read_limit = step.state, step.has_read_limit
     has_drafts_in_flight = bool(state.limits.max_draft_tokens and state.flight)
-    may_skip = step.only is not None or step.turn is not None or has_drafts_in_flight
+    may_skip = step.only is not None or step.turn is not None or has_drafts_in_flight or state.limits.num_stages > 1
     rows, starts, counts, flags = step.rows, step.starts, step.counts, step.flags
     left = step.tokens_left
     for request in _in_order(step) if has_read_limit else tuple(state.running.requests):
@@ -76,7 +76,9 @@ def _skips(step: Step, request: RequestState) -> bool:
 
     A request that still prefills is not skipped here, so that `grant_row` reserves its blocks.
     """
-    if step.only is not None and request.name not in step.only:
+    stages = step.state.limits.num_stages
+    has_share = stages > 1 and request.is_decoding and len(step.rows) * stages >= len(step.state.running.requests)
+    if has_share or (step.only is not None and request.name not in step.only):
         return True
     reason = step.refusal(request, request.is_decoding)
     if request.may_draft and drafts.must_wait(step.state, request):

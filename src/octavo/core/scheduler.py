@@ -64,7 +64,7 @@ class Scheduler:
         if request.request_id in state.requests:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is in use; choose another", "request_id")
         admission = check_feasible(request, state.limits)
-        new = RequestState(request, state.next_order)
+        new = RequestState(request, state.next_order, state.limits.num_stages <= 1)
         state.next_order += 1
         new.max_tokens = admission.max_tokens
         new.may_draft = bool(state.limits.max_draft_tokens) and allows(request) and self._drafter.knows(request)

@@ -65,7 +65,9 @@ class _Trial:
 
     def __init__(self, limits: Limits, executor: Executor, now: Callable[[], float]) -> None:
         self.seconds: dict[int, float] = {}
-        self._limits = replace(limits, prefix_caching=False, host_blocks=(), max_draft_tokens=0, policy="fcfs")
+        self._limits = replace(
+            limits, prefix_caching=False, host_blocks=(), max_draft_tokens=0, policy="fcfs", num_stages=1
+        )
         self._scheduler = Scheduler(self._limits)
         self._executor = executor
         self._now = now

@@ -35,7 +35,7 @@ from octavo.core.plan import (
     TokenLogprobs,
 )
 from octavo.errors import EngineError
-from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket, usable_len
+from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.grammar.matcher import Masks
 
 POOL_TOKENS = 262_144  # default size of the pool
@@ -110,28 +110,38 @@ class ScriptedExecutor:
         self._coder = coder
         self._can_die = can_die
         self._slots: dict[int, _ScriptedSequence] = {}
+        self._spec: ExecutorSpec
 
     def open(self, spec: ExecutorSpec) -> Capacity:
         """Return the requested capacity; nothing is allocated."""
-        size = spec.block_size
-        max_len = min(spec.max_model_len or self._script.max_model_len, self._script.max_model_len)
+        return self.allocate(self.load(spec))
+
+    def load(self, spec: ExecutorSpec) -> PoolBlocks:
+        """Return the requested blocks."""
+        self._spec, size = spec, spec.block_size
         given = [spec.num_blocks, _blocks(spec.pool_bytes, size * TOKEN_BYTES), _blocks(spec.pool_tokens, size)]
         num_blocks = next((count for count in given if count is not None), POOL_TOKENS // size)
         host_blocks = (spec.host_bytes // (size * TOKEN_BYTES),) if spec.host_bytes else ()
-        groups, blocks = (GroupSpec(block_bytes=size * TOKEN_BYTES),), (max(1, num_blocks),)
+        return PoolBlocks((max(1, num_blocks),), host_blocks)
+
+    def allocate(self, blocks: PoolBlocks) -> Capacity:
+        """Return the capacity with these blocks; nothing is allocated."""
+        spec = self._spec
+        max_len = min(spec.max_model_len or self._script.max_model_len, self._script.max_model_len)
+        groups = (GroupSpec(block_bytes=spec.block_size * TOKEN_BYTES),)
         return Capacity(
             groups=groups,
-            num_blocks=blocks,
-            block_size=size,
+            num_blocks=blocks.device,
+            block_size=spec.block_size,
             num_slots=spec.max_sequences,
             max_model_len=max_len,
             vocab_size=VOCAB_SIZE,
             device="script",
             dtype="none",
             kv_bytes_per_token=TOKEN_BYTES,
-            host_blocks=host_blocks,
+            host_blocks=blocks.host,
             has_masks=True,
-            usable_len=usable_len(groups, blocks, spec, max_len),
+            usable_len=usable_len(groups, blocks.device, spec, max_len),
         )
 
     def submit(self, plan: StepPlan) -> Ticket:

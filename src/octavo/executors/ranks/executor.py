@@ -16,14 +16,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from operator import ge
 
 import msgspec
 
 from octavo.config import ParallelConfig
 from octavo.core.plan import ROW_BEAM, ROW_SAMPLE, StepPlan, StepResult
-from octavo.errors import CapacityError, EngineDeadError, EngineError, OctavoError
-from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
+from octavo.errors import EngineDeadError, EngineError
+from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket
 from octavo.executors.ranks import frames
 from octavo.executors.ranks.frames import Begin, Done, Failure, Kind, RankRefusal
 from octavo.executors.ranks.group import RankGroup, RankPeer
@@ -69,27 +68,26 @@ class RankedExecutor:
         self._num_plans = 0
 
     def open(self, spec: ExecutorSpec) -> Capacity:
-        """Open all ranks; the pool is the smallest that any rank can hold. Raises the error of the first that fails."""
+        """Open all ranks; the pool has the blocks that every rank can hold. Raises the first rank's error."""
         for peer in self.group.peers:
             begin = msgspec.structs.replace(self._begin, rank=peer.rank, spec=spec)
             self._send(peer, Kind.BEGIN, frames.pack(begin))
         try:
-            self._own = self._make_own(msgspec.structs.replace(self._begin, rank=0, spec=spec))
-            capacity = self._own.executor.open(spec)
-        except (OctavoError, OSError, MemoryError, ImportError):
-            raise
+            own = self._own = self._make_own(msgspec.structs.replace(self._begin, rank=0, spec=spec))
+            blocks = own.executor.load(spec)
+            for peer in self.group.peers:
+                blocks = blocks.least(frames.unpack(PoolBlocks, self._opening(peer, Kind.LOADED)))
+            for peer in self.group.peers:
+                self._send(peer, Kind.ALLOCATE, frames.pack(blocks))
+            capacity = own.executor.allocate(blocks)
         except RuntimeError as error:  # of torch.distributed: another rank has ended; its own reason is better
             raise self._opening_error(error) from None
-        capacities = [self._opened(peer) for peer in self.group.peers]
-        for peer, other in zip(self.group.peers, capacities, strict=True):
-            _check_capacity(peer, other, capacity)
-        self._device = capacity.device
-        ranks = (capacity, *capacities)
-        return replace(
-            capacity,
-            weight_bytes=sum(one.weight_bytes for one in ranks),
-            notes=(*capacity.notes, self._note()),
-        )
+        self._device, weight_bytes = capacity.device, capacity.weight_bytes
+        for peer in self.group.peers:
+            other = frames.unpack(Capacity, self._opening(peer, Kind.OPENED))
+            peer.device, peer.is_open = other.device, True
+            weight_bytes += other.weight_bytes
+        return replace(capacity, weight_bytes=weight_bytes, notes=(*capacity.notes, self._note()))
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Send the plan to all ranks, and run rank 0's share unless there are several stages."""
@@ -100,7 +98,8 @@ class RankedExecutor:
         self._sampled = array("i")
         for peer in self.group.peers:
             self._send(peer, Kind.PLAN, body if self._samples(peer) else staged)
-        ticket.digest = plan.digest()
+        # as the ranks compute it: decoding makes floats of whole numbers, such as temperature=0, in new sequences
+        ticket.digest = (frames.decode_plan(body)[0] if plan.new_sequences else plan).digest()
         self._num_plans += 1
         self._last_step = plan.step
         self._in_flight.append(ticket)
@@ -124,7 +123,6 @@ class RankedExecutor:
     def collect(self, ticket: Ticket) -> StepResult:
         """Return the result of rank 0's share, once every rank has executed the same. Raises EngineDeadError."""
         assert isinstance(ticket, RankedTicket) and ticket is self._in_flight[0], "tickets are collected in order"
-        started_at = time.perf_counter()
         self._run_share(ticket)
         self._in_flight.popleft()
         result = self._collect_own(ticket)
@@ -136,7 +134,6 @@ class RankedExecutor:
         assert result is not None
         if self._is_staged:
             self._note_sampled(ticket.plan, result)
-        self._step_s = time.perf_counter() - started_at
         return result
 
     def close(self) -> None:
@@ -145,6 +142,7 @@ class RankedExecutor:
         if self._own is not None:
             own, self._own = self._own, None
             own.executor.close()
+            own.leave()
 
     def report(self) -> list[dict[str, object]]:
         """Return the state of each rank, for the engine's statistics."""
@@ -162,7 +160,7 @@ class RankedExecutor:
         """Begin rank 0's share of the ticket's plan."""
         if ticket.has_begun:
             return
-        ticket.has_begun = True
+        ticket.has_begun, started_at = True, time.perf_counter()
         own = self._running()
         try:
             ticket.own = own.executor.submit(ticket.plan)
@@ -170,6 +168,7 @@ class RankedExecutor:
                 self._supply_own(ticket, ticket.masks)
         except Exception as error:  # the executor shell
             self._fail(ticket, own, error)
+        self._step_s = time.perf_counter() - started_at
 
     def _supply_own(self, ticket: RankedTicket, masks: Masks) -> None:
         self._running().executor.supply(ticket.own, masks)
@@ -257,16 +256,14 @@ class RankedExecutor:
 
     # --- opening
 
-    def _opened(self, peer: RankPeer) -> Capacity:
-        """Wait until a rank is open. Raises its error."""
+    def _opening(self, peer: RankPeer, expected: Kind) -> bytes:
+        """Wait for a frame of a rank that opens. Raises the rank's error."""
         kind, body = self._receive(peer)
         if kind is Kind.REFUSED:
             raise frames.unpack(RankRefusal, body).error(peer.name)
-        if kind is not Kind.OPENED:
+        if kind is not expected:
             raise self.group.lose(f"{peer.name} sent a frame {kind.name} while it opened")
-        capacity = frames.unpack(Capacity, body)
-        peer.device, peer.is_open = capacity.device, True
-        return capacity
+        return body
 
     def _opening_error(self, error: RuntimeError) -> Exception:
         """Return why another rank could not open, if one says so within SETTLE_S; else the given error."""
@@ -287,14 +284,4 @@ class RankedExecutor:
         return (
             f"ranks {sizes.num_ranks} ({sizes.tensor_parallel_size} tensor x {sizes.pipeline_parallel_size} "
             f"pipeline{where})"
-        )
-
-
-def _check_capacity(peer: RankPeer, other: Capacity, own: Capacity) -> None:
-    """Raise CapacityError unless the rank can run every plan that is made for rank 0."""
-    fits = len(other.num_blocks) == len(own.num_blocks) and all(map(ge, other.num_blocks, own.num_blocks))
-    if not fits or other.block_size != own.block_size or other.num_slots < own.num_slots:
-        raise CapacityError(
-            f"{peer.name} holds {other.num_blocks} blocks of {other.block_size} tokens and {other.num_slots} sequences,"
-            f" rank 0 {own.num_blocks} blocks of {own.block_size} and {own.num_slots}; set --num-gpu-blocks-override"
         )

@@ -24,7 +24,7 @@ from octavo.config import Config
 from octavo.core.plan import EncodeJob, NewSequence, StepPlan, StepResult
 from octavo.core.request import SamplingParams
 from octavo.errors import EngineError, ErrorKind, OctavoError, error_of, kind_of
-from octavo.executors.protocol import Capacity, ExecutorSpec
+from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks
 from octavo.grammar.matcher import Masks
 
 DIGEST_BYTES = 16
@@ -48,21 +48,22 @@ class Kind(IntEnum):
 
     HELLO = 0
     BEGIN = 1
-    READY = 2
-    OPENED = 3
-    REFUSED = 4
-    PLAN = 5
-    MASKS = 6
-    DONE = 7
-    FAILED = 8
-    PING = 9
-    PONG = 10
+    LOADED = 2
+    ALLOCATE = 3
+    OPENED = 4
+    REFUSED = 5
+    PLAN = 6
+    MASKS = 7
+    DONE = 8
+    FAILED = 9
+    PING = 10
+    PONG = 11
 
 
 class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A rank process's first message on each of its two connections, which share the `process_key`.
 
-    `is_control` marks the connection of pings. `model_digest` is that of the model's files on the rank's host.
+    `is_control` marks the connection of pings. `fingerprint` is that of the model's files on the rank's host.
     """
 
     process_key: bytes
@@ -70,7 +71,7 @@ class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     node_rank: int
     host: str
     pid: int
-    model_digest: str
+    fingerprint: str
     version: str
 
 
@@ -141,11 +142,11 @@ class _Rest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 _REST_FIELDS = _Rest.__struct_fields__[1:]
 _encode = msgspec.msgpack.Encoder().encode
 _DECODERS: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Begin, RankRefusal, Failure, Capacity, _Rest)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Begin, RankRefusal, Failure, Capacity, PoolBlocks, _Rest)
 }
 
 
-def pack(message: Hello | Begin | RankRefusal | Failure | Capacity) -> bytes:
+def pack(message: Hello | Begin | RankRefusal | Failure | Capacity | PoolBlocks) -> bytes:
     """Return a message's body."""
     return _encode(message)
 

@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from octavo.core.plan import ROW_SAMPLE, StepPlan
 from octavo.errors import OctavoError
-from octavo.executors.protocol import Executor
+from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, PoolBlocks
 from octavo.executors.ranks import frames
 from octavo.executors.ranks.channel import Channel
 from octavo.executors.ranks.frames import Begin, Kind
@@ -28,12 +29,29 @@ EXIT_REFUSED = 5  # this rank could not open; rank 0 has the reason
 _LOG = logging.getLogger(__name__)
 
 
+class RankExecutor(Executor, Protocol):
+    """An executor that opens in two steps, between which the ranks agree on sizes."""
+
+    def load(self, spec: ExecutorSpec) -> PoolBlocks:
+        """Load this rank's weights, and return how many blocks it can hold. Raises what `open` raises."""
+        ...
+
+    def allocate(self, blocks: PoolBlocks) -> Capacity:
+        """Allocate the pool, after `load`; every rank gets the same numbers of blocks."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class OwnRank:
-    """The executor of one rank in its own process, and whether its last failure was voted on by all ranks."""
+    """The executor of one rank in its own process.
 
-    executor: Executor
+    `has_voted_failure` returns True if all ranks have voted on the executor's last failure; `leave` leaves the ranks'
+    groups.
+    """
+
+    executor: RankExecutor
     has_voted_failure: Callable[[], bool] = lambda: False
+    leave: Callable[[], object] = lambda: None
 
 
 MakeRank = Callable[[Begin], OwnRank]
@@ -76,13 +94,16 @@ class RankServer:
             self._samples = begin.rank < begin.config.parallel.tensor_parallel_size
             try:
                 own = self._make_rank(begin)
-                capacity = own.executor.open(begin.spec)
+                self._plans.send(Kind.LOADED, frames.pack(own.executor.load(begin.spec)))
+                blocks = frames.unpack(PoolBlocks, self._plans.expect(Kind.ALLOCATE))
+                self._plans.send(Kind.OPENED, frames.pack(own.executor.allocate(blocks)))
+            except (EOFError, ConnectionError):
+                raise
             except (OctavoError, OSError, MemoryError, ImportError, RuntimeError) as error:
                 if not isinstance(error, OctavoError):
                     _LOG.exception("rank %d cannot open", begin.rank)
                 self._plans.send(Kind.REFUSED, frames.pack(frames.RankRefusal.of(error)))
                 return EXIT_REFUSED
-            self._plans.send(Kind.OPENED, frames.pack(capacity))
             gc.freeze()
             while True:
                 self._run_plan(own)
