@@ -24,6 +24,15 @@ Pairs = dict[str, Any]
 # Differences that were decided on: the place, as told below -> the reason.
 DECIDED = {
     "open: admin/statistics: .action.ok.forecast": "statistics have the times that waits are forecast from",
+    **dict.fromkeys(
+        (
+            "open: admin/status: .action.ok.engine.replicas",
+            "open: admin/status: .action.ok.engine.moved_requests",
+            "open: admin/status: .action.ok.engine.inexact_requests",
+            "open: admin/status: .action.ok.engine.dropped_ids.moved",
+        ),
+        "a server may have several replicas, between which requests move",
+    ),
 }
 SLOW_S = 0.5  # what takes longer is named
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+_GREATEST = {"p50", "p90", "p99", "max", "median_s", "max_step_tokens"}
+
 
 def merge_answers(verb: str, answers: Mapping[str, Any]) -> object:
     """Return one answer for the answers of several replicas, by name.
 
-    statistics: counters and gauges are added; `replicas` has those of each. explain: the requests of all.
-    forecast: the shortest wait, and the figures of all engines together. Verbs that return a bool: True if all do.
+    statistics: counters and gauges are added, of quantiles the greatest is taken; `replicas` has those of each replica.
+    explain: the requests of all. forecast: the shortest wait, and the figures of all engines together. Verbs that
+    return a bool: True if all do.
     """
     values = list(answers.values())
     if verb == "statistics":
@@ -25,15 +28,22 @@ def merge_answers(verb: str, answers: Mapping[str, Any]) -> object:
     return all(values)
 
 
-def _sum(values: list[Any]) -> Any:
-    """Add numbers, at every depth; of other values keep the first."""
+def _sum(values: list[Any], key: str = "") -> Any:
+    """Add numbers, at every depth. Of quantiles take the greatest, of other values the first."""
     first = values[0]
     if isinstance(first, Mapping):
-        keys = dict.fromkeys(key for value in values if isinstance(value, Mapping) for key in value)
-        return {key: _sum([value[key] for value in values if key in value]) for key in keys}
-    if isinstance(first, int | float) and not isinstance(first, bool):
-        return sum(value for value in values if isinstance(value, int | float))
-    return first
+        tables = [value for value in values if isinstance(value, Mapping)]
+        keys = dict.fromkeys(name for table in tables for name in table)
+        inner = key if key in _GREATEST else ""
+        merged = {name: _sum([table[name] for table in tables if name in table], inner or str(name)) for name in keys}
+        if "mean" in first and "count" in first:
+            total = sum(table["mean"] * table["count"] for table in tables if table["count"])
+            merged["mean"] = total / merged["count"] if merged["count"] else first["mean"]
+        return merged
+    numbers = [value for value in values if isinstance(value, int | float)]
+    if isinstance(first, bool) or not numbers:
+        return first
+    return max(numbers) if key in _GREATEST else sum(numbers)
 
 
 def _least(values: Iterable[float | None]) -> float | None:
