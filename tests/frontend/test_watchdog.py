@@ -3,8 +3,7 @@
 import pytest
 
 from octavo.engine.heartbeat import Beat, Phase
-from octavo.frontend.engine_process import LOOK_S
-from octavo.frontend.watchdog import ANSWER_S, LATE_S, Watchdog
+from octavo.frontend.engine_process import ANSWER_S, LATE_S, LOOK_S, Watchdog
 
 
 def beat(number: int = 1, deadline: float | None = None) -> Beat:

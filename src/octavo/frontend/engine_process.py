@@ -1,12 +1,13 @@
 """Engine processes as seen by their parent: EngineProcess is one process; EngineSpawner starts one after another.
 
-Owns: starting a process, waiting until it is ready, and ending it; the numbers of epochs; the standby; the budget of
-restarts. A process inherits its connection, its heartbeat page and stderr, and reads its config as a line of JSON from
-stdin. The parent keeps stdin open, so that its end shows that the parent has ended.
-It also watches a running engine, kills it if it stalls, and reads from its heartbeat what it did at its end.
+Owns: starting a process, waiting until it is ready, watching and ending it; what it did at its end; the standby; the
+budget of restarts. A process inherits its connection, its heartbeat page and stderr, and reads its config as a line of
+JSON from stdin, which the parent keeps open, so that its end shows that the parent has ended.
 Does not: decide whether an engine is replaced, or import torch.
 Invariants: epochs grow in the order in which engines are returned. Later engines have at least the first's capacity,
-so that a request that was admitted once can be admitted again. No process is left after close().
+so that a request that was admitted once can be admitted again. No process is left after close(). An engine is reported
+as stalled only if its deadline has passed, or if it left a call unanswered for ANSWER_S without a new beat. Time in
+which this process did not look does not count: after a late look the engine gets the full time again.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ from dataclasses import replace
 import msgspec
 
 from octavo.config import Config
-from octavo.engine.heartbeat import HeartbeatPage, Phase, page_file
+from octavo.engine.heartbeat import Beat, HeartbeatPage, Phase, page_file
 from octavo.engine.parent import DUMP_SIGNAL
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.engine_source import EngineDeath
 from octavo.frontend.socket_client import Receive, SocketClient
-from octavo.frontend.watchdog import Watchdog
 from octavo.restarts import RestartBudget, describe_status
 
 COMMAND = (sys.executable, "-m", "octavo.assembly")
@@ -48,8 +48,48 @@ STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # wait before another standby after one die
 KILL_LIMIT_S = 15.0  # time for a killed process to end
 DUMP_S = 0.3  # time to write the stacks
 LOOK_S = 0.1  # time between two looks at the heartbeat
+LATE_S = 0.5  # two looks further apart than this mean that this process, or the machine, was stopped
+CONFIRM_S = 0.3  # an overdue beat must stay the newest for this long
+ANSWER_S = 5.0  # how long an idle engine may leave a call unanswered
 
 _LOG = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Finds out whether one engine stalls. Times are seconds on the monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._looked_at = now
+        self._number = -1  # number of the last beat seen
+        self._moved_at = now
+        self._overdue_since: float | None = None
+
+    def look(self, now: float, beat: Beat | None, oldest_call_at: float | None) -> str | None:
+        """Return a description of the stall, or None. `oldest_call_at` is when the oldest unanswered call was sent."""
+        late = now - self._looked_at
+        self._looked_at = now
+        number = 0 if beat is None else beat.number
+        if number != self._number or late > LATE_S:
+            self._number, self._moved_at, self._overdue_since = number, now, None
+            return None
+        if beat is not None and beat.deadline is not None:
+            return self._judge_deadline(now, beat, beat.deadline)
+        since = self._moved_at if oldest_call_at is None else max(oldest_call_at, self._moved_at)
+        if oldest_call_at is not None and now - since > ANSWER_S:
+            return f"a call has been without an answer for {now - oldest_call_at:.1f} s"
+        return None
+
+    def _judge_deadline(self, now: float, beat: Beat, deadline: float) -> str | None:
+        if now <= deadline:
+            return None
+        if self._overdue_since is None:
+            self._overdue_since = now
+        if now - self._overdue_since < CONFIRM_S:
+            return None
+        return (
+            f"{beat.phase.name.lower()} {beat.step}: nothing has moved for {now - self._moved_at:.1f} s, the limit was "
+            f"{now - deadline:.1f} s ago"
+        )
 
 
 class EngineProcess:
