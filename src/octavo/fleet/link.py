@@ -207,10 +207,11 @@ class Link(asyncio.Protocol):
             if now - self.received_at > LOST_S:
                 self.abort(f"no answer for {now - self.received_at:.1f} s")
                 return
-            at = oldest_call_at()
-            self.send(Ping(number, None if at is None else now - at))
+            if number % 2 == 0:
+                at = oldest_call_at()
+                self.send(Ping(number // 2, None if at is None else now - at))
             number += 1
-            await asyncio.sleep(PING_S)
+            await asyncio.sleep(PING_S / 2)  # the end of the limit is seen sooner than a ping later
 
     async def watch_pings(self) -> None:
         """End the connection after LEASE_S of silence. For the agent."""
