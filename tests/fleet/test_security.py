@@ -18,8 +18,8 @@ from tests.fleet.fronts import TOKEN, make_agent, offering, open_front, running,
 from octavo.config import LinkConfig
 from octavo.errors import ConfigError
 from octavo.fleet import connections
+from octavo.fleet.connections import read_hosts
 from octavo.fleet.link import JOIN, AgentHello, Link, LinkEnds, LinkMessage
-from octavo.fleet.providers.static import read_hosts
 from octavo.fleet.security import HostPort, LinkSecurity, parse_address
 
 

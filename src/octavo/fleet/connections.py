@@ -1,4 +1,4 @@
-"""Opening links: LinkListener waits for them, `dial` connects.
+"""Opening links: LinkListener waits for them, `dial` connects, `read_hosts` reads the addresses to dial from a file.
 
 Owns: the bounds on strangers. They hold at most MAX_PENDING connections, for HANDSHAKE_LIMIT_S each, and the oldest
 makes room for the newest, so that one who has the token gets in beside any number that wait. An address with
@@ -13,13 +13,15 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from pathlib import Path
 
 from octavo.errors import ConfigError
 from octavo.fleet.link import Link, LinkEnds
-from octavo.fleet.security import HostPort, LinkSecurity
+from octavo.fleet.security import HostPort, LinkSecurity, parse_address
 from octavo.sealing import HANDSHAKE_LIMIT_S, SealError
 
 _LOG = logging.getLogger(__name__)
+MAX_HOSTS = 1024  # lines of addresses in a file
 MAX_PENDING = 64
 MAX_WRONG_PROOFS = 20
 WRONG_PROOFS_S = 10.0
@@ -151,3 +153,29 @@ class DialPauses:
         """Wait before the next attempt."""
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         await asyncio.sleep(pause_s * (0.5 + 0.5 * random.random()))
+
+
+def read_hosts(path: Path) -> list[HostPort]:
+    """Return the HOST:PORT on each line of `octavo fleet --hosts`, in order; text after # is a comment.
+
+    Raises ConfigError naming the file and the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"--hosts is {str(path)!r}, which cannot be read ({reason}); give a file") from None
+    found: dict[HostPort, int] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        address = parse_address(text, f"{path}, line {number},")
+        if address in found:
+            raise ConfigError(f"{path}, line {number}: {address} is on line {found[address]} too; remove one of them")
+        found[address] = number
+    if not found:
+        raise ConfigError(f"--hosts is {str(path)!r}, which has no address; give HOST:PORT on each line")
+    if len(found) > MAX_HOSTS:
+        raise ConfigError(f"{path} has {len(found)} addresses; at most {MAX_HOSTS} are supported")
+    return list(found)
