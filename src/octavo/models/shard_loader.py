@@ -25,7 +25,16 @@ from octavo.nn.layers import Linear
 from octavo.nn.packed_weight import PackedWeight, most_frequent_code
 from octavo.nn.packing import NoCodesError, WantedTensor, pack_runs, plan_runs
 from octavo.nn.parallel import Parallel
-from octavo.nn.segments import InputSegments, OutputSegments, PackedLinear, PackedTable, ShardedEmbedding, ShardedHead
+from octavo.nn.segments import (
+    InputSegments,
+    OutputSegments,
+    PackedLinear,
+    PackedProducts,
+    PackedTable,
+    ShardedEmbedding,
+    ShardedHead,
+    TorchProducts,
+)
 from octavo.nn.weights import TensorWindow, Weights
 from octavo.ops.gated_mul import gate_rows
 
@@ -139,16 +148,15 @@ class ShardLoader(Loader):
         return OutputSegments([Linear(self._plain(pair)) for pair in pairs], super().activation())
 
     def _inputs(self, linear: str, layer: int) -> Multiplication:
-        segments: list[tuple[int, PackedLinear | Linear] | None] = []
-        for window in self._shard.input_windows(linear, layer):
-            if window is None or window.columns is None:
-                segments.append(None)
-            elif self._wanted is not None:
-                segments.append((len(window.columns), PackedLinear(self._packed([window], None, self._wanted))))
-            else:
-                segments.append((len(window.columns), Linear(self._plain([window]))))
+        windows, size = self._shard.input_windows(linear, layer), self.spec.hidden_size
+        products: PackedProducts | TorchProducts
+        if (wanted := self._wanted) is not None:
+            packed = [None if window is None else self._packed([window], None, wanted)[0] for window in windows]
+            products = PackedProducts(packed, size)
+        else:
+            products = TorchProducts([None if window is None else Linear(self._plain([window])) for window in windows])
         has_part = self._shard.has_part(self._shard.inputs(linear)[1])
-        return InputSegments(segments, self.spec.hidden_size, has_part, self._collective)
+        return InputSegments(products, size, has_part, self._collective)
 
     def _packed(
         self, windows: Sequence[TensorWindow], bias_F: Tensor | None, wanted: WantedTensor

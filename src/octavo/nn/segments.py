@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_int64, c_void_p
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -22,32 +22,71 @@ from octavo.nn.layers import Linear
 from octavo.nn.packed_weight import PackedWeight
 from octavo.nn.parallel import Collective, tree_sum
 from octavo.ops import cpu
-from octavo.ops.packed_linear import linear, prepare
+from octavo.ops.packed_linear import Product, multiply
 
 
 class PackedLinear:
     """y_TF = x_TE W_FE^T + b_F over packed weights, which have consecutive outputs. Float32, on the CPU."""
 
-    __slots__ = ("_descriptors", "_weights", "nbytes", "num_outputs", "num_weights")
+    __slots__ = ("_held", "_products", "nbytes", "num_outputs", "num_weights")
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
-        self._weights = tuple(weights)
-        self._descriptors = [weight.descriptor() for weight in weights]
-        self.num_outputs = sum(weight.outputs for weight in weights)
+        self._products, self.num_outputs = [], 0
+        self._held = [(weight, weight.descriptor()) for weight in weights]
+        for weight, descriptor in self._held:
+            self._products.append(
+                Product(addressof(descriptor), weight.kind, weight.inputs, first_output=self.num_outputs)
+            )
+            self.num_outputs += weight.outputs
         self.num_weights = sum(weight.outputs * weight.inputs for weight in weights)
         self.nbytes = sum(weight.nbytes for weight in weights)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """Return a new tensor [T, F]. x may be any columns of a wider tensor."""
-        out_TF = torch.empty(x_TE.shape[0], self.num_outputs)
-        threads = torch.get_num_threads() if cpu.status().is_parallel else 1
-        prepared, kind, start = None, None, 0
-        for descriptor, weight in zip(self._descriptors, self._weights, strict=True):
-            if prepared is None or weight.kind != kind:
-                prepared, kind = prepare(x_TE, weight.kind, threads), weight.kind
-            linear(descriptor, prepared, out_TF[:, start : start + weight.outputs], num_threads=threads)
-            start += weight.outputs
-        return out_TF
+        """Return a new tensor [T, F]."""
+        out_BTF = torch.empty(1, x_TE.shape[0], self.num_outputs)
+        multiply(self._products, x_TE, out_BTF, _num_threads())
+        return out_BTF[0]
+
+
+class PackedProducts:
+    """The products of input segments with packed weights (None: no inputs), summed by one rank's part of the tree."""
+
+    __slots__ = ("_held", "_num_buffers", "_num_outputs", "_pairs", "_products", "nbytes", "num_weights")
+
+    def __init__(self, weights: Sequence[PackedWeight | None], num_outputs: int) -> None:
+        self._held = [(weight, weight.descriptor()) for weight in weights if weight is not None]
+        descriptors = iter(self._held)
+        self._products: list[Product] = []
+        self._pairs: list[int | None] = []  # the buffer of each two segments, the leaves of the tree
+        self._num_buffers = self.num_weights = self.nbytes = first = 0
+        self._num_outputs = num_outputs
+        for first_of_pair in range(0, len(weights), 2):
+            is_added = False
+            for weight in weights[first_of_pair : first_of_pair + 2]:
+                if weight is None:
+                    continue
+                address = addressof(next(descriptors)[1])
+                self._products.append(
+                    Product(address, weight.kind, weight.inputs, first, 0, self._num_buffers, is_added)
+                )
+                is_added, first = True, first + weight.inputs
+                self.num_weights += weight.outputs * weight.inputs
+                self.nbytes += weight.nbytes
+            self._pairs.append(self._num_buffers if is_added else None)
+            self._num_buffers += is_added
+
+    def __call__(self, x_TE: Tensor) -> Tensor | None:
+        """Return the sum [T, F], or None if the rank has no inputs."""
+        if not self._products:
+            return None
+        out_BTF = torch.empty(self._num_buffers, x_TE.shape[0], self._num_outputs)
+        multiply(self._products, x_TE, out_BTF, _num_threads())
+        buffers = out_BTF.unbind(0)
+        return tree_sum([None if index is None else buffers[index] for index in self._pairs])
+
+
+def _num_threads() -> int:
+    return torch.get_num_threads() if cpu.status().is_parallel else 1
 
 
 class OutputSegments:
@@ -72,39 +111,50 @@ class OutputSegments:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-class InputSegments:
-    """A linear layer whose inputs are cut into segments, one per virtual rank of this rank (None: it has no inputs).
+class TorchProducts:
+    """The products of input segments by torch (None: no inputs), summed by one rank's part of the tree."""
 
-    `has_part` says for each rank whether it has any segment; a rank without one takes part in the exchange, but its
-    tensor is not added.
+    __slots__ = ("_columns", "_segments", "nbytes", "num_weights")
+
+    def __init__(self, segments: Sequence[Linear | None]) -> None:
+        self._segments = tuple(segments)
+        present = [segment for segment in segments if segment is not None]
+        ends = accumulate(0 if segment is None else segment.in_features for segment in segments)
+        self._columns = [slice(first, end) for first, end in pairwise((0, *ends))]
+        self.num_weights = sum(segment.num_weights for segment in present)
+        self.nbytes = sum(segment.nbytes for segment in present)
+
+    def __call__(self, x_TE: Tensor) -> Tensor | None:
+        """Return the sum [T, F], or None if the rank has no inputs."""
+        pieces = zip(self._segments, self._columns, strict=True)
+        return tree_sum([None if one is None else one(x_TE[:, columns].contiguous()) for one, columns in pieces])
+
+
+class InputSegments:
+    """A linear layer whose inputs are divided among ranks; each multiplies its own, and all add the same tree.
+
+    `has_part` says for each rank whether it has any inputs; a rank without takes part in the exchange, but its tensor
+    is not added.
     """
 
-    __slots__ = ("_collective", "_columns", "_has_part", "_num_outputs", "_segments", "nbytes", "num_weights")
+    __slots__ = ("_collective", "_has_part", "_num_outputs", "_products", "nbytes", "num_weights")
 
     def __init__(
         self,
-        segments: Sequence[tuple[int, PackedLinear | Linear] | None],
+        products: PackedProducts | TorchProducts,
         num_outputs: int,
         has_part: Sequence[bool],
         collective: Collective,
     ) -> None:
-        self._segments, self._columns, start = [], [], 0
-        for entry in segments:
-            width = 0 if entry is None else entry[0]
-            self._segments.append(None if entry is None else entry[1])
-            self._columns.append(slice(start, start + width))
-            start += width
+        self._products = products
         self._num_outputs = num_outputs
         self._has_part = tuple(has_part)
         self._collective = collective
-        present = [segment for segment in self._segments if segment is not None]
-        self.num_weights = sum(segment.num_weights for segment in present)
-        self.nbytes = sum(segment.nbytes for segment in present)
+        self.num_weights, self.nbytes = products.num_weights, products.nbytes
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return the sum over all ranks, [T, F]; x has this rank's inputs."""
-        pieces = zip(self._segments, self._columns, strict=True)
-        own_TF = tree_sum([None if multiply is None else multiply(x_TE[:, columns]) for multiply, columns in pieces])
+        own_TF = self._products(x_TE)
         if len(self._has_part) == 1:
             assert own_TF is not None
             return own_TF
