@@ -23,6 +23,7 @@ import pytest
 from tests.browser.browsing import Watch, watched
 from tests.browser.scripts import script
 from tests.fake_server import RealServer
+from tests.server.several_models import SeveralModels, write_script
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -386,6 +387,17 @@ def test_I06_the_models_are_listed_and_one_is_asked_for(chat: Chat) -> None:
     assert chat.texts("#model option") == ["script"]
     chat.say("hello")
     assert chat.bodies[-1]["model"] == "script"
+
+
+def test_I06_of_several_models_the_chosen_one_answers(browser: Browser, tmp_path: Path) -> None:
+    models = (write_script(tmp_path, "red"), write_script(tmp_path, "blue"))
+    with SeveralModels(tmp_path, models) as server, watched(browser, server.url) as (page, watch):
+        chat = Chat(page, watch)
+        assert chat.texts("#model option") == ["red", "blue"]
+        assert "I am red." in chat.say("hello").inner_text()
+        page.select_option("#model", "blue")
+        assert "I am blue." in chat.say("hello").inner_text(), "it is loaded for this request"
+        assert [body["model"] for body in chat.bodies] == ["red", "blue"]
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import ollama
 import openai
 import pytest
 
+from tests.fake_server import RealServer
 from tests.observe.metrics.test_metrics import parse, value
 from tests.server.several_models import LONG_S, SeveralModels, write_script
 
@@ -270,3 +272,31 @@ def test_the_journal_puts_each_request_at_its_model(tmp_path: Path, ends: str) -
             assert answer.status_code == 409 and "another model has this name" in answer.text
         else:
             assert answer.status_code == 404 and "red, green" in answer.text
+
+
+def test_the_only_model_of_a_server_is_unloaded_too(tmp_path: Path) -> None:
+    flags = ("--keep-alive", "0.3", "--kv-cache-tokens", "4096", "--served-model-name", "mine", "alias")
+    with (
+        RealServer(write_script(tmp_path, "red"), tmp_path / "log", *flags) as server,
+        httpx.Client(base_url=server.url, timeout=LONG_S) as client,
+    ):
+
+        def states() -> list[str]:
+            return [card["state"] for card in client.get("/v1/models").json()["data"]]
+
+        for _ in range(2):
+            end = time.monotonic() + LONG_S
+            while states() != ["unloaded", "unloaded"]:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            answer = client.post("/v1/chat/completions", json={"model": "alias", "messages": USER}).json()
+            assert (answer["model"], answer["choices"][0]["message"]["content"]) == ("alias", "I am red.")
+    assert "unloaded after 0.3 s without a request" in server.text
+
+
+def test_the_feed_of_one_model_and_what_no_model_is(server: SeveralModels) -> None:
+    server.says("blue")
+    with server.client.stream("GET", "/dashboard/feed", params={"model": "blue"}) as stream:
+        assert stream.status_code == 200
+        assert any(line.startswith("data: ") for line in stream.iter_lines())
+    assert server.client.get("/dashboard/feed", params={"model": "green"}).status_code == 404
