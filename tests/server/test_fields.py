@@ -202,3 +202,16 @@ async def test_the_api_description_lists_the_fields() -> None:
         assert all(f"`{field}` (" in paths[path]["post"]["description"] for field in IGNORED)
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(schema["properties"]) == set(body.model_fields)
+
+
+async def test_the_session_of_a_request_is_a_header_or_the_key_of_its_prompt_cache() -> None:
+    harness, found = Harness(), []
+    await harness.chat()
+    found.append(harness.engine.requests[-1].session)
+    await harness.chat(headers={"x-session-id": "talk" + "!" * 300})
+    found.append(harness.engine.requests[-1].session)
+    for headers in ({}, {"x-session-id": "other"}):
+        body = {"input": "hi", "prompt_cache_key": "talk"}
+        assert (await harness.request("POST", "/v1/responses", json=body, headers=headers)).status_code == 200
+        found.append(harness.engine.requests[-1].session)
+    assert found == ["", "talk" + "!" * 252, "talk", "other"]

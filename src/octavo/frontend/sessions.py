@@ -48,12 +48,14 @@ class RequestOptions(TypedDict, total=False):
 
     `timeout_s` and `queue_timeout_s` (until the first admission) count from the submission. The objectives, for the
     deadline policy, are seconds to the first token and seconds for each later token. The fair policy shares the engine
-    among values of `tenant`. `wants` is what the engine computes; by default it follows from the parameters.
+    among values of `tenant`. `session` names the conversation, for a fleet's router. `wants` is what the engine
+    computes; by default it follows from the parameters.
     """
 
     priority: int
     tenant: str
     cache_salt: bytes
+    session: str
     timeout_s: float | None
     queue_timeout_s: float | None
     ttft_objective: float | None
@@ -379,6 +381,7 @@ class Sessions:
             priority=options.get("priority", 0),
             tenant=options.get("tenant", ""),
             cache_salt=options.get("cache_salt", b""),
+            session=options.get("session", ""),
             deadline=None if timeout_s is None else arrival + timeout_s,
             queue_timeout=options.get("queue_timeout_s"),
             ttft_objective=options.get("ttft_objective"),

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from octavo.server.idempotency import IdempotentRequest
 
 _PARENT = ("traceparent", "tracestate")
+MAX_SESSION_CHARACTERS = 256  # of a session's name; the rest is ignored
 _MAX_HEADER = 512  # characters per header; W3C Trace Context asks for at least 512 of tracestate
 
 
@@ -108,6 +109,7 @@ class GenerationRequest(ABC):
     num_characters: int = 0
     num_ids: int = 0
     name: str | None = None
+    session: str = ""  # the conversation that the body names
     stream: bool = False
     can_continue: bool = True
     is_constrained: bool = False  # the answer must obey a grammar
@@ -142,6 +144,7 @@ async def start(
     # The random part keeps ids in the engine unique, even if clients send the same X-Request-Id.
     engine_id = name if given is None else f"{given}{MARK}{secrets.token_hex(6)}"
     options = options_of(key, context, wanted)
+    options["session"] = (request.headers.get("x-session-id") or wanted.session)[:MAX_SESSION_CHARACTERS]
     with ExitStack() as undo:
         trace = None
         if context.tracer.is_on and wanted.wants is None:

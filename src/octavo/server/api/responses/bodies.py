@@ -138,7 +138,7 @@ class ResponsesBody(SamplingBody):
     metadata: Metadata = Field({}, max_length=MAX_METADATA)
     user: Label | None = Field(None, description="given back; nothing here depends on it")
     safety_identifier: Label | None = Field(None, description="given back; no such checks are made here")
-    prompt_cache_key: Label | None = Field(None, description="given back; prefixes are found by their content")
+    prompt_cache_key: Label | None = Field(None, description="given back; names the session for the router of a fleet")
     chat_template_kwargs: dict[str, object] = Field({})
 
     @property

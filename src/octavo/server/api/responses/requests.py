@@ -159,6 +159,7 @@ async def response_request(context: Context, tenant: str, body: ResponsesBody) -
             "response",
             "resp",
             name=response_id,
+            session=body.prompt_cache_key or "",
             prompt_param="input",
             can_continue=False,
             response_id=response_id,
