@@ -42,9 +42,8 @@ from octavo.errors import ConfigError
 from octavo.executors import limit_spinning
 from octavo.executors.pool_use import pool_use
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, Fingerprint, MemoryPlan
-from octavo.executors.ranks.channel import Channel
 from octavo.executors.ranks.executor import RankedExecutor
-from octavo.executors.ranks.frames import Begin
+from octavo.executors.ranks.frames import Begin, Channel
 from octavo.executors.ranks.group import RankGroup
 from octavo.executors.ranks.hosts import RankHosts
 from octavo.executors.ranks.process import OwnRank, RankServer

@@ -1,6 +1,7 @@
 """The frames between rank 0 and the other ranks: plans and masks as columns, small messages as msgpack, and digests.
 
-Owns: both directions of every conversion, and the checks of a frame's sizes. Does not: read or write sockets.
+Owns: both directions of every conversion, the checks of sizes, and Channel, one connection as a stream of frames.
+Does not: start or watch ranks.
 A plan's frame has all that an executor acts on: a decoded plan has the digest of the one that was encoded. It has no
 events, waits and wake_at, which are for observers. `sampled` holds flat (slot, position, id): ids that the last stage
 sampled since the last frame, for the stages that do not sample.
@@ -9,6 +10,8 @@ Cost (256 rows, 4.5 kB): 7 us to encode, 9 us to decode, 12 us for the digest, o
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import struct
 from array import array
 from collections.abc import Sequence
@@ -26,7 +29,10 @@ from octavo.core.request import SamplingParams
 from octavo.errors import EngineError, ErrorKind, OctavoError, error_of, kind_of
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks
 from octavo.grammar.matcher import Masks
+from octavo.sealing import MAX_FRAME_BYTES, SealedSocket
 
+PURPOSE = "octavo ranks 1"  # of sealed connections
+_FRAME = struct.Struct("<IB")  # bytes of the body, kind
 DIGEST_BYTES = 16
 _COLUMNS = (
     "slots", "starts", "counts", "flags", "num_drafts", "draft_token_ids", "edits", "copies", "swap_outs", "host_loads",
@@ -272,3 +278,75 @@ def result_digest(plan_digest: bytes, result: StepResult) -> bytes:
     if result.num_token_ids:
         state.update(b"|" + result.num_token_ids.tobytes())
     return state.digest()
+
+
+class Channel:
+    """One connection as a stream of frames (u32 length, one byte of kind, the body); between hosts, of sealed ones.
+
+    One thread at a time sends, and one receives. `num_bytes` counts the bodies in both directions.
+    """
+
+    def __init__(self, connection: socket.socket, sealed: SealedSocket | None = None) -> None:
+        self.num_bytes = 0
+        self._connection = connection
+        self._sealed = sealed
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        """Return the connection's descriptor, for selectors."""
+        return self._connection.fileno()
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        """Write a frame. Raises OSError, SealError."""
+        self.num_bytes += len(body)
+        if self._sealed is None:
+            self._connection.sendall(_FRAME.pack(len(body), kind) + body)
+        else:
+            self._sealed.send(bytes((kind,)), body)
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """Wait for a frame. Raises EOFError at the end of the connection, OSError, SealError, RankFrameError."""
+        if self._sealed is not None:
+            frame = self._sealed.receive()
+            size, number, body = len(frame), frame[0] if frame else len(Kind), frame[1:]
+        else:
+            size, number = _FRAME.unpack(self._read(_FRAME.size))
+            body = b"" if size > MAX_FRAME_BYTES else self._read(size)
+        if size > MAX_FRAME_BYTES or number >= len(Kind):
+            raise RankFrameError(f"a frame of kind {number} and {size} bytes between ranks; at most {MAX_FRAME_BYTES}")
+        self.num_bytes += size
+        return Kind(number), body
+
+    def expect(self, kind: Kind) -> bytes:
+        """Wait for a frame of this kind and return its body. Raises what `receive` raises."""
+        found, body = self.receive()
+        if found is not kind:
+            raise RankFrameError(f"a frame {found.name} between ranks, {kind.name} was expected")
+        return body
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Bound each later read and write; None = no bound."""
+        self._connection.settimeout(seconds)
+
+    def shutdown(self) -> None:
+        """End the connection, from any thread: a read or write in progress ends too. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._connection.close()
+
+    def _read(self, size: int) -> bytes:
+        data = self._connection.recv(size, socket.MSG_WAITALL) if size else b""  # nearly always the whole frame
+        if len(data) == size:
+            return data
+        parts, missing = [data], size - len(data)
+        while missing:
+            part = self._connection.recv(missing)
+            if not part:
+                raise EOFError("the connection ended")
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 
 from octavo.errors import EngineDeadError, EngineError
 from octavo.executors.ranks import frames
-from octavo.executors.ranks.channel import Channel
-from octavo.executors.ranks.frames import Kind
+from octavo.executors.ranks.frames import Channel, Kind
 
 COMMAND = (sys.executable, "-m", "octavo.assembly", "--rank")
 SILENT_S = 2.0

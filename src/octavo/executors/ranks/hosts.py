@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from octavo.config import ParallelConfig
 from octavo.errors import ConfigError, EngineDeadError, OctavoError
 from octavo.executors.ranks import frames
-from octavo.executors.ranks.channel import PURPOSE, Channel
-from octavo.executors.ranks.frames import Hello, Kind
+from octavo.executors.ranks.frames import PURPOSE, Channel, Hello, Kind
 from octavo.executors.ranks.group import RankPeer
 from octavo.sealing import SealError, connect
 

@@ -21,8 +21,7 @@ from octavo.core.plan import ROW_SAMPLE, StepPlan
 from octavo.errors import OctavoError
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, PoolBlocks
 from octavo.executors.ranks import frames
-from octavo.executors.ranks.channel import Channel
-from octavo.executors.ranks.frames import Begin, Kind
+from octavo.executors.ranks.frames import Begin, Channel, Kind
 
 EXIT_LOST = 4  # rank 0, or this process's own step, has ended the epoch
 EXIT_REFUSED = 5  # this rank could not open; rank 0 has the reason
