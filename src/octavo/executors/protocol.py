@@ -76,6 +76,16 @@ class PoolBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank of an engine runs: its host, process and device."""
+
+    rank: int
+    where: str
+    pid: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """The capacity of an opened executor, in bytes and tokens. Of several ranks, bytes are those of rank 0.
 
@@ -83,9 +93,9 @@ class Capacity:
     `host_blocks` is empty. `quantization` is the code of most weights; "none" means that weights have `dtype`. The
     cache has `dtype` too unless the spec names another. `has_masks`: the executor applies grammar masks (see supply);
     an executor without masks gets no request with a grammar. `usable_len`: tokens that one request can use, fewer than
-    `max_model_len` if the pool is smaller (0: unknown). `linear_flops_per_token`, `weight_bytes` and
-    `kv_bytes_per_token` give a lower bound of a step's time. `decoder` is the code of the layers: "native",
-    "torch", or "sharded" for ranks (of any number) and for one rank with their arithmetic.
+    `max_model_len` if the pool is smaller (0: unknown). `ranks` is empty if there is one. `linear_flops_per_token`,
+    `weight_bytes` and `kv_bytes_per_token` give a lower bound of a step's time. `decoder` is the code of the layers:
+    "native", "torch", or "sharded" for ranks (of any number) and for one rank with their arithmetic.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -107,6 +117,7 @@ class Capacity:
     usable_len: int = 0
     decoder: str = ""
     fingerprint: Fingerprint = Fingerprint()
+    ranks: tuple[RankPlace, ...] = ()
 
     def describe_lack(self, promised: Capacity) -> str | None:
         """Return why an engine cannot hold every request of the promised capacity, with the numbers, or None."""

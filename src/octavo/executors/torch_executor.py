@@ -86,6 +86,7 @@ class TorchExecutor:
         self._spec = spec
         self._execution = execution
         self._parallel = parallel
+        self.has_voted_failure = False  # the last step failed on every rank, before any of them began to compute
         self._shard = None if parallel is None else ModelShard(spec, parallel.shard)
         self._samples = parallel is None or parallel.shard.is_last_stage
         self._choice = DecoderChoice(files, spec, execution, model, parallel)
@@ -187,6 +188,7 @@ class TorchExecutor:
     def submit(self, plan: StepPlan) -> Ticket:
         """Run the plan (CPU) or launch it (CUDA). Raises the step's error; a step that fails here has no result."""
         self._steps.begin()
+        self.has_voted_failure = False
         try:
             return self._run(plan)
         except RuntimeError as error:
@@ -207,6 +209,8 @@ class TorchExecutor:
         if self._cache.reads_unwritten:
             self._cache.clear(inputs.partial_blocks)
         self._cache.begin(inputs.attention)
+        if self._parallel is not None and self._parallel.shard.tensor_size > 1:
+            self._vote(self._parallel, inputs)
         clock.lap()
         token_ids_T = self._slots.flat_ids.index_select(0, inputs.token_index_T)
         hidden_TE = decoder.forward(token_ids_T, inputs.attention[0].positions_T, self._cache.attention)
@@ -217,6 +221,29 @@ class TorchExecutor:
         if outputs.unsampled_RV is None:
             clock.lap()
         return outputs, clock
+
+    def _vote(self, parallel: Parallel, inputs: StepInputs) -> None:
+        """Raise MemoryError on every rank of the stage if one of them lacks memory for the step.
+
+        A rank that fails later would leave the others waiting in a collective.
+        """
+        has_memory = self._has_memory(inputs)
+        own = torch.tensor([has_memory], dtype=torch.uint8, device=self._device)
+        if not parallel.collective.all_gather(own).all():
+            self.has_voted_failure = True
+            _free_memory(self._device)
+            raise MemoryError("a rank has not enough memory for the step" if has_memory else "too little for the step")
+
+    def _has_memory(self, inputs: StepInputs) -> bool:
+        """Allocate about the memory of the step's largest tensors, and free it again; return False if that fails."""
+        model, num_tokens = self._spec, int(inputs.attention[0].num_tokens)
+        widest = 3 * model.intermediate_size + 4 * model.hidden_size
+        num_bytes = self._dtype.itemsize * num_tokens * widest + 12 * len(inputs.sample_rows) * model.vocab_size
+        try:
+            torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError:
+            return False
+        return True
 
     def _apply_effects(self, plan: StepPlan) -> None:
         if plan.encode_jobs or plan.encoder_frees:

@@ -64,6 +64,10 @@ class EngineReplica:
             "restarts": self.num_restarts,
             "stalls": self.num_stalls,
             "failure": self.failure or None,
+            "ranks": [
+                {"rank": one.rank, "where": one.where, "pid": one.pid, "device": one.device, "state": self.state.value}
+                for one in (() if engine is None else engine.capacity.ranks)
+            ],
         }
 
 

@@ -67,7 +67,7 @@ async def serve_over_a_kill(script: Path, address: str, port: int) -> None:
         streams = [asyncio.create_task(follow(supervisor, request(number, 300))) for number in range(8)]
         await until(lambda: len(supervisor.requests) == 8 and all(one.has_progress for one in supervisor.requests))
         rows = await ranks_of(supervisor)
-        assert rows[1]["host"] == socket.gethostname()
+        assert rows[1]["where"] == socket.gethostname()
         os.kill(rows[1]["pid"], signal.SIGKILL)
         check([await stream for stream in streams])
         assert supervisor.num_restarts == 1

@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,18 @@ async def test_streams_go_on_over_a_killed_rank(tiny: Path) -> None:
         found = [await stream for stream in streams]
         assert [(stream.ids, stream.reason) for stream in found] == expected
         assert supervisor.num_restarts == 1
+
+
+async def test_a_rank_without_memory_makes_the_steps_of_all_smaller(tiny: Path, tmp_path: Path) -> None:
+    """No rank waits for the one that fails: all have voted before the first exchange of the step."""
+    file = tmp_path / "once"
+    command = (sys.executable, str(Path(__file__).with_name("ranked_engine.py")), "memory", str(file))
+    expected = await ids_with(tiny, 40, tp_invariant=True)
+    async with keeping(config(tiny, tensor_parallel_size=2), command) as supervisor:
+        assert await ids_of(supervisor, range(40)) == expected
+        assert file.exists() and supervisor.num_restarts == 0
+        loop: Any = (await supervisor.statistics())["loop"]
+        assert loop["max_step_tokens"] < 512
 
 
 def renamed(number: int) -> Request:

@@ -22,7 +22,7 @@ import msgspec
 from octavo.config import ParallelConfig
 from octavo.core.plan import ROW_BEAM, ROW_SAMPLE, StepPlan, StepResult
 from octavo.errors import EngineDeadError, EngineError
-from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket
+from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, RankPlace, Ticket
 from octavo.executors.ranks import frames
 from octavo.executors.ranks.frames import Begin, Done, Failure, Kind, RankRefusal
 from octavo.executors.ranks.group import RankGroup, RankPeer
@@ -87,7 +87,10 @@ class RankedExecutor:
             other = frames.unpack(Capacity, self._opening(peer, Kind.OPENED))
             peer.device, peer.is_open = other.device, True
             weight_bytes += other.weight_bytes
-        return replace(capacity, weight_bytes=weight_bytes, notes=(*capacity.notes, self._note()))
+        ranks = [RankPlace(0, "localhost", os.getpid(), capacity.device)]
+        ranks += [RankPlace(peer.rank, peer.host, peer.pid, peer.device) for peer in self.group.peers]
+        notes = *capacity.notes, self._note()
+        return replace(capacity, weight_bytes=weight_bytes, notes=notes, ranks=tuple(ranks))
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Send the plan to all ranks, and run rank 0's share unless there are several stages."""
@@ -146,7 +149,7 @@ class RankedExecutor:
 
     def report(self) -> list[dict[str, object]]:
         """Return the state of each rank, for the engine's statistics."""
-        names = ("rank", "host", "pid", "device", "state", "step", "step_ms", "bytes")
+        names = ("rank", "where", "pid", "device", "state", "step", "step_ms", "bytes")
         state = "running" if self.group.failure is None else "lost"
         rows = [(0, "localhost", os.getpid(), self._device, state, self._last_step, self._step_s, 0)]
         for peer in self.group.peers:

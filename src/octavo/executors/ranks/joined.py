@@ -68,7 +68,9 @@ def join_rank(begin: Begin, files: ModelFiles, spec: ModelSpec, store: Store | N
     parallel = join_ranks(shard, store, JOIN_LIMIT_S, "nccl" if has_own_device else "gloo", device)
     parallel = replace(parallel, host_ranks=begin.num_local)
     executor = TorchExecutor(files, spec, execution, begin.config.model, parallel)
-    return OwnRank(executor, leave=parallel.collective.close)
+    # the vote is one stage's, so with several stages a step that fails in one ends the epoch
+    has_voted = (lambda: executor.has_voted_failure) if shard.num_stages == 1 else (lambda: False)
+    return OwnRank(executor, has_voted, parallel.collective.close)
 
 
 def _interface_to(host: str) -> str:
