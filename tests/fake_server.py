@@ -1,6 +1,6 @@
 """`octavo serve` around a fake executor: real processes, sockets and text, and no torch, so that it starts in a second.
 
-`python fake_server.py serve ARGUMENTS` is the supervisor, `api` its child, `engine` the child's. A step takes
+`python fake_server.py serve|fleet ARGUMENTS` is the supervisor, `api` its child, `engine` the child's. A step takes
 FAKE_STEP_S seconds (0.005); "broken" in FAKE_ENGINE keeps engines from opening once FAKE_FILE exists; the api logs
 FAKE_LINES errors a second, with tracebacks and from a hundred statements.
 `FakeServer` runs one for a test.
@@ -89,18 +89,15 @@ def main(role: str, arguments: list[str]) -> int:
     this = (sys.executable, __file__)
     if role == "api":
         from octavo.cli import api_process
-        from octavo.frontend.engine_supervisor import EngineSupervisor
 
         if num_lines := int(os.environ.get("FAKE_LINES", "0")):
             threading.Thread(target=_flood, args=(num_lines,), daemon=True).start()
-        return api_process.main(
-            arguments, lambda config, observer: EngineSupervisor.start(config, observer, (*this, "engine"))
-        )
+        return api_process.main(arguments, (*this, "engine"))
     from octavo import cli
     from octavo.cli import serve
 
     serve.COMMAND = (*this, "api")
-    return cli.main(["serve", *arguments])
+    return cli.main([role, *arguments])
 
 
 class FakeServer:
@@ -108,9 +105,10 @@ class FakeServer:
 
     program: tuple[str, ...] = (sys.executable, __file__)
     common: tuple[str, ...] = tuple(COMMON)
+    verb = "serve"
 
     def __init__(self, model: str, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
-        command = [*self.program, "serve", model, *self.common, *flags]
+        command = [*self.program, self.verb, model, *self.common, *flags]
         self.log = log
         with log.open("wb") as out:
             self.process = subprocess.Popen(

@@ -15,7 +15,7 @@ from octavo.config import Config, ModelConfig
 from octavo.core.request import FinishReason, Request
 from octavo.executors.protocol import Fingerprint
 from octavo.fleet.agent import Agent
-from octavo.fleet.remote_engines import RemoteEngines, ServedModel
+from octavo.fleet.remote_engines import FrontModel, RemoteEngines
 from octavo.fleet.security import HostPort, LinkSecurity
 from octavo.frontend.engine_supervisor import EngineSupervisor
 
@@ -34,8 +34,8 @@ class Front:
         self.engines = RemoteEngines(self._find, self.security, term=term)
         self.address = LOCAL
 
-    def _find(self, model: str) -> ServedModel | None:
-        return None if model == "unknown" else ServedModel(self.supervisor, self._fingerprint)
+    def _find(self, model: str) -> FrontModel | None:
+        return None if model == "unknown" else FrontModel(self.supervisor, self._fingerprint)
 
     def _fingerprint(self) -> Fingerprint:
         capacity = getattr(self.supervisor, "capacity", None)

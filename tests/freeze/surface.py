@@ -37,6 +37,7 @@ DECIDED: dict[str, str] = {
     ".octavo.TextDelta.fields[7]": _TYPED,
     ".octavo.TextDelta.message": _TYPED,
     ".octavo.TextDelta.error": _TYPED,
+    ".commands.admin.verb[2]": "verbs of fleets",
     ".octavo.Config.init": "sections, which are given by name, are added",
     ".octavo.Config.fields": "sections, which are given by name, are added",
     ".octavo.Request.init": "session is added as the last field",

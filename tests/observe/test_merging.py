@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.observe import merging
 from octavo.observe.forecast import WaitModel
-from octavo.observe.merging import merge_answers
+
+REPORT = {
+    "resumed_requests": 5, "moved_requests": 0, "inexact_requests": 0, "state": "ready",
+    "replicas": [
+        {"number": 0, "name": "one", "state": "ready"}, {"number": 1, "name": "two", "state": "draining"},
+        {"number": 7, "name": "three", "state": "recovering"},
+    ],
+}  # fmt: skip
+
+
+def merge_answers(verb: str, answers: Any) -> Any:
+    return merging.merge_answers(verb, answers, REPORT)
 
 
 def statistics(count: int, mean: float, p99: float) -> dict[str, Any]:
@@ -24,7 +36,13 @@ def test_counters_are_added_and_quantiles_are_those_of_the_worst_replica() -> No
     assert merged["steps"] == {"total_s": {"step": 4.0}, "median_s": {"step": 9.0}}
     assert merged["requests"] == {"count": 4, "mean": 7.0, "p99": 9.0}
     assert merged["loop"] == {"is_draining": False, "max_step_tokens": None}
-    assert merged["replicas"] == answers
+    rows = merged["replicas"]
+    assert [(number, row["up"], row["running"]) for number, row in rows.items()] == [
+        ("0", 1, 1),
+        ("1", 0, 3),
+        ("7", 0, None),
+    ]
+    assert merged["fleet"] == {"resumed_requests": 5, "moved_requests": 0, "inexact_requests": 0}
 
 
 def test_the_wait_for_a_fleet_is_that_of_its_parts_together() -> None:

@@ -20,7 +20,7 @@ from octavo.executors.protocol import Fingerprint
 from octavo.fleet.fleet_router import FleetRouter
 from octavo.fleet.providers.ray import RayProvider
 from octavo.fleet.providers.ray_replicas import RayReplicas, replica_spec
-from octavo.fleet.remote_engines import RemoteEngines, ServedModel
+from octavo.fleet.remote_engines import FrontModel, RemoteEngines
 from octavo.fleet.security import HostPort, LinkSecurity
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from tests.reliability.deaths import Stream, follow, quantile, until
@@ -49,7 +49,7 @@ async def main(folder: Path, host: str, commands: dict[str, str], num_requests: 
         capacity = getattr(supervisor, "capacity", None)
         return Fingerprint() if capacity is None else capacity.fingerprint
 
-    engines = RemoteEngines(lambda model: ServedModel(supervisor, fingerprint), security)
+    engines = RemoteEngines(lambda model: FrontModel(supervisor, fingerprint), security)
     address = await engines.listen(HostPort(host, 0))
     notices: list[str] = []
     provider = await RayProvider.connect("row32", f"{host}:6399", notices.append)

@@ -24,6 +24,7 @@ from octavo.observe.log import open_missing_streams
 # is written as module:VERB, and has `add_VERB_arguments` and `run_VERB`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("octavo.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
+    "fleet": ("octavo.cli.fleet", "serve a model with several engines behind one endpoint"),
     "run": ("octavo.cli.run", "answer one prompt in the terminal"),
     "chat": ("octavo.cli.chat", "chat with a model in the terminal"),
     "generate": ("octavo.cli.batch:generate", "answer a file of prompts, one per line"),

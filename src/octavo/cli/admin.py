@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from octavo.cli.flags import UsageError
-from octavo.cli.servers import add_server_arguments, call_admin, named_server
+from octavo.cli.flags import Parser, UsageError
+from octavo.cli.servers import AdminError, add_server_arguments, call_admin, named_server
 from octavo.errors import ConfigError, EngineError
 from octavo.server.api.requests import explain_any, explain_open
 
 if TYPE_CHECKING:
-    from octavo.cli.api_process import ApiTask, Engine
+    from octavo.cli.api_process import ApiProcess, ApiTask, Engine
     from octavo.engine.client import Verb as EngineVerb
+    from octavo.fleet.front import FleetFront
     from octavo.server.admin import Verb
     from octavo.server.context import Context
     from octavo.server.http.server import HttpServer
@@ -33,39 +34,93 @@ if TYPE_CHECKING:
 VERBS = {  # verb -> help text
     "status": "print processes, epoch, restarts and open requests as JSON",
     "statistics": "print the engine's counters and gauges as JSON",
-    "frames": "print what the engine did since the cursor ARG, replica 2's since 2/ARG (docs/statistics.md)",
+    "frames": "print what the engine did since the cursor ARG (docs/statistics.md)",
     "top": "print status, statistics and frames at once",
     "pause": "stop making steps; requests wait",
     "resume": "continue after pause",
     "drain": "refuse new requests, finish the open ones (ARG now: fail them), then exit",
     "cancel": "cancel the request with the id ARG",
     "cancel_all": "cancel every request in the engine",
-    "explain": "print the state of the request with the id ARG, or of all open ones, as JSON (octavo explain: as text)",
+    "explain": "print the state of request ARG, or of all open ones, as JSON",
     "reset_prefix_cache": "free the cached prefixes that no request uses",
     "reload_keys": "read the key file again",
     "kill_engine": "kill the engine process, as a drill; requests continue in the next one",
+    "replicas": "print the replicas of a fleet as JSON",
+    "scale": "have ARG replicas; the newest are drained",
+    "roll": "replace the replicas one by one (--to MODEL, --revision)",
+    "drain_replica": "stop replica ARG after its last request",
+    "remove_replica": "move its requests, and stop it",
 }
-_WITH_ARGUMENT = ("frames", "top", "drain", "cancel", "explain")
+_WITH_ARGUMENT = ("frames", "top", "drain", "cancel", "explain", "scale", "drain_replica", "remove_replica")
+_OF_FLEETS = ("scale", "roll", "drain_replica", "remove_replica")
+POLL_S = 0.5  # between two looks at a change of a fleet
+
+
+class FleetOrder(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The argument of a verb that changes a fleet, as JSON. `count` is a number of replicas, or of one."""
+
+    count: int = -1
+    model: str | None = None
+    to: str | None = None
+    revision: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     texts = "\n".join(["one of these verbs:", *(f"{verb}: {text}" for verb, text in VERBS.items())])
     parser.add_argument("verb", choices=tuple(VERBS), metavar="VERB", help=texts)
-    parser.add_argument("argument", nargs="?", default="", metavar="ARG", help="argument of the verb: an id, or now")
+    parser.add_argument(
+        "argument", nargs="?", default="", metavar="ARG", help="argument of the verb: an id, a number, or now"
+    )
+    parser.add_argument("--model", metavar="NAME", help="of a fleet with several models, the one to change")
+    parser.add_argument("--to", metavar="MODEL", help="roll: the model that the new replicas run")
+    parser.add_argument("--revision", metavar="TEXT", help="roll: the revision that they run")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until a change of a fleet has ended")
     add_server_arguments(parser)
+    if isinstance(parser, Parser):
+        parser.rare = ("--model", "--to", "--revision", "--no-wait")
 
 
 def run(args: argparse.Namespace) -> int:
     """Send the verb and print the answer: text unchanged, other values as JSON."""
     if args.argument and args.verb not in _WITH_ARGUMENT:
         raise UsageError(f"{args.verb} takes no {args.argument!r}; choose a server with --server NAME|PID|PORT")
+    if args.verb in _OF_FLEETS:
+        return _change_fleet(args)
+    for flag, value in (("--model", args.model), ("--to", args.to), ("--revision", args.revision)):
+        if value is not None:
+            raise UsageError(f"{flag} is for changes of a fleet ({', '.join(_OF_FLEETS)}); {args.verb} takes none")
     answer = call_admin(named_server(args).admin, args.verb, args.argument)
     print(answer if isinstance(answer, str) else json.dumps(answer, indent=2))
     return 0
 
 
-def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Context, url: str) -> dict[str, Verb]:
+def _change_fleet(args: argparse.Namespace) -> int:
+    """Start a change of a fleet, and print the states of the replicas until it has ended; return 1 if it failed."""
+    socket = named_server(args).admin
+    if args.verb != "roll" and not args.argument.isdecimal():
+        what = "the number of replicas" if args.verb == "scale" else "the number of a replica"
+        raise UsageError(f"{args.verb} is given {args.argument!r}; give {what}")
+    if args.verb != "roll" and (args.to or args.revision):
+        raise UsageError(f"--to and --revision are for roll; leave them out of {args.verb}")
+    order = FleetOrder(int(args.argument or -1), args.model, args.to, args.revision)
+    answer = call_admin(socket, args.verb, msgspec.json.encode(order).decode())
+    shown = ""
+    while True:
+        states = ", ".join(f"{row['name']} {row['state']}" for row in answer["replicas"])
+        if states != shown:
+            print(states or "no replica", flush=True)
+        shown, change = states, answer["change"]
+        if args.no_wait or change is None or change["state"] != "running":
+            break
+        time.sleep(POLL_S)
+        answer = call_admin(socket, "replicas")
+    if change is not None and change["error"]:
+        raise AdminError(f"{change['what']} failed: {change['error']}")
+    return 0
+
+
+def admin_verbs(api: ApiProcess, engine: Engine, server: HttpServer, context: Context, url: str) -> dict[str, Verb]:
     """Return the functions that answer the verbs in a server's api process."""
 
     async def drain(when: str) -> object:
@@ -95,7 +150,8 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         return await engine.control(verb)
 
     verbs: dict[str, Verb] = {
-        **_reading_verbs(task, engine, context, url),
+        **_reading_verbs(api.task, engine, context, url),
+        **_fleet_verbs(api.front, engine),
         "drain": drain,
         "cancel": cancel,
         "explain": partial(_explain, context),
@@ -139,16 +195,20 @@ def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) ->
         }
 
     async def statistics(_: str) -> object:
-        return await engine.statistics()
+        return await context.engine_statistics()
 
     async def frames(cursor: str) -> object:
+        if "/" in cursor and not cursor.partition("/")[0].isdecimal():
+            raise ConfigError(
+                f"frames {cursor[:64]!r} is no cursor; give what the last answer has, of replica 2 as 2/CURSOR"
+            )
         return await engine.control("frames", cursor)
 
     async def top(cursors: str) -> object:
         found = _read_cursors(cursors)
         answer: dict[str, object] = {"status": await status("")}
         try:
-            figures = await engine.statistics()
+            figures = await context.engine_statistics()
         except EngineError as error:  # the engine is restarting
             return {**answer, "trouble": str(error)}
         rows = cast(Mapping[str, Mapping[str, object]], figures.get("replicas", {}))
@@ -160,6 +220,33 @@ def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) ->
         return {**answer, "statistics": figures, "frames": pages}
 
     return {"status": status, "statistics": statistics, "frames": frames, "top": top}
+
+
+def _fleet_verbs(front: FleetFront | None, engine: Engine) -> dict[str, Verb]:
+    """Return the verbs that show and change the replicas. Only `octavo fleet` has a front."""
+
+    async def replicas(_: str) -> object:
+        return {"replicas": engine.report().get("replicas", []), "change": None if front is None else front.change}
+
+    async def change(verb: str, argument: str) -> object:
+        if front is None:
+            raise ConfigError(f"{verb} is for a fleet; start one with: octavo fleet MODEL --replicas N")
+        try:
+            order = msgspec.json.decode(argument, type=FleetOrder | int)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{verb} {argument[:64]!r} cannot be read: {error}") from None
+        order = FleetOrder(order) if isinstance(order, int) else order
+        if verb == "scale":
+            front.scale(order.count, order.model)
+        elif verb == "roll":
+            front.roll(order.model, order.to, order.revision)
+        elif verb == "drain_replica":
+            front.drain(order.count, order.model)
+        else:
+            await front.remove(order.count, order.model)
+        return await replicas("")
+
+    return {"replicas": replicas, **{verb: partial(change, verb) for verb in _OF_FLEETS}}
 
 
 def _read_cursors(text: str) -> dict[str, str]:

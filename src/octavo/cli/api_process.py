@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,8 +28,10 @@ from octavo.artifacts.resolve import resolve_model
 from octavo.config import Config
 from octavo.engine.parent import end_with_parent
 from octavo.errors import ConfigError, OctavoError
+from octavo.fleet.front import FleetFront
 from octavo.fleet.model_configs import ServedModelConfig
 from octavo.fleet.served_models import ServedModels
+from octavo.frontend.engine_process import COMMAND as ENGINE_COMMAND
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import Journal, open_journal
 from octavo.frontend.open_request import LedgerObserver
@@ -88,6 +91,7 @@ class ApiProcess:
     task: ApiTask
     listener: socket.socket
     report: Callable[[bytes], object]
+    front: FleetFront | None = None  # of `octavo fleet`
 
     def run(self, start_engine: StartEngine) -> int:
         """Serve in a new event loop; return the exit status. Raises OctavoError."""
@@ -118,6 +122,8 @@ class ApiProcess:
         try:
             status: int = await server.serve(self, engine, journal, loaded, started_at)
         finally:
+            if self.front is not None:
+                await self.front.close()
             await engine.close()
         return status
 
@@ -159,8 +165,8 @@ async def _undo(starting: asyncio.Future[Engine], loading: asyncio.Future[Any]) 
         await starting.result().close()
 
 
-def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = EngineSupervisor.start) -> int:
-    """Read the task from stdin and serve; return the exit status."""
+def main(arguments: Sequence[str] | None = None, command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Read the task from stdin and serve with engines that this command starts; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m octavo.cli.api_process", description="the api of octavo serve")
     parser.add_argument("--listener", type=int, required=True, help="descriptor of the listening socket")
     parser.add_argument("--status", type=int, required=True, help="descriptor to which its state is reported")
@@ -174,8 +180,10 @@ def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = Eng
         set_up_log(task.config.telemetry.log_format, task.config.telemetry.log_level, "api")
         end_with_parent()
         listener = socket.socket(fileno=args.listener)
+        front = FleetFront(command) if task.is_fleet else None
+        start_engine = partial(EngineSupervisor.start, command=command) if front is None else front.start
         with needing_memory("octavo serve", 0):
-            return ApiProcess(task, listener, lambda report: _write(args.status, report)).run(start_engine)
+            return ApiProcess(task, listener, lambda report: _write(args.status, report), front).run(start_engine)
     except OctavoError as error:
         print_notice(f"error: {error}")
         return EXIT_ERROR

@@ -77,7 +77,7 @@ async def serve(
     server = HttpServer(app, api.listener, lifecycle, config.serving.drain_timeout_s, config.web)
     url = url_of(api.listener, config.web)
     async with (
-        _admin_server(Path(task.admin_socket), admin_verbs(task, engine, server, context, url)),
+        _admin_server(Path(task.admin_socket), admin_verbs(api, engine, server, context, url)),
         _background(None if task.is_quiet else _print_status(engine)),
         _background(_report_alive(api)),
         _background(context.batches.run()),
@@ -87,7 +87,7 @@ async def serve(
             if task.run_number == 1:
                 say(*startup_report(config, loaded[0].files, engine.capacity, time.perf_counter() - started_at))
                 say(*_models_report(task))
-            say(*process_report(task, engine), *_journal_report(*restored))
+            say(*process_report(task, engine), *_fleet_report(api), *_journal_report(*restored))
             if task.run_number == 1:
                 say(*call_report(config, context.model, url))
         gc.freeze()  # garbage collections skip the objects that exist now, which take 0.1 s to traverse
@@ -276,6 +276,13 @@ def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
         standby = "a standby takes over" if task.config.serving.standby else "no standby (--standby)"
         yield f"crashes   an engine that dies or hangs is replaced and open requests go on; {standby}"
     yield f"admin     octavo admin status --server {task.supervisor_pid or os.getpid()}  (socket {task.admin_socket})"
+
+
+def _fleet_report(api: ApiProcess) -> Iterator[str]:
+    """Yield lines about the replicas of `octavo fleet`."""
+    if api.front is not None:
+        yield from api.front.lines()
+        yield "change    octavo admin scale N, roll, drain_replica NUMBER, remove_replica NUMBER"
 
 
 def call_report(config: Config, model: str, url: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import re
 import secrets
 import signal
@@ -171,11 +172,18 @@ async def _run(drill: Drill, target: Target, socket: str) -> DrillResult:
 
 
 def process_of(socket: str, role: str) -> int | None:
-    """Ask the server for the pid of a role; return None if no such process runs now."""
+    """Ask the server for the pid of a role; return None if no such process runs now.
+
+    The engine of a fleet is that of a random replica on this machine.
+    """
     try:
-        pid = call_admin(socket, "status", timeout_s=5.0)["processes"].get(role)
+        status = call_admin(socket, "status", timeout_s=5.0)
     except AdminError:
         return None
+    pid = status["processes"].get(role)
+    replicas = status["engine"].get("replicas", ())
+    if role == "engine" and pid is None:
+        pid = random.choice([row["pid"] for row in replicas if row["where"] == "local" and row["pid"]] or [None])
     return pid if isinstance(pid, int) and pid > 1 else None
 
 

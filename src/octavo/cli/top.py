@@ -102,7 +102,6 @@ class WatchedServer:
         self.is_running = is_running
         self._path = path
         self._engines: dict[int, Figures] = {0: Figures()}  # by replica
-        self._rates = ReplicaRates()
         self._last: Json = {"status": {}}
 
     @classmethod
@@ -117,7 +116,6 @@ class WatchedServer:
         """Fetch new frames and return the figures. Raises AdminError if the server does not answer."""
         cursors = {number: figures.cursor for number, figures in self._engines.items()}
         self._last = call_admin(self._path, "top", json.dumps(cursors), TIMEOUT_S)
-        self._rates.read((self._last.get("statistics") or {}).get("replicas", {}).values(), time.monotonic())
         pages = {int(number): page for number, page in self._last.get("frames", {}).items()}
         self._engines = {number: self._engines.get(number) or Figures() for number in pages} or self._engines
         for number, page in pages.items():
@@ -132,37 +130,22 @@ class WatchedServer:
             figures.read(page["frames"])
             if not page.get("more"):
                 return
-            cursor = f"{number}/{figures.cursor}" if self._rates.rows else figures.cursor
+            cursor = f"{number}/{figures.cursor}" if self._replicas() else figures.cursor
             page = call_admin(self._path, "frames", cursor, TIMEOUT_S)
 
     def last_figures(self, trouble: str) -> dict[str, Any]:
         """Return the last figures, with `trouble` as the reason why the server does not answer."""
         return self._snapshot({**self._last, "trouble": trouble})
 
+    def _replicas(self) -> list[dict[str, Any]]:
+        """Return the rows of a fleet's replicas; none for a server with one engine."""
+        return list((self._last.get("statistics") or {}).get("replicas", {}).values())
+
     def _snapshot(self, answer: Json) -> dict[str, Any]:
-        whole = merge([figures.snapshot(answer) for figures in self._engines.values()])
-        return {**whole, "replicas": self._rates.rows}
-
-
-class ReplicaRates:
-    """The statuses of a fleet's replicas, with the tokens a second of each over the last WINDOW_S."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._samples: dict[tuple[int, int], deque[tuple[float, int]]] = {}  # by (replica, epoch)
-
-    def read(self, rows: Iterable[Json], now: float) -> None:
-        """Take new statuses, which were read at `now`."""
-        samples, self.rows = self._samples, []
-        self._samples = {}
-        for row in rows:
-            key, tokens = (row["number"], row["epoch"]), row["output_tokens"] or 0
-            found = self._samples[key] = samples.get(key, deque())
-            found.append((now, tokens))
-            while len(found) > 2 and found[1][0] < now - WINDOW_S:
-                found.popleft()
-            seconds = now - found[0][0]
-            self.rows.append({**row, "tokens_per_s": (tokens - found[0][1]) / seconds if seconds > 0 else None})
+        parts = {number: figures.snapshot(answer) for number, figures in self._engines.items()}
+        rates = {number: part["rates"]["output_tokens_per_s"] for number, part in parts.items()}
+        rows = [{**row, "tokens_per_s": rates.get(row["number"])} for row in self._replicas()]
+        return {**merge(list(parts.values())), "replicas": rows}
 
 
 @dataclass(slots=True)
@@ -264,7 +247,6 @@ class Figures:
         latency = collected.get("requests", {}).items()
         return {
             "server": self._server(answer["status"], answer.get("trouble")),
-            "replicas": [],
             "pool": {name: scheduler.get(key, 0) for name, key in _POOL.items()},
             "requests": _requests(scheduler),
             "rates": self._rates(recent),
@@ -371,6 +353,7 @@ def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         kind: [sum(each) for each in zip_longest(*(part["history"][kind][::-1] for part in parts), fillvalue=0)][::-1]
         for kind in parts[0]["history"]
     }
+    whole["server"] = whole["server"] | {"max_sequences": sum(part["server"]["max_sequences"] for part in parts)}
     for name in ("waiting", "running"):
         whole[name] = [row for part in parts for row in part[name]]
     return whole

@@ -114,7 +114,7 @@ def screen(figures: Values, view: View, width: int, height: int) -> RenderableTy
     bars, num_bar_lines = _bars(figures, width)
     parts: list[RenderableType] = [_headline(figures["server"], view), bars, Text("\n".join(text))]
     rows_left = height - num_bar_lines - len(text) - 4 if view.is_live else len(figures["running"]) + NUM_WAITING + 1
-    replicas = _replica_rows(figures["replicas"])
+    replicas = _replica_rows(figures.get("replicas", ()))
     if len(replicas) > 1:
         shown = replicas[: max(1, rows_left // 2)] if view.is_live else replicas
         parts.append(_table(_REPLICA_COLUMNS, shown, width))
@@ -245,7 +245,7 @@ def _replica_rows(replicas: Sequence[Values]) -> list[tuple[str, ...]]:
                 hit,
                 _number(row["tokens_per_s"]),
                 _number(row["restarts"]),
-                "-" if row["rtt_s"] is None else f"{1e3 * row['rtt_s']:.1f} ms",
+                "-" if row.get("rtt_s") is None else f"{1e3 * row['rtt_s']:.1f} ms",
             )
         )
         rows += [

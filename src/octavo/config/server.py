@@ -221,5 +221,4 @@ class TelemetryConfig:
         "lowest level that is logged; lines at start-up and while busy are printed at any level (see --quiet)",
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        brief="debug, info, warning or error",
     )

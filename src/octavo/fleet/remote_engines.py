@@ -63,7 +63,7 @@ class EngineHost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class FrontModel:
     """A model of this front: what runs its engines, and the fingerprint that they must have, as far as it is known."""
 
     host: EngineHost
@@ -254,7 +254,7 @@ class RemoteEngines:
     greater than that of every front before this one: agents refuse a front with a lower term than they have seen.
     """
 
-    def __init__(self, find: Callable[[str], ServedModel | None], security: LinkSecurity, *, term: int = 0) -> None:
+    def __init__(self, find: Callable[[str], FrontModel | None], security: LinkSecurity, *, term: int = 0) -> None:
         self.term = term
         self.front_id = secrets.token_hex(8)
         self.num_stale = 0  # frames of an epoch that is over
@@ -371,7 +371,7 @@ class RemoteEngines:
                 _LOG.warning("%s (%s) serves as epoch %d", hello.name, link.peer, engine.epoch)
 
 
-def _refusal(hello: AgentHello, ready: EngineReady, model: ServedModel | None) -> str | None:
+def _refusal(hello: AgentHello, ready: EngineReady, model: FrontModel | None) -> str | None:
     """Return why an engine cannot serve a model, in words; None if it can."""
     if model is None:
         return f"this fleet has no model {hello.model!r}"

@@ -62,9 +62,20 @@ class RoutedPrompt:
 class RouterTarget(Protocol):
     """A replica as a router sees it."""
 
-    number: int
-    load: int
-    num_open: int
+    @property
+    def number(self) -> int:
+        """The number of the replica."""
+        ...
+
+    @property
+    def load(self) -> int:
+        """The prompt tokens of its open requests."""
+        ...
+
+    @property
+    def num_open(self) -> int:
+        """Its open requests."""
+        ...
 
 
 _load: Callable[[RouterTarget], int] = attrgetter("load")

@@ -107,10 +107,8 @@ class EngineSupervisor:
     @property
     def processes(self) -> dict[str, int]:
         """The pids of the current engines and of the standbys, by role."""
-        pids = {}
+        pids = {each.name: each.engine.pid for each in self._replicas.values() if each.engine is not None}
         for replica in self._replicas.values():
-            if replica.engine is not None:
-                pids[replica.name] = replica.engine.pid
             if replica.source.standby is not None:
                 pids["standby" if replica.name == "engine" else f"{replica.name} standby"] = replica.source.standby.pid
         return pids
@@ -192,7 +190,7 @@ class EngineSupervisor:
 
         After `limit_s` the rest is moved to other replicas, if one can take them. Raises ConfigError for no replica.
         """
-        replica = self._replica(number)
+        replica = self.replica(number)
         until = None if limit_s is None else time.monotonic() + limit_s
         if replica.state is EngineState.READY:
             replica.state = EngineState.DRAINING
@@ -208,7 +206,7 @@ class EngineSupervisor:
 
     async def remove(self, number: int) -> None:
         """Stop a replica now; its requests go on at others, or wait for one."""
-        replica = self._replica(number)
+        replica = self.replica(number)
         if replica.bound is not None:
             self.requests.set_open(replica.bound, False)
             self.requests.move_requests(replica.bound)
@@ -216,7 +214,7 @@ class EngineSupervisor:
 
     def kill(self, why: str, number: int | None = None) -> None:
         """Kill an engine on purpose (None: the first): no request becomes a suspect. Do nothing if there is none."""
-        ready = self._ready() if number is None else [self._replica(number)]
+        ready = self._ready() if number is None else [self.replica(number)]
         if ready and ready[0].engine is not None:
             ready[0].killed = why
             ready[0].engine.kill()
@@ -252,8 +250,9 @@ class EngineSupervisor:
     async def control(self, verb: Verb, argument: str = "", *, replica: int | None = None) -> object:
         """See EngineClient. `pause` and `drain` hold for later engines too; a paused one admits no resumed request.
 
-        `frames` and the tables of `export_statistics` are those of one replica, by default the first. The answers of
-        other verbs are merged (see merging); `replica` requests the answer of one.
+        `frames` and the tables of `export_statistics` are those of one replica, by default the first; a cursor may
+        begin with a replica's number, as in 2/CURSOR. The answers of other verbs are merged (see merging); `replica`
+        requests the answer of one.
         """
         if verb == "cancel_all":
             return self.requests.cancel([state.request.request_id for state in self.requests])
@@ -270,6 +269,8 @@ class EngineSupervisor:
             return True
         if verb == "explain" and argument:
             return await self._explain(argument)
+        if verb == "frames" and "/" in argument:
+            replica, argument = int(argument.split("/")[0]), argument.split("/")[1]
         return await self._ask(verb, argument, replica)
 
     def restore(self, requests: Iterable[OpenRequest]) -> None:
@@ -284,18 +285,18 @@ class EngineSupervisor:
     async def _ask(self, verb: Verb, argument: str, number: int | None) -> object:
         """Return the answer of one replica, or the merged answers of all that are ready. Raises EngineDeadError."""
         self._check_usable()
-        replicas = self._live() if number is None else [self._replica(number)]
+        replicas = self._live() if number is None else [self.replica(number)]
         clients = {replica.name: replica.engine.client for replica in replicas if replica.engine is not None}
         if not clients:
             raise EngineDeadError("the engine is being restarted")
-        if len(clients) == 1 or verb in ("frames", "export_statistics"):
+        if len(self._replicas) == 1 or number is not None or verb in ("frames", "export_statistics"):
             return await next(iter(clients.values())).control(verb, argument)
         calls = (client.control(verb, argument) for client in clients.values())
         answers = dict(zip(clients, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         found = {name: answer for name, answer in answers.items() if not isinstance(answer, BaseException)}
         if not found:
             raise cast(BaseException, next(iter(answers.values())))
-        return merge_answers(verb, found)
+        return merge_answers(verb, found, self.report())
 
     # --- the engines of a replica, one after another
 
@@ -445,12 +446,12 @@ class EngineSupervisor:
         """Return the replicas that get new requests, oldest first."""
         return [replica for replica in self._live() if replica.state is EngineState.READY]
 
-    def _replica(self, number: int) -> EngineReplica:
-        replica = self._replicas.get(number)
-        if replica is None:
+    def replica(self, number: int) -> EngineReplica:
+        """Return a replica. Raises ConfigError."""
+        if number not in self._replicas:
             known = ", ".join(map(str, self._replicas)) or "none"
             raise ConfigError(f"there is no replica {number}; there are: {known}")
-        return replica
+        return self._replicas[number]
 
     def _check_usable(self) -> None:
         if self._is_closing:

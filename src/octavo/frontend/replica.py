@@ -7,11 +7,10 @@ Does not: start, watch or replace engines (engine_supervisor and the sources do)
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 from octavo.engine.client import Verb
-from octavo.executors.protocol import Fingerprint
 from octavo.frontend.engine_source import EngineSource, RunningEngine
 from octavo.frontend.open_request import BoundEngine
 
@@ -54,10 +53,11 @@ class EngineReplica:
         return {
             "number": self.number,
             "name": self.name,
+            "where": "local" if self.source.is_lasting else self.name,
             "state": self.state.value,
             "epoch": None if bound is None else bound.epoch,
             "pid": None if engine is None else engine.pid,
-            "fingerprint": None if engine is None else _shown(engine.capacity.fingerprint),
+            "fingerprint": None if engine is None else asdict(engine.capacity.fingerprint),
             "open_requests": 0 if bound is None else bound.num_open,
             "open_prompt_tokens": 0 if bound is None else bound.load,
             "num_slots": 0 if engine is None else engine.capacity.num_slots,
@@ -69,7 +69,3 @@ class EngineReplica:
                 for one in (() if engine is None else engine.capacity.ranks)
             ],
         }
-
-
-def _shown(fingerprint: Fingerprint) -> dict[str, str]:
-    return {name: getattr(fingerprint, name) for name in ("model", "tokenizer", "numerics")}

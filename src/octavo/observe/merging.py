@@ -1,6 +1,7 @@
 """Merges the answers of several engines to one verb, for readers that expect those of one.
 
-Owns: how each value is merged. Does not: ask an engine.
+Owns: how each value is merged; the row of figures of each replica, which /metrics, the dashboard and `octavo top` show.
+Does not: ask an engine.
 """
 
 from __future__ import annotations
@@ -8,24 +9,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_GREATEST = {"p50", "p90", "p99", "max", "median_s", "max_step_tokens"}
+_GREATEST = {"p50", "p90", "p99", "max", "median_s", "max_step_tokens", "ratio", "wasted_share"}
+_COUNTS = ("resumed_requests", "moved_requests", "inexact_requests")  # of a supervisor's report
 
 
-def merge_answers(verb: str, answers: Mapping[str, Any]) -> object:
-    """Return one answer for the answers of several replicas, by name.
+def merge_answers(verb: str, answers: Mapping[str, Any], report: Mapping[str, Any]) -> object:
+    """Return one answer for the answers of several replicas, by name. `report` is their supervisor's.
 
-    statistics: counters and gauges are added, of quantiles the greatest is taken; `replicas` has those of each replica.
-    explain: the requests of all. forecast: the shortest wait, and the figures of all engines together. Verbs that
-    return a bool: True if all do.
+    statistics: counters and gauges are added, of quantiles the greatest is taken; `replicas` has a row for each replica
+    by its number. explain: the requests of all. forecast: the shortest wait, and the figures of all engines together.
+    Verbs that return a bool: True if all do.
     """
     values = list(answers.values())
     if verb == "statistics":
-        return {**_sum(values), "replicas": dict(answers)}
+        rows = {str(each["number"]): _replica_row(each, answers.get(each["name"])) for each in report["replicas"]}
+        return {**_sum(values), "replicas": rows, "fleet": {name: report[name] for name in _COUNTS}}
     if verb == "forecast":
         return {"new_request_s": _least(value["new_request_s"] for value in values), "model": _merge_models(values)}
     if verb == "explain":
         return _merge_explanations(values)
     return all(values)
+
+
+def _replica_row(status: Mapping[str, Any], statistics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a replica's status with its engine's figures, which are None while no engine answers."""
+    scheduler = {} if statistics is None else statistics.get("scheduler", {})
+    num_blocks = scheduler.get("num_blocks")
+    return {
+        **status,
+        "up": int(status["state"] == "ready"),
+        "running": scheduler.get("num_running"),
+        "waiting": scheduler.get("num_waiting"),
+        "kv_usage": scheduler["num_blocks_used"] / num_blocks if num_blocks else None,
+        "hit_tokens": scheduler.get("prefix_hit_tokens"),
+        "queried_tokens": scheduler.get("prefix_queried_tokens"),
+        "output_tokens": scheduler.get("num_output_tokens"),
+    }
 
 
 def _sum(values: list[Any], key: str = "") -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import cast
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -23,6 +24,7 @@ from octavo.server.http.keys import ANONYMOUS, KeyInfo
 from octavo.server.http.middleware import UNTRUSTED
 
 PROBE_TIMEOUT_S = 2.0
+_REPLICA_FIELDS = ("number", "where", "state", "restarts", "open_requests")
 
 
 async def live(request: Request) -> Response:
@@ -37,7 +39,7 @@ async def ready(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Return the status; if the key may read metrics, also the model, the open requests and the journal's state.
+    """Return the status; if the key may read metrics, also the model, open requests, journal and a fleet's replicas.
 
     With keys, a request without a key gets the bare status. With several keys, so does one without `metrics = true`.
     `open_requests` counts requests that are queued or generate, not this one.
@@ -54,6 +56,8 @@ async def health(request: Request) -> Response:
     if not has_details:
         return _json({"status": "ready"})
     states = {each.model: each.served.state.value for each in context.each_model if each.served is not None}
+    rows = cast(Mapping[str, Mapping[str, object]], (await _statistics(context) or {}).get("replicas", {}))
+    replicas = [{name: row[name] for name in _REPLICA_FIELDS} for row in rows.values()]
     return _json(
         {
             "status": "ready",
@@ -61,6 +65,7 @@ async def health(request: Request) -> Response:
             **({"models": states} if states else {}),
             "open_requests": sum(each.queue.num_requests for each in context.each_model),
             "journal": context.runs.report()["journal"],
+            **({"replicas": replicas} if replicas else {}),
         }
     )
 

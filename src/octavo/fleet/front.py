@@ -1,0 +1,135 @@
+"""FleetFront: what `octavo fleet` runs in its api process beside the server: the replicas of each model.
+
+Owns: how many replicas are started, and where; changes of a running fleet, one at a time; the lines that describe it.
+Does not: run engines or keep requests (EngineSupervisor does), choose engines (FleetRouter does), or know HTTP.
+Invariant: a change that fails leaves the replicas that run as they are; `change` keeps its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.config import Config, FleetConfig
+from octavo.errors import ConfigError, OctavoError
+from octavo.fleet.fleet_router import FleetRouter
+from octavo.fleet.replicas import LocalReplicas, share_machine
+from octavo.frontend.engine_process import COMMAND
+from octavo.frontend.engine_supervisor import EngineSupervisor
+from octavo.frontend.open_request import LedgerObserver
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFleet:
+    """The replicas of one model: its settings, its supervisor, and the replicas that this front started."""
+
+    config: Config
+    supervisor: EngineSupervisor
+    local: LocalReplicas
+
+
+class FleetFront:
+    """All replicas of this front, by the name of their model. For one event loop."""
+
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        self.models: dict[str, ModelFleet] = {}
+        self.change: dict[str, object] | None = None  # the last change: what, whether it ended, its error
+        self._command = tuple(command)
+        self._changing: asyncio.Task[None] | None = None
+
+    async def start(self, config: Config, observer: LedgerObserver | None = None) -> EngineSupervisor:
+        """Start the replicas of a model. Raises the error of an opening, and leaves no process then."""
+        router = FleetRouter.from_config(config, config.fleet.router)
+        supervisor = EngineSupervisor(observer, router=router)
+        count = num_started(config.fleet)
+        local = LocalReplicas(supervisor, lambda: supervisor.spawner(shared, self._command))
+        shared = share_machine(config, max(1, count))
+        try:
+            await local.scale(count)
+        except BaseException:
+            await supervisor.close()
+            raise
+        self.models[config.model.shown_name(config.model.model)] = ModelFleet(config, supervisor, local)
+        return supervisor
+
+    def find(self, model: str | None) -> ModelFleet:
+        """Return the fleet of a model, or of the only model. Raises ConfigError."""
+        if model is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if model not in self.models:
+            given = "--model is missing" if model is None else f"--model is {model!r}"
+            raise ConfigError(f"{given}; give one of {', '.join(self.models)}")
+        return self.models[model]
+
+    # --- changes
+
+    def scale(self, count: int, model: str | None = None) -> None:
+        """Have this many replicas, in the background. Raises ConfigError."""
+        self._begin(f"scale {count}", self.find(model).local.scale(count))
+
+    def roll(self, model: str | None, to: str | None, revision: str | None) -> None:
+        """Replace the replicas one after another, in the background: by another model, revision, or the same.
+
+        Raises ConfigError.
+        """
+        fleet = self.find(model)
+        known = fleet.config.model
+        changed = replace(known, model=to or known.model, revision=revision if to or revision else known.revision)
+        config = replace(fleet.config, model=changed)
+        shared = share_machine(config, max(1, len(fleet.local.numbers)))
+        words = " ".join(filter(None, ("roll", to and f"--to {to}", revision and f"--revision {revision}")))
+        self._begin(words, fleet.local.roll(lambda: fleet.supervisor.spawner(shared, self._command)))
+
+    def drain(self, number: int, model: str | None = None) -> None:
+        """Stop a replica after its requests have ended, in the background. Raises ConfigError."""
+        fleet = self.find(model)
+        fleet.supervisor.replica(number)
+        self._begin(f"drain_replica {number}", fleet.supervisor.drain(number))
+
+    async def remove(self, number: int, model: str | None = None) -> None:
+        """Stop a replica now; its requests go on at others. Raises ConfigError."""
+        await self.find(model).supervisor.remove(number)
+
+    def _begin(self, what: str, work: Coroutine[object, object, None]) -> None:
+        if self._changing is not None and not self._changing.done():
+            work.close()
+            raise ConfigError(f"{self.change and self.change['what']} has not ended; see octavo admin replicas")
+        self.change = {"what": what, "state": "running", "error": None}
+        self._changing = asyncio.create_task(self._run(self.change, work), name="octavo-fleet-change")
+
+    async def _run(self, change: dict[str, object], work: Coroutine[object, object, None]) -> None:
+        try:
+            await work
+            change["state"] = "done"
+        except (OctavoError, OSError, TimeoutError) as error:
+            _LOG.error("%s failed: %s", change["what"], error)
+            change |= {"state": "failed", "error": str(error) or type(error).__name__}
+
+    # --- the end and the start-up report
+
+    async def close(self) -> None:
+        """End a change that runs. The supervisors are closed by their owners. Idempotent."""
+        if self._changing is not None:
+            self._changing.cancel()
+            await asyncio.gather(self._changing, return_exceptions=True)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the start-up report about this fleet."""
+        for name, fleet in self.models.items():
+            replicas = fleet.supervisor.replicas
+            of = f" of {name}" if len(self.models) > 1 else ""
+            yield f"replicas  {len(replicas)}{of}, router {fleet.config.fleet.router}"
+            for each in replicas:
+                report = each.report()
+                yield f"          {report['name']}: {report['where']}, process {report['pid']}, {report['state']}"
+
+
+def num_started(fleet: FleetConfig) -> int:
+    """Return how many replicas the front starts itself."""
+    if fleet.replicas is not None:
+        return fleet.replicas
+    return 0 if fleet.hosts is not None else 1
