@@ -374,7 +374,7 @@ def plan_memory(config: Config) -> MemoryPlan:
         from octavo.executors.memory import plan_memory as plan
 
     device = choose_device(config.execution.device)
-    return plan(files, config.execution, config.model, executor_spec(config, device.type))
+    return plan(files, config.execution, config.model, executor_spec(config, device.type), config.parallel)
 
 
 def remove_packed(folder: Path, sources: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
-from octavo.config import ExecutionConfig, ModelConfig
+from octavo.config import ExecutionConfig, ModelConfig, ParallelConfig
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE
 from octavo.core.request import SamplingParams
 from octavo.errors import ConfigError
+from octavo.executors.memory import plan_memory
 from octavo.executors.protocol import Executor, ExecutorSpec, PoolBlocks
 from octavo.executors.torch_executor import TorchExecutor
 from octavo.nn.parallel import Parallel, ShardSpec
@@ -170,6 +172,25 @@ def test_ranks_agree_on_the_least_number_of_blocks(folders: dict[str, str]) -> N
     for rank in range(2):
         _, capacity, pools = opened(folders["nine_heads"], ShardSpec.of(rank, 2), spec, least)
         assert capacity.num_blocks == least.device and pools[0].num_blocks == least.device[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor_size", "num_stages"), [("nine_heads", 2, 1), ("nine_heads", 4, 2), ("gemma3", 1, 2)]
+)
+def test_a_memory_plan_has_the_blocks_of_the_ranks(
+    name: str, tensor_size: int, num_stages: int, folders: dict[str, str]
+) -> None:
+    spec = ExecutorSpec(max_sequences=4, max_batch_tokens=64, block_size=4, pool_bytes=1 << 20)
+    sizes = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
+    files, model = resolve_model(folders[name]), ModelConfig(dtype="float32")
+    plan = plan_memory(files, ExecutionConfig(device="cpu"), model, spec, sizes)
+    shards = [ShardSpec.of(rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
+    ranks = [opened(folders[name], shard, spec)[:2] for shard in shards]
+    assert plan.num_blocks == reduce(PoolBlocks.least, (offered for offered, _ in ranks)).device
+    whole = sum(capacity.weight_bytes for _, capacity in ranks)
+    assert 0.7 * whole < plan.weight_bytes * len(ranks) < 1.5 * whole  # the plan counts an embedding that is not tied
+    per_token = [sum(group.block_bytes for group in capacity.groups) for _, capacity in ranks]
+    assert plan.kv_bytes_per_token == max(per_token) // 4
 
 
 def test_stages_describe_the_groups_of_the_whole_model(folders: dict[str, str]) -> None:

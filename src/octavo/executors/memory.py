@@ -20,13 +20,15 @@ from octavo import machine
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles
-from octavo.config import ExecutionConfig, ModelConfig
+from octavo.config import ExecutionConfig, ModelConfig, ParallelConfig
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.errors import CapacityError
 from octavo.executors.cache import effective_windows, group_layers, layer_windows
 from octavo.executors.loading import DecoderChoice, dtype_named
 from octavo.executors.protocol import ExecutorSpec, MemoryPlan, usable_len
 from octavo.models.native_weights import native_weight_bytes
+from octavo.models.shards import ModelShard
+from octavo.nn.parallel import Parallel, ShardSpec
 from octavo.nn.weights import open_weights
 from octavo.ops.attention import PoolShape
 
@@ -169,21 +171,39 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def plan_memory(files: ModelFiles, execution: ExecutionConfig, model: ModelConfig, wanted: ExecutorSpec) -> MemoryPlan:
-    """Return the memory plan. Raises ConfigError, ModelFileError; if nothing fits, the plan's `shortfall` says why."""
+def plan_memory(
+    files: ModelFiles,
+    execution: ExecutionConfig,
+    model: ModelConfig,
+    wanted: ExecutorSpec,
+    parallel: ParallelConfig | None = None,
+) -> MemoryPlan:
+    """Return the memory plan. Raises ConfigError, ModelFileError; if nothing fits, the plan's `shortfall` says why.
+
+    Of several ranks, bytes are those of the rank with the most KV heads and layers; the weights are divided evenly.
+    """
     spec = read_model_spec(files)
-    choice = DecoderChoice(files, spec, execution, model)
+    shards = _shards(spec, parallel)
+    choice = DecoderChoice(files, spec, execution, model, Parallel() if shards else None)
     max_len = min(wanted.max_model_len or spec.max_model_len, spec.max_model_len)
     kv_dtype = choice.dtype if wanted.kv_dtype == "auto" else dtype_named(wanted.kv_dtype, "kv_cache_dtype")
-    block = PoolShape(1, 0, wanted.block_size, spec.num_kv_heads, spec.head_dim, kv_dtype)
-    groups = group_layers(effective_windows(layer_windows(spec), max_len), block)
-    weight_bytes = _weight_bytes(files, spec, choice)
+    windows = effective_windows(layer_windows(spec), max_len)
+    sizes = {(len(shard.kv_heads), shard.layers) for shard in shards} or {(spec.num_kv_heads, range(spec.num_layers))}
+    of_ranks = [
+        group_layers(windows, PoolShape(1, 0, wanted.block_size, max(1, heads), spec.head_dim, kv_dtype), layers)
+        for heads, layers in sizes
+    ]
+    groups = max(of_ranks, key=lambda groups: sum(group.block_bytes for group in groups))
+    weight_bytes = _weight_bytes(files, spec, choice) // max(1, len(shards))
     is_host = choice.device.type == "cpu"
     free = machine.usable_memory()[1] if is_host else int(torch.cuda.mem_get_info(choice.device)[0])
-    sizing = PoolSizing(wanted, groups, max_len)
+    if is_host and parallel is not None:
+        free //= -(-parallel.num_ranks // parallel.nnodes)  # the ranks of a host share its memory
+    available = max(0, free - weight_bytes - wanted.host_bytes * is_host)
     shortfall, num_blocks = None, (0,) * len(groups)
     try:
-        num_blocks = sizing.device_blocks(max(0, free - weight_bytes - wanted.host_bytes * is_host), is_host)
+        offers = [PoolSizing(wanted, groups, max_len).device_blocks(available, is_host) for groups in of_ranks]
+        num_blocks = tuple(map(min, zip(*offers, strict=True)))
     except CapacityError as error:
         shortfall = str(error)
     longest = usable_len(groups, num_blocks, wanted, max_len)
@@ -195,7 +215,7 @@ def plan_memory(files: ModelFiles, execution: ExecutionConfig, model: ModelConfi
     return MemoryPlan(
         device=str(choice.device),
         dtype=str(choice.dtype).removeprefix("torch."),
-        quantization=choice.quantization if choice.is_native else "none",
+        quantization=choice.quantization if choice.is_packed else "none",
         num_threads=(execution.threads or machine.usable_cores()) if is_host else 1,
         max_model_len=max_len,
         free_bytes=free,
@@ -211,8 +231,16 @@ def plan_memory(files: ModelFiles, execution: ExecutionConfig, model: ModelConfi
     )
 
 
+def _shards(spec: ModelSpec, parallel: ParallelConfig | None) -> list[ModelShard]:
+    """Return the part of every rank; none for the ordinary decoder, which is not divided."""
+    if parallel is None or (parallel.num_ranks == 1 and not parallel.tp_invariant):
+        return []
+    sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return [ModelShard(spec, ShardSpec.of(rank, *sizes)) for rank in range(parallel.num_ranks)]
+
+
 def _weight_bytes(files: ModelFiles, spec: ModelSpec, choice: DecoderChoice) -> int:
-    if choice.is_native:
+    if choice.is_packed:
         return native_weight_bytes(files, spec, choice.quantization, choice.dtype)
     weights = open_weights(files, spec)
     return sum(prod(weights.shape(name)) for name in weights.names) * choice.dtype.itemsize
