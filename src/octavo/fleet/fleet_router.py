@@ -7,6 +7,7 @@ Invariant: a router's choices depend only on the calls of `choose`: the requests
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Sequence
 from operator import attrgetter
@@ -47,6 +48,7 @@ class FleetRouter:
         if name in ROUTERS and folder is not None:
             header = RoutingHeader(name, 0, size, time.time())
             log = RoutingLog(Path(folder).expanduser().absolute(), config.recording.record_bytes, header)
+            atexit.register(log.close)
         return cls(name, size, log=log)
 
     def choose(self, request: Request, targets: Sequence[_Target]) -> _Target:
