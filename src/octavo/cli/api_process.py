@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.artifacts.resolve import resolve_model
+from octavo.cli.server_registry import run_folder
 from octavo.config import Config
 from octavo.engine.parent import end_with_parent
 from octavo.errors import ConfigError, OctavoError
@@ -180,7 +181,7 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = ENGINE
         set_up_log(task.config.telemetry.log_format, task.config.telemetry.log_level, "api")
         end_with_parent()
         listener = socket.socket(fileno=args.listener)
-        front = FleetFront(command) if task.is_fleet else None
+        front = FleetFront(command, run_folder()) if task.is_fleet else None
         start_engine = partial(EngineSupervisor.start, command=command) if front is None else front.start
         with needing_memory("octavo serve", 0):
             return ApiProcess(task, listener, lambda report: _write(args.status, report), front).run(start_engine)

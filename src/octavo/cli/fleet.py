@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.fleet.plan import read_fleet_plan
 from octavo.observe.log import print_notice
 
-_LEFT_OUT = ("join", "offer", "hosts", "ray", "fleet_address")  # of engines on other machines
+_LEFT_OUT = ("join", "offer", "ray")  # octavo serve has the first two
 _RAY_ADDRESS = re.compile(r"local|auto|(ray://)?[^\s:]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
 
 

@@ -11,16 +11,23 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from octavo.config import Config, FleetConfig
 from octavo.errors import ConfigError, OctavoError
+from octavo.executors.protocol import Fingerprint
+from octavo.fleet.connections import read_hosts
 from octavo.fleet.fleet_router import FleetRouter
+from octavo.fleet.remote_engines import FrontModel, RemoteEngines
 from octavo.fleet.replicas import LocalReplicas, share_machine
+from octavo.fleet.security import HostPort, LinkSecurity, parse_address
 from octavo.frontend.engine_process import COMMAND
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.open_request import LedgerObserver
+from octavo.observe.log import print_notice
 
 _LOG = logging.getLogger(__name__)
+WAIT_S = 0.05  # between checks whether the first engine has joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +42,69 @@ class ModelFleet:
 class FleetFront:
     """All replicas of this front, by the name of their model. For one event loop."""
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = COMMAND, folder: Path | None = None) -> None:
+        """`folder` is this user's folder of servers, which has the tokens of connections on this machine."""
         self.models: dict[str, ModelFleet] = {}
         self.change: dict[str, object] | None = None  # the last change: what, whether it ended, its error
         self._command = tuple(command)
         self._changing: asyncio.Task[None] | None = None
+        self._folder = folder or Path()
+        self._remote: RemoteEngines | None = None  # engines on other machines
+        self._joins_at: HostPort | None = None
 
     async def start(self, config: Config, observer: LedgerObserver | None = None) -> EngineSupervisor:
         """Start the replicas of a model. Raises the error of an opening, and leaves no process then."""
         router = FleetRouter.from_config(config, config.fleet.router)
-        supervisor = EngineSupervisor(observer, router=router)
+        supervisor = EngineSupervisor(observer, router=router, awaits_replicas=takes_remote(config.fleet))
         count = num_started(config.fleet)
         local = LocalReplicas(supervisor, lambda: supervisor.spawner(shared, self._command))
         shared = share_machine(config, max(1, count))
+        name = config.model.shown_name(config.model.model)
+        self.models[name] = ModelFleet(config, supervisor, local)
         try:
+            await self._open_remote(config)
             await local.scale(count)
+            if count == 0:
+                await self._wait_for_engine(name, supervisor)
         except BaseException:
+            del self.models[name]
             await supervisor.close()
+            if self._remote is not None and not self.models:
+                await self._remote.close()
             raise
-        self.models[config.model.shown_name(config.model.model)] = ModelFleet(config, supervisor, local)
         return supervisor
+
+    # --- engines on other machines
+
+    async def _open_remote(self, config: Config) -> None:
+        """Wait for engines that join and dial those that are listed, unless this front does already."""
+        fleet = config.fleet
+        if not takes_remote(fleet) or self._remote is not None:
+            return
+        hosts = [] if fleet.hosts is None else read_hosts(Path(fleet.hosts))
+        security = LinkSecurity.of(config.link, self._folder)
+        self._remote = RemoteEngines(self._find_served, security)
+        if fleet.fleet_address is not None:
+            address = parse_address(fleet.fleet_address, "--fleet-address")
+            self._joins_at = await self._remote.listen(address)
+        for host in hosts:
+            self._remote.dial(host)
+
+    def _find_served(self, model: str) -> FrontModel | None:
+        """Return the model of this name; the only model serves engines of any name, whose fingerprint decides."""
+        fleet = next(iter(self.models.values())) if len(self.models) == 1 else self.models.get(model)
+        if fleet is None:
+            return None
+        supervisor = fleet.supervisor
+        return FrontModel(supervisor, lambda: _fingerprint(supervisor))
+
+    async def _wait_for_engine(self, name: str, supervisor: EngineSupervisor) -> None:
+        where = f" at {self._joins_at}" if self._joins_at is not None else ""
+        print_notice(f"waiting for the first engine of {name} to join{where}")
+        while not _has_engine(supervisor):
+            await asyncio.sleep(WAIT_S)
+
+    # --- models
 
     def find(self, model: str | None) -> ModelFleet:
         """Return the fleet of a model, or of the only model. Raises ConfigError."""
@@ -112,13 +162,17 @@ class FleetFront:
     # --- the end and the start-up report
 
     async def close(self) -> None:
-        """End a change that runs. The supervisors are closed by their owners. Idempotent."""
+        """End a change that runs, and the connections. The supervisors are closed by their owners. Idempotent."""
         if self._changing is not None:
             self._changing.cancel()
             await asyncio.gather(self._changing, return_exceptions=True)
+        if self._remote is not None:
+            await self._remote.close()
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the start-up report about this fleet."""
+        if self._joins_at is not None:
+            yield f"joining   octavo serve MODEL --join {self._joins_at}"
         for name, fleet in self.models.items():
             replicas = fleet.supervisor.replicas
             of = f" of {name}" if len(self.models) > 1 else ""
@@ -126,6 +180,20 @@ class FleetFront:
             for each in replicas:
                 report = each.report()
                 yield f"          {report['name']}: {report['where']}, process {report['pid']}, {report['state']}"
+
+
+def takes_remote(fleet: FleetConfig) -> bool:
+    """Return True if engines on other machines may serve this front."""
+    return fleet.hosts is not None or fleet.fleet_address is not None
+
+
+def _has_engine(supervisor: EngineSupervisor) -> bool:
+    return hasattr(supervisor, "capacity")  # it is set by the first engine
+
+
+def _fingerprint(supervisor: EngineSupervisor) -> Fingerprint:
+    """Return the fingerprint that an engine must have: that of the first one."""
+    return supervisor.capacity.fingerprint if _has_engine(supervisor) else Fingerprint()
 
 
 def num_started(fleet: FleetConfig) -> int:

@@ -51,7 +51,10 @@ _LOG = logging.getLogger(__name__)
 class EngineHost(Protocol):
     """What runs engines of one model: an EngineSupervisor."""
 
-    epochs: Iterator[int]
+    @property
+    def epochs(self) -> Iterator[int]:
+        """The numbers of the next engines."""
+        ...
 
     def receive(self, epoch: int, events: Events) -> None:
         """Handle events of an engine."""
