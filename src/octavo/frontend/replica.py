@@ -64,8 +64,5 @@ class EngineReplica:
             "restarts": self.num_restarts,
             "stalls": self.num_stalls,
             "failure": self.failure or None,
-            "ranks": [
-                {"rank": one.rank, "where": one.where, "pid": one.pid, "device": one.device, "state": self.state.value}
-                for one in (() if engine is None else engine.capacity.ranks)
-            ],
+            "ranks": [asdict(one) | {"state": self.state.value} for one in (engine.capacity.ranks if engine else ())],
         }

@@ -63,7 +63,7 @@ def check(streams: Sequence[Stream]) -> None:
 
 async def ranks_of(supervisor: EngineSupervisor) -> list[dict[str, Any]]:
     found: Any = (await supervisor.statistics())["ranks"]
-    return list(found)
+    return list(found.values())
 
 
 def is_running(pid: int) -> bool:

@@ -94,7 +94,7 @@ async def test_streams_go_on_over_a_killed_rank(tiny: Path) -> None:
         streams = [asyncio.create_task(follow(supervisor, renamed(number))) for number in range(40)]
         await until(lambda: any(state.has_progress for state in supervisor.requests))
         rows: Any = (await supervisor.statistics())["ranks"]
-        os.kill(rows[1]["pid"], signal.SIGKILL)
+        os.kill(rows["1"]["pid"], signal.SIGKILL)
         found = [await stream for stream in streams]
         assert [(stream.ids, stream.reason) for stream in found] == expected
         assert supervisor.num_restarts == 1

@@ -65,7 +65,6 @@ class RankedExecutor:
         self._device = ""
         self._last_step = -1
         self._step_s = 0.0
-        self._num_plans = 0
 
     def open(self, spec: ExecutorSpec) -> Capacity:
         """Open all ranks; the pool has the blocks that every rank can hold. Raises the first rank's error."""
@@ -103,7 +102,6 @@ class RankedExecutor:
             self._send(peer, Kind.PLAN, body if self._samples(peer) else staged)
         # as the ranks compute it: decoding makes floats of whole numbers, such as temperature=0, in new sequences
         ticket.digest = (frames.decode_plan(body)[0] if plan.new_sequences else plan).digest()
-        self._num_plans += 1
         self._last_step = plan.step
         self._in_flight.append(ticket)
         if not self._is_staged:
@@ -147,15 +145,15 @@ class RankedExecutor:
             own.executor.close()
             own.leave()
 
-    def report(self) -> list[dict[str, object]]:
-        """Return the state of each rank, for the engine's statistics."""
-        names = ("rank", "where", "pid", "device", "state", "step", "step_ms", "bytes")
+    def report(self) -> dict[str, dict[str, object]]:
+        """Return the state of each rank by its number, for the engine's statistics."""
+        names = ("rank", "where", "pid", "device", "state", "step", "step_s", "bytes")
         state = "running" if self.group.failure is None else "lost"
         rows = [(0, "localhost", os.getpid(), self._device, state, self._last_step, self._step_s, 0)]
         for peer in self.group.peers:
             num_bytes = peer.plans.num_bytes + peer.pings.num_bytes
             rows.append((peer.rank, peer.host, peer.pid, peer.device, state, peer.step, peer.step_s, num_bytes))
-        return [dict(zip(names, (*row[:6], round(row[6] * 1e3, 3), row[7]), strict=True)) for row in rows]
+        return {str(row[0]): dict(zip(names, row, strict=True)) for row in rows}
 
     # --- one step
 
