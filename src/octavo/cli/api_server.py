@@ -227,6 +227,10 @@ def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startu
         f"{tokens / capacity.max_model_len:.1f} requests of full length ({capacity.max_model_len:,}), "
         f"{capacity.num_slots} running at most"
     )
+    if capacity.ranks:
+        hosts = ", ".join(dict.fromkeys(rank.where for rank in capacity.ranks))
+        sizes = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+        yield f"ranks     {len(capacity.ranks)} ({sizes[0]} tensor x {sizes[1]} pipeline) on {hosts}"
     if capacity.host_blocks:
         host_tokens = capacity.host_blocks[0] * capacity.block_size
         host_bytes = _bytes_of(capacity, capacity.host_blocks)

@@ -87,7 +87,9 @@ async def test_ids_are_those_of_one_process(script: Path, ranks: int) -> None:
         rows = await ranks_of(supervisor)
         assert [row["rank"] for row in rows] == list(range(ranks))
         assert {row["state"] for row in rows} == {"running"} and len({row["pid"] for row in rows}) == ranks
-        assert any(f"ranks {ranks} ({ranks} tensor x 1 pipeline)" in note for note in supervisor.capacity.notes)
+        assert [place.pid for place in supervisor.capacity.ranks] == [row["pid"] for row in rows]
+        listed = supervisor.replicas[0].report()["ranks"]
+        assert isinstance(listed, list) and [row["pid"] for row in listed] == [row["pid"] for row in rows]
     await until(lambda: not any(is_running(row["pid"]) for row in rows))
 
 

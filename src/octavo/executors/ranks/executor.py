@@ -88,8 +88,7 @@ class RankedExecutor:
             weight_bytes += other.weight_bytes
         ranks = [RankPlace(0, "localhost", os.getpid(), capacity.device)]
         ranks += [RankPlace(peer.rank, peer.host, peer.pid, peer.device) for peer in self.group.peers]
-        notes = *capacity.notes, self._note()
-        return replace(capacity, weight_bytes=weight_bytes, notes=notes, ranks=tuple(ranks))
+        return replace(capacity, weight_bytes=weight_bytes, ranks=tuple(ranks))
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Send the plan to all ranks, and run rank 0's share unless there are several stages."""
@@ -277,12 +276,3 @@ class RankedExecutor:
             if kind is Kind.REFUSED:
                 return frames.unpack(RankRefusal, body).error(peer.name)
         return EngineDeadError(self.group.failure or f"the ranks cannot be opened together: {error}")
-
-    def _note(self) -> str:
-        sizes = self._parallel
-        hosts = len({peer.host for peer in self.group.peers} | {"localhost"})
-        where = f", {hosts} hosts" if hosts > 1 else ""
-        return (
-            f"ranks {sizes.num_ranks} ({sizes.tensor_parallel_size} tensor x {sizes.pipeline_parallel_size} "
-            f"pipeline{where})"
-        )
