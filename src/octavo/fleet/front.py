@@ -107,12 +107,14 @@ class FleetFront:
     # --- models
 
     def find(self, model: str | None) -> ModelFleet:
-        """Return the fleet of a model, or of the only model. Raises ConfigError."""
+        """Return the fleet of a model, or of the only model. Raises ConfigError, also for one that is unloaded."""
         if model is None and len(self.models) == 1:
-            return next(iter(self.models.values()))
+            model = next(iter(self.models))
         if model not in self.models:
             given = "--model is missing" if model is None else f"--model is {model!r}"
             raise ConfigError(f"{given}; give one of {', '.join(self.models)}")
+        if self.models[model].supervisor.is_closed:
+            raise ConfigError(f"model {model} is not loaded; a request for it loads it")
         return self.models[model]
 
     # --- changes

@@ -70,7 +70,7 @@ class EngineSupervisor:
         self._gaps: deque[float] = deque(maxlen=MAX_GAPS)
         self._orders: set[Verb] = set()  # pause, drain
         self._num_malformed = self._num_stale = 0  # frames of engines that ended
-        self._is_closing = False
+        self.is_closed = False
 
     @classmethod
     async def start(
@@ -221,9 +221,9 @@ class EngineSupervisor:
 
     async def close(self) -> None:
         """End all engines and their requests, then all requests that are still open. Idempotent."""
-        if self._is_closing:
+        if self.is_closed:
             return
-        self._is_closing = True
+        self.is_closed = True
         tasks = [replica.running for replica in self._replicas.values()]
         tasks.append(self._ticking)
         await _cancel(*tasks)
@@ -454,7 +454,7 @@ class EngineSupervisor:
         return self._replicas[number]
 
     def _check_usable(self) -> None:
-        if self._is_closing:
+        if self.is_closed:
             raise EngineDeadError("the engine was stopped")
         if self.failure:
             raise EngineDeadError(self.failure)
