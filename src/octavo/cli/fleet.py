@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.fleet.plan import read_fleet_plan
 from octavo.observe.log import print_notice
 
-_LEFT_OUT = ("join", "offer", "ray")  # octavo serve has the first two
+_LEFT_OUT = ("join", "offer")  # octavo serve has them
 _RAY_ADDRESS = re.compile(r"local|auto|(ray://)?[^\s:]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
 
 
@@ -66,5 +66,7 @@ def _check(config: Config) -> None:
         raise ConfigError("--in-process is for one engine; leave it out, or use octavo serve")
     if fleet.ray is not None and not _RAY_ADDRESS.fullmatch(fleet.ray):
         raise ConfigError(f"--ray is {fleet.ray!r}; give HOST:PORT, or nothing for a local Ray (and MODEL before it)")
+    if fleet.ray is not None and config.models.keep_alive_s >= 0:
+        raise ConfigError("--keep-alive unloads models, and --ray keeps its replicas placed; give one of them")
     if fleet.replicas == 0 and fleet.hosts is None and fleet.fleet_address is None:
         raise ConfigError("--replicas is 0 and no engine can join; give --replicas 1 or more")

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from octavo.config import Config, FleetConfig
 from octavo.errors import ConfigError, OctavoError
 from octavo.executors.protocol import Fingerprint
 from octavo.fleet.connections import read_hosts
 from octavo.fleet.fleet_router import FleetRouter
+from octavo.fleet.providers.ray import LOCAL, RayProvider
+from octavo.fleet.providers.ray_agent import ReplicaSpec
+from octavo.fleet.providers.ray_replicas import RayReplicas, fleet_name, replica_spec
 from octavo.fleet.remote_engines import FrontModel, RemoteEngines
 from octavo.fleet.replicas import LocalReplicas, share_machine
 from octavo.fleet.security import HostPort, LinkSecurity, parse_address
@@ -36,7 +42,7 @@ class ModelFleet:
 
     config: Config
     supervisor: EngineSupervisor
-    local: LocalReplicas
+    local: LocalReplicas | RayReplicas
 
 
 class FleetFront:
@@ -50,6 +56,8 @@ class FleetFront:
         self._changing: asyncio.Task[None] | None = None
         self._folder = folder or Path()
         self._remote: RemoteEngines | None = None  # engines on other machines
+        self._ray: RayProvider | None = None
+        self._token = ""  # that engines which Ray places need
         self._joins_at: HostPort | None = None
 
     async def start(self, config: Config, observer: LedgerObserver | None = None) -> EngineSupervisor:
@@ -57,22 +65,36 @@ class FleetFront:
         router = FleetRouter.from_config(config, config.fleet.router)
         supervisor = EngineSupervisor(observer, router=router, awaits_replicas=takes_remote(config.fleet))
         count = num_started(config.fleet)
-        local = LocalReplicas(supervisor, lambda: supervisor.spawner(shared, self._command))
-        shared = share_machine(config, max(1, count))
         name = config.model.shown_name(config.model.model)
-        self.models[name] = ModelFleet(config, supervisor, local)
         try:
             await self._open_remote(config)
+            local = self._replicas(config, supervisor, max(1, count))
+            self.models[name] = ModelFleet(config, supervisor, local)
             await local.scale(count)
             if count == 0:
                 await self._wait_for_engine(name, supervisor)
         except BaseException:
-            del self.models[name]
+            self.models.pop(name, None)
             await supervisor.close()
-            if self._remote is not None and not self.models:
-                await self._remote.close()
+            if not self.models:
+                await self.close()
             raise
         return supervisor
+
+    def _replicas(self, config: Config, supervisor: EngineSupervisor, count: int) -> LocalReplicas | RayReplicas:
+        """Return what starts the replicas of a model: Ray, or this machine."""
+        if self._ray is not None:
+            return RayReplicas(supervisor, self._ray, self._ray_spec(config, count))
+        shared = share_machine(config, count)
+        return LocalReplicas(supervisor, lambda: supervisor.spawner(shared, self._command))
+
+    def _ray_spec(self, config: Config, count: int) -> ReplicaSpec:
+        """Return what Ray is to run: an engine with these settings, which joins this front."""
+        assert self._ray is not None and self._joins_at is not None
+        if config.fleet.ray != LOCAL:
+            return replica_spec(config, str(self._joins_at), self._token)
+        spec = replica_spec(share_machine(config, count), str(self._joins_at), self._token)
+        return msgspec.structs.replace(spec, num_cpus=0.0)  # they share this machine's cores, as without Ray
 
     # --- engines on other machines
 
@@ -83,9 +105,15 @@ class FleetFront:
             return
         hosts = [] if fleet.hosts is None else read_hosts(Path(fleet.hosts))
         security = LinkSecurity.of(config.link, self._folder)
+        address = None if fleet.fleet_address is None else parse_address(fleet.fleet_address, "--fleet-address")
+        if fleet.ray is not None:
+            self._ray = await RayProvider.connect(fleet_name(config), fleet.ray, print_notice)
+            if security.token is None and fleet.ray != LOCAL:  # Ray's actors hand it to the engines
+                security = replace(security, token=secrets.token_hex(32).encode())
+            self._token = (security.token or b"").decode()
+            address = address or HostPort(self._ray.host, 0)
         self._remote = RemoteEngines(self._find_served, security)
-        if fleet.fleet_address is not None:
-            address = parse_address(fleet.fleet_address, "--fleet-address")
+        if address is not None:
             self._joins_at = await self._remote.listen(address)
         for host in hosts:
             self._remote.dial(host)
@@ -134,7 +162,10 @@ class FleetFront:
         config = replace(fleet.config, model=changed)
         shared = share_machine(config, max(1, len(fleet.local.numbers)))
         words = " ".join(filter(None, ("roll", to and f"--to {to}", revision and f"--revision {revision}")))
-        self._begin(words, fleet.local.roll(lambda: fleet.supervisor.spawner(shared, self._command)))
+        if isinstance(fleet.local, RayReplicas):
+            self._begin(words, fleet.local.roll(self._ray_spec(config, max(1, len(fleet.local.numbers)))))
+        else:
+            self._begin(words, fleet.local.roll(lambda: fleet.supervisor.spawner(shared, self._command)))
 
     def drain(self, number: int, model: str | None = None) -> None:
         """Stop a replica after its requests have ended, in the background. Raises ConfigError."""
@@ -168,6 +199,8 @@ class FleetFront:
         if self._changing is not None:
             self._changing.cancel()
             await asyncio.gather(self._changing, return_exceptions=True)
+        if self._ray is not None:
+            await self._ray.close()
         if self._remote is not None:
             await self._remote.close()
 
@@ -186,7 +219,7 @@ class FleetFront:
 
 def takes_remote(fleet: FleetConfig) -> bool:
     """Return True if engines on other machines may serve this front."""
-    return fleet.hosts is not None or fleet.fleet_address is not None
+    return fleet.hosts is not None or fleet.fleet_address is not None or fleet.ray is not None
 
 
 def _has_engine(supervisor: EngineSupervisor) -> bool:

@@ -93,6 +93,7 @@ async def test_replicas_of_a_local_ray_serve_and_lose_nothing_when_an_actor_is_k
             await replicas.roll(replicas.spec)
             assert {stream.reason for stream in await work} == {FinishReason.LENGTH}
             assert [replica.name for replica in supervisor.replicas] != [before] and replicas.numbers == [1]
-            assert await replicas.unload() and not supervisor.replicas
+            await replicas.scale(0)
+            assert not supervisor.replicas
     finally:
         await provider.close()

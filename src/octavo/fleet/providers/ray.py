@@ -104,6 +104,7 @@ class RayProvider:
         self._connect = Connect(0, fleet, address, wait_s=wait_s)
         self._folder = ""  # of a local Ray
         self._notice = notice
+        self._is_closed = False
         self._wanted: dict[int, ReplicaSpec] = {}
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Placement | None]] = {}
@@ -121,6 +122,10 @@ class RayProvider:
         await provider._open()
         provider._keeping = asyncio.create_task(provider._keep(), name="octavo-ray")
         return provider
+
+    def free_number(self) -> int:
+        """Return the lowest number that no replica has."""
+        return next(number for number in itertools.count() if number not in self._wanted)
 
     async def start(self, replica: int, spec: ReplicaSpec) -> Placement:
         """Place a replica and start its agent. Waits while the cluster has no room.
@@ -149,6 +154,9 @@ class RayProvider:
 
         A local Ray always ends, with its replicas.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._keeping.cancel()
         await asyncio.gather(self._keeping, *self._tasks, return_exceptions=True)
         if remove and self._process.returncode is None:

@@ -9,6 +9,8 @@ Invariant: an agent is stopped only after its replica was drained, or is lost.
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 
 from octavo.config import ENGINE_SECTIONS, SETTINGS, Config
 from octavo.errors import ConfigError, EngineDeadError
@@ -19,6 +21,11 @@ from octavo.frontend.engine_supervisor import EngineSupervisor
 JOIN_LIMIT_S = 600.0  # how long a replica may take from its placement to its first offer: it loads a model
 LOOK_S = 0.2
 _PASSED = ("fleet_tls_cert", "fleet_tls_key", "fleet_tls_ca", "log_level", "log_format")
+
+
+def fleet_name(config: Config) -> str:
+    """Return a name for the fleet's actors: the same after a restart of its front, another one for another front."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", f"{socket.gethostname()}-{config.serving.port}")
 
 
 def replica_spec(config: Config, front: str, token: str = "") -> ReplicaSpec:
@@ -48,7 +55,7 @@ class RayReplicas:
         self.provider = provider
         self.spec = spec
         self.numbers: list[int] = []  # Ray's, not the supervisor's: a replica that is started again gets another there
-        self._changes = asyncio.Lock()  # held while replicas are scaled, rolled or unloaded
+        self._changes = asyncio.Lock()  # held while replicas are scaled or rolled
 
     async def scale(self, count: int, limit_s: float | None = None) -> None:
         """Have `count` replicas: add some, or drain the newest ones, whose requests are moved after `limit_s`.
@@ -56,7 +63,11 @@ class RayReplicas:
         Raises EngineDeadError naming what is missing; the replicas that could be started stay.
         """
         async with self._changes:
-            await self._scale(count, limit_s)
+            missing = count - len(self.numbers)
+            added = await asyncio.gather(*(self._add() for _ in range(missing)), return_exceptions=True)
+            if failed := next((error for error in added if isinstance(error, BaseException)), None):
+                raise failed
+            await asyncio.gather(*(self._drain(number, limit_s) for number in reversed(self.numbers[count:])))
 
     async def roll(self, spec: ReplicaSpec, *, limit_s: float | None = None, is_one_more: bool = True) -> None:
         """Replace the replicas one after another by those of another spec; no request is lost.
@@ -77,29 +88,8 @@ class RayReplicas:
                     self.spec = before
                     raise
 
-    async def ensure_started(self) -> None:
-        """If there is no replica, start one. Raises EngineDeadError."""
-        async with self._changes:
-            if not self.numbers:
-                await self._scale(1, None)
-
-    async def unload(self) -> bool:
-        """Stop all replicas; `ensure_started` starts one again. Return False if a request is open."""
-        async with self._changes:
-            if len(self.supervisor.requests):
-                return False
-            await self._scale(0, None)
-            return True
-
-    async def _scale(self, count: int, limit_s: float | None) -> None:
-        added = await asyncio.gather(*(self._add() for _ in range(count - len(self.numbers))), return_exceptions=True)
-        for error in added:
-            if isinstance(error, BaseException):
-                raise error
-        await asyncio.gather(*(self._drain(number, limit_s) for number in reversed(self.numbers[count:])))
-
     async def _add(self) -> None:
-        number = next(each for each in range(len(self.numbers) + 1) if each not in self.numbers)
+        number = self.provider.free_number()
         self.numbers.append(number)
         try:
             await self.provider.start(number, self.spec)
