@@ -215,7 +215,7 @@ def test_chaos_kills_a_random_replica(fleet: Fleet, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--replicas", "0"], "--replicas is 0 and no engine can join; give --replicas 1 or more"),
+        (["--replicas", "0"], "--replicas is 0 and no engine can join; give --hosts FILE or --fleet-address HOST:PORT"),
         (["--replicas", "-1"], "--replicas is '-1'; give a whole number from 0 to 1024"),
         (["--router", "nearest"], "unknown --router 'nearest'; give one of prefix_affinity, "),
         (["--in-process"], "--in-process is for one engine; leave it out, or use octavo serve"),

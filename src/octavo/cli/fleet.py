@@ -69,4 +69,4 @@ def _check(config: Config) -> None:
     if fleet.ray is not None and config.models.keep_alive_s >= 0:
         raise ConfigError("--keep-alive unloads models, and --ray keeps its replicas placed; give one of them")
     if fleet.replicas == 0 and fleet.hosts is None and fleet.fleet_address is None:
-        raise ConfigError("--replicas is 0 and no engine can join; give --replicas 1 or more")
+        raise ConfigError("--replicas is 0 and no engine can join; give --hosts FILE or --fleet-address HOST:PORT")

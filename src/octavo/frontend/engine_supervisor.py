@@ -115,7 +115,8 @@ class EngineSupervisor:
 
     def trouble(self) -> str | None:
         """Return why no engine makes progress now, None if one is idle or its steps are in time."""
-        found = "the engine failed" if self.failure else "the engine is being restarted"
+        away = "the engine is being restarted" if self._replicas else "no replica has joined yet"
+        found = "the engine failed" if self.failure else away
         if self.state is EngineState.STOPPED:
             return None  # no model is loaded, and the next request loads it
         for replica in self._ready():
