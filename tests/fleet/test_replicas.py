@@ -10,10 +10,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engine.fakes import expected, make_request
+from tests.frontend.test_engine_process import is_alive
 from tests.reliability.deaths import FAKE, Load, Stream, config, follow, until
 
 from octavo.core.request import FinishReason
@@ -300,3 +302,21 @@ async def test_a_request_that_another_version_continues_is_marked() -> None:
         shown: Any = await supervisor.control("explain", "a")
         assert shown["is_exact"] is False and "generated its first tokens" in shown["text"]
         check([await following], [])
+
+
+async def test_a_fleet_that_is_closed_while_a_replica_opens_leaves_no_process() -> None:
+    async with fleet(1) as local:
+        supervisor = local.supervisor
+        scaling = asyncio.create_task(local.scale(2))
+        await until(lambda: len(supervisor.replicas) == 2)
+        await asyncio.sleep(0.05)
+        pids = children()
+        await supervisor.close()
+        with pytest.raises(EngineDeadError, match="was stopped"):
+            await scaling
+        await until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def children() -> list[int]:
+    """The processes that this one started."""
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]

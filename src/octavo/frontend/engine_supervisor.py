@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from octavo.config import Config
 from octavo.core.plan import Events
@@ -174,12 +174,13 @@ class EngineSupervisor:
         number = self._next_number
         self._next_number += 1
         replica = self._replicas[number] = EngineReplica(number, name or f"replica-{number}", source)
+        replica.opening = asyncio.ensure_future(source.next())
         try:
-            engine = await source.next()
-            await self._begin(replica, engine)
+            await self._begin(replica, await replica.opening)
         except BaseException:
-            del self._replicas[number]
+            self._replicas.pop(number, None)
             await source.close()
+            self._check_usable()  # close() and remove() cancel the opening
             raise
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick(), name="octavo-supervisor")
@@ -225,11 +226,10 @@ class EngineSupervisor:
         if self.is_closed:
             return
         self.is_closed = True
-        tasks = [replica.running for replica in self._replicas.values()]
-        tasks.append(self._ticking)
-        await _cancel(*tasks)
-        await asyncio.gather(*(replica.source.close() for replica in self._replicas.values()))
-        engines = [replica.engine for replica in self._replicas.values() if replica.engine is not None]
+        replicas = tuple(self._replicas.values())
+        await _cancel(self._ticking, *(task for each in replicas for task in (each.opening, each.running)))
+        await asyncio.gather(*(replica.source.close() for replica in replicas))
+        engines = [replica.engine for replica in replicas if replica.engine is not None]
         await asyncio.gather(*(engine.close() for engine in engines))
         self.requests.end_all(FinishReason.CANCELLED, EngineDeadError("the engine was stopped"))
 
@@ -366,7 +366,7 @@ class EngineSupervisor:
     async def _stop(self, replica: EngineReplica) -> None:
         """Stop a replica whose requests have ended or were moved, and forget it."""
         replica.state = EngineState.STOPPED
-        await _cancel(replica.running)
+        await _cancel(replica.opening, replica.running)
         if replica.bound is not None:
             self.requests.lose_engine((), replica.bound.epoch)
             replica.bound = None
@@ -508,7 +508,7 @@ class EngineSupervisor:
         return answer | {key: f"{answer[key]}{notes}" for key in ("text", "public_text")}
 
 
-async def _cancel(*tasks: asyncio.Task[None] | None) -> None:
+async def _cancel(*tasks: asyncio.Future[Any] | None) -> None:
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()

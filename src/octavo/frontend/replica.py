@@ -45,6 +45,7 @@ class EngineReplica:
     killed: str = ""
     failure: str = ""
     orders: set[Verb] = field(default_factory=set)
+    opening: asyncio.Future[RunningEngine] | None = None
     running: asyncio.Task[None] | None = None
 
     def report(self) -> dict[str, object]:
