@@ -308,10 +308,6 @@ class BoundEngine:
     since the engine began or was emptied. `leaving` has the requests moved to other engines that it has not yet ended.
     """
 
-    __slots__ = (
-        "epoch", "fingerprint", "is_fresh", "is_open", "leaving", "link", "load", "number", "requests", "suspect"
-    )  # fmt: skip
-
     def __init__(self, link: EngineLink, number: int = 0, fingerprint: Fingerprint = _UNKNOWN) -> None:
         self.link = link
         self.epoch = link.epoch

@@ -50,6 +50,7 @@ ALONE_AFTER = 2  # engines that died with a request in their batch, without a to
 MAX_CRASHES = 3  # engines that died with a request in their batch, without a token for it, before it is failed
 SUSPECT_WAIT_S = 3.0  # how long a suspect waits for an engine that begins, before another engine is emptied for it
 MAX_UNREAD = 1024  # ended requests that were not read to the end; beyond this the oldest is dropped
+_States = dict[str, OpenRequest]  # by the request's id
 
 
 class OpenRequests:
@@ -208,7 +209,7 @@ class OpenRequests:
             self.rejections.stale_epochs += 1
             return
         bound = engine.requests
-        touched: dict[str, OpenRequest] = {}
+        touched: _States = {}
         scores = events.scores
         if scores:
             scores = tuple(score for score in scores if score[0] in bound and bound[score[0]].add_scores(*score[1:]))
@@ -477,9 +478,7 @@ class OpenRequests:
         if self._observer is not None and not events.is_empty:
             self._observer.appended(events)
 
-    def _append_tokens(
-        self, bound: dict[str, OpenRequest], events: Events, touched: dict[str, OpenRequest]
-    ) -> list[int]:
+    def _append_tokens(self, bound: _States, events: Events, touched: _States) -> list[int]:
         """Append tokens of bound requests; return the indexes of rejected ones."""
         logprobs, now = events.logprobs, self._now()
         rejected: list[int] = []
@@ -511,9 +510,7 @@ class OpenRequests:
         else:
             self.rejections.unknown += 1
 
-    def _take_decisions(
-        self, engine: BoundEngine, decisions: Iterable[Event], touched: dict[str, OpenRequest]
-    ) -> tuple[Event, ...]:
+    def _take_decisions(self, engine: BoundEngine, decisions: Iterable[Event], touched: _States) -> tuple[Event, ...]:
         """Apply decisions about an engine's requests in order; return those that were accepted."""
         kept, bound = [], engine.requests
         for event in decisions:
