@@ -79,8 +79,8 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 4_870,
-    ("engine", "frontend"): 5_000,
-    ("fleet",): 2_800,
+    ("engine", "frontend"): 5_150,
+    ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 3_860,
     ("executors",): 2_600,
     ("artifacts",): 1_380,
@@ -91,9 +91,9 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("server",): 11_100,
     ("cli",): 5_600,
     ("bench",): 2_900,
-    ("config",): 1_120,
+    ("config",): 1_190,
 }
-ALL_CODE_LINES, ALL_FILES = 54_500, 350  # of src
+ALL_CODE_LINES, ALL_FILES = 54_500, 362  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

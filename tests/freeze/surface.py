@@ -38,6 +38,7 @@ DECIDED: dict[str, str] = {
     ".octavo.TextDelta.message": _TYPED,
     ".octavo.TextDelta.error": _TYPED,
     ".commands.admin.verb[2]": "verbs of fleets",
+    ".settings.journal_sync.choices": "standby is added",
     ".octavo.Config.init": "sections, which are given by name, are added",
     ".octavo.Config.fields": "sections, which are given by name, are added",
     ".octavo.Request.init": "session is added as the last field",

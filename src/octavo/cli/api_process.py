@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,6 +33,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.fleet.front import FleetFront
 from octavo.fleet.model_configs import ServedModelConfig
 from octavo.fleet.served_models import ServedModels
+from octavo.fleet.standby import FrontTerm
 from octavo.frontend.engine_process import COMMAND as ENGINE_COMMAND
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import Journal, open_journal
@@ -110,7 +112,10 @@ class ApiProcess:
         this_task = asyncio.current_task()
         assert this_task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)  # until this process serves
+        await self._take_term()
         journal = await asyncio.to_thread(open_journal, config, has_several=len(self.task.models) > 1)
+        if self.front is not None and journal is not None:
+            await self.front.feed_standbys(journal, config)
         starting = asyncio.ensure_future(self._start(start_engine, journal))
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))
         try:
@@ -118,6 +123,8 @@ class ApiProcess:
             server, loaded = await loading
             engine = await starting
         except BaseException:
+            if self.front is not None:
+                await self.front.close()
             await _undo(starting, loading)
             raise
         try:
@@ -127,6 +134,18 @@ class ApiProcess:
                 await self.front.close()
             await engine.close()
         return status
+
+    async def _take_term(self) -> None:
+        """Set the front's term. A standby first follows another front until that is gone. Raises ConfigError."""
+        config = self.task.config
+        if self.front is None or config.retry.journal is None:
+            return
+        own = FrontTerm.read(Path(config.retry.journal))
+        took_over = own.is_front and self.task.run_number > 1  # and its api process was started anew
+        if config.fleet.standby_of is None or took_over:
+            self.front.term = own.term
+        else:
+            self.front.term = await importlib.import_module("octavo.cli.standby").follow_front(self)
 
     async def _start(self, start_engine: StartEngine, journal: Journal | None) -> Engine:
         """Start the engine; of models that are loaded on demand, the default one's."""

@@ -17,6 +17,7 @@ from octavo.config import Config
 from octavo.config.sources import Resolved
 from octavo.errors import ConfigError
 from octavo.fleet.plan import read_fleet_plan
+from octavo.fleet.security import parse_address
 from octavo.observe.log import print_notice
 
 _LEFT_OUT = ("join", "offer")  # octavo serve has them
@@ -64,6 +65,13 @@ def _check(config: Config) -> None:
     fleet = config.fleet
     if config.serving.in_process:
         raise ConfigError("--in-process is for one engine; leave it out, or use octavo serve")
+    for flag, value in (("--standby-of", fleet.standby_of), ("--journal-address", fleet.journal_address)):
+        if value is not None and config.retry.journal is None:
+            raise ConfigError(f"{flag} needs --journal DIR, the folder of this front's journal")
+        if value is not None:
+            parse_address(value, flag)
+    if config.retry.journal_sync == "standby" and fleet.journal_address is None:
+        raise ConfigError("--journal-sync standby needs --journal-address HOST:PORT, where the standby connects")
     if fleet.ray is not None and not _RAY_ADDRESS.fullmatch(fleet.ray):
         raise ConfigError(f"--ray is {fleet.ray!r}; give HOST:PORT, or nothing for a local Ray (and MODEL before it)")
     if fleet.ray is not None and config.models.keep_alive_s >= 0:

@@ -101,6 +101,25 @@ class FleetConfig:
         "--fleet-address",
         brief="HOST:PORT where engines may join",
     )
+    journal_address: str | None = option(
+        None,
+        "HOST:PORT where a standby front may follow this front's --journal (octavo fleet --standby-of)",
+        "--journal-address",
+    )
+    standby_of: str | None = option(
+        None,
+        "HOST:PORT of the --journal-address of a front: keep a copy of its journal in --journal, and serve in its "
+        "place once it is gone",
+        "--standby-of",
+        brief="serve in the place of the front at HOST:PORT once it is gone",
+    )
+    takeover_after_s: float = option(
+        8.0,
+        "seconds without the front after which a standby serves in its place; a front whose api process crashed is "
+        "back sooner",
+        "--takeover-after",
+        within=(1.0, None),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,9 +139,10 @@ class RetryConfig:
     )
     journal_sync: str = option(
         "none",
-        "what the journal survives: none (a crash of this process), group (of the machine too: it waits for the disk)",
+        "what the journal survives: none (a crash of this process), group (of the machine too: it waits for the disk), "
+        "standby (the loss of the machine: it waits for the standby front, while one is connected)",
         "--journal-sync",
-        choices=("none", "group"),
+        choices=("none", "group", "standby"),
     )
     keep_s: float = option(
         600.0, "seconds for which a finished answer is kept for a retry", "--journal-keep", within=(0.0, 86_400.0)

@@ -27,8 +27,10 @@ from octavo.fleet.providers.ray_replicas import RayReplicas, fleet_name, replica
 from octavo.fleet.remote_engines import FrontModel, RemoteEngines
 from octavo.fleet.replicas import LocalReplicas, share_machine
 from octavo.fleet.security import HostPort, LinkSecurity, parse_address
+from octavo.fleet.standby import JournalFeed
 from octavo.frontend.engine_process import COMMAND
 from octavo.frontend.engine_supervisor import EngineSupervisor
+from octavo.frontend.journal import Journal
 from octavo.frontend.open_request import LedgerObserver
 from octavo.observe.log import print_notice
 
@@ -51,6 +53,7 @@ class FleetFront:
     def __init__(self, command: Sequence[str] = COMMAND, folder: Path | None = None) -> None:
         """`folder` is this user's folder of servers, which has the tokens of connections on this machine."""
         self.models: dict[str, ModelFleet] = {}
+        self.term = 0  # greater than that of each earlier front of these engines
         self.change: dict[str, object] | None = None  # the last change: what, whether it ended, its error
         self._command = tuple(command)
         self._changing: asyncio.Task[None] | None = None
@@ -59,11 +62,15 @@ class FleetFront:
         self._ray: RayProvider | None = None
         self._token = ""  # that engines which Ray places need
         self._joins_at: HostPort | None = None
+        self._feed: JournalFeed | None = None
+        self._feed_address: HostPort | None = None
 
     async def start(self, config: Config, observer: LedgerObserver | None = None) -> EngineSupervisor:
         """Start the replicas of a model. Raises the error of an opening, and leaves no process then."""
         router = FleetRouter.from_config(config, config.fleet.router)
-        supervisor = EngineSupervisor(observer, router=router, awaits_replicas=takes_remote(config.fleet))
+        supervisor = EngineSupervisor(
+            observer, router=router, term=self.term, awaits_replicas=takes_remote(config.fleet)
+        )
         count = num_started(config.fleet)
         name = config.model.shown_name(config.model.model)
         try:
@@ -112,7 +119,7 @@ class FleetFront:
                 security = replace(security, token=secrets.token_hex(32).encode())
             self._token = (security.token or b"").decode()
             address = address or HostPort(self._ray.host, 0)
-        self._remote = RemoteEngines(self._find_served, security)
+        self._remote = RemoteEngines(self._find_served, security, term=self.term)
         if address is not None:
             self._joins_at = await self._remote.listen(address)
         for host in hosts:
@@ -131,6 +138,15 @@ class FleetFront:
         print_notice(f"waiting for the first engine of {name} to join{where}")
         while not _has_engine(supervisor):
             await asyncio.sleep(WAIT_S)
+
+    # --- standby fronts
+
+    async def feed_standbys(self, journal: Journal, config: Config) -> None:
+        """Let standby fronts follow the journal at --journal-address, if it is set. Raises ConfigError."""
+        if config.fleet.journal_address is not None:
+            feed = JournalFeed(journal, LinkSecurity.of(config.link, self._folder), self.term)
+            self._feed_address = await feed.listen(parse_address(config.fleet.journal_address, "--journal-address"))
+            self._feed = feed
 
     # --- models
 
@@ -201,6 +217,8 @@ class FleetFront:
             await asyncio.gather(self._changing, return_exceptions=True)
         if self._ray is not None:
             await self._ray.close()
+        if self._feed is not None:
+            self._feed.close()
         if self._remote is not None:
             await self._remote.close()
 
@@ -208,6 +226,8 @@ class FleetFront:
         """Yield the lines of the start-up report about this fleet."""
         if self._joins_at is not None:
             yield f"joining   octavo serve MODEL --join {self._joins_at}"
+        if self._feed_address is not None:
+            yield f"standbys  may follow this front, of term {self.term}, at {self._feed_address}"
         for name, fleet in self.models.items():
             replicas = fleet.supervisor.replicas
             of = f" of {name}" if len(self.models) > 1 else ""

@@ -25,7 +25,8 @@ from octavo.executors.protocol import Capacity
 from octavo.sealing import HANDSHAKE_LIMIT_S, Handshake, SealedFrames, SealError
 
 VERSION = 1
-JOIN, OFFER = "an engine joins its front", "a front takes an engine"  # purposes: the agent dials, the front dials
+# Purposes of connections: an agent dials its front, a front dials an agent, a standby dials the front it follows.
+JOIN, OFFER, FOLLOW = "an engine joins its front", "a front takes an engine", "a standby follows a front"
 PING_S = 0.5
 LOST_S = 2.0
 LEASE_S = 5.0
@@ -122,9 +123,31 @@ class Pong(_LinkMessage):
     trouble: str | None
 
 
+class StandbyHello(_LinkMessage):
+    """The first message of a standby front. `model` is its journal's; records follow the Welcome as frames."""
+
+    version: int
+    model: str
+
+
+class CopyStarts(_LinkMessage):
+    """The next frame is the head of a new copy of the journal."""
+
+
+class CopyComplete(_LinkMessage):
+    """All runs of the journal were sent; each later record is sent as it is written."""
+
+
+class CopyHeld(_LinkMessage):
+    """The standby has written this many bytes of this connection's frames."""
+
+    num_bytes: int
+
+
+FromStandby = StandbyHello | CopyHeld | Pong
 FromAgent = AgentHello | Refused | EngineReady | EngineEnded | AgentFailed | Pong
-FromFront = Welcome | Refused | Bind | Release | Kill | Ping
-LinkMessage = FromAgent | FromFront
+FromFront = Welcome | Refused | Bind | Release | Kill | Ping | CopyStarts | CopyComplete
+LinkMessage = FromAgent | FromStandby | FromFront
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
 

@@ -15,9 +15,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -47,21 +48,48 @@ SYNC_S = 0.010  # minimum time between two syncs
 RETRY_S = 5.0  # from a disk error to the next attempt
 MAX_RESTARTS = 3  # restarts in a row without a token for a run, which may be the cause of the server's crashes
 COMPACT_BYTES = 4 << 20  # smaller journals are not compacted
+COPY_BYTES = 256 << 10  # of a copy that are sent before other work is done
 _log = logging.getLogger(__name__)
 
 
-def open_journal(config: Config, *, has_several: bool = False) -> Journal | None:
-    """Open the journal of the settings, if any. Blocks while it reads the folder. Raises ConfigError.
+def journal_name(config: Config, *, has_several: bool = False) -> str:
+    """Return what a journal's heads name: the model. With several models, each run names its own (AnswerSpec.files)."""
+    return "several models" if has_several else f"{config.model.model}@{config.model.revision or ''}"
 
-    With `has_several` models, each run names its own (AnswerSpec.files), and the journal none.
-    """
-    retry, model = config.retry, config.model
+
+def open_journal(config: Config, *, has_several: bool = False) -> Journal | None:
+    """Open the journal of the settings, if any. Blocks while it reads the folder. Raises ConfigError."""
+    retry = config.retry
     if retry.journal is None:
         return None
     if config.serving.in_process:
         raise ConfigError("--journal needs an engine in a process of its own; leave --in-process out")
-    name = "several models" if has_several else f"{model.model}@{model.revision or ''}"
-    return Journal(Path(retry.journal), name, is_synced=retry.journal_sync == "group")
+    return Journal(
+        Path(retry.journal),
+        journal_name(config, has_several=has_several),
+        is_synced=retry.journal_sync == "group",
+        waits_for_followers=retry.journal_sync == "standby",
+    )
+
+
+class JournalFollower(Protocol):
+    """Gets a copy of a journal: `copy_starts`, a head, all runs, `copy_complete`; and every record as it is written."""
+
+    def copy_starts(self) -> None:
+        """Drop what is left of an earlier copy."""
+        ...
+
+    def take(self, data: bytes) -> None:
+        """Take whole records, without waiting."""
+        ...
+
+    def copy_complete(self) -> None:
+        """Handle that all runs were sent."""
+        ...
+
+    async def held(self) -> None:
+        """Wait until everything taken so far is held elsewhere, or this follower has given up."""
+        ...
 
 
 class Journal:
@@ -73,6 +101,7 @@ class Journal:
         model: str,
         *,
         is_synced: bool = False,
+        waits_for_followers: bool = False,
         disk: Disk | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,8 +110,11 @@ class Journal:
         self.trouble: str | None = None
         self.num_suspensions = 0
         self.num_compactions = 0
-        self._model = model
+        self.model = model
         self._is_synced = is_synced
+        self._waits_for_followers = waits_for_followers
+        self._followers: dict[JournalFollower, int] = {}  # -> bytes since the begin of its copy
+        self._copying: set[JournalFollower] = set()  # those whose copy is not complete
         self._disk = disk or Disk()
         self._now = now
         self._lock = lock_folder(folder, "--journal")
@@ -128,6 +160,7 @@ class Journal:
             "bytes": self._num_bytes,
             "suspensions": self.num_suspensions,
             "compactions": self.num_compactions,
+            "standbys": len(self._followers),
         }
 
     def begin(self, began: Began, request_ids: Sequence[str]) -> int:
@@ -172,8 +205,48 @@ class Journal:
         if request is not None:
             self.forget(request.run)
 
+    async def follow(self, follower: JournalFollower) -> None:
+        """Send a follower a copy of all runs, and from now on every record. For a follower already there: a new copy.
+
+        Unfinished runs are sent at once, ended ones in parts, between which records of other runs may be sent.
+        """
+        clock = BootClock.now()
+        follower.copy_starts()
+        follower.take(packed(Head(VERSION, 0, 0, clock.boot, clock.mono, clock.wall, self.model)))
+        ended = [run for run in self.state.runs.values() if run.is_ended]
+        self._followers[follower] = 0
+        self._copying.add(follower)
+        try:
+            self._send(follower, _packed_runs(run for run in self.state.runs.values() if not run.is_ended))
+            part: list[bytes] = []
+            for run in ended:
+                if run.began.run in self.state.runs:  # it was not forgotten while others were sent
+                    part += _packed_runs((run,))
+                if sum(map(len, part)) >= COPY_BYTES:
+                    self._send(follower, part)
+                    part = []
+                    await asyncio.sleep(0)
+            self._send(follower, part)
+            if follower in self._followers:
+                follower.copy_complete()
+        finally:
+            self._copying.discard(follower)
+
+    def _send(self, follower: JournalFollower, records: Iterable[bytes]) -> None:
+        """Send records to a follower that has not been removed."""
+        data = b"".join(records)
+        if data and follower in self._followers:
+            self._followers[follower] += len(data)
+            follower.take(data)
+
+    def unfollow(self, follower: JournalFollower) -> None:
+        """Send this follower nothing more. Idempotent."""
+        self._followers.pop(follower, None)
+
     async def synced(self) -> None:
         """Wait until all records written so far are as durable as promised."""
+        if self._waits_for_followers:
+            await asyncio.gather(*(follower.held() for follower in tuple(self._followers)))
         target = self._num_written
         while self._is_synced and self._segment is not None and self._num_durable < target:
             async with self._syncs:
@@ -185,8 +258,11 @@ class Journal:
         """Write a new snapshot if the disk failed before or compaction is due. Call about once a second."""
         if self.is_closed or (self._renewal is not None and not self._renewal.done()) or self._now() < self._retry_at:
             return
-        if self.trouble is not None or self._needs_compaction():
+        if self.trouble is not None or self._needs_compaction(self._num_bytes):
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
+        for follower, num_bytes in tuple(self._followers.items()):
+            if self._needs_compaction(num_bytes) and follower not in self._copying:
+                self._renewal = asyncio.get_running_loop().create_task(self.follow(follower))
 
     def close(self) -> None:
         """Sync and close. Open requests stay open in the folder, for the next server process. Idempotent."""
@@ -216,9 +292,9 @@ class Journal:
         for request in self.state.requests.values():
             request.has_gap = False
 
-    def _needs_compaction(self) -> bool:
-        """Return True if more than half of the segments' bytes are obsolete."""
-        return self._num_bytes > COMPACT_BYTES and self._num_bytes > 2 * self.state.num_bytes
+    def _needs_compaction(self, num_bytes: int) -> bool:
+        """Return True if more than half of these bytes, which have every run, are obsolete."""
+        return num_bytes > COMPACT_BYTES and num_bytes > 2 * self.state.num_bytes
 
     def _write(self, record: Record) -> None:
         self.state.apply(record)
@@ -226,14 +302,17 @@ class Journal:
 
     def _put(self, record: Record) -> None:
         """Write a record that is already applied to the state."""
-        if self._segment is None:
-            return
         try:
             data = packed(record)
-            self._segment.add(data)
         except RecordTooLargeError as error:  # the request is served, but the next server process will not know it
             _log.warning("journal: left out: %s", error)
             return
+        for follower in tuple(self._followers):
+            self._send(follower, (data,))
+        if self._segment is None:
+            return
+        try:
+            self._segment.add(data)
         except OSError as error:
             self._suspend(error)
             return
@@ -274,7 +353,7 @@ class Journal:
         """Return the head of the next snapshot, and a new segment for all records from now on."""
         clock, snapshot = BootClock.now(), self._next_number
         self._next_number += 2
-        head = Head(VERSION, snapshot + 1, 0, clock.boot, clock.mono, clock.wall, self._model)
+        head = Head(VERSION, snapshot + 1, 0, clock.boot, clock.mono, clock.wall, self.model)
         segment = JournalSegment(segment_path(self.folder, snapshot + 1), head, self._disk)
         return msgspec.structs.replace(head, number=snapshot, supersedes=snapshot), segment
 
@@ -321,6 +400,13 @@ class Journal:
             if was_suspended:
                 self.trouble = None
                 _log.warning("journal: taken up again, %s", self.folder)
+
+
+def _packed_runs(runs: Iterable[JournaledRun]) -> Iterator[bytes]:
+    """Yield the records of runs as bytes, without those that are over the size cap."""
+    for record in _records(runs):
+        with contextlib.suppress(RecordTooLargeError):
+            yield packed(record)
 
 
 def _records(runs: Iterable[JournaledRun]) -> Iterable[Record]:

@@ -298,8 +298,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 def write_snapshot(folder: Path, head: Head, records: Iterable[Record], disk: Disk) -> int:
     """Write a segment that replaces all earlier segments, then delete them; return its size. Raises OSError."""
-    path = segment_path(folder, head.number)
-    unfinished = path.with_suffix(".tmp")
+    unfinished = segment_path(folder, head.number).with_suffix(".tmp")
     _delete(unfinished)
     segment = JournalSegment(unfinished, head, disk)
     try:
@@ -311,16 +310,31 @@ def write_snapshot(folder: Path, head: Head, records: Iterable[Record], disk: Di
                 buffer.clear()
         segment.add(bytes(buffer))
         segment.sync()
-        unfinished.rename(path)
-        sync_folder(folder)
+        replace_segments(folder, segment, head.number)
     except BaseException:
         segment.discard()
         raise
     segment.close()
-    for number, older in numbered(folder):
-        if number < head.supersedes:
-            _delete(older)
     return segment.num_bytes
+
+
+def copy_head(data: bytes, number: int) -> Head:
+    """Return the head of a copy, which replaces all segments before it. Raises ValueError if `data` is no head."""
+    head = read_records(data).head
+    if head is None or head.version != VERSION:
+        raise ValueError("the copy of a journal does not begin with a head of this version")
+    return msgspec.structs.replace(head, number=number, supersedes=number)
+
+
+def replace_segments(folder: Path, segment: JournalSegment, number: int) -> None:
+    """Give a whole segment, whose file is unfinished, its name, and delete all earlier ones. Raises OSError."""
+    path = segment_path(folder, number)
+    segment.path.rename(path)
+    segment.path = path
+    sync_folder(folder)
+    for older, old_path in numbered(folder):
+        if older < number:
+            _delete(old_path)
 
 
 def sync_folder(folder: Path) -> None:
