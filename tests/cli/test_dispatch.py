@@ -217,6 +217,6 @@ def test_defaults_are_written_as_people_write_them(capsys) -> None:
         "[4,194,304]",
         "[on]",
         "[127.0.0.1]",
-        "it waits for the disk) [none]",
+        "while one is connected) [none]",
     ):
         assert text in out

@@ -111,7 +111,6 @@ class FleetConfig:
         "HOST:PORT of the --journal-address of a front: keep a copy of its journal in --journal, and serve in its "
         "place once it is gone",
         "--standby-of",
-        brief="serve in the place of the front at HOST:PORT once it is gone",
     )
     takeover_after_s: float = option(
         8.0,
