@@ -27,7 +27,7 @@ class ModelsConfig:
         "seconds without a request after which a model is unloaded, until a request needs it; 0 = at once, -1 = never",
         "--keep-alive",
         within=(-1.0, None),
-        brief="seconds after which an idle model is unloaded",
+        brief="unload a model idle for X seconds",
     )
     max_loaded_models: int | None = option(
         None,
