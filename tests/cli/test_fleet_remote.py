@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cli.test_fleet import Fleet, Streams, folder, run_dir, wait_until
+
+from octavo.cli.server_registry import find_servers
 
 assert folder and run_dir  # fixtures
 
@@ -68,3 +73,34 @@ def test_listed_engines_are_dialled_beside_a_local_one(folder: Path) -> None:
         Streams(fleet, 8, 50).end()
         one, other = (row["fingerprint"] for row in fleet.replicas)
         assert one == other and one
+
+
+def test_before_the_first_engine_has_joined_requests_are_refused_with_503(folder: Path) -> None:
+    address, log = f"127.0.0.1:{free_port()}", folder / "empty.log"
+    model = f"scripted:{folder}/script.json"
+    command = [sys.executable, "-m", "octavo", "fleet", model, "--port", "0", "--replicas", "0"]
+    with log.open("wb") as out:
+        fleet = subprocess.Popen([*command, "--fleet-address", address], stdin=subprocess.DEVNULL, stderr=out)
+    try:
+        wait_until(lambda: "waiting for the first engine" in log.read_text())
+        (url,) = [record.url for record in find_servers() if record.pid == fleet.pid]
+        wait_until(lambda: _status(f"{url}/readyz") == (503, "no_replica"))
+        assert _status(f"{url}/v1/models") == (503, "no_replica")
+        with engine(folder, "--join", address):
+            wait_until(lambda: _status(f"{url}/readyz")[0] == 200)
+        fleet.terminate()
+        assert fleet.wait(30) == 0, log.read_text()
+    finally:
+        fleet.kill()
+        fleet.wait(30)
+
+
+def _status(url: str) -> tuple[int, str]:
+    """Return the status of an answer, and the code of its error."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return answer.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["error"]["code"]
+    except (OSError, ValueError):
+        return 0, ""

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from octavo.cli.server_registry import run_folder
 from octavo.config import Config
 from octavo.engine.parent import end_with_parent
 from octavo.errors import ConfigError, OctavoError
-from octavo.fleet.front import FleetFront
+from octavo.fleet.front import FleetFront, num_started
 from octavo.fleet.model_configs import ServedModelConfig
 from octavo.fleet.served_models import ServedModels
 from octavo.fleet.standby import FrontTerm
@@ -119,7 +120,8 @@ class ApiProcess:
         starting = asyncio.ensure_future(self._start(start_engine, journal))
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))
         try:
-            await asyncio.wait((starting, loading), return_when=asyncio.FIRST_EXCEPTION)
+            async with self._unready():
+                await asyncio.wait((starting, loading), return_when=asyncio.FIRST_EXCEPTION)
             server, loaded = await loading
             engine = await starting
         except BaseException:
@@ -134,6 +136,16 @@ class ApiProcess:
                 await self.front.close()
             await engine.close()
         return status
+
+    def _unready(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which a fleet of engines that join, which waits for the first one, answers 503."""
+        if self.front is None or num_started(self.task.config.fleet) > 0:
+            return contextlib.nullcontext()
+        unready = importlib.import_module("octavo.server.http.unready")
+        answering: AbstractAsyncContextManager[None] = unready.answering_unready(
+            self.listener, "no_replica", "no replica has joined yet"
+        )
+        return answering
 
     async def _take_term(self) -> None:
         """Set the front's term. A standby first follows another front until that is gone. Raises ConfigError."""

@@ -324,6 +324,7 @@ CODES: Mapping[str, Code] = {
     "too_many_connections": Code((429, 503), "all connections, or the tenant's share of them, are in use"),
     "loading": Code((503,), "the model is loading"),
     "draining": Code((503,), "the server is shutting down"),
+    "no_replica": Code((503,), "no replica of the fleet has joined yet"),
     "standby": Code((503,), "the server is a standby, and serves once its front is gone"),
     "cancelled": Code((499,), "the operator or the client cancelled the request"),
     "idle_connection": Code((), "in metrics only: an idle connection was cut to make room for another"),
