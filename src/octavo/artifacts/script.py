@@ -106,6 +106,9 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _ECHO = Rule(echo=True)
+# msgspec resolves the types of a Struct at its first use, and the process dies (SIGSEGV, msgspec 0.22) if two threads
+# do that at once, as the executor's thread and the fingerprint's may at a start. So they are resolved here.
+msgspec.json.Decoder(Script)
 
 
 def read_script(path: Path) -> Script:

@@ -65,6 +65,9 @@ class _RecordFile(msgspec.Struct, frozen=True, rename={"proof": "made"}):
     server: ServerRecord | None = None
 
 
+_RECORD_FILES = msgspec.json.Decoder(_RecordFile)  # made here: the first use of a Struct is not safe for threads
+
+
 def run_folder() -> Path:
     """Return the folder of this user's servers: $OCTAVO_RUN_DIR, else in $XDG_RUNTIME_DIR, else in the cache folder."""
     if given := os.environ.get(RUN_DIR):
@@ -180,7 +183,7 @@ def _read_record(path: Path, folder: int, file: int) -> ServerRecord | None:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         return None
     try:
-        contents = msgspec.json.decode(os.read(file, 1 << 16), type=_RecordFile)
+        contents = _RECORD_FILES.decode(os.read(file, 1 << 16))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     proof = contents.proof

@@ -186,6 +186,9 @@ class _AdminAnswer(msgspec.Struct):
     error: str | None = None
 
 
+_ANSWER = msgspec.json.Decoder(_AdminAnswer)  # made here: the first use of a Struct is not safe for threads
+
+
 def call_admin(path: str, verb: str, argument: str = "", timeout_s: float = ADMIN_TIMEOUT_S) -> Any:
     """Send one verb to the admin socket at `path` and return its answer. Raises AdminError."""
     line = msgspec.json.encode({"verb": verb, "argument": argument}) + b"\n"
@@ -194,7 +197,7 @@ def call_admin(path: str, verb: str, argument: str = "", timeout_s: float = ADMI
             connection.settimeout(timeout_s)
             connection.connect(path)
             connection.sendall(line)
-            answer = msgspec.json.decode(_read_line(connection), type=_AdminAnswer)
+            answer = _ANSWER.decode(_read_line(connection))
     except (OSError, msgspec.MsgspecError) as error:
         raise _no_answer(path, error) from None
     if answer.error is not None:

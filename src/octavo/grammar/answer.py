@@ -42,6 +42,9 @@ class AnswerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     special: dict[str, int] = {}
 
 
+_SOURCE = msgspec.json.Decoder(AnswerSource)  # made here: the first use of a Struct is not safe for threads
+
+
 class _CallFormat(msgspec.Struct, frozen=True):
     """The format of calls, as sequences of texts and markers.
 
@@ -81,7 +84,7 @@ _CALL_FORMATS: dict[str, _CallFormat] = {
 def read_answer(source: str) -> AnswerSource:
     """Read the source of an answer. Raises InvalidRequestError."""
     try:
-        return msgspec.json.decode(source, type=AnswerSource)
+        return _SOURCE.decode(source)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidRequestError(f"the source of an answer is invalid: {error}") from None
 

@@ -35,6 +35,7 @@ CALL_S = 15.0  # a call of an actor that runs
 NOTICE_S = 10.0  # without room for so long, a replica's needs are reported
 STORE_BYTES = 80_000_000  # of a local Ray's object store, which stays empty; Ray takes no less than 75 MB
 MAX_ORDERS = 32
+_AGENT_STATE = msgspec.json.Decoder(AgentState)  # made here: the first use of a Struct is not safe for threads
 
 
 class PlacementError(Exception):
@@ -156,7 +157,7 @@ class RayFleet:
             raise PlacementError(f"replica {replica} is not placed")
         try:
             host = ray.get(actor.__ray_call__.remote(_node_address), timeout=CALL_S)
-            state = msgspec.json.decode(ray.get(actor.state.remote(), timeout=CALL_S), type=AgentState)
+            state = _AGENT_STATE.decode(ray.get(actor.state.remote(), timeout=CALL_S))
         except ray.exceptions.RayError as error:
             raise PlacementError(f"replica {replica} does not answer Ray: {_first_line(error)}") from None
         if state.failure:

@@ -303,10 +303,17 @@ class _OutputLine(msgspec.Struct):
     response: _Response | None = None
 
 
+# Made here because several threads read batches, and the first use of a Struct is not safe for threads (see
+# artifacts.script).
+_FINISHED_LINES = msgspec.json.Decoder(_FinishedLine)
+_OUTPUT_LINES = msgspec.json.Decoder(_OutputLine)
+_ANSWERED = msgspec.json.Decoder(_Answered)
+
+
 def usage_of(body: bytes) -> tuple[int, int]:
     """Return the prompt tokens and output tokens of an answer; zeros if it has no usage."""
     try:
-        usage = msgspec.json.decode(body, type=_Answered).usage
+        usage = _ANSWERED.decode(body).usage
     except msgspec.MsgspecError:
         usage = None
     return (0, 0) if usage is None else usage.totals
@@ -314,13 +321,12 @@ def usage_of(body: bytes) -> tuple[int, int]:
 
 def usage_in(output: Path) -> tuple[int, int]:
     """Return the prompt tokens and output tokens of all answers in a file."""
-    decoder = msgspec.json.Decoder(_OutputLine)
     num_input = num_output = 0
     if output.exists():
         with output.open("rb") as file:
             for line in file:
                 with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                    response = decoder.decode(line).response
+                    response = _OUTPUT_LINES.decode(line).response
                     usage = None if response is None or response.body is None else response.body.usage
                     if usage is not None:
                         num_input, num_output = num_input + usage.totals[0], num_output + usage.totals[1]
@@ -330,11 +336,10 @@ def usage_in(output: Path) -> tuple[int, int]:
 def _finished_lines(path: Path) -> Iterable[_FinishedLine]:
     if not path.exists():
         return
-    decoder = msgspec.json.Decoder(_FinishedLine)
     with path.open("rb") as file:
         for line in file:
             try:
-                yield decoder.decode(line)
+                yield _FINISHED_LINES.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 continue
 
