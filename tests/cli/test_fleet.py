@@ -245,6 +245,24 @@ def test_a_server_is_no_fleet(folder: Path, capsys: pytest.CaptureFixture[str]) 
         assert server.end() == 0
 
 
+def test_a_server_with_ranks_shows_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Server(Fleet):
+        verb = "serve"
+
+    words = ("--served-model-name", "ranked", "-tp", "2")
+    with Server(f"scripted:{folder}/script.json", folder / "ranked.log", *words) as server:
+        server.complete(5)
+        rows = lambda: json.loads(run(capsys, "top", "ranked", "--json"))["replicas"]  # noqa: E731
+        [row] = rows()
+        assert [(rank["rank"], rank["state"]) for rank in row["ranks"]] == [(0, "ready"), (1, "ready")]
+        assert all(rank["pid"] for rank in row["ranks"]) and row["tokens_per_s"] is not None
+        wait_until(lambda: all(rank["step"] > 0 for rank in rows()[0]["ranks"]))  # they come with pings
+        out = run(capsys, "top", "ranked", "--once")
+        assert "rank 0  localhost" in out and "rank 1  localhost" in out
+        assert 'octavo_rank_step_seconds{model_name="ranked",rank="1"}' in fleet_metrics(server)
+        assert server.end() == 0, server.text
+
+
 def test_a_plan_sets_what_no_flag_sets(folder: Path) -> None:
     plan = {
         "model": f"scripted:{folder}/script.json", "replicas": 2, "router": "round_robin",

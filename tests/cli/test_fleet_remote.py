@@ -61,6 +61,28 @@ def test_engines_join_are_killed_and_no_request_is_lost(folder: Path) -> None:
         assert "Traceback" not in fleet.text
 
 
+def test_a_fleet_whose_replicas_have_left_is_not_ready_and_its_requests_wait(folder: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    flags = ("--served-model-name", "left", "--replicas", "0", "--fleet-address", address)
+    env = {"OCTAVO_RUN_DIR": str(folder)}
+    with (
+        engine(folder, "--join", address) as one,
+        Fleet(f"scripted:{folder}/script.json", folder / "left.log", *flags, env=env) as fleet,
+    ):
+        assert fleet.get("/readyz")[0] == 200
+        one.terminate()
+        wait_until(lambda: not fleet.replicas)
+        status, _, body = fleet.get("/readyz")
+        assert status == 503 and "no replica has joined yet" in str(body)
+        assert fleet.get("/livez")[0] == 200
+        streams = Streams(fleet, 2, 20)
+        assert not streams.answers
+        with engine(folder, "--join", address):
+            streams.end()
+            assert fleet.get("/readyz")[0] == 200
+        assert fleet.end() == 0, fleet.text
+
+
 def test_listed_engines_are_dialled_beside_a_local_one(folder: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     hosts = folder / "hosts"

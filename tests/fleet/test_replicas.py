@@ -23,7 +23,7 @@ from octavo.errors import CapacityError, ConfigError, EngineDeadError, ErrorKind
 from octavo.executors.protocol import Fingerprint
 from octavo.fleet.fleet_router import FleetRouter
 from octavo.fleet.replicas import AttachedSource, LocalReplicas, start_fleet
-from octavo.frontend.engine_process import EngineProcess
+from octavo.frontend.engine_process import EngineProcess, EngineSpawner
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.open_requests import MAX_CRASHES, SUSPECT_WAIT_S
 from octavo.frontend.replica import EngineState
@@ -233,6 +233,40 @@ async def test_an_engine_that_holds_less_than_the_fleet_promised_is_refused() ->
         with pytest.raises(CapacityError, match=r"guest is refused: its max_model_len is \d+, and .* need 1000000"):
             await supervisor.add(supervisor.spawner(config("slow"), FAKE), "guest")
         assert len(supervisor.replicas) == 1 == len(supervisor.processes)
+
+
+async def test_an_engine_with_another_tokenizer_is_refused_and_the_others_serve_on() -> None:
+    """However it comes: by a roll, from outside, or as the next engine of a replica."""
+    async with fleet(2) as local:
+        supervisor = local.supervisor
+        supervisor.capacity = replace(supervisor.capacity, fingerprint=Fingerprint("model", "ours", "n"))
+        numbers = list(local.numbers)
+        for words, adding in (
+            ("replica-2", local.roll(lambda: _Retokenized(supervisor))),
+            ("guest", supervisor.add(_Retokenized(supervisor), "guest")),
+        ):
+            with pytest.raises(
+                CapacityError, match=f"{words} is refused: its tokenizer .* differs from that of the fi"
+            ):
+                await adding
+        assert local.numbers == numbers and len(supervisor.processes) == 2
+        local.supervisor.replicas[0].source = _Retokenized(supervisor)
+        supervisor.kill("a test", numbers[0])
+        await until(lambda: supervisor.replicas[0].state is EngineState.FAILED)
+        assert "its tokenizer" in supervisor.replicas[0].failure
+        check(await asyncio.gather(*(follow(supervisor, make_request(f"r{n}")) for n in range(4))), [])
+
+
+class _Retokenized(EngineSpawner):
+    """Starts engines whose tokenizer is another."""
+
+    def __init__(self, supervisor: EngineSupervisor) -> None:
+        super().__init__(config("slow"), FAKE, supervisor.receive, supervisor.epochs)
+
+    async def next(self) -> EngineProcess:
+        engine = await super().next()
+        engine.capacity = replace(engine.capacity, fingerprint=Fingerprint("model", "theirs", "n"))
+        return engine
 
 
 async def test_the_last_replica_that_cannot_be_replaced_ends_the_requests() -> None:

@@ -45,6 +45,16 @@ def test_counters_are_added_and_quantiles_are_those_of_the_worst_replica() -> No
     assert merged["fleet"] == {"resumed_requests": 5, "moved_requests": 0, "inexact_requests": 0}
 
 
+def test_ranks_are_in_the_row_of_their_replica_with_its_state() -> None:
+    place = {"rank": 1, "where": "gpu7", "state": "ready"}
+    report = {**REPORT, "replicas": [{"number": 0, "name": "one", "state": "ready", "ranks": [place]}]}
+    figures = {"scheduler": {}, "ranks": {"1": {"rank": 1, "state": "running", "step": 5}}}
+    merged: Any = merging.merge_answers("statistics", {"one": figures}, report)
+    assert merged["replicas"]["0"]["ranks"] == [{**place, "step": 5}]
+    merged = merging.merge_answers("statistics", {"another": {}}, report)
+    assert merged["replicas"]["0"]["ranks"] == [place]
+
+
 def test_the_wait_for_a_fleet_is_that_of_its_parts_together() -> None:
     """Twice the engines with twice the work and twice the running requests wait as long."""
     model = {"step_s": 0.01, "token_s": 0.001, "answer_tokens": 50.0}

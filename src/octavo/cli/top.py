@@ -138,7 +138,7 @@ class WatchedServer:
         return self._snapshot({**self._last, "trouble": trouble})
 
     def _replicas(self) -> list[dict[str, Any]]:
-        """Return the rows of a fleet's replicas; none for a server with one engine."""
+        """Return the rows of replicas; none for a server with one engine of one rank."""
         return list((self._last.get("statistics") or {}).get("replicas", {}).values())
 
     def _snapshot(self, answer: Json) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Capacity:
     ranks: tuple[RankPlace, ...] = ()
 
     def describe_lack(self, promised: Capacity) -> str | None:
-        """Return why an engine cannot hold every request of the promised capacity, with the numbers, or None."""
+        """Return why an engine cannot continue every request of one with the promised capacity, or None."""
         for name in ("max_model_len", "usable_len", "num_slots"):
             have, need = getattr(self, name), getattr(promised, name)
             if have < need:
@@ -129,6 +129,8 @@ class Capacity:
             have, need = getattr(self, name), getattr(promised, name)
             if have != need:
                 return f"its {name} is {have}, and it must be {need}"
+        if "tokenizer" in promised.fingerprint.differences(self.fingerprint):
+            return "its tokenizer (or chat template) differs from that of the first engine"
         return None
 
 

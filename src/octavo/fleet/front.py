@@ -121,7 +121,8 @@ class FleetFront:
             address = address or HostPort(self._ray.host, 0)
         self._remote = RemoteEngines(self._find_served, security, term=self.term)
         if address is not None:
-            self._joins_at = await self._remote.listen(address)
+            listening = await self._remote.listen(address)
+            self._joins_at = listening if self._ray is None else self._ray.dial_address(listening)
         for host in hosts:
             self._remote.dial(host)
 

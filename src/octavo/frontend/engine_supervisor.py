@@ -5,7 +5,7 @@ engines must follow too; which engine answers a verb. Does not: start processes 
 (open_requests), choose engines (an EngineRouter does), decide how many replicas there are, or know other machines.
 Invariants: while requests are open, every replica that is not drained has an engine or one is being started. An engine
 is dead before the next one of its replica begins. A replica gets no request before it is ready, and is not stopped
-while it has one. The first engine's capacity is what every later engine holds.
+while it has one. The first engine's capacity is what every later engine holds, and its tokenizer is theirs.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class EngineSupervisor:
     async def add(self, source: EngineSource, name: str = "") -> int:
         """Add a replica and return its number once its engine is ready. Raises the error of its opening.
 
-        An engine that holds less than the first one is refused (CapacityError).
+        An engine that holds less than the first one, or has another tokenizer, is refused (CapacityError).
         """
         self._check_usable()
         number = self._next_number
@@ -290,7 +290,8 @@ class EngineSupervisor:
         clients = {replica.name: replica.engine.client for replica in replicas if replica.engine is not None}
         if not clients:
             raise EngineDeadError("the engine is being restarted")
-        if len(self._replicas) == 1 or number is not None or verb in ("frames", "export_statistics"):
+        is_alone = len(self._replicas) == 1 and not (verb == "statistics" and self.capacity.ranks)
+        if is_alone or number is not None or verb in ("frames", "export_statistics"):
             return await next(iter(clients.values())).control(verb, argument)
         calls = (client.control(verb, argument) for client in clients.values())
         answers = dict(zip(clients, await asyncio.gather(*calls, return_exceptions=True), strict=True))
@@ -320,7 +321,10 @@ class EngineSupervisor:
             self._give_up(replica, f"{type(error).__name__}: {error}")
 
     async def _begin(self, replica: EngineReplica, engine: RunningEngine) -> None:
-        """Give a replica its next engine. Raises CapacityError, and closes the engine, if it holds too little."""
+        """Give a replica its next engine.
+
+        Raises CapacityError, and closes the engine, if it holds too little or has another tokenizer.
+        """
         self.capacity = getattr(self, "capacity", engine.capacity)
         lack = engine.capacity.describe_lack(self.capacity)
         if lack:

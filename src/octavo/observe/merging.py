@@ -33,10 +33,11 @@ def merge_answers(verb: str, answers: Mapping[str, Any], report: Mapping[str, An
 
 def _replica_row(status: Mapping[str, Any], statistics: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a replica's status with its engine's figures, which are None while no engine answers."""
-    scheduler = {} if statistics is None else statistics.get("scheduler", {})
+    scheduler, figures = ({} if statistics is None else statistics.get(name, {}) for name in ("scheduler", "ranks"))
     num_blocks = scheduler.get("num_blocks")
     return {
         **status,
+        "ranks": [figures.get(str(rank["rank"]), {}) | rank for rank in status.get("ranks", ())],
         "up": int(status["state"] == "ready"),
         "running": scheduler.get("num_running"),
         "waiting": scheduler.get("num_waiting"),

@@ -154,7 +154,7 @@ class Feed:
         return is_more
 
     async def _send_replicas(self) -> None:
-        """Send the rows of a fleet's replicas at intervals; a server with one replica has none."""
+        """Send the rows of replicas at intervals; a server with one engine of one rank has none."""
         if (now := time.monotonic()) < self._next_replicas:
             return
         self._next_replicas = now + REPLICAS_S

@@ -18,8 +18,10 @@ from octavo.cli.flags import Parser, resolve_args
 from octavo.config import Config
 from octavo.config.sources import config_from_keywords
 from octavo.core.request import FinishReason
+from octavo.errors import ConfigError
 from octavo.fleet.providers.ray import RayProvider
 from octavo.fleet.providers.ray_replicas import RayReplicas, replica_spec
+from octavo.fleet.security import parse_address
 
 
 def parsed(words: tuple[str, ...]) -> Config:
@@ -52,6 +54,22 @@ def test_an_agents_words_give_the_fronts_engine_settings_and_no_others(monkeypat
 def test_a_gpu_is_needed_where_the_device_is_one_or_the_cluster_decides() -> None:
     assert replica_spec(config_from_keywords("smollm2", {"device": "cuda"}), "h:1").num_gpus == 1.0
     assert replica_spec(config_from_keywords("smollm2", {}), "h:1").num_gpus is None
+
+
+def test_replicas_dial_an_address_that_they_can_reach() -> None:
+    provider = RayProvider("fleet", "10.0.0.5:6379", print, 1.0)
+    for own, listening, dialled in (
+        ("10.0.0.5", "0.0.0.0:8765", "10.0.0.5:8765"),
+        ("fd00::5", "[::]:8765", "[fd00::5]:8765"),
+        ("10.0.0.5", "10.1.0.5:8765", "10.1.0.5:8765"),
+        ("10.0.0.5", "gpu7:8765", "gpu7:8765"),
+    ):
+        provider.host = own
+        assert str(provider.dial_address(parse_address(listening, "--fleet-address"))) == dialled
+    with pytest.raises(
+        ConfigError, match=r"'\[::\]:8765', which listens on IPv6 only, .* give 10.0.0.5:8765, or leave"
+    ):
+        provider.dial_address(parse_address("[::]:8765", "--fleet-address"))
 
 
 @pytest.mark.timeout(300)

@@ -19,12 +19,12 @@ export class Replicas {
     });
   }
 
-  /** Show these rows, by number; a server with one replica has no table. */
+  /** Show these rows, by number, and those of their ranks; a server with one replica and one rank has no table. */
   take(found, now = performance.now() / 1000) {
     const rows = Object.values(found);
-    this.panel.hidden = rows.length < 2;
-    if (this.panel.hidden) return;
     const lines = rows.flatMap((each) => [[each, null], ...(each.ranks || []).map((rank) => [each, rank])]);
+    this.panel.hidden = lines.length < 2;
+    if (this.panel.hidden) return;
     syncChildren(this.body, lines, () => this.#newRow(), (row, [each, rank]) => this.#fill(row, rank ? rankTexts(rank) : this.#texts(each, now), rank ? "" : String(each.number)));
     this.#mark();
   }

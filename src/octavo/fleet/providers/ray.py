@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 import logging
 import os
@@ -27,6 +28,7 @@ import msgspec
 
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.fleet.providers.ray_agent import Placement, ReplicaSpec
+from octavo.fleet.security import HostPort
 from octavo.restarts import RestartBudget, describe_status
 
 COMMAND: Final = (sys.executable, "-m", "octavo.fleet.providers.ray_process")
@@ -122,6 +124,24 @@ class RayProvider:
         await provider._open()
         provider._keeping = asyncio.create_task(provider._keep(), name="octavo-ray")
         return provider
+
+    def dial_address(self, listening: HostPort) -> HostPort:
+        """Return where replicas dial a front that listens here: not the address that stands for all interfaces.
+
+        Raises ConfigError if they cannot reach it.
+        """
+        try:
+            address, own = ipaddress.ip_address(listening.host), ipaddress.ip_address(self.host)
+        except ValueError:  # a name
+            return listening
+        if not address.is_unspecified:
+            return listening
+        if address.version != own.version:
+            raise ConfigError(
+                f"--fleet-address is {str(listening)!r}, which listens on IPv{address.version} only, and this "
+                f"machine's address in Ray is {self.host}; give {HostPort(self.host, listening.port)}, or leave it out"
+            )
+        return HostPort(self.host, listening.port)
 
     def free_number(self) -> int:
         """Return the lowest number that no replica has."""
