@@ -9,6 +9,8 @@ import psutil
 import pytest
 from tests.cli.test_fleet import Fleet, Streams, folder, run, run_dir, wait_until
 
+from octavo import cli
+
 assert folder and run_dir  # fixtures
 pytest.importorskip("ray", reason="ray is not installed: pip install -e '.[ray]'")
 
@@ -31,6 +33,8 @@ def test_replicas_on_a_local_ray_lose_no_request_and_are_scaled(
         streams.end()
         assert fleet.status()["engine"]["resumed_requests"] >= 1
         wait_until(lambda: len(fleet.replicas) == 2)  # Ray started it again, and it joined
+        assert cli.main(["admin", "roll", "--to", "other", "--server", str(fleet.process.pid)]) == 2
+        assert "an engine that joins must have the fleet's model; leave them out" in capsys.readouterr().err
         run(capsys, "admin", "scale", "1", "--server", str(fleet.process.pid))
         assert len(fleet.replicas) == 1
         fleet.complete(5)

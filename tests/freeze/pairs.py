@@ -24,6 +24,7 @@ Pairs = dict[str, Any]
 # Differences that were decided on: the place, as told below -> the reason.
 DECIDED = {
     "open: admin/statistics: .action.ok.forecast": "statistics have the times that waits are forecast from",
+    "journal: journal/health: .body.journal.standbys": "standby fronts may follow the journal",
     **dict.fromkeys(
         (
             "open: admin/status: .action.ok.engine.replicas",

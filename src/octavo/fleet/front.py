@@ -174,6 +174,11 @@ class FleetFront:
         Raises ConfigError.
         """
         fleet = self.find(model)
+        if isinstance(fleet.local, RayReplicas) and (to or revision):
+            raise ConfigError(
+                "--to and --revision are for replicas of this machine: an engine that joins must have the fleet's "
+                "model; leave them out, or start another fleet"
+            )
         known = fleet.config.model
         changed = replace(known, model=to or known.model, revision=revision if to or revision else known.revision)
         config = replace(fleet.config, model=changed)
