@@ -3,6 +3,7 @@
 Owns: the page, and the line about the run: its date, commit and machine. Does not: run tests or judge figures
 (tests/reliability/scorecard.py does).
 Usage: python tools/reliability.py --begin FIGURES.jsonl, the run, python tools/reliability.py FIGURES.jsonl
+With --update before the last FIGURES.jsonl, only the rows that were run are replaced, and the page names their run.
 """
 
 import json
@@ -33,6 +34,7 @@ answers only clients with a key. [Design](design.md) explains how.
 count or a share that misses its goal fails the run. A time that misses its goal fails it under `make reliability` only.
 If a row measures a figure several times, the table has the worst, with the number of measurements.
 """
+ROW = re.compile(r"\| R\d\d \|")
 Figure = dict[str, Any]
 
 
@@ -72,12 +74,31 @@ def render(figures: list[Figure], run: Figure, tested: set[str]) -> str:
         by_row[str(figure["row"])].append(figure)
     states = {row: state_of(by_row[row], row in tested) for row in rows}
     held = list(states.values()).count("holds")
-    lines = [HEAD, f"One run, begun {run['date']}, commit {run['commit']}, {run['cores']} cores ({run['cpu']}),"]
-    lines.append(f"load average {run['load']} at its start.{run.get('note', '')}\n")
+    lines = [HEAD, f"One run, {_facts(run)}.\n"]
     lines.append(f"Rows that hold: {held} of {len(rows)}.\n")
     lines.append("| row | what | state | figures (goal) |\n|---|---|---|---|")
     for row, (what, *_) in rows.items():
         lines.append(f"| {row} | {what} | {states[row]} | {'<br>'.join(shown(by_row[row]))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _facts(run: Figure) -> str:
+    return (
+        f"begun {run['date']}, commit {run['commit']}, {run['cores']} cores ({run['cpu']}),\n"
+        f"load average {run['load']} at its start{run.get('note', '')}"
+    )
+
+
+def update(page: str, figures: list[Figure], run: Figure) -> str:
+    """Return the page with the rows of these figures in the place of earlier ones, and with a line about their run."""
+    names = sorted({str(figure["row"]) for figure in figures})
+    fresh = {line[2:5]: line for line in render(figures, run, set()).splitlines() if ROW.match(line)}
+    lines = [fresh[line[2:5]] if ROW.match(line) and line[2:5] in names else line for line in page.splitlines()]
+    found = [line for line in lines if ROW.match(line)]
+    held = sum(line.split(" | ")[2] == "holds" for line in found)
+    count = next(index for index, line in enumerate(lines) if line.startswith("Rows that hold: "))
+    lines[count] = f"Rows that hold: {held} of {len(found)}."
+    lines[count:count] = [f"{', '.join(names)}: a later run, {_facts(run)}.", ""]
     return "\n".join(lines) + "\n"
 
 
@@ -138,11 +159,14 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "--begin":
         Path(arguments[1]).write_text(json.dumps({"run": run_facts()}) + "\n", encoding="utf-8")
         return 0
-    first, *figures = [json.loads(line) for line in Path(arguments[0]).read_text(encoding="utf-8").splitlines()]
+    first, *figures = [json.loads(line) for line in Path(arguments[-1]).read_text(encoding="utf-8").splitlines()]
     run = first["run"]
     if (now := commit()) != run["commit"]:
-        run["note"] = f" During the run the tree changed to {now}."
+        run["note"] = f"; during the run the tree changed to {now}"
     old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    if arguments[0] == "--update":
+        PAGE.write_text(update(old, figures, run), encoding="utf-8")
+        return 0
     _, mark, rest = old.partition("\n## Beside others\n")
     page = render(figures, run, tested_rows(ROOT / "tests" / "reliability"))
     PAGE.write_text(page + mark + rest, encoding="utf-8")

@@ -91,6 +91,23 @@ def test_the_page_names_its_run_and_every_row_and_marks_what_misses() -> None:
         assert "p95 s: 9 (<= 6) **misses**" in page and states["R07"] == "misses"
 
 
+def test_rows_of_a_later_run_replace_the_earlier_ones_and_name_their_run() -> None:
+    def figure(row: str, value: str, holds: bool) -> dict[str, object]:
+        return {"row": row, "name": "lost", "value": value, "goal": "0", "what": "", "holds": holds}
+
+    before = render([figure("R01", "3", False), figure("R02", "0", True)], RUN, {"R40"})
+    later = RUN | {"date": "2026-02-03 04:05 UTC", "commit": "def"}
+    page = reliability.update(before, [figure("R01", "0", True), figure("R40", "0", True)], later)
+    rows = {line[2:5]: line for line in page.splitlines() if line.startswith("| R")}
+    assert all("| holds | " in rows[row] for row in ("R01", "R02", "R40"))
+    assert "R01, R40: a later run, begun 2026-02-03 04:05 UTC, commit def," in page
+    assert "One run, begun 2026-01-02 03:04 UTC" in page and "Rows that hold: 3 of " in page
+    unchanged = [line for line in before.splitlines() if line[2:5] not in ("R01", "R40")]
+    assert [line for line in unchanged if line not in page.splitlines()] == [
+        line for line in unchanged if line.startswith("Rows that hold")
+    ]
+
+
 def test_a_page_is_of_one_run_whose_commit_is_noted_at_its_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +124,7 @@ def test_a_page_is_of_one_run_whose_commit_is_noted_at_its_begin(
     assert f"commit {reliability.commit()}" in text and "tree changed" not in text
     monkeypatch.setattr(reliability, "commit", lambda: "another")
     assert reliability.main([str(figures)]) == 0
-    assert "During the run the tree changed to another." in page.read_text()
+    assert "; during the run the tree changed to another." in page.read_text()
 
 
 FAILING = """
