@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,13 +68,20 @@ async def test_a_lost_machine_loses_no_request(tmp_path: Path, fault: str) -> No
             assert two.lines
 
 
-async def test_a_command_joins_and_is_listed_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets, whose paths may have some hundred characters; pytest's are too long."""
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+        yield Path(folder)
+
+
+async def test_a_command_joins_and_is_listed_and_stopped(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """octavo serve scripted:FILE --join, octavo ps, octavo stop."""
-    monkeypatch.setenv("OCTAVO_RUN_DIR", str(tmp_path / "run"))
-    script = tmp_path / "a.json"
+    monkeypatch.setenv("OCTAVO_RUN_DIR", str(short_path / "run"))
+    script = short_path / "a.json"
     script.write_text('{"rules": [{"say": "yes"}]}')
-    (tmp_path / "run").mkdir(mode=0o700)
-    async with open_front(tmp_path / "run", token=None) as front:
+    (short_path / "run").mkdir(mode=0o700)
+    async with open_front(short_path / "run", token=None) as front:
         command = [sys.executable, "-m", "octavo"]
         words = [*command, "serve", f"scripted:{script}", "--join", str(front.address), "--served-model-name", "m"]
         process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)

@@ -257,7 +257,7 @@ def test_settings_are_refused_with_a_remedy(tmp_path: Path) -> None:
     assert "without --fleet-tls-cert" in refusal(fleet_tls_key=str(tmp_path / "short"))
     assert "--fleet-tls-ca" in refusal(fleet_tls_ca=str(tmp_path / "short"))
     open_to_all = LinkSecurity.of(LinkConfig(), tmp_path)
-    for host in ("10.0.0.1", "0.0.0.0", "::", "example.com"):
+    for host in ("10.0.0.1", "::", "example.com"):
         with pytest.raises(ConfigError, match=r"no token.*OCTAVO_FLEET_TOKEN or --fleet-token-file"):
             open_to_all.check(HostPort(host, 1), "--join")
     for host in ("127.0.0.1", "::1", "localhost"):
@@ -297,7 +297,7 @@ def test_addresses_and_files_of_hosts(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("--join", "10.0.0.1:8765"), "there is no token"),
-        (("--offer", "0.0.0.0:0"), "there is no token"),
+        (("--offer", "[::]:0"), "there is no token"),
         (("--join", "127.0.0.1"), "give HOST:PORT"),
         (("--join", "127.0.0.1:1", "--offer", "127.0.0.1:1"), "are both set"),
     ],

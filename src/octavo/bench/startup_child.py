@@ -23,7 +23,7 @@ from typing import Any  # noqa: E402
 # The functions that load weights and allocate the pool: (module, class or "", function). A missing one is not timed.
 _EXECUTOR_PARTS = {
     "weights": ("octavo.executors.loading", "DecoderChoice", "load"),
-    "pool": ("octavo.executors.torch_executor", "TorchExecutor", "_allocate"),
+    "pool": ("octavo.executors.torch_executor", "TorchExecutor", "allocate"),
 }
 _TEXT_PARTS = {"tokenizer": ("octavo.text.text_model", "TextModel", "load")}
 

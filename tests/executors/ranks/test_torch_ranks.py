@@ -100,7 +100,9 @@ async def test_streams_go_on_over_a_killed_rank(tiny: Path) -> None:
         assert supervisor.num_restarts == 1
 
 
-async def test_a_rank_without_memory_makes_the_steps_of_all_smaller(tiny: Path, tmp_path: Path) -> None:
+async def test_a_rank_without_memory_makes_the_steps_of_all_smaller(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """No rank waits for the one that fails: all have voted before the first exchange of the step."""
     file = tmp_path / "once"
     command = (sys.executable, str(Path(__file__).with_name("ranked_engine.py")), "memory", str(file))
@@ -108,8 +110,8 @@ async def test_a_rank_without_memory_makes_the_steps_of_all_smaller(tiny: Path, 
     async with keeping(config(tiny, tensor_parallel_size=2), command) as supervisor:
         assert await ids_of(supervisor, range(40)) == expected
         assert file.exists() and supervisor.num_restarts == 0
-        loop: Any = (await supervisor.statistics())["loop"]
-        assert loop["max_step_tokens"] < 512
+    # After some good steps the limit is doubled again, so the statistics need not show that it was halved.
+    assert "failed: MemoryError: a rank has not enough memory for the step" in capfd.readouterr().err
 
 
 def renamed(number: int) -> Request:

