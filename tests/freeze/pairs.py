@@ -34,7 +34,6 @@ DECIDED = {
         ),
         "a server may have several replicas, between which requests move",
     ),
-    "journal: journal/health: .body.journal.standbys": "standby fronts may follow a journal",
 }
 SLOW_S = 0.5  # what takes longer is named
 
