@@ -277,7 +277,7 @@ def _answer(fleet: RayFleet, order: Order) -> None:
                 fleet.remove_all()
     except PlacementError as refusal:
         error = str(refusal)
-    except Exception as other:
+    except Exception as other:  # the shell: Ray raises errors of many kinds, and the front needs an answer
         error = f"Ray: {type(other).__name__}: {_first_line(other)}"
     fleet.send(Answer(order.number, placement, error))
 
