@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,16 @@ class Stream:
         before = [at for at in self.at if at <= moment]
         after = [at for at in self.at if at > moment]
         return after[0] - before[-1] if before and after else None
+
+    def longest_gap(self, moment: float, within_s: float = 5.0) -> float | None:
+        """The longest wait for an output in the seconds after a moment; None when it was not open then.
+
+        What was on its way at the moment still arrives, so the gap over the moment itself may be short.
+        """
+        if self.gap_over(moment) is None:
+            return None
+        pairs = pairwise(self.at)
+        return max(later - before for before, later in pairs if later > moment and before < moment + within_s)
 
 
 async def follow(keeper: EngineSupervisor, request: Request) -> Stream:

@@ -82,7 +82,7 @@ async def main(folder: Path, host: str, commands: dict[str, str], num_requests: 
             await asyncio.to_thread(subprocess.run, ["sh", "-c", commands["heal"]], check=True)
             await until(lambda: engines.num_engines == 2, 120.0)
             rejoined_s = time.monotonic() - healed_at
-        gaps = [gap for stream in streams if (gap := stream.gap_over(at)) is not None]
+        gaps = [gap for stream in streams if (gap := stream.longest_gap(at)) is not None]
         right = {bytes(stream.request.prompt_token_ids or b""): stream.ids for stream in whole}
         return {
             "requests": num_requests,
