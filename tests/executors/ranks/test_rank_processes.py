@@ -81,7 +81,7 @@ async def engines(of: Config, kind: str = "", file: Path | None = None) -> Async
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-async def test_ids_are_those_of_one_process(script: Path, ranks: int) -> None:
+async def test_S18_ids_are_those_of_one_process(script: Path, ranks: int) -> None:
     async with engines(config(script, ranks)) as supervisor:
         check(await asyncio.gather(*(follow(supervisor, request(number)) for number in range(200))))
         rows = await ranks_of(supervisor)
@@ -130,7 +130,7 @@ async def test_a_stopped_rank_is_noticed(script: Path) -> None:
         assert supervisor.num_stalls == 0
 
 
-async def test_an_unequal_digest_ends_the_epoch(
+async def test_S18_an_unequal_digest_ends_the_epoch(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with engines(config(script, 2), "tampered", tmp_path / "once") as supervisor:

@@ -71,7 +71,7 @@ async def ids_with(model: Path, num_requests: int, **parallel: Any) -> list[tupl
         return await ids_of(supervisor, range(num_requests))
 
 
-async def test_ids_are_those_of_one_process(tiny: Path) -> None:
+async def test_S18_ids_are_those_of_one_process(tiny: Path) -> None:
     expected = await ids_with(tiny, 200, tp_invariant=True)
     for sizes in ((2, 1), (1, 2)):
         parallel = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), sizes, strict=True))
@@ -81,7 +81,7 @@ async def test_ids_are_those_of_one_process(tiny: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2)])
-async def test_ids_of_four_ranks_are_those_of_one_process(uneven: Path, sizes: tuple[int, int]) -> None:
+async def test_S18_ids_of_four_ranks_are_those_of_one_process(uneven: Path, sizes: tuple[int, int]) -> None:
     expected = await ids_with(uneven, 200, tp_invariant=True)
     parallel = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), sizes, strict=True))
     assert await ids_with(uneven, 200, **parallel) == expected
@@ -126,7 +126,7 @@ def test_a_size_that_the_model_does_not_allow_is_refused(tiny: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_the_default_model_with_uneven_heads() -> None:
+async def test_S18_the_default_model_with_uneven_heads() -> None:
     """Nine heads and three KV heads, divided among two ranks and among two stages."""
     model, values = "smollm2", {"max_model_len": 256, "kv_cache_tokens": 4096, "max_num_seqs": 16}
     expected = None
