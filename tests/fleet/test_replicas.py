@@ -61,8 +61,9 @@ async def test_no_request_is_lost_while_replicas_are_killed() -> None:
         await until(lambda: len(load.streams) >= 300)
         await load.stop()
         check(load.streams, load.errors)
+        await until(lambda: supervisor.num_restarts == 3)  # the requests may all have ended before
         report = supervisor.report()
-        assert report["restarts"] == 3 and report["resumed_requests"] and report["suspects_failed"] == 0
+        assert report["resumed_requests"] and report["suspects_failed"] == 0
         await until(lambda: len(supervisor.report()["recovery_gaps_s"]) == 3)  # type: ignore[arg-type]
         states = [each.state for each in supervisor.replicas]
         assert states == [EngineState.READY] * 3 and len({each.number for each in supervisor.replicas}) == 3
