@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -15,15 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cli.test_fleet import Fleet, Streams, folder, run_dir, wait_until
+from tests.ports import free_port
 
 from octavo.cli.server_registry import find_servers
 
 assert folder and run_dir  # fixtures
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

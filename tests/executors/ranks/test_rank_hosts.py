@@ -23,6 +23,7 @@ from octavo.config.sources import config_from_keywords
 from octavo.errors import ConfigError
 from octavo.executors.ranks.hosts import RankHosts
 from tests.executors.ranks.test_rank_processes import check, is_running, ranks_of, request
+from tests.ports import free_port
 from tests.reliability.deaths import follow, keeping, until
 
 TOKEN = "a token of these tests 0123"
@@ -34,11 +35,6 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("script") / "script.json"
     path.write_text(json.dumps({"step_ms": 4, "rules": []}))
     return path
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    with socket.create_server((address, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.ports import free_port
 
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.fleet.providers import ray as provider_module
@@ -36,14 +37,11 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         pytest.fail(f"not within {LIMIT_S:g} s: {what}")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def serves(port: int) -> bool:
-    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/livez", timeout=5) as answer:
+    with (
+        suppress(OSError, HTTPException),
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/livez", timeout=5) as answer,
+    ):
         return bool(answer.status == 200)
     return False
 
