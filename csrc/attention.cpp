@@ -28,8 +28,8 @@ AttentionScratch& attention_scratch() {
 }
 
 void write_kv(const AttentionLayer& layer, const int64_t* slot_mapping, int64_t first_token, int64_t end_token,
-              const float* k, const float* v, int64_t stride) {
-    kernels().write[layer.kv_kind](layer, slot_mapping, first_token, end_token, k, v, stride);
+              const NewKv& kv) {
+    kernels().write[layer.kv_kind](layer, slot_mapping, first_token, end_token, kv);
 }
 
 void attend(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
@@ -37,8 +37,8 @@ void attend(const AttentionLayer& layer, const AttentionStep& step, const float*
     kernels().items[layer.kv_kind](layer, step, query, query_stride, out, out_stride, thread, threads);
 }
 
-void attend_join(const AttentionLayer& layer, const AttentionStep& step, const float*, int64_t, float* out,
-                 int64_t out_stride, int thread, int threads) {
+void attend_join(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int thread,
+                 int threads) {
     if (step.num_joins > 0) kernels().join(layer, step, out, out_stride, thread, threads);
 }
 
@@ -53,7 +53,7 @@ EXPORT void octavo_attention(const octavo::AttentionLayer* layer, const octavo::
                              int64_t query_stride, float* out, int64_t out_stride, int32_t num_threads) {
     if (num_threads <= 1) {  // no parallel region at all: it would wake the pool
         octavo::attend(*layer, *step, query, query_stride, out, out_stride, 0, 1);
-        octavo::attend_join(*layer, *step, query, query_stride, out, out_stride, 0, 1);
+        octavo::attend_join(*layer, *step, out, out_stride, 0, 1);
         return;
     }
 #pragma omp parallel num_threads(num_threads)
@@ -63,15 +63,16 @@ EXPORT void octavo_attention(const octavo::AttentionLayer* layer, const octavo::
             octavo::attend(*layer, *step, query, query_stride, out, out_stride, turn, num_threads);
 #pragma omp for schedule(static, 1)
         for (int32_t turn = 0; turn < num_threads; ++turn)
-            octavo::attend_join(*layer, *step, query, query_stride, out, out_stride, turn, num_threads);
+            octavo::attend_join(*layer, *step, out, out_stride, turn, num_threads);
     }
 }
 
 EXPORT void octavo_write_kv(const octavo::AttentionLayer* layer, const int64_t* slot_mapping, int64_t num_tokens,
-                            const float* k, const float* v, int64_t stride, int32_t num_threads) {
-    if (num_threads <= 1) return octavo::write_kv(*layer, slot_mapping, 0, num_tokens, k, v, stride);
+                            const float* k, int64_t k_stride, const float* v, int64_t v_stride, int32_t num_threads) {
+    const octavo::NewKv kv{k, v, k_stride, v_stride};
+    if (num_threads <= 1) return octavo::write_kv(*layer, slot_mapping, 0, num_tokens, kv);
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int32_t turn = 0; turn < num_threads; ++turn)
         octavo::write_kv(*layer, slot_mapping, num_tokens * turn / num_threads,
-                         num_tokens * (turn + 1) / num_threads, k, v, stride);
+                         num_tokens * (turn + 1) / num_threads, kv);
 }

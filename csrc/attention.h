@@ -17,15 +17,17 @@ namespace octavo {
 
 constexpr int64_t kPart = 128;     // positions of one part
 constexpr int64_t kMaxRows = 96;   // query rows (token x head) that an item computes at once; see AttentionItem
-constexpr int64_t kMaxSize = 256;  // head_dim: a multiple of 8 up to this
+constexpr int64_t kMaxSize = 256;  // head_dim and value_dim: multiples of 8 up to this
 
-enum KvKind : int64_t { kKvFloat32 = 0, kKvBfloat16 = 1, kKvFloat16 = 2 };
+// Int8 has a scale for each position and KV head, float8 (e4m3) has none. See attention_codes.h.
+enum KvKind : int64_t { kKvFloat32 = 0, kKvBfloat16 = 1, kKvFloat16 = 2, kKvInt8 = 3, kKvFloat8 = 4, kKvKinds = 5 };
 
 struct AttentionLayer {
-    void *keys, *values;  // [block, position, KV head, size]
+    void *keys, *values;  // [block, position, KV head, size], for int8 [block, position, row]
     int64_t kv_kind;
-    int64_t block_size, num_heads, num_kv_heads, head_dim, window;  // window 0 = none
-    double scale, soft_cap;                                         // soft_cap 0 = none
+    int64_t block_size, num_heads, num_kv_heads, head_dim, value_dim, window;  // window 0 = none
+    double scale, soft_cap;                                                    // soft_cap 0 = none
+    const float *sinks, *slopes;  // of each query head, or null: see LayerAttention in ops/attention.py
 };
 
 // Some tokens that see the same keys and values in parts [first_part, end_part), for KV heads [first_head, end_head).
@@ -38,7 +40,8 @@ struct AttentionItem {
 struct AttentionStep {
     int64_t num_tokens, num_rows, table_stride;
     const int64_t* table;                // [row, index]: block numbers
-    const int64_t *rows, *contexts;      // of each token: its row; how many positions it sees, including its own
+    const int64_t *rows, *contexts;      // of each token: its row; its place in the sequence, plus 1
+    const int64_t* seen;                 // of each token: how many positions it sees (before a window); contexts or more
     int64_t num_items;
     const AttentionItem* items;
     const int64_t* members;              // tokens, by item
@@ -47,23 +50,28 @@ struct AttentionStep {
                                          // kDirect where one item has all its parts and writes its output itself
     int64_t num_joins;                   // if 0, attend_join does nothing
     const int64_t* joins;                // tokens whose parts are in `partial`
-    float* partial;                      // [slot, head, head_dim + kTail]: weighted values, then maximum and sum
+    float* partial;                      // [slot, head, value_dim + kTail]: weighted values, then maximum and sum
 };
 
 constexpr int64_t kDirect = INT64_MIN;
 constexpr int64_t kTail = 8;
 
-// Write keys and values of tokens [first_token, end_token) into their slots, rounded to the pool's kind. A token's row
-// of k (and of v) is [KV head, size] at k + token * stride.
+// Rows of keys and of values, one a token: [KV head, size] at k + token * k_stride.
+struct NewKv {
+    const float *k, *v;
+    int64_t k_stride, v_stride;
+};
+
+// Write keys and values of tokens [first_token, end_token) into their slots, rounded to the pool's kind.
 void write_kv(const AttentionLayer& layer, const int64_t* slot_mapping, int64_t first_token, int64_t end_token,
-              const float* k, const float* v, int64_t stride);
+              const NewKv& kv);
 
 // First phase: compute this thread's items. Query and output rows are [head, size]; strides are in floats.
 void attend(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
             float* out, int64_t out_stride, int thread, int threads);
 
 // Second phase, after a barrier: fold the parts of this thread's share of `joins`.
-void attend_join(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
-                 float* out, int64_t out_stride, int thread, int threads);
+void attend_join(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int thread,
+                 int threads);
 
 }  // namespace octavo

@@ -34,6 +34,19 @@ INLINE __m512 load16(const Float16* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
+INLINE __m512 load16(const Int8* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+
+INLINE __m512 load16(const Float8* from) {  // as widen8
+    const __m256i bytes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m256i largest = _mm256_set1_epi16(0x3f80), moved = _mm256_slli_epi16(bytes, 7);
+    const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(moved, largest), largest);
+    const __m256i half =
+        _mm256_or_si256(_mm256_and_si256(moved, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))), is_nan);
+    return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+}
+
 struct Avx512Lanes {
     static constexpr int kLanes = 16, kRows = 12, kBlock = 8;  // 12 x 2 or 6 x 4 sums
     typedef __m512 Reg;

@@ -16,11 +16,14 @@ constexpr int64_t kMaxBlock = 8;  // most keys that are transposed at once
 constexpr int64_t kAhead = 32;    // distance of the prefetch, in positions
 constexpr int64_t kMaxLines = (kPart + kMaxRows) * kMaxSize * 4 / 64;  // lines of a part's rows: one head's share
 
-// The pool offsets of a part's positions [first, end). Keys are transposed in whole blocks, so the entries around this
-// range repeat a visible position; what is computed for these entries is masked.
+// The pool offsets of the keys of a part's positions [first, end), and of the values. Keys are transposed in whole
+// blocks, so the entries around this range repeat a visible position; what is computed for these entries is masked.
 struct Places {
     int64_t part, first, end;
-    int64_t at[kPart + kMaxBlock];
+    bool are_alike;  // rows of values are as wide as rows of keys
+    int64_t at[kPart + kMaxBlock], of_values[kPart + kMaxBlock];
+
+    INLINE_MEMBER const int64_t* values_at() const { return are_alike ? at : of_values; }
 };
 
 INLINE int64_t low_of(const AttentionLayer& layer, int64_t context) {
@@ -28,15 +31,18 @@ INLINE int64_t low_of(const AttentionLayer& layer, int64_t context) {
 }
 
 // Find the positions of a part that any token of the item sees.
+template <class T>
 INLINE void find_places(const AttentionLayer& layer, const AttentionStep& step, const AttentionItem& item, int64_t part,
                         Places& places) {
     const int64_t* members = step.members + item.first_member;
     int64_t lowest = INT64_MAX, highest = 0;
     for (int64_t i = 0; i < item.num_members; ++i) {
-        const int64_t context = step.contexts[members[i]], low = low_of(layer, context);
-        lowest = low < lowest ? low : lowest, highest = context > highest ? context : highest;
+        const int64_t seen = step.seen[members[i]], low = low_of(layer, step.contexts[members[i]]);
+        lowest = low < lowest ? low : lowest, highest = seen > highest ? seen : highest;
     }
-    const int64_t begin = part * kPart, width = layer.num_kv_heads * layer.head_dim, block_size = layer.block_size;
+    const int64_t begin = part * kPart, block_size = layer.block_size;
+    const int64_t width = row_width<T>(layer.num_kv_heads, layer.head_dim);
+    const int64_t value_width = row_width<T>(layer.num_kv_heads, layer.value_dim);
     const int64_t* table = step.table + step.rows[members[0]] * step.table_stride;
     places.part = part;
     places.first = lowest > begin ? lowest - begin : 0;
@@ -46,19 +52,24 @@ INLINE void find_places(const AttentionLayer& layer, const AttentionStep& step, 
         int64_t place = (table[block] * block_size + offset) * width;
         for (; offset < block_size && at < places.end; ++offset, place += width) places.at[at++] = place;
     }
+    places.are_alike = value_width == width;
+    if (!places.are_alike)
+        for (int64_t at = places.first; at < places.end; ++at) places.of_values[at] = places.at[at] / width * value_width;
     const int64_t seen = places.at[places.first];
     for (int64_t at = places.first / kMaxBlock * kMaxBlock; at < places.first; ++at) places.at[at] = seen;
     for (int64_t at = places.end; at % kMaxBlock != 0; ++at) places.at[at] = seen;
 }
 
 // The rows that an item reads, in reading order: a part's keys, the part's values, then the next part's rows.
-// A row has the item's heads, which are adjacent.
+// A row has the item's heads, which are adjacent; with all heads also their scales.
 template <class T>
 class Lookahead {
    public:
     INLINE_MEMBER void list(const AttentionLayer& layer, const Places& places, int64_t first_head, int64_t end_head) {
         num_rows_ = 0, heads_ = end_head - first_head;
-        row_bytes_ = heads_ * layer.head_dim * static_cast<int64_t>(sizeof(T));
+        const bool has_scales = heads_ == layer.num_kv_heads;
+        const int64_t size = layer.head_dim > layer.value_dim ? layer.head_dim : layer.value_dim;
+        row_bytes_ = (has_scales ? row_width<T>(heads_, size) : heads_ * size) * static_cast<int64_t>(sizeof(T));
         append(layer, places, first_head, 2 * kPart);
     }
 
@@ -86,12 +97,13 @@ class Lookahead {
 
    private:
     INLINE_MEMBER void append(const AttentionLayer& layer, const Places& places, int64_t head, int64_t most) {
-        const void* const pools[2] = {layer.keys, layer.values};
-        for (const void* pool : pools) {
-            const T* from = static_cast<const T*>(pool) + head * layer.head_dim;
-            for (int64_t at = places.first; at < places.end && num_rows_ < most; ++at)
-                rows_[num_rows_++] = reinterpret_cast<const char*>(from + places.at[at]);
-        }
+        append(static_cast<const T*>(layer.keys) + head * layer.head_dim, places, places.at, most);
+        append(static_cast<const T*>(layer.values) + head * layer.value_dim, places, places.values_at(), most);
+    }
+
+    INLINE_MEMBER void append(const T* from, const Places& places, const int64_t* offsets, int64_t most) {
+        for (int64_t at = places.first; at < places.end && num_rows_ < most; ++at)
+            rows_[num_rows_++] = reinterpret_cast<const char*>(from + offsets[at]);
     }
 
     int64_t num_rows_ = 0, heads_ = 1, row_bytes_ = 0;

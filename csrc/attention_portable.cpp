@@ -19,6 +19,7 @@ struct PortableLanes {
     static constexpr int kLanes = kCount, kRows = 6, kBlock = kCount < 8 ? kCount : 8;
     typedef float Reg __attribute__((vector_size(4 * kCount)));
     typedef int32_t Ints __attribute__((vector_size(4 * kCount)));
+    typedef uint32_t Bits __attribute__((vector_size(4 * kCount)));
 
     static INLINE_MEMBER Reg set1(float x) { return Reg{} + x; }
     static INLINE_MEMBER Reg load(const float* from) {
@@ -55,7 +56,7 @@ struct PortableLanes {
     }
     static INLINE_MEMBER Reg zero_where_less(Reg y, Reg x, Reg bound) { return where_less(x, bound, Reg{}, y); }
     static INLINE_MEMBER Reg with_sign_of(Reg size, Reg x) { return (Reg)((Ints)size | ((Ints)x & INT32_MIN)); }
-    static INLINE_MEMBER Reg times_power(Reg y, Reg shifted) { return (Reg)((Ints)y + ((Ints)shifted << 23)); }
+    static INLINE_MEMBER Reg times_power(Reg y, Reg shifted) { return (Reg)((Bits)y + ((Bits)shifted << 23)); }
     static INLINE_MEMBER float total(Reg x) {
         float lanes[kLanes];
         store(x, lanes);

@@ -4,7 +4,8 @@
 // values are both small matrix products with keys (or sizes) in lanes, one chain of multiply-adds per element:
 //     score[row, key]   = sum over size, ascending, of (scale * query) * key      weight = exp(score - part's maximum)
 //     value[row, size]  = sum over the part's positions, ascending, of weight * value
-//     fold: parts ascending; both sides are rescaled to the larger maximum.
+//     fold: parts ascending; both sides are rescaled to the larger maximum. A sink joins the sum after the last part.
+// Scales of int8 keys multiply the scores, and scales of values the weights, after the weights were summed.
 // A position that a row does not see has weight 0, and adding 0 * value changes no bit, so tiles and edges do not
 // matter. Does not: choose items, or know the instruction set's intrinsics.
 // Every including file is one translation unit of one instruction set; nothing here has linkage.
@@ -34,8 +35,8 @@ template <class V, class T>
 class Tile {
    public:
     Tile(const AttentionLayer& layer, const AttentionStep& step, const AttentionItem& item, AttentionScratch& scratch)
-        : layer_(layer), step_(step), item_(item), s_(scratch), size_(layer.head_dim),
-          padded_((size_ + V::kLanes - 1) / V::kLanes * V::kLanes), group_(layer.num_heads / layer.num_kv_heads),
+        : layer_(layer), step_(step), item_(item), s_(scratch), size_(layer.head_dim), value_size_(layer.value_dim),
+          padded_((value_size_ + V::kLanes - 1) / V::kLanes * V::kLanes), group_(layer.num_heads / layer.num_kv_heads),
           members_(step.members + item.first_member) {}
 
     // Compute the item for heads [first_of_group, + heads) of each group. On entry `places` are those of the item's
@@ -47,16 +48,16 @@ class Tile {
         load_queries(query, query_stride);
         for (int64_t i = 0, row = 0; i < item_.num_members; ++i)
             for (int64_t j = 0; j < heads; ++j, ++row) {
-                const int64_t context = step_.contexts[members_[i]];
-                seen_[row] = {low_of(layer_, context), context, members_[i], first_of_group + j};
+                const int64_t low = low_of(layer_, step_.contexts[members_[i]]);
+                seen_[row] = {low, step_.seen[members_[i]], members_[i], first_of_group + j};
             }
         for (int64_t part = item_.first_part; part < item_.end_part; ++part) {
             Places ahead;
             const bool has_next = part + 1 < item_.end_part || next != nullptr;
             if (part + 1 < item_.end_part) {
-                find_places(layer_, step_, item_, part + 1, ahead);
+                find_places<T>(layer_, step_, item_, part + 1, ahead);
             } else if (next != nullptr) {
-                find_places(layer_, step_, *next, next->first_part, ahead);
+                find_places<T>(layer_, step_, *next, next->first_part, ahead);
             }
             const bool is_last = part + 1 == item_.end_part;
             attend_part(places, has_next ? &ahead : nullptr, is_last && has_next ? next->first_head : item_.first_head);
@@ -83,8 +84,16 @@ class Tile {
             V::store(V::fma(V::load(part + d), now, V::mul(V::load(total + d), old)), total + d);
     }
 
-    static INLINE_MEMBER void write(int64_t size, const float* total, float sum, float* out) {
-        const float factor = 1.0f / sum;
+    // Return the factor that makes a head's weighted values its output: 1 / the sum of the weights and of the sink's.
+    static INLINE_MEMBER float factor_of(const AttentionLayer& layer, int64_t query_head, float highest, float sum) {
+        if (layer.sinks == nullptr) return 1.0f / sum;
+        const float sink = layer.sinks[query_head];
+        if (sink <= highest) return 1.0f / (sum + V::first(exp_lanes<V>(V::set1(sink - highest))));
+        const float share = V::first(exp_lanes<V>(V::set1(highest - sink)));
+        return share / V::first(V::fma(V::set1(sum), V::set1(share), V::set1(1.0f)));
+    }
+
+    static INLINE_MEMBER void write(int64_t size, const float* total, float factor, float* out) {
         int64_t d = 0;
         for (; d + V::kLanes <= size; d += V::kLanes) V::store(V::mul(V::load(total + d), V::set1(factor)), out + d);
         for (; d < size; ++d) out[d] = total[d] * factor;
@@ -118,16 +127,18 @@ class Tile {
             score<kNarrow, kMost>(places);
         }
         soften(places.part);
-        const bool in_place = rows_ <= kFew && size_ % (kWide * V::kLanes) == 0;
+        const bool in_place = rows_ <= kFew && value_size_ % (kWide * V::kLanes) == 0;
         const int64_t chunk = rows_ <= kMost ? kChunk : kPart;
         for (int64_t at = first_; at < end_;) {
             const int64_t end = (at / chunk + 1) * chunk < end_ ? (at / chunk + 1) * chunk : end_;
-            for (int64_t head = item_.first_head; head < item_.end_head; ++head)
+            for (int64_t head = item_.first_head; head < item_.end_head; ++head) {
+                scale_rows(layer_.values, places.values_at(), value_size_, at, end, head);
                 if (in_place) {
                     weigh_in_place(places, at, end, head);
                 } else {
                     weigh(places, at, end, head);
                 }
+            }
             at = end;
         }
     }
@@ -137,7 +148,8 @@ class Tile {
     template <int kVectors, int kRows>
     INLINE_MEMBER void score(const Places& places) {
         constexpr int64_t kWidth = kVectors * V::kLanes;
-        const int64_t shift = sizeof(T) == 2 && kWidth <= 32 ? 1 : 0, in_product = (size_ + shift) >> shift;
+        const int64_t shift = sizeof(T) == 1 ? (kWidth <= 32 ? 2 : 1) : sizeof(T) == 2 && kWidth <= 32 ? 1 : 0;
+        const int64_t in_product = ((size_ - 1) >> shift) + 1;
         const int64_t first_block = first_ / V::kBlock * V::kBlock;
         for (int64_t at = first_ / kWidth * kWidth; at < end_; at += kWidth) {
             const int64_t end = at + kWidth < end_ ? at + kWidth : end_, begin = at > first_block ? at : first_block;
@@ -156,7 +168,24 @@ class Tile {
                 multiply_panel<kVectors, kRows>(vectors, PanelRows{s_.panel, kWidth}, lines_ + now, shift,
                                                 s_.query + base_row(head) * size_,
                                                 s_.scores + base_row(head) * kScoreStride + at);
+                scale_rows(layer_.keys, places.at, size_, from, end, head);
             }
+        }
+    }
+
+    // Multiply a head's scores or weights at positions [first, end) by the scales in the pool, if its kind has any.
+    INLINE_MEMBER void scale_rows(const void* pool, const int64_t* at, int64_t size, int64_t first, int64_t end,
+                                  int64_t head) {
+        if constexpr (kIsScaled<T>) {
+            const T* rows = static_cast<const T*>(pool);
+            for (int64_t i = first; i < end; ++i)
+                s_.scales[i - first] = scale_of(rows + at[i], layer_.num_kv_heads, size, head);
+            const int64_t count = (end - first + V::kLanes - 1) / V::kLanes * V::kLanes;
+            for (int64_t i = end - first; i < count; ++i) s_.scales[i] = 1.0f;  // these are not the rows' to change
+            float* row = s_.scores + base_row(head) * kScoreStride + first;
+            for (int64_t r = 0; r < rows_; ++r, row += kScoreStride)
+                for (int64_t i = 0; i < count; i += V::kLanes)
+                    V::store(V::mul(V::load(row + i), V::load(s_.scales + i)), row + i);
         }
     }
 
@@ -190,6 +219,7 @@ class Tile {
             if (layer_.soft_cap > 0)
                 for (int64_t at = from; at < to; at += V::kLanes)
                     V::store(V::mul(cap, tanh_lanes<V>(V::div(V::load(scores + at), cap))), scores + at);
+            if (layer_.slopes != nullptr) slope(row, part * kPart - seen_[of_head].context + 1, from, to);
             for (int64_t at = from; at < low && at < to; ++at) scores[at] = kHidden;
             for (int64_t at = high > from ? high : from; at < to; ++at) scores[at] = kHidden;
             auto best = V::load(scores + from);
@@ -208,18 +238,32 @@ class Tile {
         }
     }
 
+    // Add the slope's share of each position: its distance from the query's position is first_distance + at.
+    INLINE_MEMBER void slope(int64_t row, int64_t first_distance, int64_t from, int64_t to) {
+        alignas(64) float lanes[V::kLanes];
+        for (int i = 0; i < V::kLanes; ++i) lanes[i] = static_cast<float>(i);
+        const int64_t query_head = (item_.first_head + row / rows_) * group_ + seen_[row % rows_].head;
+        const auto each = V::set1(layer_.slopes[query_head]), ramp = V::load(lanes);
+        float* scores = s_.scores + row * kScoreStride;
+        for (int64_t at = from; at < to; at += V::kLanes) {
+            const auto distance = V::add(V::set1(static_cast<float>(first_distance + at)), ramp);
+            V::store(V::fma(each, distance, V::load(scores + at)), scores + at);
+        }
+    }
+
     // Weight the values of positions [first, end) in place, without copying them.
     INLINE_MEMBER void weigh_in_place(const Places& places, int64_t first, int64_t end, int64_t head) {
         constexpr int64_t kWidth = kWide * V::kLanes, kLines = kWidth * static_cast<int64_t>(sizeof(T)) / 64;
-        const int64_t row = base_row(head), in_products = (end - first) * kLines * (size_ / kWidth);
-        const T* values = static_cast<const T*>(layer_.values) + head * size_;
+        const int64_t row = base_row(head), in_products = (end - first) * kLines * (value_size_ / kWidth);
+        const T* values = static_cast<const T*>(layer_.values) + head * value_size_;
         const int64_t num = lines_of_values(first, end, head, in_products);
         int64_t line = 0;
         for (; line < num - in_products; ++line) ask_for(lines_[line]);
-        for (int64_t d = 0; d < size_; d += kWidth, line += (end - first) * kLines)
-            multiply_rows<V, kWide, kFew>(rows_, s_.scores + row * kScoreStride, kScoreStride,
-                                          PoolRows<T, kLines>{values + d, places.at, first, lines_ + line}, first, end,
+        for (int64_t d = 0; d < value_size_; d += kWidth, line += (end - first) * kLines) {
+            const PoolRows<T, kLines> pool_rows{values + d, places.values_at(), first, lines_ + line};
+            multiply_rows<V, kWide, kFew>(rows_, s_.scores + row * kScoreStride, kScoreStride, pool_rows, first, end,
                                           s_.part + row * padded_ + d, padded_, first > first_);
+        }
     }
 
     INLINE_MEMBER int64_t lines_of_values(int64_t first, int64_t end, int64_t head, int64_t least) {
@@ -229,23 +273,24 @@ class Tile {
     // Copy the values of positions [first, end) to panels [positions][sizes], then weight the panels.
     INLINE_MEMBER void weigh(const Places& places, int64_t first, int64_t end, int64_t head) {
         constexpr int64_t kWidth = kNarrow * V::kLanes;
-        const T* values = static_cast<const T*>(layer_.values) + head * size_;
+        const T* values = static_cast<const T*>(layer_.values) + head * value_size_;
+        const int64_t* offsets = places.values_at();
         const int64_t num = lines_of_values(first, end, head, 0), each = (num + end - first - 1) / (end - first);
         const float* weights = s_.scores + base_row(head) * kScoreStride;
         int64_t line = 0;
-        for (int64_t d = 0; d < size_; d += kWidth) {
-            const int64_t vectors = d + V::kLanes < size_ ? 2 : 1;
+        for (int64_t d = 0; d < value_size_; d += kWidth) {
+            const int64_t vectors = d + V::kLanes < value_size_ ? 2 : 1;
             for (int64_t at = first; at < end; ++at) {
                 float* to = s_.panel + at * kWidth;
                 if (d == 0)
                     for (const int64_t stop = line + each < num ? line + each : num; line < stop; ++line)
                         ask_for(lines_[line]);
-                if (d + vectors * V::kLanes <= size_) {
+                if (d + vectors * V::kLanes <= value_size_) {
                     for (int64_t v = 0; v < vectors * V::kLanes; v += V::kLanes)
-                        V::store(V::load(values + places.at[at] + d + v), to + v);
+                        V::store(V::load(values + offsets[at] + d + v), to + v);
                 } else {
                     for (int64_t i = 0; i < vectors * V::kLanes; ++i)
-                        to[i] = d + i < size_ ? V::one(values + places.at[at] + d + i) : 0.0f;
+                        to[i] = d + i < value_size_ ? V::one(values + offsets[at] + d + i) : 0.0f;
                 }
             }
             const PanelRows panel{s_.panel, kWidth};
@@ -278,15 +323,15 @@ class Tile {
     }
 
     INLINE_MEMBER void save_rows(int64_t part, int64_t head) {
-        const int64_t stride = size_ + kTail;
+        const int64_t stride = value_size_ + kTail;
         for (int64_t row = 0; row < rows_; ++row) {
             if (!sees(row, part)) continue;
             const int64_t slot = step_.first_slots[seen_[row].token] + part;
             const int64_t query_head = head * group_ + seen_[row].head;
             float* to = step_.partial + (slot * layer_.num_heads + query_head) * stride;
             const int64_t at = base_row(head) + row;
-            std::memcpy(to, s_.part + at * padded_, size_ * sizeof(float));
-            to[size_] = s_.part_max[at], to[size_ + 1] = s_.part_sum[at];
+            std::memcpy(to, s_.part + at * padded_, value_size_ * sizeof(float));
+            to[value_size_] = s_.part_max[at], to[value_size_ + 1] = s_.part_sum[at];
         }
     }
 
@@ -294,8 +339,9 @@ class Tile {
         for (int64_t head = item_.first_head; head < item_.end_head; ++head)
             for (int64_t row = 0; row < rows_; ++row) {
                 const int64_t at = base_row(head) + row, query_head = head * group_ + seen_[row].head;
-                write(size_, s_.total + at * padded_, s_.total_sum[at],
-                      out + seen_[row].token * stride + query_head * size_);
+                const float factor = factor_of(layer_, query_head, s_.total_max[at], s_.total_sum[at]);
+                write(value_size_, s_.total + at * padded_, factor,
+                      out + seen_[row].token * stride + query_head * value_size_);
             }
     }
 
@@ -303,7 +349,7 @@ class Tile {
     const AttentionStep& step_;
     const AttentionItem& item_;
     AttentionScratch& s_;
-    const int64_t size_, padded_, group_;
+    const int64_t size_, value_size_, padded_, group_;
     const int64_t* members_;
     int64_t first_of_group_ = 0, heads_ = 0, rows_ = 0;  // rows of one KV head: (member, head of the group)
     int64_t first_ = 0, end_ = 0;                        // positions of the part that any row sees
@@ -338,7 +384,7 @@ void attend_items(const AttentionLayer& layer, const AttentionStep& step, const 
     Places places;
     if (first < end) {
         const AttentionItem& item = step.items[first];
-        find_places(layer, step, item, item.first_part, places);
+        find_places<T>(layer, step, item, item.first_part, places);
         Lookahead<T> lookahead;
         lookahead.list(layer, places, item.first_head, item.end_head);
         lookahead.begin();
@@ -348,7 +394,7 @@ void attend_items(const AttentionLayer& layer, const AttentionStep& step, const 
         Tile<V, T> tile(layer, step, item, scratch);
         for (int64_t head = 0; head < group; head += kMaxRows) {
             const bool is_last = head + kMaxRows >= group;
-            if (head > 0) find_places(layer, step, item, item.first_part, places);
+            if (head > 0) find_places<T>(layer, step, item, item.first_part, places);
             tile.run(head, is_last ? group - head : kMaxRows, is_last ? next : nullptr, query, query_stride, out,
                      out_stride, places);
         }
@@ -359,12 +405,12 @@ template <class V>
 void join_tokens(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int64_t thread,
                  int64_t threads) {
     typedef Tile<V, float> Any;
-    const int64_t size = layer.head_dim, padded = (size + V::kLanes - 1) / V::kLanes * V::kLanes;
+    const int64_t size = layer.value_dim, padded = (size + V::kLanes - 1) / V::kLanes * V::kLanes;
     const int64_t heads = layer.num_heads, units = step.num_joins * heads, stride = size + kTail;
     alignas(64) float total[kMaxSize + V::kLanes], part[kMaxSize + V::kLanes] = {};
     for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; ++unit) {
-        const int64_t token = step.joins[unit / heads], head = unit % heads, context = step.contexts[token];
-        const int64_t first = low_of(layer, context) / kPart, last = (context - 1) / kPart;
+        const int64_t token = step.joins[unit / heads], head = unit % heads;
+        const int64_t first = low_of(layer, step.contexts[token]) / kPart, last = (step.seen[token] - 1) / kPart;
         float highest = 0.0f, sum = 0.0f;
         for (int64_t index = first; index <= last; ++index) {
             const float* from = step.partial + ((step.first_slots[token] + index) * heads + head) * stride;
@@ -375,26 +421,39 @@ void join_tokens(const AttentionLayer& layer, const AttentionStep& step, float* 
                 Any::fold(padded, part, from[size], from[size + 1], total, &highest, &sum);
             }
         }
-        Any::write(size, total, sum, out + token * out_stride + head * size);
+        const float factor = Any::factor_of(layer, head, highest, sum);
+        Any::write(size, total, factor, out + token * out_stride + head * size);
     }
 }
 
 template <class V, class T>
-void write_tokens(const AttentionLayer& layer, const int64_t* slots, int64_t first, int64_t end, const float* k,
-                  const float* v, int64_t stride) {
-    const int64_t width = layer.num_kv_heads * layer.head_dim;
+INLINE void write_row(const float* from, int64_t num_heads, int64_t size, T* row) {
+    if constexpr (kIsScaled<T>) {
+        for (int64_t head = 0; head < num_heads; ++head)
+            narrow_head(from + head * size, size, row + head * size, row + num_heads * size + head * kScaleBytes);
+    } else {
+        V::save(from, num_heads * size, row);
+    }
+}
+
+template <class V, class T>
+void write_tokens(const AttentionLayer& layer, const int64_t* slots, int64_t first, int64_t end, const NewKv& kv) {
+    const int64_t heads = layer.num_kv_heads, size = layer.head_dim, value_size = layer.value_dim;
     T *keys = static_cast<T*>(layer.keys), *values = static_cast<T*>(layer.values);
     for (int64_t token = first; token < end; ++token) {
-        V::save(k + token * stride, width, keys + slots[token] * width);
-        V::save(v + token * stride, width, values + slots[token] * width);
+        write_row<V>(kv.k + token * kv.k_stride, heads, size, keys + slots[token] * row_width<T>(heads, size));
+        write_row<V>(kv.v + token * kv.v_stride, heads, value_size,
+                     values + slots[token] * row_width<T>(heads, value_size));
     }
 }
 
 template <class V>
 constexpr AttentionKernels kernels_of() {
-    return {{attend_items<V, float>, attend_items<V, Bfloat16>, attend_items<V, Float16>},
+    return {{attend_items<V, float>, attend_items<V, Bfloat16>, attend_items<V, Float16>, attend_items<V, Int8>,
+             attend_items<V, Float8>},
             join_tokens<V>,
-            {write_tokens<V, float>, write_tokens<V, Bfloat16>, write_tokens<V, Float16>}};
+            {write_tokens<V, float>, write_tokens<V, Bfloat16>, write_tokens<V, Float16>, write_tokens<V, Int8>,
+             write_tokens<V, Float8>}};
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Transposing keys on x86: eight keys by eight sizes at a time.
+// Loading, saving and transposing keys on x86: eight keys by eight sizes at a time.
 //
 // Needs AVX2 and F16C; one instruction set per including file.
 
@@ -20,6 +20,24 @@ INLINE __m256 load8(const Bfloat16* from) {
 
 INLINE __m256 load8(const Float16* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+// Widen the low eight bytes.
+INLINE __m256 widen8(__m128i bytes, Int8) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
+
+INLINE __m256 widen8(__m128i bytes, Float8) {  // through float16, whose exponent has another bias: a product with 2^8
+    const __m128i largest = _mm_set1_epi16(0x3f80), moved = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
+    const __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(moved, largest), largest);
+    const __m128i half = _mm_or_si128(_mm_and_si128(moved, _mm_set1_epi16(static_cast<int16_t>(0xbf80))), is_nan);
+    return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+}
+
+INLINE __m256 load8(const Int8* from) {
+    return widen8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), Int8{});
+}
+
+INLINE __m256 load8(const Float8* from) {
+    return widen8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), Float8{});
 }
 
 // Load four sizes of rows j and j + 4: the first step of a transposition, done by the loads.
@@ -74,6 +92,37 @@ INLINE void turn8(const Bfloat16* pool, const int64_t* at, int64_t size, float* 
     }
 }
 
+// Bytes are transposed before widening.
+template <class T>
+INLINE void turn8_bytes(const T* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
+    const T* keys[8];
+    for (int j = 0; j < 8; ++j) keys[j] = pool + at[j];
+    const auto pair = [&keys](int j, int64_t d) {  // eight sizes of keys j and j + 1, alternating
+        return _mm_unpacklo_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(keys[j] + d)),
+                                 _mm_loadl_epi64(reinterpret_cast<const __m128i*>(keys[j + 1] + d)));
+    };
+    for (int64_t d = 0; d < size; d += 8) {
+        const __m128i a = pair(0, d), b = pair(2, d), c = pair(4, d), e = pair(6, d);
+        const __m128i ab = _mm_unpacklo_epi16(a, b), ab2 = _mm_unpackhi_epi16(a, b);
+        const __m128i ce = _mm_unpacklo_epi16(c, e), ce2 = _mm_unpackhi_epi16(c, e);
+        const __m128i twos[4] = {_mm_unpacklo_epi32(ab, ce), _mm_unpackhi_epi32(ab, ce),
+                                 _mm_unpacklo_epi32(ab2, ce2), _mm_unpackhi_epi32(ab2, ce2)};
+        float* to = panel + d * width;
+        for (int i = 0; i < 4; ++i, to += 2 * width) {
+            _mm256_storeu_ps(to, widen8(twos[i], T{}));
+            _mm256_storeu_ps(to + width, widen8(_mm_srli_si128(twos[i], 8), T{}));
+        }
+    }
+}
+
+INLINE void turn8(const Int8* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
+    turn8_bytes(pool, at, size, panel, width);
+}
+
+INLINE void turn8(const Float8* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
+    turn8_bytes(pool, at, size, panel, width);
+}
+
 INLINE void save8(__m256 x, float* to) { _mm256_storeu_ps(to, x); }
 
 INLINE void save8(__m256 x, Bfloat16* to) {
@@ -89,6 +138,12 @@ INLINE void save8(__m256 x, Bfloat16* to) {
 
 INLINE void save8(__m256 x, Float16* to) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+INLINE void save8(__m256 x, Float8* to) {
+    alignas(32) float values[8];
+    _mm256_store_ps(values, x);
+    for (int i = 0; i < 8; ++i) narrow(values[i], to[i]);
 }
 
 INLINE float total8(__m256 x) {

@@ -9,9 +9,6 @@
 #include "decoder_step.h"
 
 #include <algorithm>
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 #include "kernel.h"
 #include "rows.h"
@@ -20,10 +17,8 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kPrivateRows = 4;  // up to this many tokens, each thread prepares every row for itself; FEW in Python
-constexpr int64_t kAlign = 64;
-
-int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+// The linear layers of a layer that adapters change, in the order of LoraStep's weights; kHead has no adapter.
+enum AdaptedLinear : int64_t { kQkv = 0, kOutput = 1, kGateUp = 2, kDown = 3, kNumAdapted = 4, kHead = -1 };
 
 // Bytes of the largest prepared row of any weight of the model.
 int64_t largest_prepared(const Model& model) {
@@ -40,35 +35,44 @@ int64_t largest_prepared(const Model& model) {
     return most;
 }
 
+// Values that the MLP's first multiplication gives a token.
+int64_t mlp_width(const Model& m) { return (m.is_gated != 0 ? 2 : 1) * m.intermediate_size; }
+
 int64_t row_width(const Model& m) { return std::max({m.hidden_size, m.num_heads * m.head_dim, m.intermediate_size}); }
+
+int64_t outputs(const Multiplication& m) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < m.num_parts; ++i) sum += m.parts[i].outputs;
+    return sum;
+}
 
 // The addresses of a step's buffers in the workspace; `bytes` is the size of the whole.
 struct Workspace {
     float *stream, *qkv, *attended, *gate_up, *added, *scratch, *own_joined;
     char *prepared, *own_prepared;
+    void* mixture;
     int64_t prepared_bytes, scratch_size, joined_size, bytes;
 
     Workspace(const Model& m, int64_t tokens, int64_t threads, void* memory) {
-        char* at = static_cast<char*>(memory);
-        const auto take = [&at](int64_t size) {
-            char* here = at;
-            at += aligned(size);
-            return here;
-        };
-        const auto floats = [&take](int64_t count) { return reinterpret_cast<float*>(take(count * 4)); };
+        Buffers buffers(memory);
         prepared_bytes = largest_prepared(m);
-        scratch_size = aligned(row_width(m) * 4) / 4;
-        stream = floats(tokens * m.hidden_size);
-        qkv = floats(tokens * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim);
-        attended = floats(tokens * m.num_heads * m.head_dim);
-        gate_up = floats(tokens * 2 * m.intermediate_size);
-        added = floats(tokens * m.hidden_size);
-        scratch = floats(threads * scratch_size);
-        joined_size = aligned(kPrivateRows * m.num_heads * m.head_dim * 4) / 4;
-        own_joined = floats(threads * joined_size);
-        prepared = take(tokens * prepared_bytes);
-        own_prepared = take(threads * kPrivateRows * prepared_bytes);
-        bytes = at - static_cast<char*>(memory);
+        scratch_size = Buffers::aligned(row_width(m) * 4) / 4;
+        joined_size = Buffers::aligned(kPrivateRows * m.num_heads * m.head_dim * 4) / 4;
+        stream = buffers.take<float>(tokens * m.hidden_size);
+        qkv = buffers.take<float>(tokens * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim);
+        attended = buffers.take<float>(tokens * m.num_heads * m.head_dim);
+        gate_up = buffers.take<float>(tokens * mlp_width(m));
+        added = buffers.take<float>(tokens * m.hidden_size);
+        scratch = buffers.take<float>(threads * scratch_size);
+        own_joined = buffers.take<float>(threads * joined_size);
+        prepared = buffers.take<char>(tokens * prepared_bytes);
+        own_prepared = buffers.take<char>(threads * kPrivateRows * prepared_bytes);
+        int64_t mixture_bytes = 0;
+        for (int64_t l = 0; l < m.num_layers; ++l)
+            if (m.layers[l].mixture != nullptr)
+                mixture_bytes = std::max(mixture_bytes, mixture_workspace(*m.layers[l].mixture, tokens, threads));
+        mixture = buffers.take<char>(mixture_bytes);
+        bytes = buffers.bytes();
     }
 };
 
@@ -80,28 +84,58 @@ class Runner {
           scratch_(work.scratch + thread * work.scratch_size), own_joined_(work.own_joined + thread * work.joined_size),
           own_prepared_(work.own_prepared + thread * kPrivateRows * work.prepared_bytes) {}
 
-    void step(const Step& s) {
+    void step(Step& s) {
         tokens_ = s.num_tokens;
+        lora_ = s.lora;
         embed(s);
         barrier_.wait();
         for (int64_t l = 0; l < m_.num_layers; ++l) {
-            attention_half(m_.layers[l], s);
-            mlp_half(m_.layers[l]);
+            const Layer& layer = m_.layers[l];
+            layer_ = l;
+            const bool has_norm = layer.mlp_norm.weight != nullptr;
+            if (m_.is_parallel != 0) mlp_up(layer, has_norm ? layer.mlp_norm : layer.attention_norm);
+            attention_half(layer, s);
+            if (layer.mixture != nullptr) {
+                mix_experts(layer, s);
+                continue;
+            }
+            if (m_.is_parallel == 0) mlp_up(layer, layer.mlp_norm);
+            mlp_down(layer);
         }
         const Share own(tokens_, thread_, threads_);
         for (int64_t t = own.first; t < own.end; ++t)
-            norm(w_.stream + t * m_.hidden_size, m_.final_norm, s.hidden + t * m_.hidden_size);
+            norm(w_.stream + t * m_.hidden_size, m_.final_norm, m_.stream_eps, s.hidden + t * m_.hidden_size);
     }
 
     void logits(const float* hidden, int64_t rows, float* out, int64_t stride) {
         tokens_ = rows;
         const auto row = [&](int64_t t) { return hidden + t * m_.hidden_size; };
-        multiply(m_.head, row, out, stride, false);
+        multiply(m_.head, kHead, row, out, stride, false);
+        if (m_.logits_scale == 1.0 && m_.logits_cap == 0.0) return;
+        barrier_.wait();
+        const int64_t vocabulary = outputs(m_.head);
+        const Share own(vocabulary, thread_, threads_);
+        for (int64_t t = 0; t < rows; ++t) {
+            float* first = out + t * stride + own.first;
+            const int64_t count = own.end - own.first;
+            if (m_.logits_scale != 1.0) rows_.scale(static_cast<float>(m_.logits_scale), count, first);
+            if (m_.logits_cap != 0.0) rows_.soft_cap(static_cast<float>(m_.logits_cap), count, first);
+        }
     }
 
   private:
-    void norm(const float* x, const float* weight, float* out) {
-        rows_.rms_norm(x, weight, m_.hidden_size, static_cast<float>(m_.norm_eps), out);
+    void norm(const float* x, const Norm& norm, double eps, float* out) {
+        const float e = static_cast<float>(eps);
+        if (m_.norm_kind == kLayerNorm) return rows_.layer_norm(x, norm.weight, norm.bias, m_.hidden_size, e, out);
+        rows_.rms_norm(x, norm.weight, m_.hidden_size, e, out);
+    }
+
+    // Token t of the stream, normed into scratch_ if the family has a norm there.
+    const float* stream_row(int64_t t, const Norm& before) {
+        const float* row = w_.stream + t * m_.hidden_size;
+        if (before.weight == nullptr) return row;
+        norm(row, before, m_.stream_eps, scratch_);
+        return scratch_;
     }
 
     void embed(const Step& s) {
@@ -114,12 +148,21 @@ class Runner {
             unpack_row(*part, id, out);
             if (m_.embedding_scale != 1.0) rows_.scale(static_cast<float>(m_.embedding_scale), m_.hidden_size, out);
         }
+        const int64_t* end = s.media_rows + s.num_media;
+        const int64_t* row = std::lower_bound(s.media_rows, end, own.first);
+        for (; row != end && *row < own.end; ++row) {
+            const float* from = s.media + (row - s.media_rows) * m_.hidden_size;
+            std::copy(from, from + m_.hidden_size, w_.stream + *row * m_.hidden_size);
+        }
     }
 
     // out (+)= row(t) times the weight, for every token. `row` returns token t's inputs; it may use scratch_.
     template <typename Row>
-    void multiply(const Multiplication& m, const Row& row, float* out, int64_t stride, bool accumulate) {
-        const bool is_private = tokens_ <= kPrivateRows;
+    void multiply(const Multiplication& m, int64_t adapted, const Row& row, float* out, int64_t stride,
+                  bool accumulate) {
+        const LoraStep* lora = adapted == kHead ? nullptr : lora_;
+        const bool is_private = tokens_ <= kPrivateRows && lora == nullptr;
+        float* const first_out = out;
         char* prepared = is_private ? own_prepared_ : w_.prepared;
         const Share own = is_private ? Share(tokens_, 0, 1) : Share(tokens_, thread_, threads_);
         for (int64_t p = 0; p < m.num_parts; ++p) {
@@ -127,24 +170,37 @@ class Runner {
             const int64_t bytes = prepared_bytes(weight.kind, weight.inputs);
             if (p == 0 || weight.kind != m.parts[p - 1].kind) {
                 if (p > 0 && !is_private) barrier_.wait();  // other threads still read the previous form
-                for (int64_t t = own.first; t < own.end; ++t)
-                    prepare_row(weight.kind, row(t), weight.inputs, prepared + t * bytes);
+                for (int64_t t = own.first; t < own.end; ++t) {
+                    const float* x = row(t);
+                    prepare_row(weight.kind, x, weight.inputs, prepared + t * bytes);
+                    if (lora != nullptr && p == 0 && lora->adapters[t] >= 0)
+                        std::copy(x, x + weight.inputs, lora->inputs + t * lora->max_inputs);
+                }
                 if (!is_private) barrier_.wait();
             }
             linear(weight, prepared, tokens_, out, stride, accumulate, thread_, threads_);
             out += weight.outputs;
         }
+        if (lora == nullptr) return;
+        lora_down(*lora, layer_ * kNumAdapted + adapted, thread_, threads_);
+        barrier_.wait();
+        lora_up(*lora, layer_ * kNumAdapted + adapted, first_out, stride, thread_, threads_);
     }
 
     // stream += row(t) times the weight, normed first if the family has a norm there. Ends with a barrier.
     template <typename Row>
-    void add_to_stream(const Multiplication& m, const Row& row, const float* norm_after) {
-        multiply(m, row, norm_after == nullptr ? w_.stream : w_.added, m_.hidden_size, norm_after == nullptr);
+    void add_to_stream(const Multiplication& m, int64_t adapted, const Row& row, const Norm& after) {
+        const bool has_norm = after.weight != nullptr;
+        multiply(m, adapted, row, has_norm ? w_.added : w_.stream, m_.hidden_size, !has_norm);
         barrier_.wait();
-        if (norm_after == nullptr) return;
+        if (has_norm) add_normed(after);
+    }
+
+    // stream += the norm of what was added. Ends with a barrier.
+    void add_normed(const Norm& after) {
         const Share own(tokens_, thread_, threads_);
         for (int64_t t = own.first; t < own.end; ++t) {
-            norm(w_.added + t * m_.hidden_size, norm_after, scratch_);
+            norm(w_.added + t * m_.hidden_size, after, m_.norm_eps, scratch_);
             rows_.add(scratch_, m_.hidden_size, w_.stream + t * m_.hidden_size);
         }
         barrier_.wait();
@@ -153,58 +209,92 @@ class Runner {
     void attention_half(const Layer& layer, const Step& s) {
         const StepGroup& group = s.groups[layer.group];
         const int64_t width = (m_.num_heads + 2 * m_.num_kv_heads) * m_.head_dim, size = m_.num_heads * m_.head_dim;
-        const auto normed = [&](int64_t t) {
-            norm(w_.stream + t * m_.hidden_size, layer.attention_norm, scratch_);
-            return scratch_;
-        };
-        multiply(layer.qkv, normed, w_.qkv, width, false);
+        const auto normed = [&](int64_t t) { return stream_row(t, layer.attention_norm); };
+        multiply(layer.qkv, kQkv, normed, w_.qkv, width, false);
         barrier_.wait();
         const Share own(tokens_, thread_, threads_);
-        for (int64_t t = own.first; t < own.end; ++t) turn(layer, s.positions[t], w_.qkv + t * width);
+        for (int64_t t = own.first; t < own.end; ++t) turn(layer, s, t, w_.qkv + t * width);
         const float* keys = w_.qkv + size;
-        write_kv(layer.attention, group.slot_mapping, own.first, own.end, keys, keys + m_.num_kv_heads * m_.head_dim,
-                 width);
+        write_kv(layer.attention, group.slot_mapping, own.first, own.end,
+                 {keys, keys + m_.num_kv_heads * m_.head_dim, width, width});
         barrier_.wait();
         attend(layer.attention, *group.attention, w_.qkv, width, w_.attended, size, thread_, threads_);
         barrier_.wait();
         const AttentionStep& step = *group.attention;
         const bool is_private = tokens_ <= kPrivateRows;
         if (step.num_joins > 0 && is_private) {  // each thread joins all tokens for itself
-            attend_join(layer.attention, step, w_.qkv, width, own_joined_, size, 0, 1);
+            attend_join(layer.attention, step, own_joined_, size, 0, 1);
         } else if (step.num_joins > 0) {
-            attend_join(layer.attention, step, w_.qkv, width, w_.attended, size, thread_, threads_);
+            attend_join(layer.attention, step, w_.attended, size, thread_, threads_);
             barrier_.wait();
         }
         const auto attended = [&](int64_t t) {
             return (is_private && step.first_slots[t] != kDirect ? own_joined_ : w_.attended) + t * size;
         };
-        add_to_stream(layer.output, attended, layer.after_attention);
+        add_to_stream(layer.output, kOutput, attended, layer.after_attention);
     }
 
-    // Norm and rotate the heads of one token.
-    void turn(const Layer& layer, int64_t position, float* heads) {
-        const float* rope_row = layer.rope_table + position * 2 * m_.head_dim;
-        for (int64_t h = 0; h < m_.num_heads + m_.num_kv_heads; ++h) {
-            float* head = heads + h * m_.head_dim;
-            const float* weight = h < m_.num_heads ? layer.query_norm : layer.key_norm;
-            if (weight != nullptr) rows_.rms_norm(head, weight, m_.head_dim, static_cast<float>(m_.norm_eps), head);
-            rows_.rotate(head, rope_row, m_.head_dim);
+    // Norm and rotate the heads of token t.
+    void turn(const Layer& layer, const Step& s, int64_t t, float* heads) {
+        const int64_t size = m_.num_heads * m_.head_dim;
+        norm_heads(layer.query_norm, m_.num_heads, heads);
+        norm_heads(layer.key_norm, m_.num_kv_heads, heads + size);
+        if (layer.rope_table == nullptr) return;
+        float joined[2 * kMaxSize];
+        const float* rope_row = layer.rope_table + s.positions[t] * 2 * m_.rope_dim;
+        if (s.rope_positions != nullptr) rope_row = join_ropes(layer, s.rope_positions + t, joined);
+        for (int64_t h = 0; h < m_.num_heads + m_.num_kv_heads; ++h)
+            rows_.rotate(heads + h * m_.head_dim, rope_row, m_.rope_dim, m_.rope_is_interleaved != 0);
+    }
+
+    // The turn of a token by its three positions, each for some pairs of values (Qwen2-VL; not interleaved).
+    const float* join_ropes(const Layer& layer, const int64_t* positions, float* out) {
+        const int64_t half = m_.rope_dim / 2, bounds[] = {0, m_.rope_height, m_.rope_width, half};
+        for (int64_t axis = 0; axis < 3; ++axis) {
+            const float* row = layer.rope_table + positions[axis * tokens_] * 2 * m_.rope_dim;
+            for (int64_t part = 0; part < 4; ++part)
+                std::copy(row + part * half + bounds[axis], row + part * half + bounds[axis + 1],
+                          out + part * half + bounds[axis]);
         }
+        return out;
     }
 
-    void mlp_half(const Layer& layer) {
-        const int64_t size = m_.intermediate_size;
-        const auto normed = [&](int64_t t) {
-            norm(w_.stream + t * m_.hidden_size, layer.mlp_norm, scratch_);
-            return scratch_;
-        };
-        multiply(layer.gate_up, normed, w_.gate_up, 2 * size, false);
+    void norm_heads(const Norm& norm, int64_t num_heads, float* heads) {
+        if (norm.weight == nullptr) return;
+        const float eps = static_cast<float>(m_.norm_eps);
+        const int64_t size = m_.qk_norm_is_wide != 0 ? num_heads * m_.head_dim : m_.head_dim;
+        for (int64_t i = 0; i < num_heads * m_.head_dim; i += size)
+            rows_.rms_norm(heads + i, norm.weight, size, eps, heads + i);
+    }
+
+    void mix_experts(const Layer& layer, Step& s) {
+        MixtureRun mixture(*layer.mixture, tokens_, w_.mixture, barrier_, thread_, threads_);
+        const Share columns = mixture.run([&](int64_t t) { return stream_row(t, layer.mlp_norm); }, w_.added);
+        if (thread_ == 0) s.expert_bytes += mixture.bytes_read();
+        if (layer.after_mlp.weight != nullptr) {
+            barrier_.wait();
+            return add_normed(layer.after_mlp);
+        }
+        for (int64_t t = 0; t < tokens_; ++t) {
+            const int64_t first = t * m_.hidden_size + columns.first;
+            rows_.add(w_.added + first, columns.end - columns.first, w_.stream + first);
+        }
         barrier_.wait();
-        const auto gated = [&](int64_t t) {
-            rows_.gate(m_.activation, w_.gate_up + t * 2 * size, size, scratch_);
+    }
+
+    void mlp_up(const Layer& layer, const Norm& before) {
+        const auto normed = [&](int64_t t) { return stream_row(t, before); };
+        multiply(layer.gate_up, kGateUp, normed, w_.gate_up, mlp_width(m_), false);
+        barrier_.wait();
+    }
+
+    void mlp_down(const Layer& layer) {
+        const int64_t width = mlp_width(m_);
+        const auto activated = [&](int64_t t) {
+            rows_.activate(m_.activation, m_.is_gated != 0, w_.gate_up + t * width, m_.intermediate_size, scratch_);
             return scratch_;
         };
-        add_to_stream(layer.down, gated, layer.after_mlp);
+        add_to_stream(layer.down, kDown, activated, layer.after_mlp);
     }
 
     const Model& m_;
@@ -214,29 +304,17 @@ class Runner {
     const int thread_, threads_;
     float *const scratch_, *const own_joined_;
     char* const own_prepared_;
-    int64_t tokens_ = 0;
+    int64_t tokens_ = 0, layer_ = 0;
+    const LoraStep* lora_ = nullptr;
 };
 
 // Run `work(runner)` on every thread of one region.
 template <typename Work>
 void run(const Model& model, int64_t tokens, void* memory, int32_t threads, const Work& work) {
     const Workspace workspace(model, tokens, std::max(1, threads), memory);
-#if defined(_OPENMP)
-    if (threads > 1) {
-        Barrier* barrier = nullptr;
-#pragma omp parallel num_threads(threads)
-        {
-            const int count = omp_get_num_threads();  // may be fewer than requested
-#pragma omp single
-            barrier = new Barrier(count);
-            work(Runner(model, workspace, *barrier, omp_get_thread_num(), count));
-        }
-        delete barrier;
-        return;
-    }
-#endif
-    Barrier barrier(1);
-    work(Runner(model, workspace, barrier, 0, 1));
+    run_team(threads, [&](Barrier& barrier, int thread, int count) {
+        work(Runner(model, workspace, barrier, thread, count));
+    });
 }
 
 }  // namespace
@@ -247,7 +325,7 @@ EXPORT int64_t octavo_decoder_workspace(const octavo::Model* model, int64_t rows
     return octavo::Workspace(*model, rows, threads, nullptr).bytes;
 }
 
-EXPORT void octavo_decoder_step(const octavo::Model* model, const octavo::Step* step, int32_t threads) {
+EXPORT void octavo_decoder_step(const octavo::Model* model, octavo::Step* step, int32_t threads) {
     octavo::run(*model, step->num_tokens, step->workspace, threads,
                 [step](octavo::Runner runner) { runner.step(*step); });
 }

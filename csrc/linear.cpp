@@ -9,6 +9,7 @@ namespace octavo {
 namespace {
 
 const LinearKernels& kernels_for(int64_t kind) {
+    if (kind > kIq4) kind = kIq4;
 #if defined(__x86_64__)
     const Isa isa = isa_in_use();
     if (kind == kBfloat16 && has_bf16()) return kBf16Linear;

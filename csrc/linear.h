@@ -1,4 +1,4 @@
-// Linear layers over packed weights: float32, bfloat16, and int8 or int4 codes with a scale per group of inputs.
+// Linear layers over packed weights: float32, bfloat16, and codes of 8 or 4 bits with a scale per group of inputs.
 //
 // Owns: the functions for other files. linear_layout.h owns the bytes, linear_kernels.h the tables of kernels.
 // Does not: allocate, start threads (only the C ABI's own parallel regions do), or know torch.
@@ -12,11 +12,12 @@
 
 namespace octavo {
 
-enum WeightKind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+// Codes of the last three select one of 16 int8 values of the kind: those of IQ4_NL and IQ4_XS, E2M1, NormalFloat.
+enum WeightKind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kIq4 = 4, kMxfp4 = 5, kNf4 = 6 };
 
 // Python fills this struct: 8-byte fields only.
 struct Weight {
-    int64_t kind, outputs, inputs, group;  // group: inputs per scale; int8: 16 or 32, int4: 32, floats: 0
+    int64_t kind, outputs, inputs, group;  // group: inputs per scale: 32; int8 and mxfp4 also 16; floats: 0
     const void* packed;                    // octavo_linear_packed_bytes bytes, 64-byte aligned; equal for all machines
     const float* bias;                     // [outputs] or null
 };

@@ -1,8 +1,10 @@
-// Kernels of int4 and int8 weights for AVX2. Only linear_avx2.cpp includes this file.
+// Kernels of weights with codes for AVX2. Only linear_avx2.cpp includes this file.
 //
 // int4: unsigned codes times signed codes; pairs are summed in 16 bits: 15 * 127 * 2 * 8 quads = 30480, no overflow.
 // int8: 8-bit multiplication would saturate, so both sides have 16 bits. A mask extracts the weight's even bytes and a
 // shift its odd bytes; for this the quads of the prepared codes are swapped.
+// Kinds with a table: magnitudes times codes with the values' signs, 127 * 127 * 2 at most, in 16 bits. Pairs of small
+// values, as those of mxfp4, are summed in 16 bits: 12 * 127 * 2 * 8 quads = 24384.
 
 #pragma once
 
@@ -185,7 +187,7 @@ struct Int8 {
     template <int R, int P>
     INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows,
                        int64_t stride, float* sums) {
-        const uint8_t* weights = panel + octavo::int8_scale_bytes(weight.inputs, weight.group);
+        const uint8_t* weights = panel + octavo::scale_bytes(weight.inputs, weight.group);
         __m256 sum[P][R][2] = {};
         for (int64_t group = steps(weight); group > 0; --group, rows += kRowGroup)
             for (int part = 0; part < kParts; ++part, panel += 32, weights += kPartPairs * 32)
@@ -199,7 +201,7 @@ struct Int8 {
     static const uint8_t* unpack(const octavo::Weight& weight, const uint8_t* panel, int64_t first, int64_t count,
                                  uint8_t* scratch) {
         const __m256i low = _mm256_set1_epi16(255);
-        const uint8_t* weights = panel + octavo::int8_scale_bytes(weight.inputs, weight.group);
+        const uint8_t* weights = panel + octavo::scale_bytes(weight.inputs, weight.group);
         weights += first * octavo::kInt8Codes;
         panel += first * 32 * kParts;
         for (uint8_t* to = scratch; count > 0; --count, to += kUnpacked, weights += octavo::kInt8Codes) {
@@ -235,6 +237,130 @@ struct Int8 {
                         pin(dot[r][0]), pin(dot[r][1]);
                     }
                 }
+                const float* scales = reinterpret_cast<const float*>(unpacked + 1024) + part * octavo::kPanel;
+                for (int half = 0; half < 2; ++half)
+                    for (int r = 0; r < R; ++r) {
+                        float* sum = sums + r * octavo::kPanel + half * 8;
+                        _mm256_store_ps(sum, add(_mm256_load_ps(sum), dot[r][half], _mm256_load_ps(scales + half * 8),
+                                                 rows + r * stride));
+                    }
+            }
+    }
+};
+
+// Kinds with a table. Of a small one, no value is above 12.
+template <int kParts, bool kIsSmall>
+struct Table {
+    static constexpr int64_t kUnpacked = 1024 + 64 * kParts;  // [8 quads][2 halves]: values, magnitudes; then scales
+    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 4;
+    static constexpr int64_t kBlockSteps = 16, kScratchBytes = kBlockSteps * kUnpacked;
+    static constexpr int64_t kRowGroup = group_bytes<int8_t>();
+    static constexpr int kPartQuads = 8 / kParts;
+
+    static int64_t steps(const octavo::Weight& weight) { return weight.inputs / octavo::kGroup; }
+
+    // The table's values, without the 128 that was added.
+    INLINE __m256i values_of(const octavo::Weight& weight) {
+        const __m128i* from = reinterpret_cast<const __m128i*>(octavo::table_of(weight.kind));
+        return _mm256_xor_si256(_mm256_broadcastsi128_si256(_mm_load_si128(from)), _mm256_set1_epi8(-128));
+    }
+
+    // Which values half a quad selects, of the eight quads of 32 inputs.
+    INLINE __m256i selected(const uint8_t* codes, int quad, int half) {
+        const __m256i both = load(codes + quad % 4 * 64 + half * 32);
+        return _mm256_and_si256(quad < 4 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+    }
+
+    // Add four products to each sum: pairs of 16 bits if small, else 32 bits.
+    INLINE void add_quad(__m256i& dot, __m256i value, __m256i magnitude, const uint8_t* codes, bool is_first) {
+        const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(broadcast32(codes), value));
+        const __m256i product = kIsSmall ? pairs : _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        if (is_first)
+            dot = product;
+        else
+            dot = kIsSmall ? _mm256_add_epi16(dot, product) : _mm256_add_epi32(dot, product);
+        pin(dot);
+    }
+
+    INLINE __m256 add(__m256 sum, __m256i dot, __m256 scale, const uint8_t* head) {
+        const __m256i whole = kIsSmall ? _mm256_madd_epi16(dot, _mm256_set1_epi16(1)) : dot;
+        return _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(whole), scale), broadcast_float(head), sum);
+    }
+
+    template <int R>
+    INLINE void direct_part(const uint8_t* weights, const uint8_t* scales, __m256i values, __m256i magnitudes,
+                            const uint8_t* rows, int64_t stride, int part, __m256 (&sum)[R][2]) {
+        __m256i dot[R][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < kPartQuads; ++i)
+            for (int half = 0; half < 2; ++half) {
+                const int quad = part * kPartQuads + i;
+                const __m256i codes = selected(weights, quad, half);
+                const __m256i value = _mm256_shuffle_epi8(values, codes);
+                const __m256i magnitude = _mm256_shuffle_epi8(magnitudes, codes);
+                for (int r = 0; r < R; ++r)
+                    add_quad(dot[r][half], value, magnitude, rows + r * stride + sizeof(octavo::GroupHead) + quad * 4,
+                             i == 0);
+            }
+        for (int half = 0; half < 2; ++half)
+            for (int r = 0; r < R; ++r)
+                sum[r][half] = add(sum[r][half], dot[r][half], halves(scales + half * 16), rows + r * stride);
+    }
+
+    template <int R, int P>
+    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows,
+                       int64_t stride, float* sums) {
+        const uint8_t* weights = panel + octavo::scale_bytes(weight.inputs, weight.group);
+        const __m256i values = values_of(weight), magnitudes = _mm256_abs_epi8(values);
+        __m256 sum[P][R][2] = {};
+        for (int64_t group = steps(weight); group > 0; --group, rows += kRowGroup, weights += octavo::kHalfCodes)
+            for (int p = 0; p < P; ++p) {
+                prefetch_record(weights + p * gap + kAhead, octavo::kHalfCodes);
+                for (int part = 0; part < kParts; ++part) {
+                    const uint8_t* scales = panel + p * gap + ((steps(weight) - group) * kParts + part) * 32;
+                    direct_part<R>(weights + p * gap, scales, values, magnitudes, rows, stride, part, sum[p]);
+                }
+            }
+        store_sums<R, P>(sum, sums);
+    }
+
+    static const uint8_t* unpack(const octavo::Weight& weight, const uint8_t* panel, int64_t first, int64_t count,
+                                 uint8_t* scratch) {
+        const uint8_t* weights = panel + octavo::scale_bytes(weight.inputs, weight.group);
+        const __m256i values = values_of(weight), magnitudes = _mm256_abs_epi8(values);
+        weights += first * octavo::kHalfCodes;
+        panel += first * 32 * kParts;
+        for (uint8_t* to = scratch; count > 0; --count, to += kUnpacked, weights += octavo::kHalfCodes) {
+            for (int i = 0; i < 16; ++i) {
+                const __m256i codes = selected(weights, i / 2, i % 2);
+                __m256i* pair = reinterpret_cast<__m256i*>(to + i * 64);
+                _mm256_store_si256(pair, _mm256_shuffle_epi8(values, codes));
+                _mm256_store_si256(pair + 1, _mm256_shuffle_epi8(magnitudes, codes));
+            }
+            for (int i = 0; i < 2 * kParts; ++i, panel += 16)
+                _mm256_store_ps(reinterpret_cast<float*>(to + 1024) + i * 8, halves(panel));
+        }
+        return scratch;
+    }
+
+    template <int R>
+    INLINE void tile(const octavo::Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
+                     int64_t stride, float* sums, Ahead ahead) {
+        rows += first * kRowGroup;
+        for (; count > 0; --count, unpacked += kUnpacked, rows += kRowGroup)
+            for (int part = 0; part < kParts; ++part) {
+                prefetch_step<4 / kParts>(ahead);
+                __m256i dot[R][2];
+#pragma GCC unroll 8
+                for (int i = 0; i < kPartQuads; ++i)
+                    for (int half = 0; half < 2; ++half) {
+                        const int quad = part * kPartQuads + i;
+                        const uint8_t* pair = unpacked + (quad * 2 + half) * 64;
+                        const __m256i value = load(pair), magnitude = load(pair + 32);
+                        for (int r = 0; r < R; ++r)
+                            add_quad(dot[r][half], value, magnitude,
+                                     rows + r * stride + sizeof(octavo::GroupHead) + quad * 4, i == 0);
+                    }
                 const float* scales = reinterpret_cast<const float*>(unpacked + 1024) + part * octavo::kPanel;
                 for (int half = 0; half < 2; ++half)
                     for (int r = 0; r < R; ++r) {

@@ -1,4 +1,4 @@
-// Linear layers over int8 and int4 weights with AVX512_VNNI, which adds four products to a 32-bit sum, exactly.
+// Linear layers over weights with codes, with AVX512_VNNI, which adds four products to a 32-bit sum, exactly.
 
 #if defined(__x86_64__)
 
@@ -28,9 +28,13 @@ INLINE __m512 halves(const uint8_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
+enum class Form { kInt8, kInt4, kTable };
+
 // kParts: number of scales within 32 inputs. Unpacked: codes [8][16][4], then scales (and mins for int4) as floats.
-template <bool kIsInt4, int kParts>
+template <Form kForm, int kParts>
 struct Quantised {
+    static constexpr bool kIsInt4 = kForm == Form::kInt4, kIsInt8 = kForm == Form::kInt8;
+    static constexpr int64_t kCodes = kIsInt8 ? kInt8Codes : kHalfCodes;  // bytes of a group
     static constexpr int64_t kUnpacked = 512 + 64 * (kIsInt4 ? 2 : kParts);
     static constexpr int kTile = 8, kDirectRows = 4, kDirectPanels = 4;
     static constexpr int64_t kBlockSteps = 24, kScratchBytes = kBlockSteps * kUnpacked;
@@ -63,21 +67,27 @@ struct Quantised {
         }
     }
 
-    // Load the codes of a group's part from their packed form: half bytes for int4, whole bytes for int8.
-    INLINE void packed_codes(const uint8_t* from, __m512i (&weights)[kPartQuads]) {
+    INLINE __m512i table(const Weight& weight) {
+        if (kForm != Form::kTable) return _mm512_setzero_si512();
+        return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table_of(weight.kind))));
+    }
+
+    // Load the codes of a group's part from their packed form: whole bytes for int8, else half bytes.
+    INLINE void packed_codes(const uint8_t* group, int part, __m512i table, __m512i (&weights)[kPartQuads]) {
         const __m512i low = _mm512_set1_epi32(0x0f0f0f0f);
-        for (int quad = 0; quad < kPartQuads; ++quad) {
-            const __m512i bytes = load(from + (kIsInt4 ? quad % 4 : quad) * 64);
-            weights[quad] = !kIsInt4   ? bytes
-                            : quad < 4 ? _mm512_and_si512(bytes, low)
-                                       : _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
+        for (int i = 0; i < kPartQuads; ++i) {
+            const int quad = part * kPartQuads + i;
+            weights[i] = load(group + (kIsInt8 ? quad : quad % 4) * 64);
+            if (kIsInt8) continue;
+            weights[i] = _mm512_and_si512(quad < 4 ? weights[i] : _mm512_srli_epi16(weights[i], 4), low);
+            if (!kIsInt4) weights[i] = _mm512_shuffle_epi8(table, weights[i]);
         }
     }
 
-    // The addresses of a panel's codes and scales for group `group`, part `part`.
-    INLINE const uint8_t* codes_at(const Weight& weight, const uint8_t* panel, int64_t group, int part) {
+    // The addresses of a panel's codes of group `group`, and of its scales of the group's part `part`.
+    INLINE const uint8_t* codes_at(const Weight& weight, const uint8_t* panel, int64_t group) {
         if (kIsInt4) return panel + group * kInt4Record + kNibblesOffset;
-        return panel + int8_scale_bytes(weight.inputs, weight.group) + group * kInt8Codes + part * kPartQuads * 64;
+        return panel + scale_bytes(weight.inputs, weight.group) + group * kCodes;
     }
 
     INLINE const uint8_t* scales_at(const uint8_t* panel, int64_t group, int part) {
@@ -87,14 +97,15 @@ struct Quantised {
     template <int R, int P>
     INLINE void direct(const Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows, int64_t stride,
                        float* sums) {
+        const __m512i values = table(weight);
         __m512 sum[P][R] = {};
         for (int64_t group = 0; group < steps(weight); ++group, rows += kRowGroup)
             for (int p = 0; p < P; ++p)
                 for (int part = 0; part < kParts; ++part) {
-                    const uint8_t* from = codes_at(weight, panel + p * gap, group, part);
-                    prefetch_record(from + kAhead, kIsInt4 ? kInt4Record : kPartQuads * 64);
+                    const uint8_t* from = codes_at(weight, panel + p * gap, group);
+                    prefetch_record(from + part * kCodes / kParts + kAhead, kIsInt4 ? kInt4Record : kCodes / kParts);
                     __m512i weights[kPartQuads];
-                    packed_codes(from, weights);
+                    packed_codes(from, part, values, weights);
                     const uint8_t* scales = scales_at(panel + p * gap, group, part);
                     const __m512 min = kIsInt4 ? halves(scales + kMinsOffset) : _mm512_setzero_ps();
                     part_of<R>(weights, halves(scales), min, rows, stride, part, sum[p]);
@@ -104,11 +115,12 @@ struct Quantised {
 
     static const uint8_t* unpack(const Weight& weight, const uint8_t* panel, int64_t first, int64_t count,
                                  uint8_t* scratch) {
+        const __m512i values = table(weight);
         uint8_t* to = scratch;
         for (int64_t group = first; group < first + count; ++group, to += kUnpacked)
             for (int part = 0; part < kParts; ++part) {
                 __m512i weights[kPartQuads];
-                packed_codes(codes_at(weight, panel, group, part), weights);
+                packed_codes(codes_at(weight, panel, group), part, values, weights);
                 for (int quad = 0; quad < kPartQuads; ++quad)
                     _mm512_storeu_si512(to + (part * kPartQuads + quad) * 64, weights[quad]);
                 const uint8_t* scales = scales_at(panel, group, part);
@@ -144,18 +156,20 @@ void prepare(const float* x, int64_t inputs, void* out) {
     prepare_codes<int8_t, kIsInt4, false>(x, inputs, out);
 }
 
-void int8_panels(const Weight& weight, const LinearJob& job, int64_t begin, int64_t end) {
+template <Form kForm>
+void scaled_panels(const Weight& weight, const LinearJob& job, int64_t begin, int64_t end) {
     if (weight.group == kGroup)
-        run_panels<Quantised<false, 1>>(weight, job, begin, end);
+        run_panels<Quantised<kForm, 1>>(weight, job, begin, end);
     else
-        run_panels<Quantised<false, 2>>(weight, job, begin, end);
+        run_panels<Quantised<kForm, 2>>(weight, job, begin, end);
 }
 
 }  // namespace
 
-const LinearKernels kVnniLinear[2] = {
-    {codes_bytes<int8_t>, prepare<false>, int8_panels},
-    {codes_bytes<int8_t>, prepare<true>, run_panels<Quantised<true, 1>>},
+const LinearKernels kVnniLinear[3] = {
+    {codes_bytes<int8_t>, prepare<false>, scaled_panels<Form::kInt8>},
+    {codes_bytes<int8_t>, prepare<true>, run_panels<Quantised<Form::kInt4, 1>>},
+    {codes_bytes<int8_t>, prepare<false>, scaled_panels<Form::kTable>},
 };
 
 }  // namespace octavo

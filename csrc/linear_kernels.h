@@ -24,10 +24,11 @@ struct LinearKernels {
     void (*panels)(const Weight& weight, const LinearJob& job, int64_t begin, int64_t end);
 };
 
-extern const LinearKernels kPortableLinear[4];  // by kind
-extern const LinearKernels kAvx2Linear[4];
+// By kind; all kinds with a table have the kernels of kIq4.
+extern const LinearKernels kPortableLinear[5];
+extern const LinearKernels kAvx2Linear[5];
 extern const LinearKernels kAvx512Linear[2];  // float32, and bfloat16 widened
-extern const LinearKernels kVnniLinear[2];    // int8 and int4: AVX512_VNNI
+extern const LinearKernels kVnniLinear[3];    // from int8 on: AVX512_VNNI
 extern const LinearKernels kBf16Linear;       // bfloat16: AVX512_BF16
 
 }  // namespace octavo

@@ -39,13 +39,30 @@ INLINE void pack_bfloat16(const Source& source, int64_t row, uint8_t* lane) {
     }
 }
 
-INLINE void pack_int8(const Source& source, int64_t row, int64_t slot, uint8_t* panel) {
+INLINE void pack_scales(const Source& source, int64_t row, int64_t slot, uint8_t* panel) {
     const int64_t groups = source.inputs / source.group;
     for (int64_t group = 0; group < groups; ++group)
         std::memcpy(panel + (group * kPanel + slot) * 2, source.scales + row * groups + group, 2);
-    uint8_t* lane = panel + int8_scale_bytes(source.inputs, source.group) + slot * 4;
+}
+
+INLINE void pack_int8(const Source& source, int64_t row, int64_t slot, uint8_t* panel) {
+    pack_scales(source, row, slot, panel);
+    uint8_t* lane = panel + scale_bytes(source.inputs, source.group) + slot * 4;
     const uint8_t* from = source.codes + row * source.inputs;
     for (int64_t k = 0; k < source.inputs; k += 4) store32(lane + k * kPanel, load32(from + k) ^ 0x80808080u);
+}
+
+// Two codes in each byte: quads j and j + 4 of 32 inputs.
+INLINE void pack_halves(const uint8_t* from, int64_t slot, uint8_t* to) {
+    for (int64_t quad = 0; quad < 4; ++quad)
+        store32(to + quad * 64 + slot * 4, load32(from + quad * 4) | load32(from + 16 + quad * 4) << 4);
+}
+
+INLINE void pack_table(const Source& source, int64_t row, int64_t slot, uint8_t* panel) {
+    pack_scales(source, row, slot, panel);
+    uint8_t* to = panel + scale_bytes(source.inputs, source.group);
+    const uint8_t* from = source.codes + row * source.inputs;
+    for (int64_t k = 0; k < source.inputs; k += kGroup, to += kHalfCodes) pack_halves(from + k, slot, to);
 }
 
 INLINE void pack_int4(const Source& source, int64_t row, int64_t slot, uint8_t* panel) {
@@ -54,9 +71,7 @@ INLINE void pack_int4(const Source& source, int64_t row, int64_t slot, uint8_t* 
     for (int64_t group = 0; group < groups; ++group, panel += kInt4Record, from += kGroup) {
         std::memcpy(panel + slot * 2, source.scales + row * groups + group, 2);
         std::memcpy(panel + kMinsOffset + slot * 2, source.mins + row * groups + group, 2);
-        for (int64_t quad = 0; quad < 4; ++quad)
-            store32(panel + kNibblesOffset + quad * 64 + slot * 4,
-                    load32(from + quad * 4) | load32(from + 16 + quad * 4) << 4);
+        pack_halves(from, slot, panel + kNibblesOffset);
     }
 }
 
@@ -64,7 +79,8 @@ void pack_row(int64_t kind, const Source& source, int64_t row, int64_t slot, uin
     if (kind == kFloat32) return pack_float32(source, row, panel + slot * 4);
     if (kind == kBfloat16) return pack_bfloat16(source, row, panel + slot * 4);
     if (kind == kInt8) return pack_int8(source, row, slot, panel);
-    pack_int4(source, row, slot, panel);
+    if (kind == kInt4) return pack_int4(source, row, slot, panel);
+    pack_table(source, row, slot, panel);
 }
 
 INLINE void clear_lane(uint8_t* lane, int64_t bytes) {
@@ -79,21 +95,28 @@ void clear_slot(int64_t kind, int64_t inputs, int64_t group, int64_t slot, uint8
             std::memcpy(panel + kMinsOffset + slot * 2, &zero, sizeof zero);
             clear_lane(panel + kNibblesOffset + slot * 4, kInt4Record - kNibblesOffset);
         }
-    } else if (kind == kInt8) {
+    } else if (kind >= kInt8) {
         for (int64_t i = 0; i < inputs / group; ++i) std::memcpy(panel + (i * kPanel + slot) * 2, &zero, sizeof zero);
-        clear_lane(panel + int8_scale_bytes(inputs, group) + slot * 4, inputs * kPanel);
+        clear_lane(panel + scale_bytes(inputs, group) + slot * 4, inputs * kPanel / (kind == kInt8 ? 1 : 2));
     } else {
         clear_lane(panel + slot * 4, panel_bytes(kind, inputs, group));
     }
 }
 
-INLINE void unpack_int8(const Weight& weight, const uint8_t* panel, int64_t slot, float* out) {
-    const uint8_t* lane = panel + int8_scale_bytes(weight.inputs, weight.group) + slot * 4;
+// int8, and the kinds with a table: integer values times scales.
+INLINE void unpack_scaled(const Weight& weight, const uint8_t* panel, int64_t slot, float* out) {
+    const uint8_t* lane = panel + scale_bytes(weight.inputs, weight.group) + slot * 4;
     for (int64_t k = 0; k < weight.inputs; ++k) {
         uint16_t scale;
         std::memcpy(&scale, panel + (k / weight.group * kPanel + slot) * 2, sizeof scale);
-        const int32_t code = static_cast<int32_t>(lane[k / 4 * 64 + k % 4]) - 128;
-        out[k] = static_cast<float>(code) * half_to_float(scale);
+        uint8_t value;
+        if (weight.kind == kInt8) {
+            value = lane[k / 4 * 64 + k % 4];
+        } else {
+            const int both = lane[k / kGroup * kHalfCodes + k % 16 / 4 * 64 + k % 4];
+            value = table_of(weight.kind)[k % kGroup < 16 ? both & 15 : both >> 4];
+        }
+        out[k] = static_cast<float>(static_cast<int32_t>(value) - 128) * half_to_float(scale);
     }
 }
 
@@ -117,8 +140,8 @@ void unpack_row(const Weight& weight, int64_t output, float* out) {
     const int64_t bytes = panel_bytes(weight.kind, weight.inputs, weight.group);
     const uint8_t* panel = static_cast<const uint8_t*>(weight.packed) + output / kPanel * bytes;
     const int64_t slot = output % kPanel;
-    if (weight.kind == kInt8) return unpack_int8(weight, panel, slot, out);
     if (weight.kind == kInt4) return unpack_int4(weight, panel, slot, out);
+    if (weight.kind >= kInt8) return unpack_scaled(weight, panel, slot, out);
     for (int64_t k = 0; k < weight.inputs; ++k) {
         if (weight.kind == kFloat32) {
             std::memcpy(out + k, panel + (k * kPanel + slot) * 4, sizeof *out);
@@ -147,13 +170,14 @@ EXPORT void octavo_linear_pack(int64_t kind, int64_t outputs, int64_t inputs, in
     const Source source{static_cast<const uint8_t*>(codes_or_values), scales, mins, inputs, group};
     const int64_t bytes = panel_bytes(kind, inputs, group);
     uint8_t* panels = static_cast<uint8_t*>(packed);
-    // int8 scales are padded to whole cache lines; the padding is cleared when the panel's first row is packed.
-    const int64_t scale_bytes = kind == kInt8 ? inputs / group * 2 * kPanel : 0;
+    // Scales are padded to whole cache lines; the padding is cleared when the panel's first row is packed.
+    const bool is_padded = kind >= kInt8 && kind != kInt4;
+    const int64_t unpadded = is_padded ? inputs / group * 2 * kPanel : 0;
     for (int64_t row = 0; row < num_rows; ++row) {
         const int64_t panel = (first_row + row) / kPanel, slot = (first_row + row) % kPanel;
         uint8_t* at = panels + panel * bytes;
-        if (kind == kInt8 && slot == 0)
-            std::memset(at + scale_bytes, 0, static_cast<size_t>(int8_scale_bytes(inputs, group) - scale_bytes));
+        if (is_padded && slot == 0)
+            std::memset(at + unpadded, 0, static_cast<size_t>(scale_bytes(inputs, group) - unpadded));
         pack_row(kind, source, row, slot, at);
     }
     if (first_row + num_rows < outputs || outputs % kPanel == 0) return;

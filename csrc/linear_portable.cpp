@@ -24,16 +24,20 @@ INLINE void add_scaled(const int32_t* dot, const uint16_t* scales, float scale, 
         sums[i] = __builtin_fmaf(static_cast<float>(dot[i]) * half_to_float(scales[i]), scale, sums[i]);
 }
 
+INLINE void split_halves(const uint8_t* from, uint8_t* codes) {
+    for (int i = 0; i < kHalfCodes; ++i) {
+        codes[i] = from[i] & 15u;
+        codes[kHalfCodes + i] = static_cast<uint8_t>(from[i] >> 4);
+    }
+}
+
 INLINE void int4_row(const Weight& weight, const uint8_t* panel, const uint8_t* row, float* sums) {
     constexpr int64_t kRowGroup = group_bytes<int8_t>();
     for (int64_t group = weight.inputs / kGroup; group > 0; --group, panel += kInt4Record, row += kRowGroup) {
         GroupHead head;
         std::memcpy(&head, row, sizeof head);
-        uint8_t weights[2 * 256];
-        for (int i = 0; i < 256; ++i) {
-            weights[i] = panel[kNibblesOffset + i] & 15u;
-            weights[256 + i] = static_cast<uint8_t>(panel[kNibblesOffset + i] >> 4);
-        }
+        uint8_t weights[2 * kHalfCodes];
+        split_halves(panel + kNibblesOffset, weights);
         int32_t dot[kPanel] = {};
         dot_quads(weights, reinterpret_cast<const int8_t*>(row + sizeof head), kQuads, dot);
         uint16_t scales[kPanel], mins[kPanel];
@@ -44,14 +48,22 @@ INLINE void int4_row(const Weight& weight, const uint8_t* panel, const uint8_t* 
     }
 }
 
-INLINE void int8_row(const Weight& weight, const uint8_t* panel, const uint8_t* row, float* sums) {
-    const uint8_t* weights = panel + int8_scale_bytes(weight.inputs, weight.group);
+// int8, or a kind with a table: its codes become values first.
+template <bool kHasTable>
+INLINE void scaled_row(const Weight& weight, const uint8_t* panel, const uint8_t* row, float* sums) {
+    const uint8_t* packed = panel + scale_bytes(weight.inputs, weight.group);
     const int parts = static_cast<int>(kGroup / weight.group);  // scales within 32 inputs: 1 or 2
     const int quads = kQuads / parts;
     for (int64_t group = 0; group < weight.inputs / kGroup; ++group, row += group_bytes<int8_t>()) {
         GroupHead head;
         std::memcpy(&head, row, sizeof head);
         const int8_t* codes = reinterpret_cast<const int8_t*>(row + sizeof head);
+        uint8_t values[kInt8Codes];
+        if (kHasTable) {
+            split_halves(packed + group * kHalfCodes, values);
+            for (uint8_t& value : values) value = table_of(weight.kind)[value];
+        }
+        const uint8_t* weights = kHasTable ? values : packed + group * kInt8Codes;
         for (int part = 0; part < parts; ++part, weights += quads * 64, codes += quads * 4, panel += 2 * kPanel) {
             int32_t dot[kPanel];
             for (int i = 0; i < kPanel; ++i) dot[i] = parts == 1 ? head.offset : head.half_offset[part];
@@ -96,11 +108,12 @@ void prepare(const float* x, int64_t inputs, void* out) {
 
 }  // namespace
 
-const LinearKernels kPortableLinear[4] = {
+const LinearKernels kPortableLinear[5] = {
     {floats_bytes, prepare_floats, panels<float_row>},
     {floats_bytes, prepare_floats, panels<bfloat_row>},
-    {codes_bytes<int8_t>, prepare<false>, panels<int8_row>},
+    {codes_bytes<int8_t>, prepare<false>, panels<scaled_row<false>>},
     {codes_bytes<int8_t>, prepare<true>, panels<int4_row>},
+    {codes_bytes<int8_t>, prepare<false>, panels<scaled_row<true>>},
 };
 
 }  // namespace octavo

@@ -1,6 +1,6 @@
-// The threads of one parallel region: their shares of work, and the barrier between phases.
+// The threads of one parallel region: their shares of work, the barrier between phases, and the workspace's buffers.
 //
-// Owns: Share (one thread's part of a number of items) and Barrier. Does not: start threads (OpenMP does).
+// Owns: run_team (one region), Share (one thread's part of a number of items), Barrier, Buffers. Does not: allocate.
 // A barrier costs well under a microsecond while all threads run. A thread that waits longer sleeps, because only an
 // idle core takes over a waiting thread, and two threads that spin on one core would share it for milliseconds.
 
@@ -18,8 +18,14 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 namespace octavo {
+
+// Up to this many tokens, each thread prepares every row for itself, which saves barriers; FEW in Python.
+constexpr int64_t kPrivateRows = 4;
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -75,6 +81,54 @@ struct Share {
 
     Share(int64_t count, int thread, int threads)
         : first(count * thread / threads), end(count * (thread + 1) / threads) {}
+};
+
+// Run `part(barrier, thread, threads)` on every thread of one region, whose threads may be fewer than `threads`.
+template <typename Part>
+void run_team(int64_t threads, const Part& part) {
+#if defined(_OPENMP)
+    if (threads > 1) {
+        Barrier* barrier = nullptr;
+#pragma omp parallel num_threads(static_cast<int>(threads))
+        {
+            const int count = omp_get_num_threads();
+#pragma omp single
+            barrier = new Barrier(count);
+            part(*barrier, omp_get_thread_num(), count);
+        }
+        delete barrier;
+        return;
+    }
+#endif
+    Barrier barrier(1);
+    part(barrier, 0, 1);
+}
+
+// Divides a workspace into buffers, each of whole cache lines.
+class Buffers {
+  public:
+    explicit Buffers(void* memory) : start_(static_cast<char*>(memory)), at_(start_) {}
+
+    static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+    template <typename T>
+    T* take(int64_t count) {
+        T* here = reinterpret_cast<T*>(at_);
+        at_ += aligned(count * static_cast<int64_t>(sizeof(T)));
+        return here;
+    }
+
+    // The buffer of one thread, among those of all threads.
+    template <typename T>
+    T* take_own(int64_t count, int64_t thread, int64_t threads) {
+        const int64_t bytes = aligned(count * static_cast<int64_t>(sizeof(T)));
+        return reinterpret_cast<T*>(take<char>(threads * bytes) + thread * bytes);
+    }
+
+    int64_t bytes() const { return at_ - start_; }
+
+  private:
+    char *start_, *at_;
 };
 
 }  // namespace octavo

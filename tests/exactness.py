@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 from octavo.core.limits import Limits
 from octavo.core.plan import ROW_BEAM, ROW_CARRY, ROW_FORK, Event, EventKind, Events, StepPlan, TokenLogprobs
+from octavo.core.proposals import DraftSource
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshots import Statistics
@@ -110,12 +111,13 @@ def serve(
     depth: int = 1,
     watch: Watch | None = None,
     vocabulary: Vocabulary | None = None,
+    drafts: DraftSource | None = None,
 ) -> Run:
     """Serve requests, `rounds` times on the same prefix cache, with up to `depth` plans in flight.
 
     Requests may have grammars where `vocabulary` is given.
     """
-    loop = _Loop(executor, limits, depth, watch)
+    loop = _Loop(executor, Scheduler(limits, drafts=drafts), depth, watch)
     if vocabulary is not None:
         loop.hold_to_grammars(vocabulary)
     for _ in range(rounds):
@@ -129,8 +131,8 @@ def serve(
 class _Loop:
     """The step loop (as octavo.engine.loop has it: fill up to the depth, retire the oldest), and what it counts."""
 
-    def __init__(self, executor: Executor, limits: Limits, depth: int, watch: Watch | None) -> None:
-        self.scheduler = Scheduler(limits)
+    def __init__(self, executor: Executor, scheduler: Scheduler, depth: int, watch: Watch | None) -> None:
+        self.scheduler = scheduler
         self.run = Run([], [])
         self._executor, self._depth, self._watch = executor, depth, watch
         self._flight: deque[tuple[StepPlan, Ticket]] = deque()

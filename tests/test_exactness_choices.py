@@ -23,6 +23,7 @@ from octavo import LLM
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.config import ExecutionConfig, ModelConfig
+from octavo.core.limits import Limits
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
@@ -68,15 +69,20 @@ def model() -> Iterator[Opened]:
 
 def serve_way(opened: Opened, requests: list[Request], way: tuple[str | None, int], num_blocks: int) -> Run:
     """Serve in a roomy pool, or in one so small that requests are preempted."""
-    (executor, capacity), (preemption, depth) = opened, way
+    executor, limits = way_limits(opened, way, num_blocks)
+    got = serve(executor, limits, requests, 1, way[1])
+    assert (got.num_preemptions > 0) == (way[0] is not None)
+    assert way[0] != "recompute" or got.num_swaps == 0
+    return got
+
+
+def way_limits(opened: Opened, way: tuple[str | None, int], num_blocks: int) -> tuple[Executor, Limits]:
+    (executor, capacity), (preemption, _) = opened, way
     changes: dict[str, Any] = {"host_blocks": capacity.host_blocks, "max_batch_tokens": 24}
     if preemption is not None:
         blocks = (num_blocks, num_blocks + 16)[: len(capacity.groups)]  # windows share little, and need more
         changes |= {"num_blocks": blocks, "headroom": 0.0, "preemption": preemption}
-    got = serve(executor, limits_of(capacity, **changes), requests, 1, depth)
-    assert (got.num_preemptions > 0) == (preemption is not None)
-    assert preemption != "recompute" or got.num_swaps == 0
-    return got
+    return executor, limits_of(capacity, **changes)
 
 
 def test_P02_P03_seeded_choices_are_reproducible_however_they_are_scheduled(tiny: tuple[Opened, Dense]) -> None:
@@ -94,6 +100,26 @@ def test_P02_P03_seeded_choices_are_reproducible_however_they_are_scheduled(tiny
         assert (got.num_carried > 0) == (way[1] > 1)
         num_swaps, num_forks = num_swaps + got.num_swaps, num_forks + got.num_forks
     assert num_swaps > 0 and num_forks > 0
+
+
+def test_P02_rare_draws_are_reproducible_however_they_are_scheduled(tiny: tuple[Opened, Dense]) -> None:
+    """Mirostat's bound depends on all earlier draws; a preempted sequence resumes with its own."""
+    opened, _ = tiny
+    rare: list[dict[str, Any]] = [
+        {"mirostat": 2, "mirostat_tau": 3.0},
+        {"mirostat": 2, "n": 1},
+        {"top_n_sigma": 1.5, "no_repeat_ngram_size": 2},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.01, "n": 1},
+    ]
+    params = [seeded(index, **options) for index, options in enumerate(rare)]
+    alone = [
+        serve(opened[0], limits_of(opened[1]), requests_of([prompt], [one])).choices[0]
+        for prompt, one in zip(PROMPTS, params, strict=True)
+    ]
+    for way in ((None, 1), (None, 3), ("recompute", 1), ("recompute", 3), ("swap", 2)):
+        got = serve(*way_limits(opened, way, 22), requests_of(PROMPTS, params), 1, way[1])
+        assert got.choices == alone, way
+        assert (got.num_preemptions > 0) == (way[0] is not None), way
 
 
 def test_P02_a_choice_does_not_depend_on_how_many_there_are(tiny: tuple[Opened, Dense]) -> None:

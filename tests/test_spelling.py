@@ -29,7 +29,7 @@ def test_a_typing_error_is_understood(word, names, near) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["--base-url", "--url", "--gpu-layers", "--enable-lora", "--trust-remote-code", "--max", "--x", "-z", "--enable"],
+    ["--base-url", "--url", "--gpu-layers", "--hf-overrides", "--trust-remote-code", "--max", "--x", "-z", "--enable"],
 )
 def test_no_name_is_guessed_where_none_is_near(word) -> None:
     assert near_names(word, FLAGS) == []
@@ -37,7 +37,7 @@ def test_no_name_is_guessed_where_none_is_near(word) -> None:
 
 def test_the_message_has_the_near_name_else_the_remedy_else_the_names() -> None:
     assert unknown("model", "smolm2", ["smollm2"]) == "unknown model 'smolm2'; did you mean 'smollm2'?"
-    assert unknown("flag", "--lora", FLAGS, "see octavo --help") == "unknown flag '--lora'; see octavo --help"
+    assert unknown("flag", "--beam", FLAGS, "see octavo --help") == "unknown flag '--beam'; see octavo --help"
     assert unknown("shell", "tcsh", ["bash", "fish"]) == "unknown shell 'tcsh'; give one of bash, fish"
-    assert unknown("flag", "--lora", FLAGS) == "unknown flag '--lora'"
+    assert unknown("flag", "--beam", FLAGS) == "unknown flag '--beam'"
     assert did_you_mean("ab", ["ac", "ad"]) == ""

@@ -19,7 +19,7 @@ import torch
 from octavo.executors.cache import make_resident
 from octavo.ops.attention import KVPool, PoolShape
 
-SHAPE = PoolShape(30, 4096, 16, 3, 64, torch.bfloat16)
+SHAPE = PoolShape(30, 4096, 16, 3, 64, 64, torch.bfloat16)
 ROWS = 32
 
 

@@ -25,7 +25,13 @@ if TYPE_CHECKING:
         RequestError,
         UnknownModelError,
     )
-    from octavo.frontend.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+    from octavo.frontend.outputs import (
+        ClassificationOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        RequestOutput,
+        ScoreOutput,
+    )
     from octavo.frontend.sessions import TextDelta, Usage
     from octavo.grammar.compile import grammar_from
 
@@ -37,7 +43,13 @@ _HOMES = {
     "octavo.core.policy": ("Policy", "register_policy"),
     "octavo.core.request": ("FinishReason", "Request", "SamplingParams"),
     "octavo.core.request_state": ("RequestState",),
-    "octavo.frontend.outputs": ("CompletionOutput", "EmbeddingOutput", "RequestOutput"),
+    "octavo.frontend.outputs": (
+        "ClassificationOutput",
+        "CompletionOutput",
+        "EmbeddingOutput",
+        "RequestOutput",
+        "ScoreOutput",
+    ),
     "octavo.frontend.sessions": ("TextDelta", "Usage"),
     "octavo.errors": (
         "AdmissionError",
@@ -53,6 +65,7 @@ _HOMES = {
         "RequestError",
         "UnknownModelError",
     ),
+    "octavo.frontend.adapters": ("LoRARequest",),
     "octavo.grammar.compile": ("grammar_from",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -62,6 +75,7 @@ __all__ = [
     "AdmissionError",
     "AsyncLLM",
     "CapacityError",
+    "ClassificationOutput",
     "CompletionOutput",
     "Config",
     "ConfigError",
@@ -71,6 +85,7 @@ __all__ = [
     "EngineError",
     "FinishReason",
     "InvalidRequestError",
+    "LoRARequest",
     "ModelFileError",
     "OctavoError",
     "Policy",
@@ -80,6 +95,7 @@ __all__ = [
     "RequestOutput",
     "RequestState",
     "SamplingParams",
+    "ScoreOutput",
     "TextDelta",
     "UnknownModelError",
     "Usage",

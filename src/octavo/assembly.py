@@ -32,7 +32,10 @@ from octavo.artifacts.script import read_script
 from octavo.config import SETTINGS, Config
 from octavo.config.sources import config_from_keywords
 from octavo.core.limits import Limits
+from octavo.core.request import Want
 from octavo.core.scheduler import Scheduler
+from octavo.engine.adapters import EngineAdapters
+from octavo.engine.draft_pace import DraftPace
 from octavo.engine.limits import configured_limits, read_tenant_weights
 from octavo.engine.loop import Clock, EngineLoop
 from octavo.engine.parent import end_with_parent
@@ -40,6 +43,7 @@ from octavo.engine.process_side import run_engine_process
 from octavo.engine.warm_up import warm_up
 from octavo.errors import ConfigError
 from octavo.executors import limit_spinning
+from octavo.executors.draft_model import DraftModel
 from octavo.executors.pool_use import pool_use
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, Fingerprint, MemoryPlan
 from octavo.executors.ranks.executor import RankedExecutor
@@ -49,6 +53,7 @@ from octavo.executors.ranks.hosts import RankHosts
 from octavo.executors.ranks.process import OwnRank, RankServer
 from octavo.executors.scripted_executor import ScriptedExecutor
 from octavo.fleet.security import LinkSecurity
+from octavo.frontend.adapters import AdapterRegistry
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.offline import OfflineEngine
@@ -67,6 +72,7 @@ if TYPE_CHECKING:
     from octavo.observe.recording.recorder import Recorder
     from octavo.simulator.costs.fitted import DriftMonitor
 
+DRAFT_POOL_LEN = 2048  # tokens of each lane that the draft model's pool holds, if all lanes are used
 WATCH_S = 0.5  # interval of the check that an in-process engine is alive
 # Kind of device -> (maximum tokens per step, maximum sequences).
 DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
@@ -183,23 +189,33 @@ def open_engine(
     # An OpenMP library keeps a team of threads for each thread that used it. When the teams' threads outnumber the
     # cores, no thread spins, and steps were a fifth slower. The thread that opens the executor therefore ends here.
     with opening(files), ThreadPoolExecutor(1, "octavo-open") as pool:
+        drafting = pool.submit(_open_draft_model, config, files)  # first: the pool takes the memory that is left
         opened = pool.submit(_open_executor, config, files, is_own_process)
         digests = (model_fingerprint(files), tokenizer_fingerprint(files)) if is_own_process else ("", "")
+        draft_model = drafting.result()
         executor, device, capacity = opened.result()
         capacity = replace(capacity, fingerprint=_fingerprint(config, capacity, digests))
+    adapters = _open_adapters(config, executor, capacity)
     sizes = limits(config, capacity, device)
     clock = Clock()
-    scheduler, recorder = _open_scheduler(config, sizes, capacity, clock)
+    scheduler, recorder = _open_scheduler(config, sizes, capacity, clock, draft_model)
     load = load_tokenizer or partial(_load_tokenizer, config, files)
     vocabulary = Vocabulary(load, capacity.vocab_size)
     bank = GrammarBank(vocabulary) if capacity.has_masks else None
     depth = max(config.execution.depth, config.parallel.pipeline_parallel_size)
     loop = EngineLoop(scheduler, executor, clock=clock, depth=depth, bank=bank)
+    if adapters is not None:
+        adapters.attach(loop)
     if isinstance(executor, RankedExecutor):
         executor.group.lost = loop.fail
         loop.sections["ranks"] = executor.report
     if is_own_process and files.kind != "scripted":  # a scripted model has no kernels, and may end the process
-        loop.warm_up = partial(warm_up, sizes, executor, capacity.has_masks, clock.now)
+        wants = Want.POOL if capacity.is_encoder else Want.SAMPLE
+        loop.warm_up = partial(warm_up, sizes, executor, capacity.has_masks, clock.now, wants)
+    if draft_model is not None:
+        loop.watch(draft_model)
+        loop.closers.append(draft_model.close)
+        loop.sections["draft_model"] = draft_model.report
     if recorder is not None:
         loop.closers.append(recorder.close)
         loop.sections["recording"] = recorder.status
@@ -212,6 +228,22 @@ def open_engine(
     return loop, capacity
 
 
+def _open_adapters(config: Config, executor: Executor, capacity: Capacity) -> EngineAdapters | None:
+    """Load the configured adapters; None if the engine is to have none. Raises ConfigError, ModelFileError."""
+    if not config.adapters.is_enabled:
+        return None
+    try:
+        if capacity.decoder not in ("native", "torch"):
+            raise ConfigError(
+                f"adapters need the native or the torch decoder, on one device; this engine's is "
+                f"{capacity.decoder or None}: leave out --enable-lora and --lora-modules"
+            )
+        return EngineAdapters(executor, config.adapters)
+    except BaseException:
+        executor.close()
+        raise
+
+
 def _read_baseline(config: Config) -> DriftMonitor | None:
     """Return a sink that compares step times with the configured baseline; None without one. Raises ConfigError."""
     if config.statistics.drift_baseline is None:
@@ -222,11 +254,11 @@ def _read_baseline(config: Config) -> DriftMonitor | None:
 
 
 def _open_scheduler(
-    config: Config, sizes: Limits, capacity: Capacity, clock: Clock
+    config: Config, sizes: Limits, capacity: Capacity, clock: Clock, draft_model: DraftModel | None
 ) -> tuple[Scheduler, Recorder | None]:
     """Return a scheduler, and with --record the recorder of its calls. Raises ConfigError."""
     if config.recording.record is None:
-        return Scheduler(sizes), None
+        return Scheduler(sizes, drafts=draft_model), None
     from octavo.observe.recording import Header
     from octavo.observe.recording.recorder import open_recorder
 
@@ -244,11 +276,12 @@ def _open_scheduler(
         settings={key: value for key, value in values.items() if value is not None},
     )
     recorder = open_recorder(config.recording, header, clock.now)
-    return Scheduler(sizes, recorder), recorder
+    return Scheduler(sizes, recorder, drafts=draft_model), recorder
 
 
 def _fingerprint(config: Config, capacity: Capacity, digests: tuple[str, str]) -> Fingerprint:
     """Return the fingerprint of an opened engine. Threads count only if the decoder's sums depend on them."""
+    imatrix = config.model.imatrix
     about = {
         "octavo": importlib.metadata.version("octavo"),
         "device": capacity.device,
@@ -260,8 +293,11 @@ def _fingerprint(config: Config, capacity: Capacity, digests: tuple[str, str]) -
         "attention": config.execution.attention,
         "tp invariant": config.parallel.tp_invariant,
         "ranks": 1 if config.parallel.tp_invariant else config.parallel.tensor_parallel_size,
-        "threads": capacity.num_threads if capacity.decoder == "torch" else "any",
+        "threads": capacity.num_threads if capacity.decoder in ("torch", "transformers") else "any",
+        "imatrix": imatrix and text_fingerprint([Path(imatrix).read_bytes()]),
     }
+    if capacity.decoder == "transformers":
+        about["transformers"] = importlib.metadata.version("transformers")
     if capacity.device == "cpu":
         facts = machine.look()
         about |= {"cpu": facts.architecture, "features": " ".join(sorted(facts.features))}
@@ -273,8 +309,22 @@ def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:
     return load_text(config, files).tokenizer
 
 
+def _check_ranks(config: Config, files: ModelFiles) -> None:
+    """Raise ConfigError for an encoder that is to be divided among ranks."""
+    parallel = config.parallel
+    if (parallel.num_ranks > 1 or parallel.tp_invariant) and files.kind == "hf":
+        if read_model_spec(files).encoder is None:
+            return
+        sizes = f"{parallel.tensor_parallel_size} and {parallel.pipeline_parallel_size}"
+        raise ConfigError(
+            f"tensor and pipeline parallel sizes are {sizes}, but an encoder is not divided among ranks; give 1 and 1, "
+            "and leave out --tp-invariant"
+        )
+
+
 def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[Executor, str, Capacity]:
     executor: Executor
+    _check_ranks(config, files)
     if config.parallel.num_ranks > 1:
         executor, device = create_ranked(config, files, is_own_process)
     elif files.kind == "scripted":
@@ -288,6 +338,40 @@ def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> t
     except BaseException:
         executor.close()  # ends the processes of other ranks
         raise
+
+
+def _open_draft_model(config: Config, files: ModelFiles) -> DraftModel | None:
+    """Load the draft model, if one is configured. Raises ConfigError, and what _open_executor raises."""
+    speculation, name = config.speculation, config.speculation.draft_model
+    if name is None:
+        return None
+    value = f"speculate is {speculation.speculate!r}"
+    if config.parallel.num_ranks > 1 or config.parallel.tp_invariant:
+        raise ConfigError(f"{value}, but a draft model runs beside one rank only; give ngram, or leave out the ranks")
+    drafts = resolve_model(name, None, config.model.offline)
+    if "scripted" in (files.kind, drafts.kind):
+        raise ConfigError(f"{value}, but a scripted model neither drafts nor has a draft model; give ngram")
+    own, spec = read_model_spec(files), read_model_spec(drafts)
+    if own.encoder is not None or spec.encoder is not None:
+        raise ConfigError(f"{value}, but an encoder generates nothing; leave it out")
+    if tokenizer_fingerprint(files) != tokenizer_fingerprint(drafts):
+        difference = Tokenizer.from_files(files).describe_difference(Tokenizer.from_files(drafts))
+        if difference is not None:
+            raise ConfigError(
+                f"{value}, and its tokenizer differs from that of {files.name}: {difference}; "
+                "give a smaller model of the same family, or ngram"
+            )
+    execution = replace(config.execution, decoder="auto", attention="auto", numerics="auto")
+    wanted = speculation.speculate_quantization
+    model = replace(config.model, model=name, revision=None, quantization=wanted, dtype="auto", imatrix=None)
+    executor, device = create_executor(replace(config, model=model, execution=execution), drafts, spec, True)
+    rows, length = speculation.speculate_max_rows, min(spec.max_model_len, model.max_model_len or spec.max_model_len)
+    chunk = config.scheduling.max_batch_tokens or DEVICE_DEFAULTS[device][0]
+    sizes = ExecutorSpec(
+        max_sequences=rows, max_batch_tokens=chunk, block_size=config.cache.block_size, max_model_len=length,
+        pool_tokens=max(length, rows * min(length, DRAFT_POOL_LEN)),
+    )  # fmt: skip
+    return DraftModel(executor, executor.open(sizes), DraftPace(), own.vocab_size, chunk, speculation.has_ngrams)
 
 
 def create_ranked(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[RankedExecutor, str]:
@@ -343,15 +427,19 @@ def _ranks_module() -> Any:
     return joined
 
 
-def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple[Executor, str]:
+def create_executor(config: Config, files: ModelFiles, spec: ModelSpec, is_draft: bool = False) -> tuple[Executor, str]:
     """Return the executor for the configured device, and the device's kind. Raises ConfigError if torch is missing."""
     limit_spinning()
     with machine.needing_torch():
-        from octavo.executors.loading import choose_device
+        from octavo.executors.encoder_executor import EncoderExecutor
+        from octavo.executors.loading import choose_device, draft_quantization
         from octavo.executors.torch_executor import TorchExecutor  # loads torch, so not at the top
 
-    device = choose_device(config.execution.device)
-    return TorchExecutor(files, spec, config.execution, config.model), device.type
+    device, model = choose_device(config.execution.device), config.model
+    if is_draft:
+        model = replace(model, quantization=draft_quantization(files, spec, config.execution, model))
+    kind = TorchExecutor if spec.encoder is None else EncoderExecutor
+    return kind(files, spec, config.execution, model), device.type
 
 
 def create_scripted(files: ModelFiles, can_die: bool = False) -> ScriptedExecutor:
@@ -373,6 +461,7 @@ def plan_memory(config: Config) -> MemoryPlan:
         from octavo.executors.loading import choose_device
         from octavo.executors.memory import plan_memory as plan
 
+    _check_ranks(config, files)
     device = choose_device(config.execution.device)
     return plan(files, config.execution, config.model, executor_spec(config, device.type), config.parallel)
 
@@ -414,12 +503,26 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
         max_sequences=capacity.num_slots,
         groups=capacity.groups,
         host_blocks=capacity.host_blocks,
-        max_draft_tokens=speculation.speculate_max_tokens if speculation.speculate == "ngram" else 0,
+        encoder_budget=capacity.encoder_budget,
+        encoder_cache=capacity.encoder_cache,
+        whole_span_tokens=capacity.whole_span_tokens,
+        adapter_slots=config.adapters.max_loras if config.adapters.is_enabled else 0,
+        max_draft_tokens=speculation.speculate_max_tokens if speculation.speculate != "off" else 0,
         max_draft_rows=speculation.speculate_max_rows,
+        has_draft_model=speculation.draft_model is not None,
         num_stages=config.parallel.pipeline_parallel_size,
         tenant_weights=read_tenant_weights(config.serving.tenant_weight),
     )
-    return configured_limits(config.scheduling, config.cache, find_policy(config.scheduling.policy), sizes)
+    found = configured_limits(config.scheduling, config.cache, find_policy(config.scheduling.policy), sizes)
+    if not capacity.is_encoder:
+        return found
+    max_batch_tokens, longest = max(sizes.max_batch_tokens, capacity.max_model_len), capacity.max_model_len
+    if (given := config.scheduling.max_batch_tokens) is not None and given < longest:
+        raise ConfigError(
+            f"max_num_batched_tokens is {given}, but an encoder computes each text in one step, and texts have up to "
+            f"{longest} tokens; give {longest} or more, or --max-model-len {given}"
+        )
+    return replace(found, chunked_prefill=False, prefix_caching=False, max_batch_tokens=max_batch_tokens)
 
 
 class LLM(OfflineEngine):
@@ -430,7 +533,7 @@ class LLM(OfflineEngine):
     """
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
-        super().__init__(build_local(config_from_keywords(model, settings)).sessions)
+        super().__init__(*_build_library(model, settings))
 
 
 class AsyncLLM(AsyncEngine):
@@ -440,7 +543,17 @@ class AsyncLLM(AsyncEngine):
     """
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
-        super().__init__(build_local(config_from_keywords(model, settings)).sessions)
+        super().__init__(*_build_library(model, settings))
+
+
+def _build_library(model: str, settings: dict[str, Any]) -> tuple[Sessions, AdapterRegistry | None]:
+    """Open an engine from keyword arguments; `lora_modules` may map names to paths."""
+    modules = settings.get("lora_modules")
+    if isinstance(modules, Mapping):
+        settings = {**settings, "lora_modules": [f"{name}={path}" for name, path in modules.items()]}
+    config = config_from_keywords(model, settings)
+    local = build_local(config)
+    return local.sessions, AdapterRegistry(local.client, config.adapters) if config.adapters.is_enabled else None
 
 
 def engine_main() -> int:

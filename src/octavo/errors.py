@@ -65,7 +65,12 @@ class ConfigError(OctavoError):
 
 
 class ModelFileError(OctavoError):
-    """A model file is missing, damaged or of an unsupported kind."""
+    """A model file is missing, damaged or of an unsupported kind.
+
+    `unsupported` names the family or setting that has no native implementation, if that is what is wrong.
+    """
+
+    unsupported: str | None = None
 
     def __init__(self, path: object, reason: str, tensor: str | None = None) -> None:
         where = f"{path}: tensor {tensor!r}" if tensor is not None else f"{path}"

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import math
 import random
 
 import numpy as np
@@ -8,7 +9,7 @@ from tests.artifacts.gguf_writing import write_gguf, write_llama
 
 from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.model_spec import RopeScaling
-from octavo.artifacts.read_spec import read_gguf_spec, read_model_spec
+from octavo.artifacts.read_spec import read_gguf_spec, read_hf_spec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles, find_wheel_model
 from octavo.errors import ModelFileError
 
@@ -43,7 +44,7 @@ def read(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config))
         if generation is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        return read_model_spec(ModelFiles("m", "hf", tmp_path, ()))
+        return read_hf_spec(tmp_path)
 
     return read
 
@@ -61,14 +62,14 @@ def test_a_plain_llama(read):
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size) == (4, 2, 16, 96)
     assert (spec.rms_norm_eps, spec.rope_theta, spec.rope_scaling, spec.max_model_len) == (1e-5, 10000.0, None, 256)
     assert (spec.eos_token_ids, spec.bos_token_id, spec.dtype) == ((2,), 1, "bfloat16")
-    assert not (spec.tie_word_embeddings or spec.attention_bias or spec.qk_norm or spec.layer_windows)
+    assert not (spec.tie_word_embeddings or spec.biases or spec.qk_norm or spec.layer_windows)
 
 
 def test_families_differ_in_bias_norm_window_and_head_size(read):
-    assert read(model_type="qwen2", sliding_window=128, use_sliding_window=False).attention_bias
+    assert read(model_type="qwen2", sliding_window=128, use_sliding_window=False).biases == ("qkv",)
     assert read(model_type="qwen2", sliding_window=128).layer_windows == ()
     qwen3 = read(model_type="qwen3", head_dim=32)
-    assert (qwen3.qk_norm, qwen3.attention_bias, qwen3.head_dim) == (True, False, 32)
+    assert (qwen3.qk_norm, qwen3.biases, qwen3.head_dim) == (True, (), 32)
     assert read(model_type="mistral", sliding_window=64).layer_windows == (64, 64)
     assert read(model_type="mistral").layer_windows == ()
     assert read(sliding_window=64).layer_windows == ()  # llama has none, whatever the file says
@@ -105,18 +106,18 @@ def test_X01_gemma3_from_old_and_new_configurations(read):
     assert read(**gemma, rope_parameters=new) == old
     assert (old.rope_theta, old.sliding_rope_theta, old.rope_scaling) == (5e5, 2e4, RopeScaling("linear", 8.0))
     assert (old.family, old.layer_windows) == ("gemma3", (16,) * 5 + (None, 16))
-    assert (old.head_dim, old.query_scalar, old.tie_word_embeddings, old.qk_norm) == (256, 256.0, True, True)
+    assert (old.head_dim, old.attention_scale, old.tie_word_embeddings, old.qk_norm) == (256, 256.0**-0.5, True, True)
     plain = read(**gemma, sliding_window_pattern=2, query_pre_attn_scalar=168)
     assert plain.layer_windows == (16, None, 16, None, 16, None, 16)
-    assert (plain.rope_theta, plain.sliding_rope_theta, plain.query_scalar) == (1e6, 1e4, 168.0)
+    assert (plain.rope_theta, plain.sliding_rope_theta, plain.attention_scale) == (1e6, 1e4, 168.0**-0.5)
+    assert read(**gemma, final_logit_softcapping=30.0).logits_soft_cap == 30.0
     assert read(**gemma, layer_types=["full_attention"] * 7).layer_windows == ()
     for bad, word in (
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"final_logit_softcapping": -30.0}, "logits_soft_cap"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"hidden_activation": "tanh"}, "hidden_activation 'tanh'"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
-        ({"query_pre_attn_scalar": 0}, "query_scalar"),
+        ({"query_pre_attn_scalar": 0}, "attention_scale"),
         ({"rope_local_base_freq": 0}, "sliding_rope_theta"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "of sliding layers"),
         ({"rope_parameters": {"full_attention": [1]}}, "rope parameters"),
@@ -133,9 +134,9 @@ def test_rope_in_old_and_new_spelling(read, key):
     assert read(**{key: {"type": "linear", "factor": 2.0}}).rope_scaling == RopeScaling("linear", 2.0)
     assert read(**{key: {"rope_type": "default", "rope_theta": 7.0}}).rope_scaling is None
     assert read(rope_theta=9.0, **{key: {"rope_type": "default"}}).rope_theta == 9.0
-    for kind in ("yarn", "dynamic", "longrope"):
-        with pytest.raises(ModelFileError, match=f"rope scaling '{kind}' is not supported"):
-            read(**{key: {"rope_type": kind, "factor": 2.0}})
+    assert read(**{key: {"rope_type": "dynamic", "factor": 2.0}}).rope_scaling == RopeScaling("dynamic", 2.0)
+    with pytest.raises(ModelFileError, match="rope scaling 'proportional' is not supported"):
+        read(**{key: {"rope_type": "proportional", "factor": 2.0}})
     for bad in (
         {"factor": 0.0},
         {"factor": float("nan")},
@@ -145,6 +146,42 @@ def test_rope_in_old_and_new_spelling(read, key):
     ):
         with pytest.raises(ModelFileError, match="factor"):
             read(**{key: LLAMA3 | bad})
+
+
+def test_yarn_and_longrope(read):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    spec = read(rope_scaling=yarn).rope_scaling
+    assert (spec.kind, spec.factor, spec.original_max_len, spec.beta_fast, spec.truncate) == ("yarn", 4.0, 64, 32, True)
+    assert spec.attention_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    scales = {"mscale": 1.0, "mscale_all_dim": 0.8}
+    expected = (0.1 * math.log(4.0) + 1.0) / (0.08 * math.log(4.0) + 1.0)
+    assert read(rope_scaling=yarn | scales).rope_scaling.attention_factor == pytest.approx(expected)
+    assert not read(rope_scaling=yarn | {"truncate": False}).rope_scaling.truncate
+    long = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    spec = read(rope_scaling=long, original_max_position_embeddings=64).rope_scaling
+    assert (spec.kind, spec.factor, spec.original_max_len, spec.long_factors) == ("longrope", 4.0, 64, (2.0,) * 8)
+    assert spec.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
+    assert read(rope_scaling={**long, "type": "su"}, original_max_position_embeddings=64).rope_scaling == spec
+    for bad in (
+        yarn | {"factor": 0.5},
+        yarn | {"original_max_position_embeddings": "x"},
+        yarn | {"original_max_position_embeddings": 0.5},
+        yarn | {"beta_fast": []},
+        yarn | {"beta_fast": -1.0},
+        yarn | {"rope_theta": 1.0},
+        long | {"short_factor": [1.0] * 7},
+        long | {"long_factor": None},
+        long | {"long_factor": [0.0] * 8},
+    ):
+        with pytest.raises(ModelFileError, match=r"factor|beta_fast"):
+            read(rope_scaling=bad)
+
+
+def test_biases_and_activations_by_the_configuration(read):
+    assert read(mlp_bias=True).biases == ("gate_up", "down")
+    assert read(attention_bias=True).biases == ("qkv", "output")
+    assert read(hidden_act="gelu").activation == "gelu"
+    assert read(hidden_act=None).activation == "silu"
 
 
 def test_generation_defaults_and_end_ids(read):
@@ -157,14 +194,14 @@ def test_generation_defaults_and_end_ids(read):
 @pytest.mark.parametrize(
     "bad, word",
     [
-        ({"model_type": "gemma2"}, "supported families: llama, mistral, qwen2, qwen3, gemma3"),
+        ({"model_type": "bloom"}, "supported families: llama, mistral, qwen2, qwen3, gemma, gemma2"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["llama"]}, "supported families"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"quantization_config": {}}, "quantization_config"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "tanh"}, "hidden_act 'tanh'"),
+        ({"clip_qkv": 8.0}, "clip_qkv"),
+        ({"quantization_config": {}}, "quantization method None is not supported"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ({"partial_rotary_factor": 0.2}, "3 of 16 values of a head are rotated"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"vocab_size": "300"}, "vocab_size is '300'"),
@@ -252,12 +289,18 @@ def test_gguf_llama(read_gguf):
 
 
 def test_gguf_variants_show_in_tensors(read_gguf):
-    assert read_gguf("qwen2", ("blk.0.attn_q.bias",)).attention_bias
+    assert read_gguf("qwen2", ("blk.0.attn_q.bias",)).biases == ("qkv",)
+    assert read_gguf(tensors=("blk.0.attn_output.bias", "blk.0.ffn_up.bias")).biases == ("output", "gate_up")
     assert read_gguf(
         "qwen3", ("blk.0.attn_q_norm.weight",), attention__key_length=32, rope__dimension_count=None
     ).qk_norm
-    assert read_gguf(tensors=("rope_freqs.weight",)).rope_factors_tensor == "rope_freqs.weight"
-    assert read_gguf().rope_factors_tensor is None
+    assert read_gguf(tensors=("rope_freqs.weight",)).rope_factors_tensors == ("rope_freqs.weight",)
+    assert read_gguf().rope_factors_tensors == ()
+    assert read_gguf(rope__dimension_count=8).rope_dim == 8
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    assert read_gguf(**yarn, rope__scaling__original_context_length=64).rope_scaling == RopeScaling(
+        "yarn", 4.0, original_max_len=64, attention_factor=0.1 * math.log(4.0) + 1.0
+    )
     assert read_gguf(rope__scaling__type="linear", rope__scaling__factor=4.0).rope_scaling == RopeScaling("linear", 4.0)
     assert read_gguf(attention__head_count=[4, 4], attention__head_count_kv=[2, 2]).num_heads == 4
 
@@ -266,30 +309,30 @@ def test_X01_gguf_gemma3(read_gguf):
     gemma = {"arch": "gemma3", "attention__key_length": 16, "block_count": 7, "rope__freq_base": 1e6}
     spec = read_gguf(**gemma, attention__sliding_window=32)
     assert spec.layer_windows == (32,) * 5 + (None, 32)
-    assert (spec.rope_theta, spec.sliding_rope_theta, spec.query_scalar) == (1e6, 1e4, None)
+    assert (spec.rope_theta, spec.sliding_rope_theta, spec.attention_scale) == (1e6, 1e4, None)
     assert read_gguf(**gemma).layer_windows == ()
     every = read_gguf(**gemma, attention__sliding_window=32, attention__sliding_window_pattern=3)
     assert every.layer_windows == (32, 32, None, 32, 32, None, 32)
     listed = [True, False, False, True, True, True, False]
     spec = read_gguf(**gemma, attention__sliding_window=32, attention__sliding_window_pattern=listed)
     assert spec.layer_windows == tuple(32 if slides else None for slides in listed)
-    assert read_gguf(**{**gemma, "block_count": 62}).query_scalar == 64 / 4
+    assert read_gguf(**{**gemma, "block_count": 62}).attention_scale == 16**-0.5
     for bad in ({"attention__sliding_window_pattern": 0}, {"attention__sliding_window_pattern": listed[:3]}):
         with pytest.raises(ModelFileError, match="sliding_window_pattern"):
             read_gguf(**gemma, attention__sliding_window=32, **bad)
-    with pytest.raises(ModelFileError, match="final_logit_softcapping"):
-        read_gguf(**gemma, final_logit_softcapping=30.0)
+    with pytest.raises(ModelFileError, match="attn_logit_softcapping"):
+        read_gguf(**gemma, attn_logit_softcapping=30.0)
     assert read_gguf(attention__sliding_window=32).layer_windows == (32, 32)
 
 
 @pytest.mark.parametrize(
     "bad, word",
     [
-        ({"arch": "gemma2"}, "architecture 'gemma2' is not supported; supported families: llama"),
-        ({"expert_count": 8}, "mixture of experts"),
-        ({"rope__dimension_count": 8}, "rotary"),
-        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "rope scaling 'yarn'"),
-        ({"tensors": ("blk.0.attn_output.bias",)}, "attn_output.bias"),
+        ({"arch": "bloom"}, "architecture 'bloom' is not supported; supported families: llama"),
+        ({"expert_count": 8}, "expert_used_count"),
+        ({"rope__dimension_count": 18}, "18 of 16 values of a head are rotated"),
+        ({"rope__scaling__type": "longrope2", "rope__scaling__factor": 4.0}, "rope scaling 'longrope2'"),
+        ({"tensors": ("output.bias",)}, "output.bias"),
         ({"block_count": None}, "llama.block_count is None"),
         ({"embedding_length": "big"}, "llama.embedding_length is 'big'"),
         ({"attention__head_count_kv": 3}, "4 heads cannot share 3"),

@@ -48,6 +48,10 @@ def test_split_gguf(tmp_path):
     assert resolve_model(str(tmp_path)).weights == tuple(parts)
     with pytest.raises(ModelFileError, match="not the first part"):
         resolve_model(str(parts[1]))
+    parts[0].rename(tmp_path / "away")
+    with pytest.raises(ModelFileError, match=r"m-00001-of-00003\.gguf is missing, the first part|m-00001.*is missing"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "away").rename(parts[0])
     parts[2].unlink()
     with pytest.raises(ModelFileError, match=r"m-00003-of-00003\.gguf: is missing"):
         resolve_model(str(parts[0]))
@@ -142,8 +146,8 @@ class TestGgufRepositories:
         ("name", "names", "message"),
         [
             ("o/n:Q9_0", None, "'o/n' has no Q9_0; it has IQ2_XS, Q4_K_M, Q8_0; give o/n:Q4_K_M"),
-            ("o/n:IQ2_XS", None, "IQ2_XS is not supported; 'o/n' has IQ2_XS, Q4_K_M, Q8_0; give o/n:Q4_K_M"),
-            ("o/n", ["m-IQ2_XS.gguf"], "'o/n' has IQ2_XS; of these none is supported (Q4_K_M, "),
+            ("o/n:Q8_1", ["m-Q8_1.gguf", "m-Q8_0.gguf"], "Q8_1 is not supported; 'o/n' has Q8_0, Q8_1; give o/n:Q8_0"),
+            ("o/n", ["m-Q8_1.gguf"], "'o/n' has Q8_1; of these none is supported (Q4_K_M, "),
             ("o/n", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "several Q8_0 files; name one: o/n:a-Q8_0.gguf, b-Q8_0.gguf"),
             ("o/n", ["pytorch_model.bin"], "'o/n' holds neither .safetensors files with config.json nor GGUF models"),
         ],
@@ -177,6 +181,7 @@ class TestGgufRepositories:
 
     def test_short_names_are_repositories(self, monkeypatch):
         self.names = ["config.json", "model.safetensors"]
+        monkeypatch.setattr(resolve, "find_packaged_model", lambda name: None)
         for short, repository in SHORT_NAMES.items():
             assert resolve_model(short).name == repository
         assert resolve_model("Qwen3:0.6B").name == "Qwen/Qwen3-0.6B"

@@ -71,6 +71,7 @@ def test_attention_cases_are_timed_by_the_command(capsys, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "ATTENTION_SHAPES", (shape,))
     assert cli.main(["bench", "kernel", "--kernels", "attention", "--budget", "0.001", "--threads", "1", "--json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
-    row = attention_row(shape, torch.float32, cases[0], (1e9, 1e9), 0.0)
-    assert [one["case"] for one in table["rows"]] == ([] if row is None else ["a", "b", "a", "b"])
+    kinds = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+    row, *others = (attention_row(shape, kind, cases[0], (1e9, 1e9), 0.0) for kind in kinds)
+    assert [one["case"] for one in table["rows"]] == ["a", "b"] * sum(each is not None for each in (row, *others))
     assert all(set(one) == set(row) and one["kernel ms"] > 0 for one in table["rows"])

@@ -49,7 +49,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["serve", "--base-url", "http://h"], "unknown flag '--base-url'; see octavo serve --help"),
         (["serve", "--gpu-layers", "99"], "--gpu-layers is not supported: a model runs whole on one device (--device)"),
         (["run", "-ngl", "99", "hi"], "-ngl is not supported: a model runs whole on one device (--device)"),
-        (["serve", "--enable-lora"], "--enable-lora is not supported: there are no adapters"),
+        (["serve", "--max-cpu-loras", "4"], "--max-cpu-loras is not supported: loaded adapters stay in memory"),
         (["serve", "--trust-remote-code"], "--trust-remote-code is not supported: code from model repositories is "),
         (["serve", "--tp-size=2"], "unknown flag '--tp-size'; did you mean '--tensor-parallel-size'?"),
         (["serve", "--n-ctx", "4096"], "unknown flag '--n-ctx'; did you mean '--max-model-len'?"),

@@ -46,6 +46,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     wheel.write_bytes(bytes(1_500_000))
     found = ModelFiles("smollm2", "gguf", tmp_path, (wheel,))
     monkeypatch.setattr("octavo.cli.models.find_wheel_model", lambda: found)
+    packaged = tmp_path / "packaged"
+    packaged.mkdir()
+    (packaged / "model.safetensors").write_bytes(bytes(500_000))
+    model = ModelFiles("all-minilm", "hf", packaged, (packaged / "model.safetensors",))
+    monkeypatch.setattr("octavo.cli.models.find_packaged_model", {"all-minilm": model}.get)
     _cache(root, "Qwen/Qwen3-0.6B", {"config.json": 2, "model.safetensors": 2_000_000})
     ggufs = {"m-Q8_0.gguf": 3_000_000, "m-Q4_K_M-00001-of-00002.gguf": 100_000, "m-Q4_K_M-00002-of-00002.gguf": 100_000}
     _cache(root, "owner/ggufs", ggufs)
@@ -58,6 +63,8 @@ def test_list_has_sizes_places_and_short_names(hub: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines()]
     assert rows[:2] == [["NAME", "SIZE", "WHERE"], ["smollm2", "1.5", "MB", str(hub.parent / "bundled.gguf")]]
+    assert rows[2] == ["all-minilm", "0.5", "MB", str(hub.parent / "packaged")]
+    assert ["all-minilm", SHORT_NAMES["all-minilm"], "(here)"] in rows
     assert ["Qwen/Qwen3-0.6B", "2.0", "MB", str(hub / "models--Qwen--Qwen3-0.6B")] in rows
     assert ["owner/ggufs:Q4_K_M", "0.2", "MB", str(hub / "models--owner--ggufs")] in rows
     assert ["owner/ggufs:Q8_0", "3.0", "MB", str(hub / "models--owner--ggufs")] in rows
@@ -67,6 +74,7 @@ def test_list_has_sizes_places_and_short_names(hub: Path, capsys: pytest.Capture
     assert cli.main(["list", "--json"]) == 0
     assert [model["bytes"] for model in json.loads(capsys.readouterr().out)] == [
         1_500_000,
+        500_000,
         2_000_002,
         200_000,
         3_000_000,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.encoders import make_tiny_encoder
 from tests.tiny_models import make_tiny_model
 
 from octavo.assembly import build_local, plan_memory
@@ -80,6 +81,13 @@ def test_a_pool_that_is_shorter_than_the_model_does_not_fit(tiny: Path, capsys: 
 def test_what_does_not_fit_is_told_with_the_numbers(tiny: Path, capsys: Any) -> None:
     assert main(["plan", str(tiny), "--kv-cache-memory-bytes", "900T"]) == 1
     assert "does not fit: --kv-cache-memory-bytes 921600.0 GiB exceeds the " in capsys.readouterr().out
+
+
+def test_X01_an_encoder_is_named_in_the_place_of_a_decoder(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("transformers")
+    make_tiny_encoder("bert", tmp_path)
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "decoder   encoder\n" in capsys.readouterr().out
 
 
 def test_mistakes(tmp_path: Path, capsys: Any) -> None:

@@ -8,7 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from tests.models.encoders import make_tiny_encoder
+
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles
+from octavo.cli import main
 from octavo.cli.api_process import ApiTask
 from octavo.cli.api_server import call_report, process_report, startup_report
 from octavo.cli.terminal import limit_remarks
@@ -114,3 +119,26 @@ def test_status_line_starts_anew_with_a_new_engine() -> None:
     status.line(_statistics(600, 100), 0.0)
     assert status.line(_statistics(50, 10), 5.0) is None
     assert status.line(_statistics(150, 60), 10.0) == "10 prompt + 10 output tokens/s, 1 running, 0 waiting, KV 40%"
+
+
+def test_report_says_what_an_encoder_is_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "vocab_size": 64}')
+    files = ModelFiles("all-minilm", "hf", tmp_path, (tmp_path / "model.safetensors",), None)
+    spec = read_model_spec(files)
+    capacity = replace(CAPACITY, groups=(GroupSpec(),), max_model_len=256, is_encoder=True)
+    lines = "\n".join(startup_report(load_config({}), files, capacity, 1.0))
+    assert "encoder   embeds texts: /v1/embeddings" in lines and "at most 256 tokens" in lines
+    assert "KV pool" not in lines
+    for labels, path in (((), "v1/embeddings"), (("LABEL_0",), "v1/rerank"), (("calm", "glad"), "classify")):
+        assert spec.encoder is not None
+        encoder = replace(spec.encoder, labels=labels)
+        lines = "\n".join(call_report(load_config({}), "enc", "http://127.0.0.1:8000", encoder))
+        assert f"curl http://127.0.0.1:8000/{path} " in lines and "chat" not in lines
+
+
+def test_an_encoder_is_no_partner_of_a_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    make_tiny_encoder("bert", tmp_path)
+    for words in (["run", str(tmp_path), "Hello"], ["chat", str(tmp_path)]):
+        assert main([*words, "--threads", "1"]) != 0
+        assert "is an encoder, which generates no text; it embeds texts" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from tests.core.invariants import check_encoder
 
-from octavo.core.encoder import EncoderCache
+from octavo.core.encoder import EncoderCache, whole_chunk
 from octavo.core.plan import EncodeJob
 from octavo.core.request import Span
 
@@ -429,3 +429,14 @@ def test_E01_E02_random_steps_agree_with_the_slow_twin_and_the_device_has_what_e
         counts = (world.num_cut, world.num_taken_back, world.num_failed, world.num_reused)
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
     assert all(total > 100 for total in totals), totals
+
+
+def test_E01_chunks_end_outside_items_that_are_computed_whole() -> None:
+    spans = (Span(4, 6, b"a"), Span(10, 3, b"b"))
+    assert whole_chunk(spans, 0, 4, 100) == 4
+    assert whole_chunk(spans, 0, 5, 100) == 4  # up to the item
+    assert whole_chunk(spans, 4, 2, 100) == 6  # the whole item
+    assert whole_chunk(spans, 4, 2, 5) == 0  # it does not fit
+    assert whole_chunk(spans, 4, 7, 100) == 6  # not into the next item
+    assert whole_chunk(spans, 7, 1, 100) == 3  # its rest, after a cached prefix
+    assert whole_chunk(spans, 13, 9, 9) == 9

@@ -95,7 +95,8 @@ def search(package: Path, limits: dict[str, Any] | str, first: int, end: int) ->
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    for name in ("__init__.py", "errors.py", "executors/__init__.py", "executors/protocol.py"):
+    names = ("executors/__init__.py", "executors/protocol.py", "media/__init__.py", "media/item.py")
+    for name in ("__init__.py", "errors.py", *names):
         (tmp_path / "octavo" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "src/octavo" / name, tmp_path / "octavo" / name)
     shutil.copytree(ROOT / "src/octavo/core", tmp_path / "octavo/core", ignore=shutil.ignore_patterns("__pycache__"))

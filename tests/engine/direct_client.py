@@ -14,6 +14,7 @@ from octavo.errors import EngineDeadError
 from octavo.frontend.engine_process import EngineProcess
 from octavo.frontend.open_requests import OpenRequests
 from octavo.frontend.socket_client import SocketClient
+from octavo.media.item import MediaItem
 
 
 def dial(path: Path) -> socket.socket:
@@ -39,10 +40,10 @@ class DirectClient:
         requests = OpenRequests(resumes=False)
         return cls(requests, await SocketClient.over(connection, epoch, requests.accept))
 
-    async def submit(self, request: Request) -> Accepted:
+    async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:
         if not self.socket.is_alive:
             raise EngineDeadError(str(self.socket._end))
-        return await self.requests.submit(request)
+        return await self.requests.submit(request, media)
 
     def outputs(
         self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize

@@ -277,13 +277,26 @@ def make_text() -> Any:
     """What Sessions needs of a TextModel."""
     tokenizer = make_tokenizer()
     spec = SimpleNamespace(
-        vocab_size=VOCAB_SIZE, max_model_len=256, eos_token_ids=(EOS,), generation={"temperature": 0.0, "top_k": 3.0}
+        vocab_size=VOCAB_SIZE,
+        max_model_len=256,
+        eos_token_ids=(EOS,),
+        generation={"temperature": 0.0, "top_k": 3.0},
+        encoder=None,
+        vision=None,
     )
 
     def prompt_ids(messages: list[dict[str, str]], **_: Any) -> list[int]:
         return tokenizer.encode("".join(f"{m['role']}:{m['content']};" for m in messages))
 
-    return SimpleNamespace(name="fake", tokenizer=tokenizer, spec=spec, prompt_ids_from_messages=prompt_ids)
+    return SimpleNamespace(
+        name="fake",
+        tokenizer=tokenizer,
+        spec=spec,
+        prompt_ids_from_messages=prompt_ids,
+        encode_input=tokenizer.encode,
+        check_generates=lambda: None,
+        check_output=lambda wanted: None,
+    )
 
 
 def is_cancelled(end: Event) -> bool:

@@ -216,7 +216,7 @@ async def test_K02_prompt_keys_are_made_before_submit_and_the_scheduler_hashes_n
     sessions = make_sessions()
     captured: list[Request] = []
 
-    async def submit(request: Request) -> Any:
+    async def submit(request: Request, media: object = ()) -> Any:
         captured.append(request)
         raise AdmissionError("enough", None)
 

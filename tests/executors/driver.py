@@ -99,6 +99,7 @@ class Driver:
         num_prompt: int | None = None,
         blocks: Sequence[int] = (),
         choice: int = 0,
+        adapter: int = 0,
     ) -> None:
         """Enter a sequence; `blocks` are shared ones of the first group that its table begins with."""
         if slot in self.tables:
@@ -107,7 +108,9 @@ class Driver:
             tables[slot] = []
         prompt = len(ids) if num_prompt is None else num_prompt
         name = f"r{slot}-{self.step}"
-        self._new.append(NewSequence(slot, name, choice, prompt, array("i", ids), params, (EOS_ID,)))
+        self._new.append(
+            NewSequence(slot, name, choice, prompt, array("i", ids), params, (EOS_ID,), adapter_id=adapter)
+        )
         for block in blocks:
             self.append(slot, block)
 

@@ -128,7 +128,9 @@ def check_equal(found: tuple[list[torch.Tensor], list[int]], one: tuple[list[tor
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_compute_and_sample_as_one(name: str, dtype: str, folders: dict[str, str], pair: RankGroup) -> None:
+def test_X08_two_ranks_compute_and_sample_as_one(
+    name: str, dtype: str, folders: dict[str, str], pair: RankGroup
+) -> None:
     """No id is exchanged: each rank draws its own from the gathered logits."""
     one = run_steps(Parallel(), folders[name], dtype, False)
     for found in pair.call(run_steps, folders[name], dtype, False):
@@ -137,7 +139,7 @@ def test_two_ranks_compute_and_sample_as_one(name: str, dtype: str, folders: dic
 
 @needs_kernels
 @pytest.mark.parametrize("name", CASES)
-def test_two_stages_compute_as_one(name: str, folders: dict[str, str], stages: RankGroup) -> None:
+def test_X08_two_stages_compute_as_one(name: str, folders: dict[str, str], stages: RankGroup) -> None:
     """Also where a stage has no layer of a cache group, or only layers with windows."""
     last, first = stages.call(run_steps, folders[name], "bfloat16", True)
     check_equal(last, run_steps(Parallel(), folders[name], "bfloat16", True))

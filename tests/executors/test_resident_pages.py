@@ -21,8 +21,14 @@ FRESH_BYTES = 48 << 20  # malloc maps what is above 32 MiB; less may be memory t
 
 
 def pool_of(size_bytes):
-    shape = PoolShape(4, 0, 16, 2, 64, torch.float32)
-    return KVPool(replace(shape, num_blocks=size_bytes // shape.block_bytes), torch.device("cpu"))
+    """A pool whose pages are not there: memory that earlier tests freed may be given again, resident."""
+    shape = PoolShape(4, 0, 16, 2, 64, 64, torch.float32)
+    pool = KVPool(replace(shape, num_blocks=size_bytes // shape.block_bytes), torch.device("cpu"))
+    for plane in (*pool.keys, *pool.values):
+        begin = -(-plane.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (plane.data_ptr() + plane.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        assert ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED) == 0
+    return pool
 
 
 def resident_share(pool):

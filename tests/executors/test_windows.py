@@ -13,8 +13,8 @@ import torch
 from octavo.core.limits import GroupKind
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan
 from octavo.core.request import SamplingParams
-from octavo.executors.cache import effective_windows, group_layers
-from octavo.ops.attention import PoolShape
+from octavo.executors.cache import CacheLayout
+from octavo.ops.attention import LayerAttention
 from tests.exactness import Run, limits_of, run
 from tests.executors.driver import BLOCK, GREEDY, SPEC, Dense, Driver, assert_logprobs, make_prompt
 from tests.executors.effects_conformance import assert_same, sampled
@@ -63,12 +63,35 @@ def test_K07_groups_are_the_kinds_of_layers(driver: Driver, windowed: Windowed) 
     assert capacity.kv_bytes_per_token * BLOCK == sum(group.block_bytes for group in capacity.groups)
 
 
+def layout_of(*layers: LayerAttention, own_layers: range | None = None) -> CacheLayout:
+    return CacheLayout.of(layers, 64, 4, torch.float32, own_layers)
+
+
+def layer(window: int | None = None, num_kv_heads: int = 2, head_dim: int = 8, value_dim: int = 8) -> LayerAttention:
+    return LayerAttention(4, num_kv_heads, head_dim, value_dim, 1.0, window)
+
+
 def test_K07_groups_are_ordered_full_first_and_the_widest_window_next() -> None:
-    block = PoolShape(1, 0, 4, 2, 8, torch.float32)
-    groups = group_layers((8, None, 64, 8, None), block)
-    assert [(group.window, group.layers) for group in groups] == [(0, (1, 4)), (64, (2,)), (8, (0, 3))]
-    assert [group.block_bytes for group in groups] == [2 * block.block_bytes, block.block_bytes, 2 * block.block_bytes]
-    assert effective_windows((8, None, 64), 64) == (8, None, None)
+    layout = layout_of(layer(8), layer(), layer(48), layer(8), layer(64))
+    assert [(group.window, group.layers) for group in layout.groups] == [(0, (1, 4)), (48, (2,)), (8, (0, 3))]
+    block = 2 * 4 * 2 * 8 * 4
+    assert [group.block_bytes for group in layout.groups] == [2 * block, block, 2 * block]
+    assert [[one.window for one in layers] for layers in layout.attention] == [[None, None], [48], [8, 8]]
+
+
+def test_layers_of_other_heads_or_sizes_have_blocks_of_their_own() -> None:
+    layers = layer(8, value_dim=16), layer(), layer(num_kv_heads=1), layer(value_dim=16), layer(), layer(8)
+    layout = layout_of(*layers)
+    assert [group.layers for group in layout.groups] == [(1, 4), (2,), (3,), (0,), (5,)]
+    assert [group.kind for group in layout.groups] == [GroupKind.FULL] * 3 + [GroupKind.SLIDING] * 2
+    shapes = [(shape.num_layers, shape.num_kv_heads, shape.value_dim) for shape in layout.shapes]
+    assert shapes == [(2, 2, 8), (1, 1, 8), (1, 2, 16), (1, 2, 16), (1, 2, 8)]
+    assert [group.block_bytes for group in layout.groups] == [shape.block_bytes for shape in layout.shapes]
+    assert layout.shapes[2].block_bytes == 4 * 2 * (8 + 16) * 4
+    stage = layout_of(*layers, own_layers=range(2))
+    assert [group.layers for group in stage.groups] == [group.layers for group in layout.groups]
+    assert [shape.num_layers for shape in stage.shapes] == [1, 0, 0, 1, 0]
+    assert [group.block_bytes > 0 for group in stage.groups] == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 16])

@@ -106,7 +106,7 @@ class LiveEngine(Clock, EventSink):
 
     # the ledger's link
 
-    def send(self, request: Request) -> asyncio.Future[Accepted]:
+    def send(self, request: Request, media: Any = ()) -> asyncio.Future[Accepted]:
         answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         self.loop.submit(request, partial(self._fleet.post, settle, answer))
         self._wake()

@@ -49,7 +49,7 @@ def check(streams: list[Stream], errors: list[BaseException]) -> None:
     assert not [s.request.request_id for s in streams if s.ids != expected(s.request)]
 
 
-async def test_no_request_is_lost_while_replicas_are_killed() -> None:
+async def test_X08_no_request_is_lost_while_replicas_are_killed() -> None:
     async with fleet(3) as local:
         supervisor, rng = local.supervisor, random.Random(1)
         load = Load(supervisor, lambda n: make_request(f"r{n}", max_tokens=rng.randrange(4, 40)), 64)

@@ -34,7 +34,77 @@ DECIDED = {
         ),
         "a server may have several replicas, between which requests move",
     ),
+    **dict.fromkeys(
+        (
+            "open: GET /openapi.json: .body.post /v1/embeddings.application/json",
+            "web: web/openapi: .body.post /v1/embeddings.application/json",
+        ),
+        "prompt_name is added: encoders have prompts of their own",
+    ),
+    **dict.fromkeys(
+        (
+            f"{where}: .body.post /v1/{verb}_lora_adapter"
+            for where in ("open: GET /openapi.json", "web: web/openapi")
+            for verb in ("load", "unload")
+        ),
+        "adapters can be loaded and unloaded",
+    ),
+    **dict.fromkeys(
+        ("open: GET /openapi.json: .body.post /classify", "web: web/openapi: .body.post /classify"),
+        "classifiers are served",
+    ),
+    **dict.fromkeys(
+        (
+            "open: GET /openapi.json: .body.post /api/generate.application/json",
+            "web: web/openapi: .body.post /api/generate.application/json",
+        ),
+        "images are added: models take them",
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                f"open: ollama_{call}/wrong_03_options: {place}"
+                for call in ("chat", "generate")
+                for place in (
+                    ".body",
+                    ".events",
+                    ".headers.cache-control",
+                    ".headers.content-length",
+                    ".headers.content-type",
+                    ".headers.transfer-encoding",
+                    ".headers.x-accel-buffering",
+                    ".headers.x-octavo-ignored",
+                    ".headers.x-should-retry",
+                    ".status",
+                )
+            ),
+            *(
+                f'open: after/metrics: .metrics.values.octavo_{counted},model_name="script"}}'
+                for counted in (
+                    'requests_failed_total{code="invalid_value"',
+                    'ignored_fields_total{field="mirostat"',
+                )
+            ),
+        ),
+        "mirostat 1 is refused by name: version 2 is served",
+    ),
+    **dict.fromkeys(
+        (
+            "open: GET /openapi.json: .body.post /v1/chat/completions.application/json",
+            "open: GET /openapi.json: .body.post /v1/completions.application/json",
+            "open: GET /openapi.json: .body.post /v1/responses.application/json",
+            "open: GET /openapi.json: .body.post /v1/responses/input_tokens.application/json",
+            "web: web/openapi: .body.post /v1/chat/completions.application/json",
+            "web: web/openapi: .body.post /v1/completions.application/json",
+            "web: web/openapi: .body.post /v1/responses.application/json",
+            "web: web/openapi: .body.post /v1/responses/input_tokens.application/json",
+        ),
+        "rare samplers are added: XTC, top-n-sigma, mirostat and n-grams",
+    ),
 }
+DECIDED |= dict.fromkeys(
+    ("open: GET /openapi.json: .body.get /props", "web: web/openapi: .body.get /props"), "facts for UIs"
+)
 SLOW_S = 0.5  # what takes longer is named
 
 

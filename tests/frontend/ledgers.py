@@ -9,6 +9,7 @@ from typing import Any
 from octavo.core.request import FinishReason, Request
 from octavo.frontend.open_request import BoundEngine, OpenRequest
 from octavo.frontend.open_requests import OpenRequests
+from octavo.media.item import MediaItem
 
 
 class SilentLink:
@@ -19,7 +20,7 @@ class SilentLink:
         self.sent: list[Request] = []
         self.cancelled: list[str] = []
 
-    def send(self, request: Request) -> Any:
+    def send(self, request: Request, media: object = ()) -> Any:
         self.sent.append(request)
         return SimpleNamespace(add_done_callback=lambda callback: None)
 
@@ -36,8 +37,8 @@ class Begun(OpenRequests):
         super().__init__(epoch, **options)
         self.begin_epoch(SilentLink(epoch))
 
-    def add(self, request: Request) -> OpenRequest:
-        state = super().add(request)
+    def add(self, request: Request, media: tuple[MediaItem, ...] = ()) -> OpenRequest:
+        state = super().add(request, media)
         self._send_or_hold(state)
         return state
 

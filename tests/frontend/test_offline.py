@@ -139,7 +139,7 @@ def test_a_text_is_a_conversation(llm: OfflineEngine) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"lora_request": object()}, r"generate\(\) has no argument lora_request; adapters are not supported"),
+        ({"lora_request": object()}, r"this engine has no adapters"),
         ({"prompt_token_ids": [[5]]}, 'give {"prompt_token_ids": '),
         ({"temperature": 0.5}, r"generate\(\) has no argument temperature; see help\(LLM.generate\)"),
     ],
@@ -217,6 +217,42 @@ def test_stream_gives_deltas_and_leaving_it_cancels(llm: OfflineEngine) -> None:
     stream.close()  # type: ignore[attr-defined]
     statistics: Any = llm.statistics()
     assert statistics["loop"]["open_requests"] == 0
+
+
+def test_L01_requests_are_paused_resumed_and_cancelled_from_another_thread(llm: OfflineEngine) -> None:
+    outputs: list[RequestOutput] = []
+    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    llm.pause()
+    thread = threading.Thread(target=lambda: outputs.extend(llm.generate(["Hi", "yo"], [GREEDY, endless])))
+    thread.start()
+
+    def num_waiting() -> int:
+        statistics: Any = llm.statistics()
+        return int(statistics["loop"]["open_requests"]) if not outputs else -1
+
+    while num_waiting() < 2:
+        pass
+    assert not outputs
+    llm.resume()
+    assert llm.generate("ab", GREEDY)[0].outputs[0].finish_reason == "length"
+    while llm.cancel() == 0 and thread.is_alive():
+        pass
+    thread.join(30)
+    assert [output.outputs[0].finish_reason in ("length", "cancelled") for output in outputs] == [True, True]
+    assert llm.cancel("unknown") == 0
+
+
+def test_L01_the_prefix_cache_is_reset(llm: OfflineEngine) -> None:
+    prompt = {"prompt_token_ids": list(range(40))}
+
+    def cached() -> int:
+        metrics = llm.generate(prompt, GREEDY)[0].metrics
+        assert metrics is not None
+        return metrics.cached_tokens
+
+    assert cached() == 0 and cached() > 0
+    assert llm.reset_prefix_cache()
+    assert cached() == 0 and cached() > 0
 
 
 def test_a_refused_prompt_names_its_place_and_cancels_the_rest(llm: OfflineEngine) -> None:

@@ -247,6 +247,18 @@ def test_P04_a_beam_search_gives_the_choices_asked_for() -> None:
     assert [output.choice for output in entry.take()] == [0, 1]
 
 
+def test_P02_a_request_with_mirostat_starts_anew_in_a_new_epoch() -> None:
+    """No engine can compute mirostat's bound from ids; the ids that are known come again and are dropped."""
+    ledger = Begun(epoch=1)
+    request = make_request("a", params=SamplingParams(mirostat=2, max_tokens=9, seed=1))
+    entry = ledger.add(request)
+    ledger.accept(1, tokens("a", 0, 5, 6))
+    (again,) = begin(ledger, 2)
+    assert again.emitted_token_ids is None and again.params == request.params
+    ledger.accept(2, tokens("a", 0, 5, 6, 7))
+    assert list(entry.pages[0].ids) == [5, 6, 7] and ledger.rejections.duplicates == 2
+
+
 def test_a_request_of_several_choices_starts_anew_in_a_new_epoch() -> None:
     """Its ids come again from the first; those held are dropped as duplicates, of ended choices too."""
     ledger = Begun(epoch=1)

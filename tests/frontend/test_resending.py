@@ -117,7 +117,7 @@ async def test_a_resume_that_is_refused_ends_that_request_alone() -> None:
         lives.life.turn()
     real, send = lives.life.send, []
 
-    def refuse(request: Any) -> Any:
+    def refuse(request: Any, media: Any = ()) -> Any:
         if request.request_id != "a":
             return real(request)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

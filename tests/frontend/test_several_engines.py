@@ -204,7 +204,7 @@ async def test_a_late_answer_of_a_former_engine_is_ignored() -> None:
     """The submit waits for the answer of the engine that has the request now."""
     answers: list[asyncio.Future[Accepted]] = []
 
-    def send(request: Request) -> asyncio.Future[Accepted]:
+    def send(request: Request, media: object = ()) -> asyncio.Future[Accepted]:
         answers.append(asyncio.get_running_loop().create_future())
         return answers[-1]
 
@@ -244,7 +244,7 @@ class Engine:
         self.running: dict[str, int] = {}  # request -> its next position
         self.frames: deque[Events] = deque()
 
-    def send(self, request: Request) -> Any:
+    def send(self, request: Request, media: object = ()) -> Any:
         self.commands.append(("submit", request))
         return SimpleNamespace(add_done_callback=lambda callback: None)
 

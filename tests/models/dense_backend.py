@@ -14,17 +14,17 @@ from torch import Tensor
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.models.decoder import Decoder, load_model
-from octavo.ops.attention import AttentionBatch
+from octavo.ops.attention import AttentionBatch, LayerAttention
 
 
 class DenseBackend:
     """Rows keep their order from step to step; `counts` gives each row's new tokens before a step.
 
-    `windows` has one entry per layer, None for full attention; without it all layers are full.
+    `attention` has one entry per layer, of which scale, window and soft cap are followed.
     """
 
-    def __init__(self, windows: Sequence[int | None] = ()) -> None:
-        self._windows = windows
+    def __init__(self, attention: Sequence[LayerAttention]) -> None:
+        self._attention = attention
         self.counts: list[int] = []
         self._kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -32,7 +32,6 @@ class DenseBackend:
         self.counts = [int(count) for count in batch.counts]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        window = self._windows[layer] if self._windows else None
         out, start = [], 0
         for row, count in enumerate(self.counts):
             step = slice(start, start + count)
@@ -41,20 +40,22 @@ class DenseBackend:
                 before_k, before_v = self._kv[layer, row]
                 k_CKD, v_CKD = torch.cat((before_k, k_CKD)), torch.cat((before_v, v_CKD))
             self._kv[layer, row] = k_CKD, v_CKD
-            out.append(_attend_row(q_THD[step], k_CKD, v_CKD, window))
+            out.append(_attend_row(q_THD[step], k_CKD, v_CKD, self._attention[layer]))
             start += count
         return torch.cat(out)
 
 
-def _attend_row(q_LHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, window: int | None) -> Tensor:
-    length, heads, head_dim = q_LHD.shape
+def _attend_row(q_LHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, how: LayerAttention) -> Tensor:
+    length, heads, _ = q_LHD.shape
     group = heads // k_CKD.shape[1]
     k_CHD, v_CHD = k_CKD.repeat_interleave(group, 1).float(), v_CKD.repeat_interleave(group, 1).float()
-    scores_HLC = torch.einsum("lhd,chd->hlc", q_LHD.float(), k_CHD) * head_dim**-0.5
+    scores_HLC = torch.einsum("lhd,chd->hlc", q_LHD.float(), k_CHD) * how.scale
+    if how.soft_cap is not None:
+        scores_HLC = how.soft_cap * (scores_HLC / how.soft_cap).tanh()
     ones = torch.ones(length, k_CKD.shape[0], dtype=torch.bool)
     hidden = ones.triu(k_CKD.shape[0] - length + 1)  # the future
-    if window is not None:
-        hidden |= ones.tril(k_CKD.shape[0] - length - window)
+    if how.window is not None:
+        hidden |= ones.tril(k_CKD.shape[0] - length - how.window)
     weights_HLC = scores_HLC.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("hlc,chd->lhd", weights_HLC, v_CHD).to(q_LHD.dtype)
 
@@ -62,7 +63,7 @@ def _attend_row(q_LHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, window: int | None)
 @torch.inference_mode()
 def all_logits(decoder: Decoder, rows: list[list[int]]) -> list[Tensor]:
     """Logits of every position of each row, all rows in one step."""
-    backend = DenseBackend(decoder.spec.layer_windows)
+    backend = DenseBackend(decoder.attention)
     backend.counts = [len(row) for row in rows]
     ids = torch.tensor([token for row in rows for token in row])
     positions = torch.cat([torch.arange(len(row)) for row in rows])

@@ -43,7 +43,7 @@ def prompt(length: int, vocab_size: int, seed: int = 1) -> list[int]:
 
 def all_shard_logits(decoder: Decoder, rows: list[list[int]], is_last: bool = True) -> Tensor:
     """Logits of every position of the rows, in one step; nothing in a stage without a head."""
-    backend = DenseBackend(decoder.spec.layer_windows)
+    backend = DenseBackend(decoder.attention)
     backend.counts = [len(row) for row in rows]
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     hidden_TE = decoder.forward(torch.tensor([token for row in rows for token in row]), positions, backend)

@@ -73,7 +73,7 @@ def test_step_by_step_equals_one_step(tmp_path: Path) -> None:
     decoder = load_decoder(make_tiny_model("qwen3", tmp_path))
     ids = prompt(24)
     expected = all_logits(decoder, [ids])[0]
-    backend, found = DenseBackend(), []
+    backend, found = DenseBackend(decoder.attention), []
     with torch.inference_mode():
         for start, end in [(0, 9), (9, 10), (10, 11), (11, 24)]:
             backend.counts = [end - start]
@@ -112,7 +112,7 @@ def test_K07_greedy_tokens_far_past_the_window_equal_transformers(
     theirs = reference.generate(
         torch.tensor([ids]), max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0].tolist()
-    backend, tokens = DenseBackend(decoder.spec.layer_windows), list(ids)
+    backend, tokens = DenseBackend(decoder.attention), list(ids)
     steps = [*itertools.pairwise(cuts), *((at, at + 1) for at in range(70, 120))]
     with torch.inference_mode():
         for start, end in steps:

@@ -21,18 +21,20 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 
-from octavo.artifacts.families import LINEARS, linear_tensors
+from octavo.artifacts.families import linear_tensors
+from octavo.artifacts.family import LINEARS
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.errors import ModelFileError
 from octavo.models.native_weights import NativeWeights, load_native_weights
+from octavo.nn.gguf_blocks import GGUF_TYPES
 from octavo.nn.packed_weight import PackedWeight, WeightKind
 from octavo.nn.packing import WantedTensor, pack_runs, plan_runs
 from octavo.nn.weight_cache import _PREAMBLE, WeightCache
 from octavo.nn.weights import Weights, open_weights
 from octavo.ops import cpu
-from tests.tiny_gguf import make_tiny_gguf
+from tests.tiny_gguf import make_tiny_gguf, write_out
 from tests.tiny_models import FAMILIES, make_tiny_model, tiny_config, tiny_tensors
 
 pytestmark = pytest.mark.skipif(not cpu.status().is_loaded, reason="weights are packed by the C++ library")
@@ -122,6 +124,30 @@ def test_X07_gguf_blocks_are_kept(family: str, kind: str, tmp_path: Path) -> Non
     assert kinds(load(path, "none").layers[0].qkv) == [WeightKind.FLOAT32]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in GGUF_TYPES if kind.name not in ("F32", "F16", "BF16")], ids=str)
+def test_X07_every_gguf_type_loads(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    """Files of one type, beside another: llama.cpp's K-quant files have other types where rows are short."""
+    path, entry = tmp_path / "tiny.gguf", GGUF_TYPES[kind]
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    make_tiny_gguf("qwen2", path, lambda name: "Q8_0" if "down_proj" in name else kind.name, **sizes)
+    weights = load(path, "auto")
+    assert_matrices(weights, Expected(path), 0.0005 if entry.codes is not None else 0.005)
+    layer = weights.layers[0]
+    wanted = entry.codes.kind if entry.codes is not None else WeightKind.INT8
+    assert kinds(layer.qkv) == [wanted] == kinds(layer.gate_up) and kinds(layer.down) == [WeightKind.INT8]
+    if entry.codes is not None:
+        assert weights.notes == ()
+    else:
+        assert f" tensors in {kind.name} become int8, the nearest" in weights.notes[0]
+    cache = WeightCache(tmp_path / "cache", min_bytes=0)
+    for _ in range(2):  # packed into a file, then mapped
+        mapped = load(path, "auto", cache=cache)
+        assert mapped.notes == weights.notes
+        np.testing.assert_array_equal(mapped.layers[0].qkv[0].buffer, layer.qkv[0].buffer)
+    assert kinds(load(path, "none").layers[0].qkv) == [WeightKind.FLOAT32]
+    assert kinds(load(path, "int4").layers[0].qkv) == [wanted if wanted >= WeightKind.INT4 else WeightKind.INT4]
+
+
 @pytest.mark.parametrize("kind, quantization, expected", [
     ("Q4_1", "int8", WeightKind.INT4),  # codes are never made of finer ones
     ("Q8_0", "int8", WeightKind.INT8),
@@ -165,7 +191,7 @@ def test_a_weight_that_has_no_codes_stays_float(tmp_path: Path) -> None:
         assert "1 of 10 weights stay float32, layers.1.down" in weights.notes[0]
 
 
-def test_norms_have_offset_and_scalar(tmp_path: Path) -> None:
+def test_norms_have_the_offset(tmp_path: Path) -> None:
     folder = make_tiny_model("gemma3", tmp_path)
     weights, expected = load(folder, "none", torch.bfloat16), Expected(folder)
     layer, prefix = weights.layers[2], "model.layers.2."
@@ -174,15 +200,14 @@ def test_norms_have_offset_and_scalar(tmp_path: Path) -> None:
         "mlp_norm": "pre_feedforward_layernorm",
         "after_attention": "post_attention_layernorm",
         "after_mlp": "post_feedforward_layernorm",
+        "q_norm": "self_attn.q_norm",
         "k_norm": "self_attn.k_norm",
     }
     for name, tensor in names.items():
-        found = getattr(layer, name)
+        found = layer.vectors[name]
         assert found.dtype == np.float32 and found.flags.c_contiguous
         np.testing.assert_array_equal(found, (expected[f"{prefix}{tensor}.weight"] + 1.0).numpy())
-    q_norm = (expected[prefix + "self_attn.q_norm.weight"] + 1.0) * (32 / 24) ** 0.5
-    np.testing.assert_allclose(layer.q_norm, q_norm.numpy(), rtol=1e-6)
-    np.testing.assert_array_equal(weights.final_norm, (expected["model.norm.weight"] + 1.0).numpy())
+    np.testing.assert_array_equal(weights.vectors["final_norm"], (expected["model.norm.weight"] + 1.0).numpy())
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
@@ -195,19 +220,18 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
 def test_rope_factors_are_read(tmp_path: Path) -> None:
     factors = np.linspace(1, 2, 8, dtype=np.float32)
     make_tiny_gguf("llama3", tmp_path / "tiny.gguf", "Q8_0", extra={"rope_freqs.weight": factors})
-    found = load(tmp_path / "tiny.gguf", "auto").rope_factors
+    found = load(tmp_path / "tiny.gguf", "auto").vectors["rope_factors"]
     assert found is not None
     np.testing.assert_array_equal(found, factors)
 
 
 def equal(first: NativeWeights, second: NativeWeights) -> bool:
     def bits(weights: NativeWeights) -> list[bytes]:
-        vectors = [weights.final_norm, weights.rope_factors]
+        vectors = [*weights.vectors.values()]
         matrices = [weights.embedding, weights.head]
         for layer in weights.layers:
             matrices += [*layer.qkv, *layer.output, *layer.gate_up, *layer.down]
-            vectors += [layer.attention_norm, layer.mlp_norm, layer.after_attention, layer.after_mlp]
-            vectors += [layer.q_norm, layer.k_norm]
+            vectors += layer.vectors.values()
         vectors += [part.bias for part in matrices]
         return [b"" if array is None else array.tobytes() for array in (*vectors, *(m.buffer for m in matrices))]
 
@@ -326,10 +350,7 @@ def test_more_rows_than_one_piece(kind: str, tmp_path: Path) -> None:
     raw = raw.reshape(rows, -1)
     writer = GGUFWriter(tmp_path / "blocks.gguf", "qwen2")
     writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=qtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     spec = read_model_spec(resolve_model(str(make_tiny_model("qwen2", tmp_path / "folder"))))
     weights = open_weights(ModelFiles("x", "gguf", tmp_path, (tmp_path / "blocks.gguf",)), spec)
     name = "model.layers.0.mlp.up_proj.weight"

@@ -1,4 +1,4 @@
-"""A Llama-like model is one entry: two families that Octavo lacks are added by an entry, and loaded from both formats.
+"""A Llama-like model is one entry: two families are removed, added by an entry, and loaded from both formats.
 
 The models are tiny random ones of transformers; the GGUF files have the names of the gguf package's own tables.
 """
@@ -14,7 +14,8 @@ import torch
 from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from transformers import AutoModelForCausalLM, GemmaConfig, Phi3Config, PreTrainedConfig
 
-from octavo.artifacts.families import FAMILIES, Family, TensorName, Windows
+from octavo.artifacts.families import FAMILIES
+from octavo.artifacts.family import Family, TensorName, Windows
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.config import ExecutionConfig, ModelConfig
@@ -25,6 +26,7 @@ from tests.models.dense_backend import all_logits, load_decoder
 from tests.models.test_decoder import TOLERANCE, prompt, reference_logits
 from tests.models.test_native_decoder import SPEC, Probe
 from tests.source_tree import ROOT
+from tests.tiny_gguf import write_out
 from tests.tiny_models import VOCAB_SIZE
 
 SIZES: dict[str, Any] = {
@@ -47,7 +49,7 @@ GEMMA = Family(
     "gemma",
     defaults={"head_dim": 256, "tie_word_embeddings": True},
     has_rotary_pairs=False,
-    activation="gelu",
+    activation="gelu_tanh",
     norm_offset=1.0,
     scales_embedding=True,
 )
@@ -100,10 +102,7 @@ def _write_gguf(path: Path, model: torch.nn.Module, config: PreTrainedConfig, ar
             assert gguf_name is not None, name
             added = offset if name.endswith("norm.weight") else 0.0
             writer.add_tensor(gguf_name, np.ascontiguousarray((tensor + added).numpy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -123,13 +122,17 @@ def test_the_documents_have_these_entries_and_every_family() -> None:
     assert examples.replace("PHI3 = ", "").replace("GEMMA = ", "") in (ROOT / "docs/extending.md").read_text("utf-8")
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     for family in FAMILIES.values():
-        assert f"| `{family.model_type or family.name}`" in page, f"add {family.name} to docs/models.md"
+        assert f"`{family.model_type or family.name}`" in page, f"add {family.name} to docs/models.md"
 
 
-def test_without_its_entry_it_is_refused(model: NewModel) -> None:
-    for path in (model.folder, model.gguf):
-        with pytest.raises(ModelFileError, match="is not supported; supported families: llama, "):
-            read_model_spec(resolve_model(str(path)))
+def test_without_its_entry_a_folder_runs_through_transformers_and_a_gguf_file_is_refused(
+    model: NewModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(FAMILIES, model.family.name)
+    spec = read_model_spec(resolve_model(str(model.folder)))
+    assert spec.path == "transformers" and "has no native implementation" in spec.path_reason
+    with pytest.raises(ModelFileError, match="is not supported; supported families: llama, "):
+        read_model_spec(resolve_model(str(model.gguf)))
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])

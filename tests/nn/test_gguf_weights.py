@@ -16,9 +16,10 @@ from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.errors import ModelFileError
 from octavo.nn.gguf_blocks import GGUF_TYPES
 from octavo.nn.layers import inverse_frequencies
-from octavo.nn.weights import Weights, open_weights
+from octavo.nn.packed_weight import WeightKind
+from octavo.nn.weights import TensorWindow, Weights, open_weights
 from tests.models.dense_backend import all_logits, load_decoder
-from tests.tiny_gguf import gguf_name, make_tiny_gguf
+from tests.tiny_gguf import gguf_name, make_tiny_gguf, random_blocks, write_out
 from tests.tiny_models import make_tiny_model, parameter_shapes, tiny_config, tiny_tensors, write_tensors
 
 IDS = [5, 9, 2, 250, 31, 7, 7, 120, 3]
@@ -74,8 +75,8 @@ def test_X01_a_gemma3_file_computes_what_the_same_values_in_safetensors_do(tmp_p
 def test_rope_factors_stand_for_llama3_scaling(tmp_path: Path) -> None:
     folder = make_tiny_model("llama3", tmp_path / "folder")
     spec = read_model_spec(resolve_model(str(folder)))
-    plain = inverse_frequencies(spec.head_dim, spec.rope_theta, None)
-    factors = plain / inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
+    plain = inverse_frequencies(spec.head_dim, spec.rope_theta, None, 256)
+    factors = plain / inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling, 256)
     make_tiny_gguf("llama3", tmp_path / "tiny.gguf", "F32", extra={"rope_freqs.weight": factors.numpy()})
     found = all_logits(load_decoder(tmp_path / "tiny.gguf"), [list(range(100, 250))])[0]
     expected = all_logits(load_decoder(folder), [list(range(100, 250))])[0]
@@ -91,10 +92,7 @@ def test_synthetic_blocks_of_every_type(kind: GGMLQuantizationType, dtype: torch
     raw = np.random.default_rng(0).integers(0, 256, (rows, columns // block * block_bytes), dtype=np.uint8)
     writer = GGUFWriter(tmp_path / "blocks.gguf", "qwen2")
     writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     make_tiny_model("qwen2", tmp_path / "folder")
     spec = read_model_spec(resolve_model(str(tmp_path / "folder")))
     weights = open_weights(ModelFiles("x", "gguf", tmp_path, (tmp_path / "blocks.gguf",)), spec)
@@ -106,10 +104,76 @@ def test_synthetic_blocks_of_every_type(kind: GGMLQuantizationType, dtype: torch
     assert out.isfinite().float().mean() > 0.8
 
 
-def test_an_unsupported_type_is_named(tmp_path: Path) -> None:
+def test_an_unsupported_type_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(GGUF_TYPES, GGMLQuantizationType.Q5_0)
     make_tiny_gguf("llama2", tmp_path / "tiny.gguf", "Q5_0")
     with pytest.raises(ModelFileError, match=r"'token_embd\.weight': has type Q5_0; .*Q4_K.* supported"):
         load_decoder(tmp_path / "tiny.gguf")
+
+
+def test_experts_are_rows_of_one_matrix(tmp_path: Path) -> None:
+    """A tensor of three dimensions, as llama.cpp writes those of a mixture of experts, read by windows of rows."""
+    kind, shape = GGMLQuantizationType.Q4_K, (4, 24, 512)
+    raw = random_blocks(kind, 4 * 24, 512)
+    writer = GGUFWriter(tmp_path / "blocks.gguf", "qwen2")
+    writer.add_tensor("blk.0.ffn_gate_exps.weight", raw.reshape(4, 24, -1), raw_dtype=kind)
+    write_out(writer)
+    make_tiny_model("qwen2", tmp_path / "folder")
+    spec = read_model_spec(resolve_model(str(tmp_path / "folder")))
+    weights = open_weights(ModelFiles("x", "gguf", tmp_path, (tmp_path / "blocks.gguf",)), spec)
+    (name,) = weights.names
+    assert weights.shape(name) == (4 * 24, 512)
+    weights.claim(name, (4 * 24, 512))
+    expected = torch.from_numpy(np.array(quants.dequantize(raw, kind)))
+    assert torch.equal(read(weights, name), expected)
+    matrix = weights.raw_matrix(name)
+    assert matrix is not None and matrix.kind == (WeightKind.INT4, 32)
+    for expert in range(shape[0]):
+        window = TensorWindow(name, range(24 * expert, 24 * (expert + 1)))
+        part = weights.windows([window])
+        assert torch.equal(read(part, window.key), expected[24 * expert : 24 * (expert + 1)])
+        codes, own = matrix.codes(24 * expert, 24), part.raw_matrix(window.key)
+        assert codes is not None and own is not None
+        np.testing.assert_array_equal(own.values(3, 2), expected[24 * expert + 3 : 24 * expert + 5].numpy())
+        np.testing.assert_allclose(codes.dequantize().numpy(), expected[24 * expert : 24 * (expert + 1)], atol=0.01)
+
+
+def test_a_split_model_is_read_as_one(tmp_path: Path) -> None:
+    stored = make_tiny_gguf("llama2", tmp_path / "m.gguf", "Q8_0", tensors_per_part=8)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert [part.name for part in parts] == [f"m-0000{index}-of-00003.gguf" for index in (1, 2, 3)]
+    weights = open_file(parts[0])
+    assert set(weights.names) == set(stored)
+    for name, tensor in stored.items():
+        assert torch.equal(read(weights, name), tensor), name
+    (tmp_path / "whole").mkdir()
+    make_tiny_gguf("llama2", tmp_path / "whole" / "m.gguf", "Q8_0")
+    one, split = (all_logits(load_decoder(path), [IDS])[0] for path in (tmp_path / "whole" / "m.gguf", parts[0]))
+    assert torch.equal(one, split)
+
+
+def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    make_tiny_gguf("llama2", tmp_path / "m.gguf", "Q8_0", tensors_per_part=8)
+    first, second, third = sorted(tmp_path.glob("*.gguf"))
+    whole = second.read_bytes()
+    second.write_bytes(third.read_bytes())  # a part twice
+    with pytest.raises(ModelFileError, match=r"m-00002-of-00003\.gguf.*split\.no 2 and .* but 1 and 3 by its name"):
+        open_file(first)
+    second.write_bytes(whole)
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes(second.read_bytes())
+    with pytest.raises(ModelFileError, match=r"alone\.gguf.*is one of 3 parts; name the first"):
+        open_file(alone)
+    other = tmp_path / "other"
+    other.mkdir()
+    make_tiny_gguf("llama2", other / "m.gguf", "Q8_0", tensors_per_part=8, num_hidden_layers=3)
+    second.write_bytes((other / "m-00002-of-00004.gguf").read_bytes())
+    with pytest.raises(ModelFileError, match=r"split\.no 1 and split\.count 4"):
+        open_file(first)
+    second.write_bytes(whole)
+    third.unlink()
+    with pytest.raises(ModelFileError, match=r"m-00003-of-00003\.gguf.*is missing"):
+        open_file(first)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
@@ -158,6 +222,6 @@ def test_biases_of_paired_heads_are_reordered_too(tmp_path: Path) -> None:
     tensors = tiny_tensors(tiny_config("llama2"), 0, torch.float32) | {name: torch.randn(64) for name in names}
     stored = make_tiny_gguf("llama2", tmp_path / "tiny.gguf", "F32", tensors=tensors)
     files = resolve_model(str(tmp_path / "tiny.gguf"))
-    weights = open_weights(files, replace(read_model_spec(files), attention_bias=True))
+    weights = open_weights(files, replace(read_model_spec(files), biases=("qkv",)))
     for name in names:
         assert torch.equal(read(weights, name), stored[name])

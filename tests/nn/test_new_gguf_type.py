@@ -1,4 +1,4 @@
-"""A GGUF type is an entry of two files: Q5_0, which Octavo lacks, is added with its bits kept, and as plain floats."""
+"""A GGUF type is an entry of two files: Q5_0 is removed, then added with its bits kept, coded anew, and as floats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_the_document_has_this_entry() -> None:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, torch.Tensor]]:
+    monkeypatch.delitem(GGUF_TYPES, Q5_0)
+    monkeypatch.setattr(hub, "ORDER", tuple(label for label in hub.ORDER if label != "Q5_0"))
     path = tmp_path / "tiny.gguf"
     return path, make_tiny_gguf("llama2", path, "Q5_0")
 
@@ -56,7 +58,9 @@ def test_without_its_entry_it_is_refused(tiny: tuple[Path, dict[str, torch.Tenso
         choose_file("a/b", ["m-Q5_0.gguf"], None)
 
 
-@pytest.mark.parametrize("entry", [ENTRY, GGUFType()], ids=["bits kept", "floats"])
+@pytest.mark.parametrize(
+    "entry", [ENTRY, GGUFType(nearest=WeightKind.INT8), GGUFType()], ids=["bits kept", "coded anew", "floats"]
+)
 def test_one_entry_reads_it(
     tiny: tuple[Path, dict[str, torch.Tensor]], entry: GGUFType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -70,11 +74,13 @@ def test_one_entry_reads_it(
     native = Probe(path, "native")
     assert native.decoder is not None
     kinds = {part.kind for layer in native.decoder._weights.layers for part in layer.qkv}
-    assert kinds == {WeightKind.INT8 if entry.codes is not None else WeightKind.BFLOAT16}
+    assert kinds == {WeightKind.BFLOAT16 if entry == GGUFType() else WeightKind.INT8}
     for logits, found in zip(expected, native.all_logits(rows), strict=True):
         assert (found - logits[-1]).norm() < 0.05 * logits[-1].norm()
 
 
-def test_and_one_place_in_the_order_has_it_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_and_one_place_in_the_order_has_it_chosen(
+    tiny: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub, "ORDER", (*hub.ORDER, "Q5_0"))
-    assert choose_file("a/b", ["m-Q2_K.gguf", "m-Q5_0.gguf"], None) == "m-Q5_0.gguf"
+    assert choose_file("a/b", ["m-Q9_K.gguf", "m-Q5_0.gguf"], None) == "m-Q5_0.gguf"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_int64, c_void_p
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from octavo.nn.gguf_blocks import codes_of_blocks
+from octavo.nn.gguf_blocks import GGUF_TYPES, GGUFType, RawMatrix
 from octavo.nn.packed_weight import (
     ALIGNMENT,
     Codes,
@@ -21,8 +22,8 @@ from octavo.nn.packed_weight import (
     pack_rows,
 )
 from octavo.nn.packing import codes_of_floats
-from octavo.ops import cpu
-from tests.nn.test_quantize import TYPES, random_blocks
+from octavo.ops import cpu, packed_linear
+from tests.tiny_gguf import random_blocks
 
 pytestmark = pytest.mark.skipif(not cpu.status().is_loaded, reason="weights are packed by the C++ library")
 
@@ -54,11 +55,26 @@ def test_float_kinds_take_any_number_of_inputs(kind: WeightKind) -> None:
     assert torch.equal(PackedWeight.pack(codes).dequantize(), codes.dequantize())
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
-def test_every_block_type_is_packed(kind: GGMLQuantizationType) -> None:
-    codes = codes_of_blocks(random_blocks(kind), kind)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in GGUF_TYPES if GGUF_TYPES[kind] != GGUFType()], ids=lambda kind: kind.name
+)
+def test_every_block_type_is_packed_and_multiplied(kind: GGMLQuantizationType) -> None:
+    matrix = RawMatrix(random_blocks(kind), kind, range(768))
+    codes = matrix.codes(0, 40) if matrix.is_kept else codes_of_floats(matrix.values(0, 40), WeightKind.INT8)
     assert codes is not None
-    assert torch.equal(PackedWeight.pack(codes).dequantize(), codes.dequantize())
+    packed = PackedWeight.pack(codes)
+    values = packed.dequantize()
+    assert torch.equal(values, codes.dequantize())
+    x_TE, out_TF = torch.randn(3, 768), torch.empty(3, 40)
+    packed_linear.linear(packed.descriptor(), packed_linear.prepare(x_TE, packed.kind), out_TF)
+    expected = packed_linear.linear_reference(x_TE, values, None, packed.kind)
+    assert (out_TF - expected).abs().max() <= 2e-6 * expected.abs().max()
+    rows, places = torch.empty(2, 768), torch.tensor([1, 39])
+    unpack = cpu.function("octavo_linear_unpack_rows", c_void_p, c_void_p, c_int64, c_void_p, c_int64)
+    assert unpack is not None
+    descriptor = packed.descriptor()
+    unpack(ctypes.addressof(descriptor), places.data_ptr(), 2, rows.data_ptr(), 768)
+    assert torch.equal(rows, values[places])
 
 
 @pytest.mark.parametrize("kind", WeightKind)

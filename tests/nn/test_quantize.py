@@ -7,31 +7,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType, quants
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.errors import ConfigError
-from octavo.nn.gguf_blocks import GGUF_TYPES, codes_of_blocks
-from octavo.nn.packed_weight import WeightKind
+from octavo.nn.gguf_blocks import GGUF_TYPES, RawMatrix, codes_of_blocks
+from octavo.nn.packed_weight import CODE_VALUES, NF4_ONE, WeightKind
 from octavo.nn.packing import choose_quantization, codes_of_floats
-from tests.tiny_gguf import make_tiny_gguf
+from tests.tiny_gguf import make_tiny_gguf, random_blocks
 from tests.tiny_models import make_tiny_model
 
-TYPES = [GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")]
-HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # where blocks have float16
+TYPES = [kind for kind, entry in GGUF_TYPES.items() if entry.codes is not None]
+NEAREST = [kind for kind, entry in GGUF_TYPES.items() if entry.nearest is not None]
+ROUNDED = ("Q3_K", "Q4_K", "Q6_K", "IQ4_XS")  # their scales are products
 
 
-def random_blocks(kind: GGMLQuantizationType, rows: int = 40, columns: int = 768) -> np.ndarray:
-    """Every bit is random but those of the float16 numbers, which are of the size of weights."""
-    rng = np.random.default_rng(1)
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    raw = rng.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)
-    for start in HALVES[kind.name]:
-        numbers = rng.normal(0, 0.01, raw.shape[:2]).astype(np.float16)
-        raw[..., start : start + 2] = numbers.view(np.uint8).reshape(*raw.shape[:2], 2)
-    return raw.reshape(rows, -1)
+def test_every_type_of_the_gguf_package_with_blocks_has_an_entry() -> None:
+    readable = {GGMLQuantizationType(kind) for kind in quants._type_traits}
+    floats = {GGMLQuantizationType[name] for name in ("F32", "F16", "BF16")}
+    assert {*TYPES, *NEAREST} | floats == readable | floats == set(GGUF_TYPES)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
@@ -41,16 +37,68 @@ def test_blocks_give_what_the_gguf_package_reads_in_them(kind: GGMLQuantizationT
     entry = GGUF_TYPES[kind].codes
     assert codes is not None and entry is not None and (codes.kind, codes.group) == (entry.kind, entry.group)
     found, expected = codes.dequantize().numpy(), quants.dequantize(raw, kind)
-    if kind.name in ("Q4_0", "Q4_1", "Q8_0"):
+    if kind.name not in ROUNDED:
         np.testing.assert_array_equal(found, expected)
         return
     # A scale, and a minimum, is a product of two numbers rounded to float16: half a unit in the last place of each.
     assert codes.scales is not None
     scale = np.repeat(np.abs(codes.scales.astype(np.float32)), codes.group, axis=1)
-    bound = 2.0**-11 * scale * np.abs(codes.codes.astype(np.float32)) + 2.0**-24 * 32
+    table = CODE_VALUES.get(codes.kind)
+    factors = np.abs((codes.codes if table is None else table[codes.codes]).astype(np.float32))
+    bound = 2.0**-11 * scale * factors + 2.0**-25 * factors  # half a unit, also of subnormal scales
     if codes.minima is not None:
         bound += 2.0**-11 * np.repeat(np.abs(codes.minima.astype(np.float32)), codes.group, axis=1) + 2.0**-24
     assert (np.abs(found - expected) <= bound * 1.001).all()
+
+
+@pytest.mark.parametrize("kind", NEAREST, ids=lambda kind: kind.name)
+def test_types_without_codes_become_the_nearest(kind: GGMLQuantizationType) -> None:
+    matrix = RawMatrix(random_blocks(kind), kind, range(768))
+    assert matrix.kind == (WeightKind.INT8, 32) and not matrix.is_kept
+    values = matrix.values(0, 40)
+    np.testing.assert_array_equal(values, quants.dequantize(matrix.stored, kind))
+    codes = codes_of_floats(values, WeightKind.INT8)
+    assert codes is not None
+    largest = np.repeat(np.abs(values).reshape(40, -1, 32).max(-1), 32, axis=1)
+    assert (np.abs(codes.dequantize().numpy() - values) <= largest * (0.5 / 127 + 2.0**-10) + 2.0**-18).all()
+
+
+def test_an_mxfp4_scale_has_the_range_of_float16() -> None:
+    kind = GGMLQuantizationType.MXFP4
+    raw = np.full((40, 17), 0x71, np.uint8)
+    raw[:, 0] = np.arange(104, 144)  # 2**-24 to 2**15
+    codes = codes_of_blocks(raw, kind)
+    assert codes is not None
+    np.testing.assert_array_equal(codes.dequantize().numpy(), quants.dequantize(raw, kind))
+    raw[0, 0] = 102
+    codes = codes_of_blocks(raw, kind)
+    assert (
+        codes is not None
+        and (codes.dequantize()[0] == 0).all()
+        and np.abs(quants.dequantize(raw[:1], kind)).max() < 4e-7
+    )
+    raw[1, 0] = 144
+    assert codes_of_blocks(raw, kind) is None
+
+
+@pytest.mark.parametrize("kind", [WeightKind.IQ4, WeightKind.MXFP4, WeightKind.NF4])
+def test_codes_with_a_table_select_the_nearest_values(kind: WeightKind) -> None:
+    values = torch.randn(64, 256).numpy()
+    codes = codes_of_floats(values, kind)
+    assert codes is not None and codes.scales is not None
+    scaled = values / np.repeat(codes.scales.astype(np.float32), 32, axis=1)
+    best = np.abs(scaled[..., None] - CODE_VALUES[kind].astype(np.float32)).min(-1)
+    found = np.abs(scaled - CODE_VALUES[kind][codes.codes])
+    np.testing.assert_allclose(found, best, atol=1e-4)
+    error = np.square(codes.dequantize().numpy() - values).mean()
+    assert error < 0.012  # of values with a variance of 1: int4's search reaches 0.006
+
+
+def test_nf4_has_the_values_of_normal_float() -> None:
+    """The quantiles as bitsandbytes has them, to within 0.4% of the largest."""
+    nf4 = [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
+           0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]  # fmt: skip
+    assert np.abs(CODE_VALUES[WeightKind.NF4] / NF4_ONE - np.array(nf4)).max() < 0.004
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
@@ -146,17 +194,17 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, ModelSpe
 def test_auto_keeps_the_codes_of_a_file_unless_a_dtype_was_asked_for(
     gguf: tuple[ModelFiles, ModelSpec], quantization: str, dtype: str, expected: str
 ) -> None:
-    assert choose_quantization(quantization, dtype, *gguf) == expected
+    assert choose_quantization(quantization, dtype, gguf[1]) == expected
 
 
 def test_auto_leaves_plain_files_alone(tmp_path: Path) -> None:
     files = resolve_model(str(make_tiny_model("llama2", tmp_path)))
-    assert choose_quantization("auto", "auto", files, read_model_spec(files)) == "none"
+    assert choose_quantization("auto", "auto", read_model_spec(files)) == "none"
 
 
 def test_an_unknown_quantization_is_refused(gguf: tuple[ModelFiles, ModelSpec]) -> None:
     with pytest.raises(ConfigError, match=r"quantization is 'int3'; give one of auto, none, int8, int4"):
-        choose_quantization("int3", "auto", *gguf)
+        choose_quantization("int3", "auto", gguf[1])
 
 
 def test_rounding_to_bfloat16_is_torchs() -> None:

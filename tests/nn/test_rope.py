@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -12,7 +14,32 @@ from octavo.nn.layers import RopeTable
 from octavo.ops.rope import apply_rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+FACTORS = {
+    "short_factor": [1.0 + i / 32 for i in range(32)], "long_factor": [1.0 + i for i in range(32)], "factor": 8.0,
+    "attention_factor": 1.25,
+}  # fmt: skip
+_LISTS = {"short_factors": tuple(FACTORS["short_factor"]), "long_factors": tuple(FACTORS["long_factor"])}
 CASES = {
+    "yarn": (
+        RopeScaling("yarn", 4.0, original_max_len=1024, attention_factor=1 + 0.1 * math.log(4.0)),
+        YARN,
+    ),
+    "yarn, own betas, not truncated": (
+        RopeScaling(
+            "yarn", 4.0, original_max_len=1024, attention_factor=0.5, beta_fast=20.0, beta_slow=2.0, truncate=False
+        ),
+        {**YARN, "attention_factor": 0.5, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
+    ),
+    "dynamic": (RopeScaling("dynamic", 4.0), {"rope_type": "dynamic", "factor": 4.0}),
+    "longrope, short": (
+        RopeScaling("longrope", 8.0, original_max_len=4096, attention_factor=1.25, **_LISTS),
+        {"rope_type": "longrope", "original_max_position_embeddings": 4096, **FACTORS},
+    ),
+    "longrope, long": (
+        RopeScaling("longrope", 8.0, original_max_len=4095, attention_factor=1.25, **_LISTS),
+        {"rope_type": "longrope", "original_max_position_embeddings": 4095, **FACTORS},
+    ),
     "default": (None, {"rope_type": "default"}),
     "linear": (RopeScaling("linear", 2.5), {"rope_type": "linear", "factor": 2.5}),
     "llama3": (RopeScaling("llama3", 8.0, 1.0, 4.0, 256), {"rope_type": "llama3", **LLAMA3}),

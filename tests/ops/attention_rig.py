@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from octavo.ops.attention import AttentionBatch, KVPool, PoolShape, ReferenceAttention
+from octavo.ops.attention import AttentionBackend, AttentionBatch, KVPool, LayerAttention, PoolShape, ReferenceAttention
 from octavo.ops.attention_kernel import KernelAttention
 
 # context and count of each row: decodes first
@@ -37,26 +39,30 @@ class Rig:
         block: int = 16,
         rows: Sequence[tuple[int, int]] = ROWS,
         shared: int = 0,
+        value_dim: int = 0,
     ):
-        self.rows, self.heads = rows, heads[0]
+        self.rows, self.heads, self.head_dim, self.value_dim = rows, heads, head_dim, value_dim or head_dim
         generator = torch.Generator().manual_seed(head_dim)
         widths = [-(-context // block) for context, _ in rows]
-        self.pool = KVPool(PoolShape(1, sum(widths), block, heads[1], head_dim, dtype), torch.device("cpu"))
+        self.pool = KVPool(
+            PoolShape(1, sum(widths), block, heads[1], head_dim, self.value_dim, dtype), torch.device("cpu")
+        )
         # values are those of the positions, wherever their blocks lie
         numbers = np.random.default_rng(0).permutation(sum(widths)).tolist()
         self.table = np.full((len(rows), max(widths)), self.pool.null_block)
         for row, width in enumerate(widths):
             self.table[row, :width] = [numbers.pop() for _ in range(width)]
         longest = int(np.argmax(widths))
+        self.content: dict[int, list[torch.Tensor]] = {}  # keys and values of each row, before rounding
         for row, (context, count) in enumerate(rows):
             same = min(shared, context - count) // block
             self.table[row, :same] = self.table[longest, :same]
         for row, (context, _) in enumerate(rows):
             at = torch.arange(context)
             slots = torch.from_numpy(self.table[row])[at // block] * block + at % block
-            for tensor in (self.pool.keys[0], self.pool.values[0]):
-                content = torch.randn(context, heads[1], head_dim, generator=generator)
-                tensor.flatten(0, 1)[slots] = content.to(dtype)
+            new = [torch.randn(context, heads[1], size, generator=generator) for size in (head_dim, self.value_dim)]
+            self.pool.write(0, slots, *new)
+            self.content[row] = new
         # as in a model: queries are a slice of a wider tensor
         self.query = [
             torch.randn(context, heads[0] + 3, head_dim, generator=generator)[:, : heads[0]] for context, _ in rows
@@ -82,18 +88,29 @@ class Rig:
             contexts=contexts,
         )
 
-    def run(self, rows: list[Row], window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        return self.attend(KernelAttention(self.pool, self.heads, window, soft_cap=soft_cap), rows)
+    def layers(self, window: int | None = None, **how: Any) -> list[LayerAttention]:
+        """How the pool's only layer attends."""
+        layer = LayerAttention(*self.heads, self.head_dim, self.value_dim, self.head_dim**-0.5, window)
+        return [replace(layer, **how)]
 
-    def attend(self, backend: KernelAttention | ReferenceAttention, rows: list[Row]) -> torch.Tensor:
+    def kernel(self, window: int | None = None, **how: Any) -> KernelAttention:
+        return KernelAttention(self.pool, self.layers(window, **how))
+
+    def run(self, rows: list[Row], window: int | None = None, **how: Any) -> torch.Tensor:
+        return self.attend(self.kernel(window, **how), rows)
+
+    def attend(self, backend: AttentionBackend, rows: list[Row]) -> torch.Tensor:
         batch = self.batch(rows)
         backend.begin(batch)
         queries = torch.cat([self.query[row][start:end] for row, start, end in rows])
         keys, values = (pool[0].flatten(0, 1)[batch.slot_mapping_T] for pool in (self.pool.keys, self.pool.values))
+        if keys.dtype == torch.uint8:  # numbers that were read do not always round to the same codes
+            of_rows = [[part[start:end] for part in self.content[row]] for row, start, end in rows]
+            keys, values = (torch.cat(parts) for parts in zip(*of_rows, strict=True))
         return backend.attend(0, queries, keys, values)
 
-    def reference(self, window: int | None = None) -> torch.Tensor:
-        return self.attend(ReferenceAttention(self.pool, self.heads, window), whole(self.rows))
+    def reference(self, window: int | None = None, **how: Any) -> torch.Tensor:
+        return self.attend(ReferenceAttention(self.pool, self.layers(window, **how)), whole(self.rows))
 
     def split(self, output: torch.Tensor) -> list[torch.Tensor]:
         return list(output.split([count for _, count in self.rows]))

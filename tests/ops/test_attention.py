@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from octavo.ops import cpu
-from octavo.ops.attention import AttentionBatch, KVPool, PoolShape, ReferenceAttention
+from octavo.ops.attention import AttentionBatch, KVPool, LayerAttention, PoolShape, ReferenceAttention
 from octavo.ops.attention_batched import BatchedAttention, decode_buckets, padded_levels
-from octavo.ops.attention_kernel import KernelAttention
+from octavo.ops.attention_kernel import KernelAttention, has_kernel
 
 HEADS, KV_HEADS, HEAD, BLOCK, LAYERS = 6, 2, 32, 4, 2
 BACKENDS = [BatchedAttention, ReferenceAttention]
@@ -28,7 +30,14 @@ class Rig:
 
     drop: str | None = None
 
-    def __init__(self, contexts: list[int], counts: list[int], dtype: torch.dtype = torch.float32, seed: int = 0):
+    def __init__(
+        self,
+        contexts: list[int],
+        counts: list[int],
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        value_dim: int = HEAD,
+    ):
         generator = torch.Generator().manual_seed(seed)
 
         def rand(*shape: int) -> torch.Tensor:
@@ -36,11 +45,11 @@ class Rig:
 
         self.contexts, self.counts = contexts, counts
         self.keys = [[rand(n, KV_HEADS, HEAD) for n in contexts] for _ in range(LAYERS)]
-        self.values = [[rand(n, KV_HEADS, HEAD) for n in contexts] for _ in range(LAYERS)]
+        self.values = [[rand(n, KV_HEADS, value_dim) for n in contexts] for _ in range(LAYERS)]
         self.queries = [rand(sum(counts), HEADS, HEAD) for _ in range(LAYERS)]
         widths = [-(-n // BLOCK) for n in contexts]
         numbers = torch.randperm(sum(widths), generator=generator).tolist()
-        self.shape = PoolShape(LAYERS, sum(widths) + 3, BLOCK, KV_HEADS, HEAD, dtype)
+        self.shape = PoolShape(LAYERS, sum(widths) + 3, BLOCK, KV_HEADS, HEAD, value_dim, dtype)
         self.table = np.full((len(contexts), max(widths)), self.shape.num_blocks)
         for row, width in enumerate(widths):
             self.table[row, :width] = [numbers.pop() for _ in range(width)]
@@ -64,7 +73,7 @@ class Rig:
             contexts=contexts,
         )
 
-    def run(self, backend_class: Callable, window: int | None = None) -> list[torch.Tensor]:
+    def run(self, backend_class: Callable, window: int | None = None, **how: Any) -> list[torch.Tensor]:
         pool = KVPool(self.shape, torch.device("cpu"))
         for layer in range(LAYERS):
             for row, (context, count) in enumerate(zip(self.contexts, self.counts, strict=True)):
@@ -74,7 +83,8 @@ class Rig:
                     pool.values[layer][block, position % BLOCK] = self.values[layer][row][position]
         if self.drop:
             self.drop_blocks(pool, window)
-        backend = backend_class(pool, HEADS, window)
+        layer = LayerAttention(HEADS, KV_HEADS, HEAD, self.shape.value_dim, HEAD**-0.5, window)
+        backend = backend_class(pool, [layer, replace(layer, **how)])
         outputs = []
         for _ in range(2):  # the second time finds the step's keys and values in the pool already, and must not care
             backend.begin(self.batch())
@@ -105,7 +115,15 @@ class Rig:
     def new(self, whole: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part[len(part) - count :] for part, count in zip(whole, self.counts, strict=True)])
 
-    def dense(self, layer: int, window: int | None = None) -> torch.Tensor:
+    def dense(
+        self,
+        layer: int,
+        window: int | None = None,
+        scale: float = HEAD**-0.5,
+        soft_cap: float | None = None,
+        sinks_H: torch.Tensor | None = None,
+        slopes_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         outputs, first = [], 0
         for row, (context, count) in enumerate(zip(self.contexts, self.counts, strict=True)):
             q = self.queries[layer][first : first + count].double().transpose(0, 1)
@@ -113,8 +131,13 @@ class Rig:
             v = self.values[layer][row].double().transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, 0)
             at, where = torch.arange(context - count, context)[:, None], torch.arange(context)
             seen = (where <= at) & (where > at - (window or 10**9))
-            scores = (q @ k.transpose(1, 2) * HEAD**-0.5).masked_fill(~seen, float("-inf"))
-            outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+            scores = q @ k.transpose(1, 2) * scale
+            scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+            scores += 0 if slopes_H is None else slopes_H.double()[:, None, None] * (where - at)
+            exponentials = scores.exp() * seen
+            total = exponentials.sum(-1, keepdim=True)
+            total += 0 if sinks_H is None else sinks_H.double().exp()[:, None, None]
+            outputs.append((exponentials / total @ v).transpose(0, 1))
             first += count
         return torch.cat(outputs)
 
@@ -137,6 +160,45 @@ def test_equals_dense_attention(name: str, backend: Callable, window: int | None
     rig = Rig(*SHAPES[name])
     for layer, output in enumerate(rig.run(backend, window)):
         torch.testing.assert_close(output.double(), rig.dense(layer, window), atol=2e-6, rtol=1e-5)
+
+
+SINKS = torch.tensor([-2.0, 0.0, 0.5, 1.0, 3.0, 6.0])
+SLOPES = 2.0 ** -torch.arange(1.0, HEADS + 1)
+KINDS: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 0.31},
+    "soft cap": {"soft_cap": 0.8},
+    "sinks": {"sinks_H": SINKS},
+    "slopes": {"slopes_H": SLOPES},
+    "all": {"scale": 0.4, "soft_cap": 1.5, "sinks_H": SINKS, "slopes_H": SLOPES},
+}
+
+
+def backends_for(**how: Any) -> list[Callable]:
+    layer = replace(LayerAttention(HEADS, KV_HEADS, HEAD, HEAD, 1.0), **how)
+    shape = PoolShape(1, 1, BLOCK, KV_HEADS, HEAD, layer.value_dim, torch.float32)
+    kernels = has_kernel(KVPool(shape, torch.device("cpu")), [layer])
+    return [backend for backend in BACKENDS if backend is not KernelAttention or kernels]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("window", [None, 6])
+def test_each_layer_attends_in_its_own_way(name: str, kind: str, window: int | None) -> None:
+    for backend in backends_for(**KINDS[kind]):
+        rig = Rig(*SHAPES[name])
+        plain, other = rig.run(backend, window, **KINDS[kind])
+        torch.testing.assert_close(plain.double(), rig.dense(0, window), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(other.double(), rig.dense(1, window, **KINDS[kind]), atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [{}, *KINDS.values()])
+@pytest.mark.parametrize("value_dim", [16, 40])
+def test_values_have_a_size_of_their_own(value_dim: int, kind: dict[str, Any]) -> None:
+    for backend in backends_for(**kind, value_dim=value_dim):
+        rig = Rig(*SHAPES["mixed"], value_dim=value_dim)
+        output = rig.run(backend, **kind)[1]
+        assert output.shape == (sum(rig.counts), HEADS, value_dim)
+        torch.testing.assert_close(output.double(), rig.dense(1, **kind), atol=3e-6, rtol=1e-5)
 
 
 def test_bug_7_a_window_keeps_the_newest_token_in_a_prompt_longer_than_it() -> None:
@@ -204,7 +266,7 @@ def test_padding_does_not_change_a_row(dtype: torch.dtype) -> None:
 def test_the_pool_in_another_dtype_than_the_model() -> None:
     rig = Rig([20, 9, 30], [1, 9, 4])
     exact = rig.run(ReferenceAttention)
-    rig.shape = PoolShape(LAYERS, rig.shape.num_blocks, BLOCK, KV_HEADS, HEAD, torch.bfloat16)
+    rig.shape = PoolShape(LAYERS, rig.shape.num_blocks, BLOCK, KV_HEADS, HEAD, HEAD, torch.bfloat16)
     for output, expected in zip(rig.run(BatchedAttention), exact, strict=True):
         assert output.dtype == torch.float32
         torch.testing.assert_close(output, expected, atol=4e-2, rtol=4e-2)
@@ -224,7 +286,7 @@ def test_levels_and_buckets_cover_every_row_without_waste() -> None:
 
 
 def test_the_pool_copies_and_clears_in_every_layer() -> None:
-    pool = KVPool(PoolShape(LAYERS, 6, BLOCK, KV_HEADS, HEAD, torch.bfloat16), torch.device("cpu"))
+    pool = KVPool(PoolShape(LAYERS, 6, BLOCK, KV_HEADS, HEAD, HEAD, torch.bfloat16), torch.device("cpu"))
     for layer in range(LAYERS):
         for block in range(6):
             pool.keys[layer][block] = block + 1
@@ -235,3 +297,17 @@ def test_the_pool_copies_and_clears_in_every_layer() -> None:
         assert pool.keys[layer][:6, 0, 0, 0].tolist() == [1, 1, 0, 4, 5, 2]
         assert pool.values[layer][:6, 0, 0, 0].tolist() == [-1, -1, 0, -4, -5, -2]
     assert pool.shape.block_bytes == 2 * LAYERS * BLOCK * KV_HEADS * HEAD * 2
+
+
+def test_blocks_with_values_of_another_size_are_read_and_written_as_bytes() -> None:
+    shape = PoolShape(LAYERS, 6, BLOCK, KV_HEADS, HEAD, 3 * HEAD, torch.bfloat16)
+    pool = KVPool(shape, torch.device("cpu"))
+    for plane in (*pool.keys, *pool.values):
+        plane.normal_()
+    content = pool.read_blocks(torch.tensor([4, 2]))
+    assert content.shape == (2, shape.block_bytes) and shape.block_bytes == LAYERS * BLOCK * KV_HEADS * 4 * HEAD * 2
+    pool.write_blocks(torch.tensor([0, 5]), content)
+    for plane in (*pool.keys, *pool.values):
+        assert torch.equal(plane[[0, 5]], plane[[4, 2]]) and not torch.equal(plane[0], plane[2])
+    empty = KVPool(replace(shape, num_layers=0), torch.device("cpu"))  # a rank may have no layer of a group
+    empty.write_blocks(torch.tensor([0]), empty.read_blocks(torch.tensor([1])))

@@ -19,10 +19,10 @@ from tests.ops.attention_rig import Rig, whole
 
 from octavo.ops import attention_kernel, cpu
 from octavo.ops.attention import KVPool, PoolShape
-from octavo.ops.attention_kernel import KernelAttention
 
 ROOT = Path(__file__).parents[2]
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
+ALL_KINDS = [*KINDS, torch.int8, torch.float8_e4m3fn]
 ROWS = ((1, 1), (16, 1), (17, 1), (129, 1), (300, 1), (9, 9), (132, 8), (200, 40))  # context and count: decodes first
 BOUND = 4e-6
 
@@ -46,7 +46,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def emulated(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every KernelAttention call the emulated functions."""
     library.octavo_attention.argtypes = [*[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int32]
-    library.octavo_write_kv.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32]
+    library.octavo_write_kv.argtypes = [c_void_p, c_void_p, c_int64, *(c_void_p, c_int64) * 2, c_int32]
     pair = library.octavo_attention, library.octavo_write_kv
     monkeypatch.setattr(attention_kernel, "_kernels", lambda: pair)
 
@@ -62,7 +62,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return pretend
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
 def test_equals_the_reference(kind: torch.dtype, head_dim: int, heads: tuple[int, int]) -> None:
@@ -77,7 +77,7 @@ def test_the_widest_heads_and_groups(heads: tuple[int, int], head_dim: int) -> N
     torch.testing.assert_close(rig.run(whole(rows)), rig.reference(), atol=BOUND, rtol=BOUND)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("window", [1, 7, 128, 150])
 def test_windows(kind: torch.dtype, window: int) -> None:
     rig = Rig(kind, (3, 1), rows=ROWS, block=24)
@@ -95,21 +95,23 @@ def test_a_soft_cap_bends_the_scores(soft_cap: float) -> None:
     torch.testing.assert_close(rig.run(whole(rig.rows), soft_cap=soft_cap), expected, atol=BOUND, rtol=BOUND)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (80, 131, None), (24, None, 5.0)])
 def test_a_token_has_the_same_bits_alone_and_in_any_chunk(
     kind: torch.dtype, head_dim: int, window: int | None, soft_cap: float | None
 ) -> None:
     rig = Rig(kind, (6, 2), head_dim, rows=ROWS)
-    together = rig.split(rig.run(whole(ROWS), window, soft_cap))
+    together = rig.split(rig.run(whole(ROWS), window, soft_cap=soft_cap))
     for row, (context, count) in enumerate(ROWS):
         for chunk in {1, 7, count} if count < 40 else {7, count}:
             starts = range(context - count, context, chunk)
-            parts = [rig.run([(row, start, min(start + chunk, context))], window, soft_cap) for start in starts]
+            parts = [
+                rig.run([(row, start, min(start + chunk, context))], window, soft_cap=soft_cap) for start in starts
+            ]
             assert torch.equal(torch.cat(parts), together[row]), (row, chunk)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1)])
 def test_a_shared_prefix_and_threads_change_no_bit(
     kind: torch.dtype, heads: tuple[int, int], threads: Callable[[int], None]
@@ -118,7 +120,7 @@ def test_a_shared_prefix_and_threads_change_no_bit(
     rig = Rig(kind, heads, rows=rows, shared=256)
     for count in (1, 2, 5):
         threads(count)
-        backend = KernelAttention(rig.pool, rig.heads)
+        backend = rig.kernel()
         together = rig.attend(backend, whole(rows))
         assert backend.plan.shared_parts == 2
         for row, output in zip(whole(rows), rig.split(together), strict=True):
@@ -160,9 +162,10 @@ def test_keys_and_values_are_rounded_as_torch_rounds(kind: torch.dtype) -> None:
     nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)
     edges = torch.cat((edges, nans, -edges))  # 24
     k_TKD, v_TKD = torch.cat((bits, edges)).view(64, 2, 8), torch.cat((small, -edges)).view(64, 2, 8)
-    pool = KVPool(PoolShape(1, 8, 8, 2, 8, kind), torch.device("cpu"))
-    batch = Rig(torch.float32, rows=((64, 64),), block=8, head_dim=8).batch([(0, 0, 64)])
-    backend = KernelAttention(pool, 2)
+    pool = KVPool(PoolShape(1, 8, 8, 2, 8, 8, kind), torch.device("cpu"))
+    rig = Rig(torch.float32, (2, 2), rows=((64, 64),), block=8, head_dim=8)
+    rig.pool = pool
+    backend, batch = rig.kernel(), rig.batch([(0, 0, 64)])
     backend.begin(batch)
     backend.attend(0, torch.zeros(64, 2, 8), k_TKD, v_TKD)
     for written, given in ((pool.keys[0], k_TKD), (pool.values[0], v_TKD)):

@@ -8,8 +8,8 @@ import torch
 from tests.ops.attention_rig import ROWS, WHOLE, Rig
 
 from octavo.ops import cpu
-from octavo.ops.attention import KVPool, PoolShape
-from octavo.ops.attention_kernel import KernelAttention, _kernels, has_kernel
+from octavo.ops.attention import KVPool, LayerAttention, PoolShape
+from octavo.ops.attention_kernel import _kernels, has_kernel
 from octavo.ops.attention_plan import PART
 
 pytestmark = pytest.mark.skipif(_kernels() is None, reason=f"no C++ kernels: {cpu.status().reason}")
@@ -66,6 +66,48 @@ def test_a_soft_cap_bends_the_scores(soft_cap: float) -> None:
     scores = (soft_cap * torch.tanh(scores / soft_cap)).masked_fill(torch.ones(300, 300).triu(1).bool(), -torch.inf)
     expected = torch.einsum("hts,shd->thd", scores.softmax(-1), values).float()
     torch.testing.assert_close(rig.run([(0, 0, 300)], soft_cap=soft_cap), expected, atol=4e-6, rtol=4e-6)
+
+
+SINKS = torch.tensor([-30.0, -1.0, 0.0, 2.0, 7.0, 90.0])  # some below and some above the greatest score
+SLOPES = 2.0 ** -torch.arange(1.0, 7.0)
+WAYS = {"sinks": {"sinks_H": SINKS}, "slopes": {"slopes_H": SLOPES}}
+WAYS["all"] = {**WAYS["sinks"], **WAYS["slopes"], "scale": 0.4, "soft_cap": 9.0}
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 0), (24, 16)])
+@pytest.mark.parametrize("window", [None, 60])
+def test_sinks_and_slopes_have_the_same_bits_in_any_chunk_and_thread(
+    way: str, head_dim: int, value_dim: int, window: int | None, threads
+) -> None:
+    rig = Rig(torch.bfloat16, (6, 2), head_dim, value_dim=value_dim)
+    together = rig.run(WHOLE, window, **WAYS[way])
+    torch.testing.assert_close(together, rig.reference(window, **WAYS[way]), atol=4e-6, rtol=4e-6)
+    for row, output in enumerate(rig.split(together)):
+        context, count = ROWS[row]
+        chunks = [(start, min(start + 33, context)) for start in range(context - count, context, 33)]
+        assert torch.equal(torch.cat([rig.run([(row, *chunk)], window, **WAYS[way]) for chunk in chunks]), output)
+    threads(3)
+    assert torch.equal(rig.run(WHOLE, window, **WAYS[way]), together)
+    few = [(6, 126, 127), (9, 699, 700)]  # parts of these are joined
+    assert torch.equal(rig.run(few, window, **WAYS[way]), torch.cat([rig.split(together)[row] for row in (6, 9)]))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (64, 128), (24, 80), (96, 8), (256, 64)])
+@pytest.mark.parametrize("heads", [(9, 3), (8, 1)])
+def test_values_have_a_size_of_their_own(
+    kind: torch.dtype, head_dim: int, value_dim: int, heads: tuple[int, int], threads
+) -> None:
+    rig = Rig(kind, heads, head_dim, value_dim=value_dim)
+    together = rig.run(WHOLE)
+    assert together.shape[1:] == (heads[0], value_dim)
+    torch.testing.assert_close(together, rig.reference(), atol=4e-6, rtol=4e-6)
+    threads(3)
+    assert torch.equal(rig.run(WHOLE), together)
+    assert torch.equal(rig.run([WHOLE[3]]), rig.split(together)[3])
 
 
 @pytest.mark.usefixtures("isa")
@@ -126,7 +168,7 @@ def test_a_few_decodes_are_dealt_out_by_positions_with_the_same_bits(
 def test_a_few_decodes_give_each_thread_about_as_many_positions(threads) -> None:
     rig = Rig(torch.bfloat16, (9, 3), rows=((130, 1), (640, 1)))
     threads(2)
-    backend = KernelAttention(rig.pool, rig.heads)
+    backend = rig.kernel()
     rig.attend(backend, [(0, 129, 130), (1, 639, 640)])
     _, contexts, items, _, costs, _, _ = backend.plan._columns
     loads = [0, 0]
@@ -151,7 +193,7 @@ def test_rows_that_share_blocks_attend_them_once_with_the_same_bits(
     rows = [(row, context - count, context) for row, (context, count) in enumerate(SHARED)]
     for count in (1, 2):
         threads(count)
-        backend = KernelAttention(rig.pool, rig.heads)
+        backend = rig.kernel()
         together = rig.split(rig.attend(backend, rows))
         assert (backend.plan.shared_parts > 0) == (parts > 0)
         for row, output in zip(rows, together, strict=True):
@@ -164,7 +206,7 @@ def test_what_is_shared_by_some_rows_only_is_planned_in_levels() -> None:
     rig.table[:4, :8] = rig.table[0, :8]  # a part by four rows, two more by two of them, one more by the others
     rig.table[1, :24] = rig.table[0, :24]
     rig.table[3, :17] = rig.table[2, :17]
-    backend = KernelAttention(rig.pool, rig.heads)
+    backend = rig.kernel()
     rows = [(row, 499, 500) for row in range(6)]
     together = rig.attend(backend, rows)
     assert backend.plan.shared_parts == 1 + 2 + 1
@@ -187,7 +229,7 @@ def test_K07_what_lies_before_the_window_is_not_read(window: int) -> None:
 def test_K07_parts_before_the_window_are_no_work() -> None:
     rig = Rig(torch.float32)
     for window, parts in ((None, 6), (1, 1), (60, 1), (61, 2), (188, 2), (189, 3), (700, 6), (999, 6)):
-        backend = KernelAttention(rig.pool, rig.heads, window)
+        backend = rig.kernel(window)
         backend.begin(rig.batch([(9, 699, 700)]))
         assert backend.plan.num_parts == parts, window
 
@@ -234,9 +276,10 @@ def test_keys_and_values_are_rounded_as_torch_rounds(kind: torch.dtype) -> None:
     small = torch.randn(64 * 16) * 10.0 ** torch.randint(-9, 6, (64 * 16,))
     edges = torch.tensor([0.0, -0.0, 65504.0, 65519.9, 65520.0, 2.0**-25, 2.0**-24 * 1.5, 2.0**-14, 1 / 3, 3e38] * 103)
     k_TKD, v_TKD = torch.cat((bits, small)).view(64, 2, 16), torch.cat((edges[:1024], -small)).view(64, 2, 16)
-    pool = KVPool(PoolShape(1, 8, 8, 2, 16, kind), torch.device("cpu"))
-    rig = Rig(torch.float32, rows=((64, 64),), block=8, head_dim=16)
-    backend, batch = KernelAttention(pool, 2), rig.batch([(0, 0, 64)])
+    pool = KVPool(PoolShape(1, 8, 8, 2, 16, 16, kind), torch.device("cpu"))
+    rig = Rig(torch.float32, (2, 2), rows=((64, 64),), block=8, head_dim=16)
+    rig.pool = pool
+    backend, batch = rig.kernel(), rig.batch([(0, 0, 64)])
     backend.begin(batch)
     backend.attend(0, torch.zeros(64, 2, 16), k_TKD, v_TKD)
     for written, given in ((pool.keys[0], k_TKD), (pool.values[0], v_TKD)):
@@ -256,9 +299,11 @@ def test_models_in_bfloat16_get_their_dtype_back() -> None:
 
 
 def test_pools_that_the_kernel_cannot_read() -> None:
-    for head_dim, kind in ((20, torch.float32), (264, torch.float32), (64, torch.float64)):
-        assert not has_kernel(KVPool(PoolShape(1, 1, 4, 1, head_dim, kind), torch.device("cpu")), 4)
-    assert not has_kernel(KVPool(PoolShape(1, 1, 4, 3, 64, torch.float32), torch.device("cpu")), 4)
+    for size, kind in ((20, torch.float32), (264, torch.float32), (64, torch.float64)):
+        pool = KVPool(PoolShape(1, 1, 4, 1, size, size, kind), torch.device("cpu"))
+        assert not has_kernel(pool, [LayerAttention(4, 1, size, size, 1.0)])
+    pool = KVPool(PoolShape(1, 1, 4, 3, 64, 64, torch.float32), torch.device("cpu"))
+    assert not has_kernel(pool, [LayerAttention(4, 3, 64, 64, 1.0)])
 
 
 def test_the_plan_is_that_of_the_library() -> None:

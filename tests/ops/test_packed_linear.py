@@ -18,7 +18,8 @@ from octavo.nn.packed_weight import Codes, PackedWeight, WeightKind
 from octavo.ops import cpu, packed_linear
 
 KINDS = [(WeightKind.FLOAT32, 0), (WeightKind.BFLOAT16, 0), (WeightKind.INT8, 32), (WeightKind.INT8, 16),
-         (WeightKind.INT4, 32)]  # fmt: skip
+         (WeightKind.INT4, 32), (WeightKind.IQ4, 32), (WeightKind.MXFP4, 32), (WeightKind.MXFP4, 16),
+         (WeightKind.NF4, 32)]  # fmt: skip
 SHAPES = [(16, 32), (50, 576), (33, 1568)]
 ROOT = Path(__file__).parents[2]
 BOUND = 2e-6
@@ -33,7 +34,7 @@ def weight(kind, group, outputs, inputs):
         values = random.standard_normal((outputs, inputs)).astype(np.float32)
         codes = values if kind == WeightKind.FLOAT32 else (values.view(np.uint32) >> 16).astype(np.uint16)
         return PackedWeight.pack(Codes(kind, 0, codes), bias)
-    low, high, dtype = (0, 16, np.uint8) if kind == WeightKind.INT4 else (-128, 128, np.int8)
+    low, high, dtype = (-128, 128, np.int8) if kind == WeightKind.INT8 else (0, 16, np.uint8)
     codes = random.integers(low, high, (outputs, inputs)).astype(dtype)
     scales = random.uniform(0.001, 0.01, (outputs, inputs // group)).astype(np.float16)
     minima = random.uniform(-0.1, 0, scales.shape).astype(np.float16) if kind == WeightKind.INT4 else None

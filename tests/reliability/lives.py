@@ -24,6 +24,7 @@ from octavo.frontend.open_requests import OpenRequests
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.matcher import Matcher
 from octavo.grammar.vocabulary import Vocabulary
+from octavo.media.item import MediaItem
 
 Opened = tuple[Executor, Limits]
 
@@ -62,14 +63,14 @@ class Life:
         self.loop = EngineLoop(self.scheduler, executor, clock=NoWait(), depth=depth, bank=bank)
         self.loop.attach(lambda events: receive(epoch, events) if self.is_alive else None)
 
-    def send(self, request: Request) -> asyncio.Future[Accepted]:
+    def send(self, request: Request, media: Any = ()) -> asyncio.Future[Accepted]:
         answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
 
         def settle(value: Any) -> None:
             if not answer.done() and self.is_alive:
                 answer.set_exception(value) if isinstance(value, Exception) else answer.set_result(value)
 
-        self.loop.submit(request, settle)
+        self.loop.submit(request, settle, media)
         return answer
 
     def post_cancel(
@@ -122,8 +123,8 @@ class Lives:
             if cut_after(turns):
                 self.next_life()
 
-    async def submit(self, request: Request) -> Accepted:
-        return await self.requests.submit(request)
+    async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:
+        return await self.requests.submit(request, media)
 
     def outputs(
         self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize

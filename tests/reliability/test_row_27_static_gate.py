@@ -13,6 +13,7 @@ EXEMPT = {
     "tools/clients/": "scripts that import other projects' clients, each in an environment of its own",
     "tests/test_architecture.py": "the lists of what is banned, and examples of it",
     "tests/core/test_gates.py": "runs the code of docs/policies.md as it is printed",
+    "tests/server/test_fetch.py": "an address from which no image is fetched",
     "tests/server/test_responses_client.py": "runs the code of docs/apis.md as it is printed",
 }
 

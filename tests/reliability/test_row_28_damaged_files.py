@@ -15,9 +15,9 @@ from tests.reliability.scorecard import Score
 CHILD = Path(__file__).with_name("loading_child.py")
 
 
-def run(folder: Path, first: int, end: int) -> tuple[list[dict[str, object]], str]:
+def run(folder: Path, first: int, end: int, corpus: str) -> tuple[list[dict[str, object]], str]:
     """Outcomes of these seeds, up to a crash, and how the child ended: "" when well."""
-    words = [sys.executable, "-X", "faulthandler", str(CHILD), str(folder), str(first), str(end)]
+    words = [sys.executable, "-X", "faulthandler", str(CHILD), str(folder), str(first), str(end), corpus]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(folder / "stderr", "w+") as errors:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, timeout=1700)
@@ -31,16 +31,23 @@ def run(folder: Path, first: int, end: int) -> tuple[list[dict[str, object]], st
 
 
 @pytest.mark.timeout(1800)
-def test_row_28_damaged_files_are_refused_and_nothing_crashes(score: Score, tmp_path: Path) -> None:
-    """Safetensors, indexes, configurations, tokenizers, templates and GGUF files, each with a few faults."""
-    count = score.dose(80, 5000)
+@pytest.mark.parametrize(("corpus", "num_quick"), [("plain", 80), ("formats", 150)])
+def test_row_28_damaged_files_are_refused_and_nothing_crashes(
+    score: Score, tmp_path: Path, corpus: str, num_quick: int
+) -> None:
+    """Safetensors, indexes, configurations, tokenizers, templates and GGUF files, each with a few faults.
+
+    "formats": quantised checkpoints, mixtures, models of transformers, encoders, split files, importance matrices.
+    """
+    score.of(corpus)
+    count = score.dose(num_quick, 5000)
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
     crashes: list[str] = []
     did: list[str] = []
     first = 0
     while first < count and len(crashes) < 20:
-        lines, end = run(tmp_path, first, count)
+        lines, end = run(tmp_path, first, count, corpus)
         for line in lines:
             if "outcome" in line:
                 outcome = str(line["outcome"])

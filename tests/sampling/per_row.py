@@ -23,6 +23,10 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (splitmix64(splitmix64(seed & MASK, choice), position) >> 16) * 2.0**-48
 
 
+def xtc_uniform(seed: int, choice: int, position: int) -> float:
+    return uniform((seed & MASK) ^ 0xD6E8FEB86659FD93, choice, position)
+
+
 def edited(
     logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int], eos: Sequence[int]
 ) -> list[float]:
@@ -53,6 +57,11 @@ def banned(
     for *before, last in params.bad_words_ids:
         if last < len(values) and len(before) <= len(context) and context[len(context) - len(before) :] == before:
             values[last] = -math.inf
+    if params.no_repeat_ngram_size:
+        size = params.no_repeat_ngram_size
+        for at in range(len(context) - size + 1):
+            if context[at : at + size - 1] == context[len(context) - size + 1 :]:
+                values[context[at + size - 1]] = -math.inf
     if len(outputs) < params.min_tokens:
         for token in (*(() if params.ignore_eos else eos), *params.stop_token_ids):
             values[token] = -math.inf
@@ -75,13 +84,16 @@ def repeated_lengths(context: Sequence[int], window: int, breakers: Sequence[int
     return longest
 
 
-def pick(values: Sequence[float], params: SamplingParams, u: float) -> int:
+def pick(values: Sequence[float], params: SamplingParams, u: float, xtc_u: float = 1.0) -> int:
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     if params.temperature == 0:
         return order[0]
     best = values[order[0]]
     weights = [math.exp((value - best) / params.temperature) for value in values]
-    if params.top_k <= 0 and params.top_p == params.typical_p == 1:
+    if params.top_n_sigma > 0:
+        weights = within_sigma(values, weights, params.top_n_sigma)
+    has_xtc = xtc_u < params.xtc_probability
+    if params.top_k <= 0 and params.top_p == params.typical_p == 1 and params.top_n_sigma <= 0 and not has_xtc:
         kept = [token for token in range(len(values)) if weights[token] >= params.min_p]
     else:
         kept = order[: params.top_k] if params.top_k > 0 else order
@@ -94,12 +106,55 @@ def pick(values: Sequence[float], params: SamplingParams, u: float) -> int:
         kept = [token for token in cut if weights[token] >= params.min_p]
     if params.typical_p < 1:
         kept = typical(kept, weights, params.typical_p)
+    if has_xtc:
+        kept = without_top_choices(kept, weights, params.xtc_threshold)
+    return weighted(kept, weights, u)
+
+
+def weighted(kept: Sequence[int], weights: Sequence[float], u: float) -> int:
     target, running = u * sum(weights[token] for token in kept), 0.0
     for token in kept:
         running += weights[token]
         if running > target:
             return token
     return [token for token in kept if weights[token] > 0][-1]
+
+
+def within_sigma(values: Sequence[float], weights: Sequence[float], sigma: float) -> list[float]:
+    """As llama.cpp's top-n-sigma: the deviation is that of all logits that are not banned."""
+    valid = [value for value in values if value > -math.inf]
+    mean = sum(valid) / len(valid)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in valid) / len(valid))
+    bound = max(valid) - sigma * deviation
+    return [weight if value >= bound else 0.0 for value, weight in zip(values, weights, strict=True)]
+
+
+def without_top_choices(kept: Sequence[int], weights: Sequence[float], threshold: float) -> list[int]:
+    """As llama.cpp's XTC, when its chance has come: `kept` is sorted, the best first."""
+    total, last = sum(weights[token] for token in kept), 0
+    for index, token in enumerate(kept):
+        if weights[token] / total < threshold:
+            break
+        last = index
+    return list(kept[last:])
+
+
+class Mirostat:
+    """llama.cpp's mirostat 2.0 of one sequence, token by token."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params, self.mu = params, 2 * params.mirostat_tau
+
+    def pick(self, values: Sequence[float], u: float) -> int:
+        order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+        weights = [math.exp((value - values[order[0]]) / self.params.temperature) for value in values]
+        total = sum(weights)
+        kept = [token for token in order if weights[token] > 0 and -math.log2(weights[token] / total) <= self.mu]
+        kept = kept or order[:1]
+        token = weighted(kept, weights, u)
+        surprise = -math.log2(weights[token] / sum(weights[other] for other in kept))
+        self.mu -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
+        return token
 
 
 def typical(kept: Sequence[int], weights: Sequence[float], mass: float) -> list[int]:

@@ -38,6 +38,13 @@ MANY = [
     SamplingParams(temperature=2.0, typical_p=0.9, top_k=30, min_p=0.01, seed=16),
     SamplingParams(temperature=2.5, typical_p=0.2, top_p=0.95, seed=17),
     SamplingParams(temperature=0.0, dry_multiplier=3.0, dry_allowed_length=1),
+    SamplingParams(temperature=1.5, top_n_sigma=0.7, seed=19),
+    SamplingParams(temperature=3.0, top_n_sigma=1.5, top_p=0.9, top_k=7, allowed_token_ids=(4, 9, 30, 31), seed=20),
+    SamplingParams(temperature=2.0, xtc_probability=1.0, xtc_threshold=0.05, seed=21),
+    SamplingParams(temperature=2.0, xtc_probability=0.5, xtc_threshold=0.02, top_p=0.9, seed=22),
+    SamplingParams(temperature=2.0, xtc_probability=0.5, xtc_threshold=0.1, typical_p=0.8, top_n_sigma=2, seed=23),
+    SamplingParams(temperature=0.0, no_repeat_ngram_size=1),
+    SamplingParams(temperature=1.0, no_repeat_ngram_size=2, bad_words_ids=((3,),), seed=24),
     SamplingParams(temperature=0.0, allowed_token_ids=(4, 9, 31, 10**6)),
     SamplingParams(temperature=1.0, allowed_token_ids=(4, 9, 30, 31), typical_p=0.5, seed=18),
     SamplingParams(temperature=0.0, bad_words_ids=(*((token,) for token in range(3, 36)), (10**6, 1))),
@@ -72,8 +79,8 @@ class Rig:
     def twin(self, logits: torch.Tensor, slot: int) -> int:
         params, (prompt, outputs) = self.params[slot], self.histories[slot]
         values = per_row.edited(logits.tolist(), _known(params, len(logits)), prompt, outputs, EOS)
-        u = per_row.uniform(params.seed or 0, slot % 3, len(prompt) + len(outputs))
-        return per_row.pick(values, params, u)
+        place = params.seed or 0, slot % 3, len(prompt) + len(outputs)
+        return per_row.pick(values, params, per_row.uniform(*place), per_row.xtc_uniform(*place))
 
 
 def _known(params: SamplingParams, vocab_size: int) -> SamplingParams:
@@ -155,7 +162,7 @@ def test_P02_a_row_is_the_same_alone_and_in_any_company() -> None:
 
 def draws_of(
     uniform: Sequence[float], *, top_k: Sequence[int] | int = 0, top_p: Sequence[float] | float = 1.0,
-    typical_p: Sequence[float] | float = 1.0,
+    typical_p: Sequence[float] | float = 1.0, top_n_sigma: float = 0.0, xtc_threshold: float | None = None,
 ) -> Draws:  # fmt: skip
     num = len(uniform)
     return Draws(
@@ -164,6 +171,9 @@ def draws_of(
         np.broadcast_to(np.asarray(top_k), num).astype(np.int64),
         np.broadcast_to(np.asarray(top_p), num).astype(np.float64),
         np.broadcast_to(np.asarray(typical_p), num).astype(np.float64),
+        np.full(num, top_n_sigma),
+        np.full(num, xtc_threshold or 0.0),
+        np.full(num, xtc_threshold is not None),
         np.asarray(uniform, dtype=np.float64),
     )
 
@@ -180,7 +190,8 @@ def test_distributions_do_not_change_by_a_bit_with_the_number_of_rows(threads: i
         typical = draws_of(u, top_k=top_k, top_p=top_p, typical_p=top_p[::-1])
         weights = weigh(scale(scores, plain))
         assert torch.equal(weights.sum(dim=1), weights.flip(1).cumsum(dim=1)[:, -1])
-        for cuts in (plain, cut, typical):
+        rare = draws_of(u, top_p=top_p, top_n_sigma=2.0, xtc_threshold=0.001)
+        for cuts in (plain, cut, typical, rare):
             drawn = draw(scores, cuts)
             for row in range(9):
                 one = scores[row : row + 1]
@@ -367,10 +378,7 @@ def test_P01_ties_at_the_edge_of_the_best_64_go_to_the_lowest_ids(num_above: int
     count = 24
     logits = tied_rows(1000, num_above, 200, count)
     uniform = np.linspace(0.0, 1.0 - 2**-40, count)
-    ones = np.ones(count)
-    draws = Draws(
-        ones.astype(np.float32), np.full(count, -np.inf, np.float32), np.full(count, top_k), ones * top_p, ones, uniform
-    )
+    draws = draws_of(uniform.tolist(), top_k=top_k, top_p=top_p)
     got = draw(logits, draws).tolist()
     for row, u, id in zip(logits, uniform, got, strict=True):
         weights, order = weigh((row - row.max())[None])[0], row.sort(descending=True, stable=True).indices

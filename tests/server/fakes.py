@@ -29,6 +29,7 @@ from octavo.engine.client import Accepted, TokenOutput
 from octavo.errors import DuplicateRequestError, PromptTooLongError, too_long_message
 from octavo.frontend.open_request import num_choices
 from octavo.frontend.sessions import Sessions
+from octavo.media.item import MediaItem
 from octavo.observe.explainer import unknown
 from octavo.server.app import create_app
 from octavo.server.http.limits import HttpLimits
@@ -111,7 +112,7 @@ class FakeClient:
         self._open: dict[str, set[int]] = {}  # choices without an end
         self._scored: set[str] = set()
 
-    async def submit(self, request: Request) -> Accepted:
+    async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:
         if self.submit_error is not None:
             raise self.submit_error
         if request.request_id in self._queues:

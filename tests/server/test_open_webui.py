@@ -18,7 +18,7 @@ SLIDERS: dict[str, Any] = {
     "num_gpu": 0,
     "use_mmap": True,
     "use_mlock": False,
-    "mirostat": 1,
+    "mirostat": 2,
     "mirostat_eta": 0.2,
     "mirostat_tau": 4.0,
     "tfs_z": 0.9,
@@ -45,6 +45,7 @@ def check(harness: Harness) -> None:
     params = harness.engine.requests[-1].params
     assert (params.repetition_penalty, params.max_tokens, params.seed) == (1.2, 12, 5)
     assert (params.stop, params.top_k, params.min_p) == (("x",), 7, 0.1)
+    assert (params.mirostat, params.mirostat_eta, params.mirostat_tau) == (2, 0.2, 4.0)
 
 
 @pytest.mark.parametrize("keep_alive", [-1, "5m", 0])
@@ -53,7 +54,7 @@ async def test_the_connection_to_ollama_takes_every_slider(keep_alive: Any, thin
     harness = Harness()
     body = {"messages": USER, "options": SLIDERS, "keep_alive": keep_alive, "think": think, "stream": False}
     response = await harness.request("POST", "/api/chat", json=body)
-    assert_ignored(response, "options.mirostat", "options.tfs_z")
+    assert_ignored(response, "options.tfs_z")
     check(harness)
 
 
@@ -65,6 +66,7 @@ async def test_the_connection_to_openai_takes_every_slider(keep_alive: Any, thin
     assert response.status_code == 200, response.text
     told = set(response.headers["x-octavo-ignored"].split(", "))
     honoured = {"repeat_penalty", "num_predict", "seed", "stop", "top_k", "min_p"}
+    honoured |= {"mirostat", "mirostat_eta", "mirostat_tau"}
     assert told == set(SLIDERS) - honoured | {"keep_alive", "think"}
     check(harness)
 
@@ -72,7 +74,7 @@ async def test_the_connection_to_openai_takes_every_slider(keep_alive: Any, thin
 async def test_options_in_a_chat_completion_act_as_they_do_in_ollamas() -> None:
     harness = Harness()
     response = await harness.chat(options=SLIDERS)
-    assert_ignored(response, "options.mirostat", "options.tfs_z", "options.repeat_last_n")
+    assert_ignored(response, "options.tfs_z", "options.repeat_last_n")
     check(harness)
     free = await harness.chat(options={"num_predict": -1})
     assert free.status_code == 200 and "x-octavo-ignored" not in free.headers

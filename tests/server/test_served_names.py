@@ -6,7 +6,7 @@ import ollama
 import pytest
 
 from octavo.config import Config, ModelConfig
-from tests.server.fakes import Harness, events
+from tests.server.fakes import TEMPLATE, Harness, events
 
 NAMES = ("gpt-4o", "local/tiny", "gpt-4o", "tiny")
 USER = [{"role": "user", "content": "hi"}]
@@ -15,6 +15,20 @@ USER = [{"role": "user", "content": "hi"}]
 @pytest.fixture
 def harness() -> Harness:
     return Harness(config=Config(model=ModelConfig(served_model_name=NAMES)))
+
+
+async def test_props_are_llama_cpps(harness: Harness) -> None:
+    answer = await harness.get("/props")
+    props = answer.json()
+    settings = props["default_generation_settings"]
+    card = (await harness.get("/v1/models")).json()["data"][0]
+    assert settings["n_ctx"] == card["max_model_len"] and props["model_alias"] == "gpt-4o"
+    assert settings["params"]["temperature"] == 1.0 and settings["params"]["repeat_penalty"] == 1.0
+    assert settings["params"]["mirostat"] == 0 and settings["params"]["max_tokens"] is None
+    assert props["modalities"] == {"vision": False, "audio": False}
+    assert props["chat_template"] == TEMPLATE and props["total_slots"] >= 0
+    assert (await harness.get("/props?model=tiny")).json()["model_path"] == props["model_path"]
+    assert (await harness.get("/props?model=unknown")).status_code == 404
 
 
 async def test_every_interface_lists_all_names_once(harness: Harness) -> None:

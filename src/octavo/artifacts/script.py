@@ -16,10 +16,13 @@ import msgspec
 from msgspec import Meta
 
 from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.vision_spec import VisionSpec
 from octavo.errors import ModelFileError
 
 PREFIX = "scripted:"
 VOCAB_SIZE = 259  # three special tokens and the bytes
+IMAGE_ID = 0  # <|endoftext|>, which stands for images
+IMAGE_TOKENS = 4  # of each image
 END_ID = 2  # <|im_end|>, which ends a message
 HIDDEN_SIZE = 64  # of embeddings
 MAX_FILE_BYTES = 4 << 20
@@ -99,6 +102,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_ms: Delay = 0.0
     logprob: Logprob = -0.125
     max_model_len: Annotated[int, Meta(ge=16, le=1 << 20)] = 32_768
+    images: bool = False  # messages may have images; rules see each as [image]
 
     def rule_for(self, request: ScriptedRequest) -> Rule:
         """Return the first rule that matches the prompt."""
@@ -179,8 +183,15 @@ def _check(path: Path, number: int, rule: Rule) -> None:
         )
 
 
+def _vision() -> VisionSpec:
+    """Return how a scripted model reads images: scaled to a few pixels, since nothing looks at them."""
+    half = (0.5, 0.5, 0.5)
+    return VisionSpec("llava", IMAGE_ID, IMAGE_ID, half, half, 1 / 255, 3, 4, (8, 8), IMAGE_TOKENS, shortest_edge=8)
+
+
 def script_spec(path: Path) -> ModelSpec:
     """Return the specification of a scripted model. Only vocabulary, length and embedding size are meaningful."""
+    script = read_script(path)
     return ModelSpec(
         family="llama",
         vocab_size=VOCAB_SIZE,
@@ -192,6 +203,7 @@ def script_spec(path: Path) -> ModelSpec:
         intermediate_size=HIDDEN_SIZE,
         rms_norm_eps=1e-5,
         rope_theta=1e4,
-        max_model_len=read_script(path).max_model_len,
+        max_model_len=script.max_model_len,
         eos_token_ids=(END_ID,),
+        vision=_vision() if script.images else None,
     )

@@ -23,10 +23,10 @@ from octavo import machine
 from octavo.nn.layers import Linear, choose_path
 from octavo.nn.packed_weight import Codes, PackedWeight, WeightKind
 from octavo.ops import cpu, packed_linear
-from octavo.ops.attention import AttentionBackend, AttentionBatch, KVPool, PoolShape
+from octavo.ops.attention import AttentionBackend, AttentionBatch, KVPool, LayerAttention, PoolShape
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel
-from octavo.ops.gated_mul import silu_mul
+from octavo.ops.gated_mul import activation_of
 from octavo.ops.rms_norm import add_rms_norm, rms_norm_reference
 
 # Shapes of SmolLM2-135M.
@@ -85,7 +85,7 @@ def measure_rows(row_counts: Sequence[int], threads: int, budget_s: float) -> li
             gate_up_TG = torch.randn(count, GATED)
             pairs: list[tuple[Work, Work]] = [
                 (partial(add_rms_norm, *inputs), partial(rms_norm_reference, *inputs)),
-                (partial(silu_mul, gate_up_TG), partial(_silu_mul_plain, gate_up_TG)),
+                (partial(activation_of("silu", is_gated=True), gate_up_TG), partial(_silu_mul_plain, gate_up_TG)),
             ]
             for table, pair in zip(tables, pairs, strict=False):
                 own_s, torch_s = best_s(pair, budget_s)
@@ -159,7 +159,8 @@ def random_weight(kind: WeightKind, outputs: int, inputs: int) -> PackedWeight:
     scales = np.full((outputs, inputs // 32), 0.01, np.float16)
     if kind == WeightKind.INT8:
         return PackedWeight.pack(Codes(kind, 32, random.integers(-127, 128, (outputs, inputs), np.int8), scales))
-    return PackedWeight.pack(Codes(kind, 32, random.integers(0, 16, (outputs, inputs), np.uint8), scales, -8 * scales))
+    minima = -8 * scales if kind == WeightKind.INT4 else None
+    return PackedWeight.pack(Codes(kind, 32, random.integers(0, 16, (outputs, inputs), np.uint8), scales, minima))
 
 
 def packed_product(weight: PackedWeight, x_TE: Tensor, outputs: int, threads: int) -> Work:
@@ -279,11 +280,11 @@ def measure_attention(row_counts: Sequence[int], threads: int, budget_s: float) 
     rows = [
         row
         for shape in ATTENTION_SHAPES
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
         for case in ATTENTION_CASES
         if (row := attention_row(shape, dtype, case, rates, budget_s)) is not None
     ]
-    return [{"title": "attention, one layer, in float32 and bfloat16 pools", "rows": rows}]
+    return [{"title": "attention, one layer, in pools of each type", "rows": rows}]
 
 
 def attention_row(
@@ -291,22 +292,24 @@ def attention_row(
 ) -> dict[str, Any] | None:
     """Time the kernel and the torch backend on a case; return None if there is no kernel for the pool."""
     blocks = sum(-(-context // BLOCK) for context in case.contexts)
-    pool = KVPool(PoolShape(LAYERS, blocks, BLOCK, shape.num_kv_heads, shape.head_dim, dtype), torch.device("cpu"))
-    if not has_kernel(pool, shape.num_heads):
+    heads, size = (shape.num_heads, shape.num_kv_heads), shape.head_dim
+    pool = KVPool(PoolShape(LAYERS, blocks, BLOCK, heads[1], size, size, dtype), torch.device("cpu"))
+    layers = [LayerAttention(*heads, size, size, size**-0.5)] * LAYERS
+    if not has_kernel(pool, layers):
         return None
-    for layer in (*pool.keys, *pool.values):
-        layer.normal_()
+    slots = torch.arange(blocks * BLOCK)
+    for layer in range(LAYERS):
+        pool.write(layer, slots, *torch.randn(2, len(slots), heads[1], size).unbind(0))
     batch, generator = case.batch(), torch.Generator().manual_seed(0)
     query_THD, keys_TKD, values_TKD = (
-        torch.randn(batch.num_tokens, heads, shape.head_dim, generator=generator)
-        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        torch.randn(batch.num_tokens, count, size, generator=generator) for count in (heads[0], heads[1], heads[1])
     )
 
     def attend(backend: AttentionBackend) -> None:
         for layer in range(LAYERS):
             backend.attend(layer, query_THD, keys_TKD, values_TKD)
 
-    backends = KernelAttention(pool, shape.num_heads), BatchedAttention(pool, shape.num_heads)
+    backends = KernelAttention(pool, layers), BatchedAttention(pool, layers)
     for backend in backends:
         backend.begin(batch)
     kernel_s, twin_s = (

@@ -77,7 +77,8 @@ def probe_floor(capacity: Capacity) -> StepFloor:
     from octavo.bench.kernels import probe_rates  # loads torch
 
     rates = probe_rates(capacity.device, capacity.dtype, machine.look().cache_bytes, capacity.quantization)
-    return StepFloor(*rates, capacity.weight_bytes, capacity.linear_flops_per_token, capacity.kv_bytes_per_token)
+    weight_bytes = capacity.weight_bytes - capacity.idle_expert_bytes
+    return StepFloor(*rates, weight_bytes, capacity.linear_flops_per_token, capacity.kv_bytes_per_token)
 
 
 class StepCounts:

@@ -32,18 +32,21 @@ if TYPE_CHECKING:
     from octavo.server.http.server import HttpServer
 
 VERBS = {  # verb -> help text
-    "status": "print processes, epoch, restarts and open requests as JSON",
-    "statistics": "print the engine's counters and gauges as JSON",
-    "frames": "print what the engine did since the cursor ARG (docs/statistics.md)",
-    "top": "print status, statistics and frames at once",
+    "status": "print processes and open requests",
+    "statistics": "print counters and gauges",
+    "frames": "print the steps since cursor ARG",
+    "top": "print status, statistics, frames",
     "pause": "stop making steps; requests wait",
     "resume": "continue after pause",
     "drain": "refuse new requests, finish the open ones (ARG now: fail them), then exit",
     "cancel": "cancel the request with the id ARG",
     "cancel_all": "cancel every request in the engine",
-    "explain": "print the state of request ARG, or of all open ones, as JSON",
-    "reset_prefix_cache": "free the cached prefixes that no request uses",
+    "explain": "why request ARG waits, or all open ones",
+    "reset_prefix_cache": "free cached prefixes that no request uses",
     "reload_keys": "read the key file again",
+    "adapters": "print the adapters as JSON",
+    "load_adapter": "load the adapter ARG, which is NAME=PATH",
+    "unload_adapter": "unload ARG; its requests go on",
     "kill_engine": "kill the engine process, as a drill; requests continue in the next one",
     "replicas": "print the replicas of a fleet as JSON",
     "scale": "have ARG replicas; the newest are drained",
@@ -51,7 +54,10 @@ VERBS = {  # verb -> help text
     "drain_replica": "stop replica ARG after its last request",
     "remove_replica": "move its requests, and stop it",
 }
-_WITH_ARGUMENT = ("frames", "top", "drain", "cancel", "explain", "scale", "drain_replica", "remove_replica")
+_WITH_ARGUMENT = (
+    "frames", "top", "drain", "cancel", "explain", "scale", "drain_replica", "remove_replica", "load_adapter",
+    "unload_adapter",
+)  # fmt: skip
 _OF_FLEETS = ("scale", "roll", "drain_replica", "remove_replica")
 POLL_S = 0.5  # between two looks at a change of a fleet
 
@@ -152,6 +158,7 @@ def admin_verbs(api: ApiProcess, engine: Engine, server: HttpServer, context: Co
     verbs: dict[str, Verb] = {
         **_reading_verbs(api.task, engine, context, url),
         **_fleet_verbs(api.front, engine),
+        **_adapter_verbs(context),
         "drain": drain,
         "cancel": cancel,
         "explain": partial(_explain, context),
@@ -220,6 +227,28 @@ def _reading_verbs(task: ApiTask, engine: Engine, context: Context, url: str) ->
         return {**answer, "statistics": figures, "frames": pages}
 
     return {"status": status, "statistics": statistics, "frames": frames, "top": top}
+
+
+def _adapter_verbs(context: Context) -> dict[str, Verb]:
+    """Return the verbs that show, load and unload adapters."""
+
+    async def adapters(_: str) -> object:
+        return [{"name": each.name, "path": each.path} for each in context.adapters]
+
+    async def load_adapter(argument: str) -> object:
+        name, _, path = argument.partition("=")
+        if not name or not path:
+            raise ConfigError(f"load_adapter {argument[:64]!r} is no NAME=PATH, such as sql=/models/sql-lora")
+        await context.adapters.load(name, path, context.all_models)
+        return await adapters("")
+
+    async def unload_adapter(name: str) -> object:
+        if context.adapters.unload(name) is None:
+            known = ", ".join(each.name for each in context.adapters) or "none"
+            raise ConfigError(f"there is no adapter {name[:64]!r}; there are: {known}")
+        return await adapters("")
+
+    return {"adapters": adapters, "load_adapter": load_adapter, "unload_adapter": unload_adapter}
 
 
 def _fleet_verbs(front: FleetFront | None, engine: Engine) -> dict[str, Verb]:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.artifacts.encoder_spec import EncoderSpec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.assembly import find_files, load_text
 from octavo.cli.admin import admin_verbs
@@ -73,6 +75,7 @@ async def serve(
     context = app.state.context
     if isinstance(engine, EngineSupervisor):
         follow_capacity(engine, context.queue)
+    await context.adapters.restore()
     restored = (0, 0) if journal is None else await _restore(context, journal, engine)
     server = HttpServer(app, api.listener, lifecycle, config.serving.drain_timeout_s, config.web)
     url = url_of(api.listener, config.web)
@@ -86,10 +89,10 @@ async def serve(
         if not task.is_quiet:
             if task.run_number == 1:
                 say(*startup_report(config, loaded[0].files, engine.capacity, time.perf_counter() - started_at))
-                say(*_models_report(task))
+                say(*_models_report(task), *_adapters_report(context))
             say(*process_report(task, engine), *_fleet_report(api), *_journal_report(*restored))
             if task.run_number == 1:
-                say(*call_report(config, context.model, url))
+                say(*call_report(config, context.model, url, context.text.spec.encoder))
         gc.freeze()  # garbage collections skip the objects that exist now, which take 0.1 s to traverse
         report(READY)
         if isinstance(engine, ServedModels):
@@ -222,11 +225,15 @@ def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startu
     else:
         source = files.weights[0] if files.kind == "gguf" else files.root
         yield f"weights   {capacity.weight_bytes / 2**20:,.0f} MiB from {source}"
-    yield (
-        f"KV pool   {tokens:,} tokens, {pool_bytes / 2**20:,.0f} MiB: "
-        f"{tokens / capacity.max_model_len:.1f} requests of full length ({capacity.max_model_len:,}), "
-        f"{capacity.num_slots} running at most"
-    )
+    encoder = read_model_spec(files).encoder if capacity.is_encoder else None
+    if encoder is not None:
+        yield f"encoder   {encoder.purpose}; texts of at most {capacity.max_model_len:,} tokens, nothing is cached"
+    else:
+        yield (
+            f"KV pool   {tokens:,} tokens, {pool_bytes / 2**20:,.0f} MiB: "
+            f"{tokens / capacity.max_model_len:.1f} requests of full length ({capacity.max_model_len:,}), "
+            f"{capacity.num_slots} running at most"
+        )
     if capacity.ranks:
         hosts = ", ".join(dict.fromkeys(rank.where for rank in capacity.ranks))
         sizes = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
@@ -270,6 +277,13 @@ def _models_report(task: ApiTask) -> Iterator[str]:
         yield f"models    {first} is loaded{later}; {end}"
 
 
+def _adapters_report(context: Context) -> Iterator[str]:
+    """Yield a line about adapters, if there can be any."""
+    if context.adapters.is_enabled:
+        names = ", ".join(adapter.name for adapter in context.adapters) or "none"
+        yield f"adapters  {names}  (octavo admin load_adapter NAME=PATH, unload_adapter NAME)"
+
+
 def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
     """Yield lines about the processes and the effect of a crash."""
     if task.config.serving.in_process:
@@ -289,15 +303,20 @@ def _fleet_report(api: ApiProcess) -> Iterator[str]:
         yield "change    octavo admin scale N, roll, drain_replica NUMBER, remove_replica NUMBER"
 
 
-def call_report(config: Config, model: str, url: str) -> Iterator[str]:
+def call_report(config: Config, model: str, url: str, encoder: EncoderSpec | None = None) -> Iterator[str]:
     """Yield lines with the server's URL and an example command."""
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.serving.has_keys else ""
     yield f"serving   {url}/v1  (also /docs, /metrics)"
-    yield f"open      {url}/  (a chat; the engine at work is at /dashboard)"
-    yield (
-        f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f'-d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\''
-    )
+    path, body = "v1/chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    if encoder is None:
+        yield f"open      {url}/  (a chat; the engine at work is at /dashboard)"
+    else:
+        yield f"open      {url}/dashboard  (the engine at work)"
+        pair = '"query": "Hello", "documents": ["Good morning", "Rain"]'
+        path, body = ("v1/rerank", pair) if len(encoder.labels) == 1 else ("v1/embeddings", '"input": "Hello"')
+        path = "classify" if len(encoder.labels) > 1 else path
+    sent = f'{{"model": "{model}", {body}}}'
+    yield f"try       curl {url}/{path} -H 'Content-Type: application/json'{key} -d '{sent}'"
 
 
 def _journal_report(num_resumed: int, num_answers: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ from octavo.cli.terminal import say
 from octavo.config import ENGINE_SECTIONS, Config
 from octavo.config.spelling import unknown
 from octavo.core.request import SamplingParams
-from octavo.errors import OctavoError
+from octavo.errors import InvalidRequestError, OctavoError
 
 _FENCE = '"""'
 MAX_FILE_BYTES = 8 << 20
@@ -96,6 +96,11 @@ def _open_server(args: argparse.Namespace, url: str, runner: asyncio.Runner) -> 
 def _open_model(args: argparse.Namespace, config: Config, runner: asyncio.Runner) -> Answerer:
     """Load a model, the source of answers. Raises OctavoError."""
     answerer = LocalAnswerer.load(config, args)
+    try:
+        answerer.engine.text.check_generates()
+    except InvalidRequestError:
+        runner.run(answerer.close())
+        raise
     if answerer.engine.text.chat_template is None:
         runner.run(answerer.close())
         raise UsageError(

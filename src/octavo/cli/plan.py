@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
 def facts(plan: MemoryPlan, tokens: int | None) -> dict[str, Any]:
     """Return the plan as plain values."""
     made: dict[str, Any] = {
+        "decoder": plan.decoder,
+        "decoder_reason": plan.decoder_reason,
         "device": plan.device,
         "dtype": plan.dtype,
         "quantization": plan.quantization,
@@ -64,8 +66,14 @@ def lines(model: str, plan: MemoryPlan, tokens: int | None) -> Iterator[str]:
     types = plan.dtype if plan.quantization == "none" else f"{_code(plan.quantization)} weights, {plan.dtype}"
     threads = f", {plan.num_threads} threads" if plan.device == "cpu" else ""
     yield f"model     {model}, {types}, {plan.device}{threads}"
+    yield f"decoder   {plan.decoder}" + (f": {plan.decoder_reason}" if plan.decoder_reason else "")
     yield f"memory    {_size(plan.free_bytes)} free now"
     yield f"weights   {_size(plan.weight_bytes)}"
+    if plan.decoder == "encoder":
+        yield f"texts     of at most {plan.max_model_len:,} tokens, {plan.num_slots} at once; nothing is cached"
+        if plan.shortfall is not None:
+            yield f"          does not fit: {plan.shortfall}"
+        return
     yield (
         f"KV        {plan.kv_bytes_per_token:,} bytes a token; {_size(plan.sequence_bytes)} for a request of full "
         f"length ({plan.max_model_len:,} tokens)"

@@ -35,6 +35,7 @@ from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import Fitted, fit_recording
+from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.report import Case, comparison_table, latency_table, page
 from octavo.simulator.run import simulate
@@ -46,6 +47,7 @@ from octavo.simulator.workloads import KINDS, TOO_LONG, Shaping, SimulatedWorklo
 DEFAULT_WORKLOAD = "poisson:rate=4,lengths=azure_conv,requests=2000"
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"
 MAX_POLICIES = 16
+MAX_DRAFTS = 7  # of a sequence in a step, as --speculate-max-tokens
 PROGRESS_S = 0.5
 COMPARED = ("mean", "p99")  # statistics of latencies in the comparison of policies
 REQUEST_COLUMNS = (
@@ -99,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R@T+S",
         help="replica R fails at T s, back S s later",
     )
+    _add_draft_arguments(group)
     group.add_argument(
         "--tenant-weight", action="append", default=[], metavar="T=W", help="a tenant's share under fair"
     )
@@ -124,9 +127,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_search_arguments(parser)
     rare = (
         "--start", "--end", "--too-long", "--seed", "--tp", "--price", "--depth", "--max-waiting", "--fail",
+        "--draft-acceptance", "--draft-cost",
         "--tenant-weight", "--fast-forward", "--perfetto", "--page", "--fit", "--search-space", "--max-replicas",
     )  # fmt: skip
     add_settings(parser, ("scheduling", "cache"), is_short=False, rare=rare)
+
+
+def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--draft-acceptance", type=Number(float, 0), metavar="A", help="a draft model; a share A of drafts is accepted"
+    )
+    group.add_argument(
+        "--draft-cost", type=Number(float, 0), default=0.25, metavar="C", help="a drafting pass, in steps [0.25]"
+    )
 
 
 def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +231,7 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
         raise UsageError("--page and --perfetto show one policy; give one, or leave them out")
     engine, costs = _engine(args, config)
     limits = _limits(args, resolved, engine)
+    drafts = None if args.draft_acceptance is None else DraftSettings(args.draft_acceptance, args.draft_cost)
     shaping = Shaping(
         args.seed, args.rate_scale, args.start, args.end, args.limit, limits[0].max_model_len, args.too_long
     )
@@ -225,7 +239,7 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
     setup = Setup(
         limits[0], costs, engine.depth if args.depth is None else args.depth, args.replicas, args.router,
         failures=tuple(map(_read_failure, args.fail)), max_waiting=args.max_waiting,
-        fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed,
+        fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed, drafts=drafts,
     )  # fmt: skip
     goals = read_goals(args.objective) if args.objective or args.search else Goals()
     price = engine.price if args.price is None else args.price * args.tp
@@ -266,6 +280,8 @@ def _limits(
         engine.limits(replace(scheduling, policy=name), resolved.config.cache, given, args.max_model_len)
         for name in names
     ]
+    if args.draft_acceptance is not None:
+        limits = [replace(one, max_draft_tokens=MAX_DRAFTS, has_draft_model=True) for one in limits]
     return [replace(one, tenant_weights=weights) for one in limits] if weights else limits
 
 

@@ -14,6 +14,7 @@ from octavo.config.engine import (
     DTYPES,
     QUANTIZATIONS,
     REASONING_PARSERS,
+    AdapterConfig,
     CacheConfig,
     ChatConfig,
     ExecutionConfig,
@@ -28,6 +29,7 @@ from octavo.config.fleet import FleetConfig, LinkConfig, ModelsConfig
 from octavo.config.server import (
     AdmissionConfig,
     BatchConfig,
+    MediaConfig,
     ResponsesConfig,
     RetryConfig,
     ServingConfig,
@@ -44,6 +46,7 @@ __all__ = [
     "QUANTIZATIONS",
     "REASONING_PARSERS",
     "SETTINGS",
+    "AdapterConfig",
     "AdmissionConfig",
     "BatchConfig",
     "CacheConfig",
@@ -52,6 +55,7 @@ __all__ = [
     "ExecutionConfig",
     "FleetConfig",
     "LinkConfig",
+    "MediaConfig",
     "ModelConfig",
     "ModelsConfig",
     "ParallelConfig",
@@ -81,9 +85,11 @@ class Config:
     execution: ExecutionConfig = section(ExecutionConfig, "execution", "memory and speed")
     parallel: ParallelConfig = section(ParallelConfig, "several devices", "memory and speed")
     speculation: SpeculationConfig = section(SpeculationConfig, "speculation", "memory and speed")
+    adapters: AdapterConfig = section(AdapterConfig, "adapters", "model")
     serving: ServingConfig = section(ServingConfig, "serving", "server")
     web: WebConfig = section(WebConfig, "browsers, certificates, proxies", "server")
     admission: AdmissionConfig = section(AdmissionConfig, "admission", "server")
+    media: MediaConfig = section(MediaConfig, "images", "server")
     retry: RetryConfig = section(RetryConfig, "retries and the journal", "server")
     responses: ResponsesConfig = section(ResponsesConfig, "stored responses", "server")
     batch: BatchConfig = section(BatchConfig, "files and batches", "server")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from octavo.config.setting import option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
 CALL_PARSERS = (
     "auto", "none", "hermes", "llama3", "mistral", "qwen3_coder", "json", "llama3_json", "qwen3_xml", "qwen",
 )  # fmt: skip
@@ -56,6 +57,12 @@ class ModelConfig:
         "--quantization",
         choices=QUANTIZATIONS,
         brief="auto, none, int8 or int4",
+    )
+    imatrix: str | None = option(
+        None,
+        "importance matrix of llama.cpp's llama-imatrix for this model; --quantization int4 then loses least where "
+        "inputs are used most",
+        "--imatrix",
     )
     weight_cache_dir: str | None = option(
         None, "folder of weights converted for this machine (default: ~/.cache/octavo/weights)", "--cache-dir"
@@ -133,7 +140,7 @@ class CacheConfig:
         "--gpu-memory-utilization",
         within=(0.01, 1.0),
     )
-    kv_cache_dtype: str = option("auto", "type of cached keys and values", "--kv-cache-dtype", choices=DTYPES)
+    kv_cache_dtype: str = option("auto", "type of cached keys and values", "--kv-cache-dtype", choices=KV_DTYPES)
     enable_prefix_caching: bool = option(
         True, "reuse KV blocks of equal prefixes across requests", "--enable-prefix-caching"
     )
@@ -223,7 +230,7 @@ class SchedulingConfig:
         within=(1, None),
     )
     separate_modalities: bool = option(
-        False, "run requests with and without media in separate steps", "--separate-modalities", is_hidden=True
+        False, "run requests with and without media in separate steps", "--separate-modalities"
     )
 
 
@@ -249,9 +256,9 @@ class ExecutionConfig:
     )
     decoder: str = option(
         "auto",
-        "code of a model's layers on a CPU; torch is slower than the native kernels",
+        "code of a model's layers; torch is slower than native on a CPU; transformers runs models of that library",
         "--decoder",
-        choices=("auto", "native", "torch"),
+        choices=("auto", "native", "torch", "transformers"),
     )
     numerics: str = option(
         "auto",
@@ -312,10 +319,16 @@ class SpeculationConfig:
 
     speculate: str = option(
         "off",
-        "source of draft tokens; ngram: what followed the same tokens earlier in the sequence",
+        "source of draft tokens: ngram (what followed the same tokens earlier in the sequence), a smaller model with "
+        "the same tokenizer (a name or path, as for --model), or ngram+MODEL",
         "--speculate",
-        choices=("off", "ngram"),
-        brief="ngram guesses tokens from earlier text",
+        brief="ngram, or a draft MODEL: guess tokens",
+    )
+    speculate_quantization: str = option(
+        "auto",
+        "code of the draft model's weights; auto: int4 on a CPU unless its files have codes",
+        "--speculate-quantization",
+        choices=QUANTIZATIONS,
     )
     speculate_max_tokens: int = option(
         7, "maximum draft tokens of one sequence in a step", "--speculate-max-tokens", within=(1, 64)
@@ -323,6 +336,43 @@ class SpeculationConfig:
     speculate_max_rows: int = option(
         8, "maximum sequences in a step that has draft tokens", "--speculate-max-rows", within=(1, None)
     )
+
+    @property
+    def has_ngrams(self) -> bool:
+        """True if earlier text is a source of drafts."""
+        return self.speculate.split("+")[0] == "ngram"
+
+    @property
+    def draft_model(self) -> str | None:
+        """The name or path of the draft model, or None."""
+        name = self.speculate.removeprefix("ngram+")
+        return None if name in ("off", "ngram") else name
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA) on top of the model."""
+
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "adapters to load: NAME=PATH of a PEFT folder or a .gguf file; requests name an adapter as their model",
+        "--lora-modules",
+        "--lora-paths",
+        takes_words=True,
+    )
+    enable_lora: bool = option(False, "allow adapters to be loaded while serving", "--enable-lora")
+    max_loras: int = option(8, "different adapters in one step; others wait", "--max-loras", within=(1, 1024))
+    max_lora_rank: int = option(64, "largest rank of an adapter", "--max-lora-rank", within=(1, 4096))
+    allow_runtime_lora: bool = option(
+        False,
+        "let clients load and unload adapters over HTTP, by paths on this machine (octavo admin always can)",
+        "--allow-runtime-lora-updating",
+    )
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if the engine has adapters."""
+        return self.enable_lora or bool(self.lora_modules) or self.allow_runtime_lora
 
 
 @dataclass(frozen=True, slots=True)

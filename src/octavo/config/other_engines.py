@@ -20,11 +20,19 @@ _SPELLINGS = {
     "--host-cache-bytes": ("--hicache-ratio", "--hicache-size", "--cpu-offload-gb"),
     "--seed": ("--random-seed",),
     "--numerics": ("--enable-deterministic-inference",),
-    "--speculate": ("--speculative-algorithm", "--speculative-config", "--lookup"),
+    "--speculate": (
+        "--speculative-algorithm",
+        "--speculative-config",
+        "--lookup",
+        "--model-draft",
+        "-md",
+        "--draft-model",
+        "--speculative-model",
+    ),
     "--chat-template": ("--chat-template-file",),
     "--kv-cache-dtype": ("--cache-type-k", "--cache-type-v", "-ctk", "-ctv"),
     "--threads": ("--threads-batch", "-tb", "--num-threads"),
-    "--speculate-max-tokens": ("--num-speculative-tokens",),
+    "--speculate-max-tokens": ("--num-speculative-tokens", "--draft-max", "--draft"),
     "--ssl-certfile": ("--ssl-cert-file",),
     "--ssl-keyfile": ("--ssl-key-file",),
     "--log-level": ("--uvicorn-log-level",),
@@ -36,17 +44,21 @@ _SPELLINGS = {
     "--router": ("--load-balance-method",),
     "--max-tokens": ("-n", "--n-predict", "--predict", "--max-new-tokens"),
     "--system": ("--system-prompt", "-sys"),
+    "--lora-modules": ("--lora",),
     "--url": ("--host-url", "--endpoint"),
+    "--decoder": ("--model-impl",),
 }
 RENAMED_FLAGS = {theirs: ours for ours, names in _SPELLINGS.items() for theirs in names}
 # Reason -> other programs' flags that have no counterpart here.
 _REASONS = {
-    "a model runs whole on one device (--device)": ("--gpu-layers", "--n-gpu-layers", "-ngl"),
+    "a model runs whole on one device (--device)": (
+        "--gpu-layers", "--n-gpu-layers", "-ngl", "--n-cpu-moe", "--cpu-moe", "-ot", "--override-tensor",
+    ),
+    "experts are not divided among ranks": ("--enable-expert-parallel", "--ep-size"),
     "ranks are processes of octavo serve (--nnodes for several hosts)": ("--distributed-executor-backend",),
     "octavo fleet --replicas N serves several engines": ("--data-parallel-size", "--dp", "--dp-size"),
-    "there are no adapters": ("--enable-lora", "--lora-modules", "--lora", "--lora-paths", "--max-loras"),
-    "there are no draft models (--speculate ngram)": ("--model-draft", "-md", "--draft-model"),
-    "this version reads no images": ("--mmproj", "--limit-mm-per-prompt"),
+    "loaded adapters stay in memory, and --max-loras bounds those of one step": ("--max-cpu-loras",),
+    "images are read by models in Hugging Face's format": ("--mmproj",),
     "code from model repositories is never run": ("--trust-remote-code",),
     "the tokenizer is the model's own": (
         "--tokenizer", "--tokenizer-mode", "--tokenizer-revision", "--skip-tokenizer-init",
@@ -57,9 +69,10 @@ _REASONS = {
     "there is nothing to switch": ("--flash-attn", "-fa", "--enforce-eager"),
     "it is always on": (
         "--cont-batching", "-cb", "--jinja", "--enable-auto-tool-choice", "--embedding", "--embeddings",
-        "--is-embedding", "--metrics", "--enable-metrics",
+        "--is-embedding", "--rerank", "--reranking", "--metrics", "--enable-metrics",
     ),
-    "one engine generates and embeds": ("--task", "--runner"),
+    "one engine generates and embeds": ("--task", "--runner", "--convert"),
+    "it is read from the model's files": ("--pooling", "--pooler-config", "--override-pooler-config"),
     "requests are not logged (--log-level)": ("--disable-log-requests", "--disable-log-stats"),
     "octavo explain and octavo top show what runs": ("--slots",),
     "set HF_HOME": ("--download-dir",),
@@ -78,13 +91,14 @@ _IGNORED = {
 _HARMLESS: dict[str, tuple[object, ...]] = {
     "data_parallel_size": (1,),
     "trust_remote_code": (False,),
-    "task": ("auto", "generate"),
-    "runner": ("auto", "generate"),
+    "task": ("auto", "generate", "embed", "classify", "score"),
+    "runner": ("auto", "generate", "pooling"),
+    "convert": ("auto", "none", "embed", "classify"),
+    "model_impl": ("auto",),
     "tokenizer_mode": ("auto", "slow", "fast"),
     "skip_tokenizer_init": (False,),
     "load_format": ("auto", "safetensors", "gguf"),
     "generation_config": ("auto",),
-    "enable_lora": (False,),
     "cpu_offload_gb": (0,),
 }
 

@@ -131,6 +131,34 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """Images in requests (docs/models.md)."""
+
+    limit_mm_per_prompt: str = option("image=16", "maximum images of a request, as image=N", "--limit-mm-per-prompt")
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "hosts (HOST, or HOST:PORT if the port is not 80 or 443) from which images are fetched; * = any host with "
+        "public addresses (default: none, so that images must be data URLs)",
+        "--allowed-media-domains",
+        takes_words=True,
+    )
+    allow_private_media: bool = option(
+        False,
+        "fetch images also from private, loopback and link-local addresses of those hosts",
+        "--allow-private-media-addresses",
+    )
+    media_timeout_s: float = option(
+        5.0, "seconds that fetching an image may take, with its redirects", "--media-timeout", within=(0.1, 120.0)
+    )
+    max_media_bytes: int = option(
+        16 << 20, "maximum bytes of an image file, such as 16M", "--max-media-bytes", within=(1, 32 << 20)
+    )
+    max_media_pixels: int = option(
+        16 << 20, "maximum pixels of an image, such as 16M", "--max-media-pixels", within=(1, 128 << 20)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RetryConfig:
     """Storage of requests with an Idempotency-Key and their answers, for retries (docs/journal.md)."""
 

@@ -1,6 +1,7 @@
-"""Speculative decoding by prompt lookup: gives drafts to the rows of a plan, and takes the results.
+"""Speculative decoding: gives drafts to the rows of a plan, and takes the results.
 
-Owns: the choice of drafts for granted rows, and the result of a row with drafts. Does not: sample, or accept drafts.
+Owns: the choice of drafts for granted rows (prompt lookup, or those of a DraftSource), and the result of a row with
+drafts. Does not: run a draft model, sample, or accept drafts.
 The executor accepts a draft if plain sampling draws the same token at that position (P02).
 Invariants: drafts use only the plan's spare tokens, reads and blocks; the headroom and one block for each running
 sequence stay free. No request is preempted for drafts. num_scheduled and num_known do not count draft positions; until
@@ -11,40 +12,65 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core.ngrams import DraftHistory
+from octavo.core.ngrams import MAX_MATCH, MIN_MATCH, DraftHistory
 from octavo.core.plan import DROP_BLOCK, ROW_SAMPLE
+from octavo.core.proposals import DraftRow, DraftSource
 from octavo.core.request import Request
 from octavo.core.request_state import RequestState, Sequence, Status
 from octavo.core.state import State
 from octavo.core.step import Step
 
 CATCH_UP = 1024  # most ids of a sequence indexed in one plan; a long prompt takes several plans
+QUIET = 8  # tokens for which a row without proposals of the draft model does not wait for commits
 
 
 class Drafter:
-    """Proposes as drafts the ids that followed the same ids earlier in the sequence."""
+    """Proposes drafts: the ids that followed the same ids earlier in the sequence, or those of a DraftSource.
 
-    __slots__ = ()
+    With both, a row has the source's drafts unless its last MAX_MATCH ids occurred before.
+    """
+
+    __slots__ = ("_has_ngrams", "_source")
+
+    def __init__(self, source: DraftSource | None = None) -> None:
+        self._source = source
+        self._has_ngrams = source is None or source.beside_ngrams
 
     def knows(self, request: Request) -> bool:
-        """Return True if the request's prompt ids are known, so that drafts can be proposed."""
-        return request.prompt_token_ids is not None
+        """Return True if drafts can be proposed: the request's ids are known, or the source needs only lengths."""
+        return request.prompt_token_ids is not None or (self._source is not None and self._source.knows_lengths)
 
-    def propose(self, sequence: Sequence, count: int) -> array[int]:
-        """Return up to `count` ids that may follow a sequence's committed ids."""
+    def propose(self, rows: list[tuple[Sequence, int]]) -> list[array[int]]:
+        """Return, for each sequence, up to as many ids as given that may follow its committed ids."""
+        found = [self._look_up(*row) if self._has_ngrams else array("i") for row in rows]
+        if self._source is None:
+            return found
+        rest = [index for index, ids in enumerate(found) if not ids and rows[index][1] > 0]
+        wanted = [_draft_row(*rows[index]) for index in rest]
+        for index, ids in zip(rest, self._source.propose(wanted) if wanted else (), strict=True):
+            found[index] = ids
+        return found
+
+    def _look_up(self, sequence: Sequence, count: int) -> array[int]:
         history, ids = sequence.draft_history, sequence.token_ids
         assert history is not None and ids is not None
         assert len(ids) == sequence.num_scheduled, "drafts continue ids that the host knows"
         if not history.index.add(ids, CATCH_UP) or count < 1:
             return array("i")
-        return history.index.draft(ids, count)
+        return history.index.draft(ids, count, MIN_MATCH if self._source is None else MAX_MATCH)
+
+
+def _draft_row(sequence: Sequence, count: int) -> DraftRow:
+    request = sequence.request.request
+    ids = array("i") if sequence.token_ids is None else sequence.token_ids
+    return DraftRow(request, sequence.slot, sequence.choice, ids, count, sequence.limit - sequence.num_known)
 
 
 def allows(request: Request) -> bool:
-    """Return True if a request may have drafts: no beam search, no penalties, no DRY.
+    """Return True if a request may have drafts: no beam search, no penalties, no DRY, no mirostat.
 
-    Penalties and DRY depend on counts of ids, which would have to include the drafts. Bad words are allowed: they
-    depend on the preceding ids, which include the drafts.
+    Penalties and DRY depend on counts of ids, which would have to include the drafts, and mirostat on the draw before.
+    Bad words and n-grams are allowed: they depend on the preceding ids, which include the drafts.
     """
     params = request.params
     return (
@@ -52,6 +78,7 @@ def allows(request: Request) -> bool:
         and params.presence_penalty == params.frequency_penalty == 0
         and params.repetition_penalty == 1
         and not params.dry_multiplier
+        and not params.mirostat
     )
 
 
@@ -64,38 +91,50 @@ def must_wait(state: State, request: RequestState) -> bool:
     for sequence in request.sequences:
         if sequence.num_drafts:
             return True
-        if is_quiet and sequence.num_pending and request.is_decoding and _is_due(sequence):
+        if is_quiet and sequence.num_pending and request.is_decoding and _is_due(sequence, True):
             return True
     return False
 
 
-def _is_due(sequence: Sequence) -> bool:
-    return sequence.draft_history is None or sequence.num_known >= sequence.draft_history.resume_at
+def _is_due(sequence: Sequence, can_run_ahead: bool = False) -> bool:
+    """Return True if the sequence should get drafts; with `can_run_ahead`, if it should even wait for a commit."""
+    history = sequence.draft_history
+    if history is None:
+        return True
+    return sequence.num_known >= (max(history.resume_at, history.wait_at) if can_run_ahead else history.resume_at)
 
 
 def add_drafts(step: Step, drafter: Drafter) -> None:
     """Add drafts to decode rows whose ids the host knows, within what is left of the plan's budgets."""
     if not 0 < len(step.rows) <= step.state.limits.max_draft_rows:
         return
+    indices, wanted = [], []
     for index, sequence in enumerate(step.rows):
         request = sequence.request
         is_plain = step.counts[index] == 1 and step.flags[index] == ROW_SAMPLE and request.is_decoding
         if is_plain and request.may_draft and sequence.num_outputs and _is_due(sequence):
-            drafts = _propose(step, drafter, sequence)
-            if drafts:
-                step.add_drafts(index, drafts)
+            if sequence.draft_history is None:
+                sequence.draft_history = DraftHistory()
+            most = sequence.draft_history.num_wanted(step.state.limits.max_draft_tokens)
+            indices.append(index)
+            wanted.append((sequence, min(most, _num_that_fit(step, sequence))))
+    if not indices:
+        return
+    for index, proposed in zip(indices, drafter.propose(wanted), strict=True):
+        sequence = step.rows[index]
+        drafts = _cut(proposed, _num_that_fit(step, sequence), sequence)
+        if drafts:
+            step.add_drafts(index, drafts)
+        elif step.state.limits.has_draft_model and sequence.draft_history is not None:
+            sequence.draft_history.wait_at = sequence.num_known + QUIET
 
 
-def _propose(step: Step, drafter: Drafter, sequence: Sequence) -> array[int]:
-    """Return drafts for a row that has just been granted its one token."""
-    if sequence.draft_history is None:
-        sequence.draft_history = DraftHistory()
-    wanted = sequence.draft_history.num_wanted(step.state.limits.max_draft_tokens)
-    drafts = drafter.propose(sequence, min(wanted, _num_that_fit(step, sequence)))
-    for index, token in enumerate(drafts):
+def _cut(drafts: array[int], most: int, sequence: Sequence) -> array[int]:
+    """Return at most `most` of the drafts, up to the first stop id, since nothing follows it."""
+    for index, token in enumerate(drafts[: max(0, most)]):
         if token in sequence.request.stop_ids:
-            return drafts[: index + 1]  # nothing follows a stop id
-    return drafts
+            return drafts[: index + 1]
+    return drafts[: max(0, most)]
 
 
 def _num_that_fit(step: Step, sequence: Sequence) -> int:

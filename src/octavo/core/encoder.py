@@ -15,6 +15,20 @@ from octavo.core.plan import EncodeJob
 from octavo.core.request import Span
 
 
+def whole_chunk(spans: tuple[Span, ...], start: int, count: int, most: int) -> int:
+    """Return how many of the positions [start, start + count) to compute so that the last is not inside an item.
+
+    An item that begins before `start + 1` is computed to its end instead, if `most` tokens allow that; else 0.
+    """
+    end = start + count
+    for span in spans:
+        after = span.start + span.length
+        if span.start < end < after:
+            whole = after - start if after - start <= most else 0
+            return span.start - start if span.start > start else whole
+    return count
+
+
 @dataclass(slots=True)
 class _Output:
     """An output that exists once the plans in flight have run, and the number of requests' needs for it."""

@@ -126,6 +126,12 @@ def _check_spans(request: Request, limits: Limits) -> None:
                 "spans",
             )
         end = span.start + span.length
+        if limits.whole_span_tokens and span.length > min(limits.whole_span_tokens, limits.max_batch_tokens):
+            raise AdmissionError(
+                f"media item {index} has {span.length} tokens, which one step must compute; it computes at most "
+                f"{limits.max_batch_tokens}; raise --max-num-batched-tokens",
+                "spans",
+            )
         if span.length > most:
             raise AdmissionError(
                 f"media item {index} has {span.length} tokens, the encoder takes {limits.encoder_budget} in a step "

@@ -54,13 +54,15 @@ class Limits:
     `num_blocks` and `host_blocks` have one entry per group; an empty `host_blocks` means no host tier.
     `max_partial_prefills`, `long_prefill_threshold` and `max_kv_read` (tokens of context read per step) have no bound
     if they are 0. `encoder_budget` (media tokens encoded per step), `encoder_cache` (media tokens cached) and
-    `adapter_slots` are 0 if the engine has no encoder or no adapters. `headroom=None` means the policy's default.
-    `preemption` is auto, recompute or swap. `composition` is mixed or separate; if separate, a step has only prefills
-    or only decodes, and at most `max_prefill_run` prefill steps run in a row while a request decodes. `tenant_weights`
-    are shares under the fair policy; a tenant not named has weight 1. `find_shared_prefixes` fills the plan's
-    shared_prefixes. A row gets at most `max_draft_tokens` drafts (0 = no speculation), and no drafts in a plan of more
-    than `max_draft_rows` rows. With `num_stages` pipeline stages, a decoding sequence has no row while its last id is
-    in flight, and a plan has at most that share of the running requests, so that as many plans can be in flight.
+    `adapter_slots` are 0 if the engine has no encoder or no adapters. If `whole_span_tokens` is not 0, media items of
+    up to so many tokens are each computed in one step, because their positions see each other. `headroom=None` means
+    the policy's default. `preemption` is auto, recompute or swap. `composition` is mixed or separate; if separate, a
+    step has only prefills or only decodes, and at most `max_prefill_run` prefill steps run in a row while a request
+    decodes. `tenant_weights` are shares under the fair policy; a tenant not named has weight 1. `find_shared_prefixes`
+    fills the plan's shared_prefixes. A row gets at most `max_draft_tokens` drafts (0 = no speculation), and no drafts
+    in a plan of more than `max_draft_rows` rows. With `has_draft_model` drafts are inputs, which a replay takes from
+    the recording. With `num_stages` pipeline stages, a decoding sequence has no row while its last id is in flight,
+    and a plan has at most that share of the running requests, so that as many plans can be in flight.
     """
 
     block_size: int
@@ -85,6 +87,7 @@ class Limits:
     host_load_min_tokens: int = 64
     encoder_budget: int = 0
     encoder_cache: int = 0
+    whole_span_tokens: int = 0
     adapter_slots: int = 0
     separate_modalities: bool = False
     composition: str = "mixed"
@@ -93,6 +96,7 @@ class Limits:
     find_shared_prefixes: bool = False
     max_draft_tokens: int = 0
     max_draft_rows: int = 8
+    has_draft_model: bool = False
     num_stages: int = 1
 
     def __post_init__(self) -> None:
@@ -117,7 +121,8 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "max_partial_prefills", "long_prefill_threshold", "max_blocks_per_sequence", "max_kv_read",
-    "host_load_min_tokens", "encoder_budget", "encoder_cache", "adapter_slots", "max_draft_tokens", "max_draft_rows",
+    "host_load_min_tokens", "encoder_budget", "encoder_cache", "whole_span_tokens", "adapter_slots", "max_draft_tokens",
+    "max_draft_rows",
 )  # fmt: skip
 _CHOICES = {"preemption": ("auto", "recompute", "swap"), "composition": ("mixed", "separate")}
 

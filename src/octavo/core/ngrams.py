@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 
+MIN_MATCH = 2  # least ids that must match
 MAX_MATCH = 4  # most ids compared; a longer match predicts no better
 MAX_LOOKS = 32
 FIRST_RATE = 0.5  # assumed share of accepted drafts for a new sequence
@@ -43,12 +44,12 @@ class NgramIndex:
             newest[pair] = position
         return len(before) >= len(ids) - 1
 
-    def draft(self, ids: array[int], count: int) -> array[int]:
+    def draft(self, ids: array[int], count: int, least: int = MIN_MATCH) -> array[int]:
         """Return `count` ids that followed the longest earlier match of the last ids; of equal matches, the newest.
 
-        Return no ids if fewer than two match. If the match overlaps the end, the draft repeats itself periodically.
+        Return no ids if fewer than `least` match. If the match overlaps the end, the draft repeats itself periodically.
         """
-        at = self._find(ids)
+        at = self._find(ids, least)
         if at is None:
             return array("i")
         draft = ids[at + 1 : at + 1 + count]
@@ -57,17 +58,17 @@ class NgramIndex:
             draft.append(draft[position - period])
         return draft
 
-    def _find(self, ids: array[int]) -> int | None:
-        """Return the last position of the best match."""
+    def _find(self, ids: array[int], least: int) -> int | None:
+        """Return the last position of the best match of at least `least` ids."""
         last = len(ids) - 1
         if last < 1:
             return None
         at = self._newest.get(ids[last - 1] << 32 | ids[last], -1)
-        found, longest = None, 1
+        found, longest = None, least - 1
         for _ in range(MAX_LOOKS):
             if at < 0:
                 break
-            match = 2
+            match = MIN_MATCH
             while match < MAX_MATCH and match <= at and ids[at - match] == ids[last - match]:
                 match += 1
             if match > longest:
@@ -81,13 +82,14 @@ class NgramIndex:
 class DraftHistory:
     """One sequence's draft index, its recent share of accepted drafts, and the end of its pause from drafts."""
 
-    __slots__ = ("index", "num_accepted", "num_drafted", "pause", "rate", "resume_at")
+    __slots__ = ("index", "num_accepted", "num_drafted", "pause", "rate", "resume_at", "wait_at")
 
     def __init__(self) -> None:
         self.index = NgramIndex()
         self.rate = FIRST_RATE
         self.pause = PAUSES[0]
         self.resume_at = 0  # known tokens at which drafting starts or resumes
+        self.wait_at = 0  # known tokens from which a row waits for a commit to get drafts
         self.num_drafted = 0
         self.num_accepted = 0
 

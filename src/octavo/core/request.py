@@ -35,6 +35,8 @@ _OTHER_NAMES = {
     "stop_sequences": "give stop",
     "do_sample": "give temperature, 0 for greedy",
     "repeat_penalty": "give repetition_penalty",
+    "nsigma": "give top_n_sigma",
+    "mirostat_mode": "give mirostat",
 }
 
 
@@ -167,6 +169,10 @@ class SamplingParams:
     The output must not contain any sequence in `bad_words_ids`. `allowed_token_ids` are the only ids that may be
     sampled; if it is empty, all may. The `dry_*` fields set the DRY penalty against repetition: an id that would
     prolong a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
+    `top_n_sigma` keeps ids whose logit is within this number of standard deviations of the best. With probability
+    `xtc_probability` a draw leaves out all ids of at least `xtc_threshold` except the least likely of these.
+    `mirostat=2` draws with mirostat 2.0, and then no other truncation applies. `no_repeat_ngram_size` bans the
+    repetition of any sequence of this many tokens.
     `stop` may be one string, and `logit_bias` may be a dict. For a list field, None means an empty list.
     `n` choices are returned. If `best_of` > n, `best_of` choices are generated, and the n choices of highest mean
     log-probability are returned. `beam_width` > 0 is beam search, which returns the n best beams; `length_penalty` and
@@ -182,6 +188,13 @@ class SamplingParams:
     top_p: Annotated[float, _Number(0.0, 1.0, "give a number from 0 (the likeliest token only) to 1 (off)")] = 1.0
     min_p: Annotated[float, _Number(0.0, 1.0, "give a number from 0 to 1")] = 0.0
     typical_p: Annotated[float, _Number(1e-9, 1.0, "give a number above 0, up to 1 (off)")] = 1.0
+    top_n_sigma: Annotated[float, _Number(-1.0, 100.0, "give a number of deviations; 0 or -1 is off")] = 0.0
+    xtc_probability: Annotated[float, _Number(0.0, 1.0, "give a number from 0 (off) to 1")] = 0.0
+    xtc_threshold: Annotated[float, _Number(0.0, 1.0, "give a number from 0 to 1; above 0.5 XTC is off")] = 0.1
+    mirostat: Annotated[int, _Integer(0, "give 0 (off) or 2", 2)] = 0
+    mirostat_tau: Annotated[float, _Number(0.0, 100.0, "give the surprise to aim at, in bits")] = 5.0
+    mirostat_eta: Annotated[float, _Number(0.0, 100.0, "give a number from 0 to 100")] = 0.1
+    no_repeat_ngram_size: Annotated[int, _Integer(0, "give 0 (off) or a number of tokens up to 128", 128)] = 0
     presence_penalty: Annotated[float, _Number(-2.0, 2.0, "give a number from -2 to 2")] = 0.0
     frequency_penalty: Annotated[float, _Number(-2.0, 2.0, "give a number from -2 to 2")] = 0.0
     repetition_penalty: Annotated[float, _Number(1e-3, 100.0, "give a number above 0; 1 is off")] = 1.0
@@ -232,6 +245,7 @@ class SamplingParams:
 
     def _check_together(self) -> None:
         """Check the fields whose range depends on other fields."""
+        check(self.mirostat != 1, "mirostat", 1, "give 2 (mirostat 2.0); version 1 is not supported")
         check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, _TRUNCATE_REMEDY)
         if self.max_tokens == 0:
             check(self.prompt_logprobs is not None, "max_tokens", 0, "give at least 1")

@@ -8,6 +8,7 @@ Invariant: a preemption covers all sequences of a request and removes their rows
 from __future__ import annotations
 
 from octavo.core import branching, drafts
+from octavo.core.encoder import whole_chunk
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, WaitReason
 from octavo.core.request_state import RequestState, Sequence, Status
 from octavo.core.step import Step
@@ -138,5 +139,9 @@ def _fit_chunk(step: Step, request: RequestState, sequence: Sequence, todo: int)
         request.num_bypassed += shortage[0] == WaitReason.KV_READ_BUDGET
         return 0, shortage[0]
     if request.request.spans:
+        if step.state.limits.whole_span_tokens:
+            count = whole_chunk(request.request.spans, start, count, step.tokens_left)
+            if not count:
+                return 0, WaitReason.TOKEN_BUDGET
         count = step.state.encoder.grant(request.name, sequence.slot, request.request.spans, start, count)
     return count, None if count else WaitReason.ENCODER_BUDGET

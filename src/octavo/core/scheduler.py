@@ -23,6 +23,7 @@ from octavo.core.explain import Explanation, explain, explain_all
 from octavo.core.feasibility import Admission, check_feasible
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.proposals import DraftSource
 from octavo.core.repeat import Repeat, find_repeat, repeat
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.request_state import RequestState, Sequence
@@ -39,12 +40,16 @@ class Scheduler:
     __slots__ = ("_drafter", "_noted", "_source", "_state", "_tap")
 
     def __init__(
-        self, limits: Limits, tap: calls.CallTap | None = None, source: calls.InputSource | None = None
+        self,
+        limits: Limits,
+        tap: calls.CallTap | None = None,
+        source: calls.InputSource | None = None,
+        drafts: DraftSource | None = None,
     ) -> None:
         self._state = State(limits)
         self._tap = tap
         self._source = source
-        self._drafter = Drafter()
+        self._drafter = Drafter(drafts)
         self._noted = calls.NotedKeys(limits)
         if tap is not None:
             self._state.cache.key_maker = self._noted
@@ -189,8 +194,9 @@ class Scheduler:
 
     def limit_step(self, num_tokens: int | None) -> None:
         """Limit each step to `num_tokens` tokens, for example after one ran out of memory; None removes the limit."""
-        configured = self._state.limits.max_batch_tokens
-        self._state.max_step_tokens = configured if num_tokens is None else max(1, min(num_tokens, configured))
+        limits = self._state.limits
+        configured, least = limits.max_batch_tokens, max(1, limits.whole_span_tokens)
+        self._state.max_step_tokens = configured if num_tokens is None else min(max(least, num_tokens), configured)
         self._controlled("limit_step", num_tokens)
 
     def _controlled(self, verb: str, num_tokens: int | None = None) -> None:

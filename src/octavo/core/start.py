@@ -12,6 +12,7 @@ from __future__ import annotations
 from operator import sub
 
 from octavo.core import branching
+from octavo.core.encoder import whole_chunk
 from octavo.core.kv.cache import KVCache
 from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.prefix import Match
@@ -308,6 +309,10 @@ def _start_from_cache(step: Step, request: RequestState) -> WaitReason | None:
     count, shortage = step.fit_chunk(match.num_tokens, todo, may_be_partial=step.num_partial_left > 0)
     if shortage is not None:
         return step.defer(request, *shortage)
+    if state.limits.whole_span_tokens and request.request.spans:
+        count = whole_chunk(request.request.spans, match.num_tokens, count, step.tokens_left)
+        if not count:
+            return step.defer(request, WaitReason.TOKEN_BUDGET, state.limits.whole_span_tokens, step.tokens_left)
     peaks = needed_blocks(state.cache, request)
     needed = list(map(sub, peaks, match.num_held))
     reason = _lacks_room(step, request, needed, state.cache.room_after(match, peaks))

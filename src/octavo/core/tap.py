@@ -148,15 +148,16 @@ class GivenKeys(KeyMaker):
 class GivenDrafts(Drafter):
     """Takes drafts from an InputSource instead of proposing them."""
 
-    __slots__ = ("_source",)
+    __slots__ = ("_given",)
 
     def __init__(self, source: InputSource) -> None:
-        self._source = source
+        super().__init__()
+        self._given = source
 
     def knows(self, request: Request) -> bool:
         """Return True if the source may have drafts for the request."""
-        return self._source.can_draft(request)
+        return self._given.can_draft(request)
 
-    def propose(self, sequence: Sequence, count: int) -> array[int]:
+    def propose(self, rows: list[tuple[Sequence, int]]) -> list[array[int]]:
         """Return the source's drafts."""
-        return self._source.drafts(sequence.request.name, sequence.slot, count)
+        return [self._given.drafts(sequence.request.name, sequence.slot, count) for sequence, count in rows]

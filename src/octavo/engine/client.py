@@ -15,10 +15,11 @@ from typing import Literal, Protocol
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request
+from octavo.media.item import MediaItem
 
 Verb = Literal[
     "statistics", "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "explain", "reset_statistics",
-    "export_statistics", "frames", "forecast",
+    "export_statistics", "frames", "forecast", "load_adapter", "unload_adapter",
 ]  # fmt: skip
 
 
@@ -69,8 +70,8 @@ class Accepted:
 class EngineClient(Protocol):
     """The interface of an engine's client. Safe to call from any task of one event loop."""
 
-    async def submit(self, request: Request) -> Accepted:
-        """Submit a request. Raises AdmissionError, DuplicateRequestError, EngineDeadError."""
+    async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:
+        """Submit a request with its media. Raises AdmissionError, DuplicateRequestError, EngineDeadError."""
         ...
 
     def outputs(
@@ -99,7 +100,7 @@ class EngineClient(Protocol):
         statistics returns counters and gauges; cancel_all the number of requests; explain (of the request named by
         `argument`, or of all) what observe.explainer documents; export_statistics tables by name (metrics.export);
         forecast the wait of a new request; frames the frames after the cursor `argument` (docs/statistics.md). All
-        other verbs return a bool.
+        other verbs return a bool. The arguments of load_adapter and unload_adapter are those of engine.adapters.
         """
         ...
 

@@ -29,6 +29,7 @@ from octavo.core.plan import StepPlan
 MIN_STEP_S = 5.0  # every step may take at least this long
 COMMANDS_S = 5.0  # time for commands, such as admitting requests or exporting statistics
 MARGIN = 10.0  # a step may take this many times its predicted seconds
+ENCODE_S = 0.1  # time for each token of media that a step encodes
 LONG_CONTEXT = 4096  # tokens of context from which attention may dominate a step; below, MARGIN covers it
 
 _BEAT = struct.Struct("<QQIQQdQ")  # number, epoch, phase, step, steps committed, deadline, number of the batch
@@ -215,6 +216,9 @@ class HeartbeatWriter:
         num_tokens, now = plan.num_query_tokens, self._now()
         context = max(plan.starts) if plan.num_kv_read > LONG_CONTEXT else 0
         limit = self._limits.limit(num_tokens, context)
+        if plan.encode_jobs:  # a tower's speed is unknown, and its time is no measure of other steps
+            limit += ENCODE_S * sum(job.num_tokens for job in plan.encode_jobs)
+            num_tokens = -1
         self._flight.append((num_tokens, context, limit, now, self._names))
         self._allowed += limit
         self._step = plan.step
@@ -226,7 +230,8 @@ class HeartbeatWriter:
         if is_committed:
             num_tokens, context, limit, began, _ = self._flight.popleft()
             last_end = self._last_end
-            self._limits.note(num_tokens, now - (began if began > last_end else last_end), context)
+            if num_tokens >= 0:
+                self._limits.note(num_tokens, now - (began if began > last_end else last_end), context)
             self._allowed -= limit
             self._num_committed += 1
         else:

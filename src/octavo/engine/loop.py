@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import cast
 
-from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, Verb
@@ -25,9 +26,10 @@ from octavo.engine.heartbeat import HeartbeatWriter
 from octavo.engine.outbox import Outbox
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, QueueFullError, RequestError
-from octavo.executors.protocol import Executor, Ticket
+from octavo.executors.protocol import Executor, MediaExecutor, Ticket
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.matcher import Matcher
+from octavo.media.item import MediaItem, check_media
 from octavo.observe.series import StepTimes
 from octavo.observe.sink import EventSink, FanOutSink
 
@@ -87,6 +89,7 @@ class EngineLoop:
         self.closers: list[Callable[[], object]] = [executor.close]  # called at the end
         self.heartbeat: HeartbeatWriter | None = None  # set before start
         self.warm_up: Callable[[], Mapping[int, float]] = dict  # runs before the first turn; set before start
+        self.check_request: Callable[[Request], object] = ignore  # raises RequestError; set before start
         self.num_turns = 0
         self.num_discarded = 0
         self._scheduler = scheduler
@@ -101,6 +104,7 @@ class EngineLoop:
         self._in_flight: deque[PlanInFlight] = deque()
         self._outbox = Outbox()
         self._suspects = Suspects(scheduler.limit_step)
+        self._with_media: set[str] = set()  # open requests whose media the executor has
         self._owners: dict[int, str] = {}  # executor slot -> request, as of the last collected plan
         self._condition = threading.Condition()
         self._inbox: deque[tuple[Callable[[], object], Reply]] = deque()
@@ -161,12 +165,12 @@ class EngineLoop:
         """Why the engine died, or None."""
         return self._failure
 
-    def submit(self, request: Request, reply: Reply) -> None:
-        """Submit a request; replies Accepted, a RequestError or an EngineError."""
+    def submit(self, request: Request, reply: Reply, media: tuple[MediaItem, ...] = ()) -> None:
+        """Submit a request with its media; replies Accepted, a RequestError or an EngineError."""
         if not request.params.grammar:
-            self._post(partial(self._admit, request, reply, None), reply)
+            self._post(partial(self._admit, request, reply, None, media), reply)
             return
-        admit = partial(self._admit, request, reply)
+        admit = partial(self._admit, request, reply, media=media)
         self._builds.begin(request, self.clock.now(), lambda built: self._post(partial(admit, built), reply))
 
     def cancel(
@@ -343,6 +347,8 @@ class EngineLoop:
                 self._active_bank.ended(decisions)
                 if self._active_bank.is_empty:
                     self._active_bank = None
+            if self._with_media:
+                self._drop_media(decisions)
             self._suspects.ended(decisions)
             self.instruments.report("decided", decisions)
 
@@ -358,17 +364,22 @@ class EngineLoop:
         if self._suspects.is_executor_broken:
             raise EngineDeadError(f"no step succeeds any more: {failure.message}")
 
-    def _admit(self, request: Request, reply: Reply, built: Built) -> None:
+    def _admit(self, request: Request, reply: Reply, built: Built, media: tuple[MediaItem, ...] = ()) -> None:
         try:
             ends_as = self._builds.finish(request, built) if request.params.grammar else None
             if self._is_draining:
                 raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
             if self._max_waiting and self._scheduler.num_waiting >= self._max_waiting:
                 raise QueueFullError(f"{self._scheduler.num_waiting} requests wait already; try again later")
+            if request.spans:
+                check_media(request, media)
+            self.check_request(request)
             admission = self._scheduler.admit(request, self.clock.now())
         except RequestError as error:
             reply(error)
             return
+        if media:
+            self._add_media(request, media)
         if self._bank is not None and isinstance(built, Matcher):
             self._bank.open(request.request_id, built)
             self._active_bank = self._bank
@@ -377,6 +388,17 @@ class EngineLoop:
         reply(Accepted(request.request_id, admission.max_tokens, admission.capped))
         if ends_as is not None:
             self._cancel((request.request_id,), ends_as)
+
+    def _add_media(self, request: Request, media: tuple[MediaItem, ...]) -> None:
+        self._with_media.add(request.request_id)
+        cast(MediaExecutor, self._executor).add_media(request, media)
+
+    def _drop_media(self, decisions: tuple[Event, ...]) -> None:
+        """Have the executor drop the media of requests that ended."""
+        ended = {event.request_id for event in decisions if event.kind is EventKind.FINISHED} & self._with_media
+        if ended:
+            self._with_media -= ended
+            cast(MediaExecutor, self._executor).drop_media(sorted(ended))
 
     def _cancel(self, request_ids: tuple[str, ...], reason: FinishReason, choice: int | None = None) -> int:
         now = self.clock.now()

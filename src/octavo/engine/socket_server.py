@@ -86,7 +86,7 @@ class EngineServer:
                 return True
             except (wire.WireError, ValueError, OverflowError) as error:
                 return self._drop(error)
-            engine.submit(request, partial(self._reply, request.request_id))
+            engine.submit(request, partial(self._reply, request.request_id), message.media)
         elif isinstance(message, wire.CancelRequests):
             engine.cancel(message.request_ids, message.reason, message.choice)
         elif isinstance(message, wire.ControlRequest):

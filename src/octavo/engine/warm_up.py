@@ -16,7 +16,7 @@ import numpy as np
 
 from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, StepPlan
-from octavo.core.request import Request, SamplingParams
+from octavo.core.request import Request, SamplingParams, Want
 from octavo.core.scheduler import Scheduler
 from octavo.errors import AdmissionError
 from octavo.executors.protocol import Executor
@@ -41,12 +41,16 @@ _SAMPLED = SamplingParams(
 )
 
 
-def warm_up(limits: Limits, executor: Executor, has_masks: bool, now: Callable[[], float]) -> dict[int, float]:
+def warm_up(
+    limits: Limits, executor: Executor, has_masks: bool, now: Callable[[], float], wants: Want = Want.SAMPLE
+) -> dict[int, float]:
     """Run a decode, a prompt, and sampled and masked rows; return the seconds of the last step of each size.
+
+    An encoder's requests `want` pooled prompts only.
 
     Steps that do not fit into a small pool are left out, and so are all steps after one that ran out of memory.
     """
-    trial = _Trial(limits, executor, now)
+    trial = _Trial(limits, executor, now, wants)
     kinds = [_SAMPLED] if limits.max_sequences > 1 or not has_masks else []
     if has_masks:
         kinds.insert(0, replace(_SAMPLED, grammar="any"))
@@ -63,7 +67,8 @@ def warm_up(limits: Limits, executor: Executor, has_masks: bool, now: Callable[[
 class _Trial:
     """Runs requests through a scheduler of its own; `seconds` has the time of the last step of each size."""
 
-    def __init__(self, limits: Limits, executor: Executor, now: Callable[[], float]) -> None:
+    def __init__(self, limits: Limits, executor: Executor, now: Callable[[], float], wants: Want) -> None:
+        self._wants = wants
         self.seconds: dict[int, float] = {}
         self._limits = replace(
             limits, prefix_caching=False, host_blocks=(), max_draft_tokens=0, policy="fcfs", num_stages=1
@@ -79,7 +84,7 @@ class _Trial:
         ids = array("i", [index % self._limits.vocab_size for index in range(num_tokens)])
         with contextlib.suppress(AdmissionError):
             for number, params in enumerate(kinds):
-                self._scheduler.admit(Request(f"warm-up-{number}", ids, params), 0.0)
+                self._scheduler.admit(Request(f"warm-up-{number}", ids, params, wants=self._wants), 0.0)
         while not (plan := self._scheduler.plan(0.0)).is_empty:
             started_at = self._now()
             ticket = self._executor.submit(plan)

@@ -22,8 +22,9 @@ from octavo.engine.client import Accepted, Verb
 from octavo.engine.outbox import ENDS
 from octavo.errors import EngineError, ErrorKind, OctavoError, RequestError, error_of, kind_of
 from octavo.executors.protocol import Capacity
+from octavo.media.item import MediaItem
 
-VERSION = 8
+VERSION = 9
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
 
@@ -41,7 +42,10 @@ BlockKey = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BY
 
 
 class Submit(_Message):
-    """The command to serve a request, with all its fields. Token ids are packed as 32-bit numbers; None stays None."""
+    """The command to serve a request, with all its fields. Token ids are packed as 32-bit numbers; None stays None.
+
+    `media` has the items of its spans, each once.
+    """
 
     request_id: str
     prompt_token_ids: bytes | None
@@ -62,14 +66,15 @@ class Submit(_Message):
     queue_timeout: float | None
     ttft_objective: float | None
     tpot_objective: float | None
-    session: str = ""  # absent in older journals
+    session: str = ""  # absent in older journals, and so are `media`
+    media: tuple[MediaItem, ...] = ()
 
     @classmethod
-    def of(cls, epoch: int, request: Request) -> Submit:
+    def of(cls, epoch: int, request: Request, media: tuple[MediaItem, ...] = ()) -> Submit:
         """Pack a request."""
         values = {name: getattr(request, name) for name in _REQUEST_FIELDS}
         packed = {name: ids.tobytes() for name in _ID_FIELDS if (ids := values[name]) is not None}
-        return cls(epoch, **values | packed | {"wants": int(request.wants)})
+        return cls(epoch, **values | packed | {"wants": int(request.wants), "media": media})
 
     def request(self) -> Request:
         """Unpack the request. Raises WireError, InvalidRequestError."""
@@ -80,7 +85,7 @@ class Submit(_Message):
         return Request(**values | unpacked | {"wants": Want(self.wants)})
 
 
-_REQUEST_FIELDS = Submit.__struct_fields__[1:]  # all but the epoch
+_REQUEST_FIELDS = Submit.__struct_fields__[1:-1]  # all but the epoch and the media
 _ID_FIELDS = ("prompt_token_ids", "emitted_token_ids")
 
 

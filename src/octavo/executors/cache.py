@@ -2,11 +2,11 @@
 
 Owns: the assignment of layers to groups, block copies, the host tier's memory, and populating pages of memory before
 a step needs them. Does not: choose blocks or hold block tables.
-Invariants: the full-attention group, if there is one, is first; sliding groups follow, the widest window first. A
-group's pool holds only that group's layers and has its own block numbers. Copies run on the device's current stream,
+Invariants: groups with full attention, if there are any, are first; sliding groups follow, the widest window first.
+A group's pool holds only that group's layers and has its own block numbers. Copies run on the device's current stream,
 and the host does not wait for them. Populating changes no byte, so it may run while steps write. It pauses while steps
 run, for up to MAX_PAUSE_S, keeps no pool alive, and stops when less than an eighth of the machine's memory is free.
-Shapes: L layers, N blocks, S block size, K KV heads, D head size.
+Shapes: N blocks, X bytes of a block.
 """
 
 from __future__ import annotations
@@ -20,22 +20,28 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from octavo import machine
-from octavo.artifacts.model_spec import ModelSpec
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.core.plan import StepPlan
 from octavo.errors import EngineError
 from octavo.executors.slots import from_packed
-from octavo.ops.attention import AttentionBackend, AttentionBatch, GroupedAttention, KVPool, PoolShape
+from octavo.ops.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    GroupedAttention,
+    KVPool,
+    LayerAttention,
+    PoolShape,
+)
 from octavo.sampling.columns import Ints, upload
 
-MakeAttention = Callable[[KVPool, int | None], AttentionBackend]  # arguments: a pool, the window of the pool's layers
+MakeAttention = Callable[[KVPool, Sequence[LayerAttention]], AttentionBackend]  # arguments: a pool, its layers
 
 # Memory is allocated in slabs of this size: torch rounds a pinned tensor up to a power of two, which could double it.
 SLAB_BYTES = 64 << 20
@@ -51,26 +57,52 @@ MAX_PAUSE_S = 5.0  # total wait for steps; a standby resumes 32 requests in 1 s,
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
-def group_layers(
-    windows: Sequence[int | None], block: PoolShape, own_layers: range | None = None
-) -> tuple[GroupSpec, ...]:
-    """Group the model's layers by their window (None = full attention). `block` is the shape of one layer's pool.
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How a model's layers are cached: the groups, and of each group the shape of its pool and its layers' attention.
 
-    A rank that has only `own_layers` describes the same groups, since block tables are common to all ranks; its
-    `block_bytes` count its own layers only, and are 0 for a group of which it has no layer.
+    A rank that has only `own_layers` (None: all) has the same groups, since block tables are common to all ranks; its
+    pools hold its own layers, and its `block_bytes` count these only. A pool without layers has some layer's shape.
     """
-    by_window: dict[int, list[int]] = {}
-    for layer, window in enumerate(windows):
-        by_window.setdefault(window or 0, []).append(layer)
-    return tuple(
-        GroupSpec(
-            GroupKind.SLIDING if window else GroupKind.FULL,
-            window,
-            replace(block, num_layers=len(layers_here(by_window[window], own_layers))).block_bytes,
-            tuple(by_window[window]),
-        )
-        for window in sorted(by_window, key=lambda window: (window > 0, -window))
-    )
+
+    groups: tuple[GroupSpec, ...]
+    shapes: tuple[PoolShape, ...]  # of pools without blocks
+    attention: tuple[tuple[LayerAttention, ...], ...]
+    own_layers: range | None = None
+
+    @classmethod
+    def of(
+        cls,
+        attention: Sequence[LayerAttention],
+        max_model_len: int,
+        block_size: int,
+        dtype: torch.dtype,
+        own_layers: range | None = None,
+    ) -> CacheLayout:
+        """Group the model's layers by window and heads. A window of `max_model_len` or more is full attention."""
+        attention = [
+            replace(one, window=None) if one.window is not None and one.window >= max_model_len else one
+            for one in attention
+        ]
+        by_kind: dict[tuple[int, int, int, int, int], list[int]] = {}
+        for layer, one in enumerate(attention):
+            kind = (one.window or 0, one.num_heads, one.num_kv_heads, one.head_dim, one.value_dim)
+            by_kind.setdefault(kind, []).append(layer)
+        groups, shapes, of_groups = [], [], []
+        for kind in sorted(by_kind, key=lambda kind: (kind[0] > 0, -kind[0])):
+            window, _, num_kv_heads, head_dim, value_dim = kind
+            own = layers_here(by_kind[kind], own_layers)
+            shape = PoolShape(len(own), 0, block_size, num_kv_heads, head_dim, value_dim, dtype)
+            group_kind = GroupKind.SLIDING if window else GroupKind.FULL
+            groups.append(GroupSpec(group_kind, window, shape.block_bytes, tuple(by_kind[kind])))
+            shapes.append(shape)
+            of_groups.append(tuple(attention[layer] for layer in own or by_kind[kind]))
+        return cls(tuple(groups), tuple(shapes), tuple(of_groups), own_layers)
+
+    def allocate(self, num_blocks: Sequence[int], device: torch.device) -> list[KVPool]:
+        """Allocate the pool of each group."""
+        shapes = zip(self.shapes, num_blocks, strict=True)
+        return [KVPool(replace(shape, num_blocks=count), device) for shape, count in shapes]
 
 
 def layers_here(layers: Sequence[int], own_layers: range | None) -> list[int]:
@@ -78,36 +110,21 @@ def layers_here(layers: Sequence[int], own_layers: range | None) -> list[int]:
     return [layer for layer in layers if own_layers is None or layer in own_layers]
 
 
-def layer_windows(model: ModelSpec) -> tuple[int | None, ...]:
-    """Return the window of each layer, None for full attention."""
-    return tuple(model.window_of(layer) for layer in range(model.num_layers))
-
-
-def effective_windows(windows: Sequence[int | None], max_model_len: int) -> tuple[int | None, ...]:
-    """Replace each window of `max_model_len` or more by None: a window that long is full attention."""
-    return tuple(None if window is None or window >= max_model_len else window for window in windows)
-
-
 class CacheGroups:
     """The pools, host pools and attention backends of all groups. Pass `attention` to the decoder's `forward`."""
 
     def __init__(
-        self,
-        groups: Sequence[GroupSpec],
-        pools: Sequence[KVPool],
-        host_blocks: Sequence[int],
-        make_attention: MakeAttention,
-        own_layers: range | None = None,
+        self, layout: CacheLayout, pools: Sequence[KVPool], host_blocks: Sequence[int], make_attention: MakeAttention
     ) -> None:
-        self.groups = tuple(groups)
+        self.groups = layout.groups
         self.pools = tuple(pools)
         self._hosts = tuple(HostPool(pool, count) for pool, count in zip(pools, host_blocks, strict=False))
-        backends = [make_attention(pool, group.window or None) for pool, group in zip(pools, groups, strict=True)]
+        backends = [make_attention(pool, layers) for pool, layers in zip(pools, layout.attention, strict=True)]
         self._backends = backends
         self.reads_unwritten = any(backend.reads_unwritten for backend in backends)
         # a single group has all layers: use the backend itself, at no cost per layer
-        is_single = len(backends) == 1 and own_layers is None
-        self.attention = backends[0] if is_single else _by_layer(groups, backends, own_layers)
+        is_single = len(backends) == 1 and layout.own_layers is None
+        self.attention = backends[0] if is_single else _by_layer(layout, backends)
 
     def begin(self, batches: Sequence[AttentionBatch]) -> None:
         """Start a step in each group's attention backend."""
@@ -143,35 +160,19 @@ class CacheGroups:
         return [(group, (part[:, 1], part[:, 2])) for group, part in parts if len(part)]
 
 
-def _by_layer(
-    groups: Sequence[GroupSpec], backends: Sequence[AttentionBackend], own_layers: range | None
-) -> GroupedAttention:
+def _by_layer(layout: CacheLayout, backends: Sequence[AttentionBackend]) -> GroupedAttention:
     """Map each of this rank's layers to its group's backend and to the layer's index in the group's pool."""
     return GroupedAttention(
         {
             layer: (backend, local)
-            for group, backend in zip(groups, backends, strict=True)
-            for local, layer in enumerate(layers_here(group.layers, own_layers))
+            for group, backend in zip(layout.groups, backends, strict=True)
+            for local, layer in enumerate(layers_here(group.layers, layout.own_layers))
         }
     )
 
 
-def allocate(
-    groups: Sequence[GroupSpec],
-    num_blocks: Sequence[int],
-    block: PoolShape,
-    device: torch.device,
-    own_layers: range | None = None,
-) -> list[KVPool]:
-    """Allocate the pool of each group, for this rank's layers."""
-    return [
-        KVPool(replace(block, num_layers=len(layers_here(group.layers, own_layers)), num_blocks=count), device)
-        for group, count in zip(groups, num_blocks, strict=True)
-    ]
-
-
 class HostPool:
-    """Host memory for `num_blocks` blocks, each of the shape of a device block; `put` writes it and `get` reads it."""
+    """Host memory for `num_blocks` blocks, each of the bytes of a device block; `put` writes it and `get` reads it."""
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         shape = pool.shape
@@ -180,10 +181,11 @@ class HostPool:
         block_bytes = max(1, shape.block_bytes)  # a rank may have no layer of a group
         self._per_slab = max(1, SLAB_BYTES // block_bytes)
         self._staged = max(1, STAGING_BYTES // block_bytes)
-        block = (2, shape.num_layers, shape.block_size, shape.num_kv_heads, shape.head_dim)
         is_pinned = pool.device.type == "cuda"
         self._slabs = [
-            torch.empty((min(self._per_slab, num_blocks - first), *block), dtype=shape.dtype, pin_memory=is_pinned)
+            torch.empty(
+                (min(self._per_slab, num_blocks - first), shape.block_bytes), dtype=torch.uint8, pin_memory=is_pinned
+            )
             for first in range(0, num_blocks, self._per_slab)
         ]
 
@@ -191,9 +193,8 @@ class HostPool:
         """Copy device blocks to host blocks."""
         for first in range(0, len(device_blocks), self._staged):
             part = slice(first, first + self._staged)
-            content_N2LSKD = self._pool.read_blocks(upload(self._pool.device, device_blocks[part])[0])
-            content_N2LSKD = content_N2LSKD.movedim(2, 0).contiguous()
-            for block, content in zip(host_blocks[part].tolist(), content_N2LSKD, strict=True):
+            content_NX = self._pool.read_blocks(upload(self._pool.device, device_blocks[part])[0])
+            for block, content in zip(host_blocks[part].tolist(), content_NX, strict=True):
                 self._block(block).copy_(content, non_blocking=True)
 
     def get(self, host_blocks: Ints, device_blocks: Ints) -> None:
@@ -201,13 +202,13 @@ class HostPool:
         for first in range(0, len(host_blocks), self._staged):
             part = slice(first, first + self._staged)
             hosts = host_blocks[part].tolist()
-            content_N2LSKD = torch.empty(
-                (len(hosts), *self._slabs[0].shape[1:]), dtype=self._pool.shape.dtype, device=self._pool.device
+            content_NX = torch.empty(
+                (len(hosts), self._pool.shape.block_bytes), dtype=torch.uint8, device=self._pool.device
             )
-            for content, block in zip(content_N2LSKD, hosts, strict=True):
+            for content, block in zip(content_NX, hosts, strict=True):
                 content.copy_(self._block(block), non_blocking=True)
             blocks = upload(self._pool.device, device_blocks[part])[0]
-            self._pool.write_blocks(blocks, content_N2LSKD.movedim(0, 2))
+            self._pool.write_blocks(blocks, content_NX)
 
     def _block(self, number: int) -> Tensor:
         assert 0 <= number < self._num_blocks, f"host block {number} of {self._num_blocks}"

@@ -1,12 +1,14 @@
 """Choose a model's decoder, dtypes and device.
 
-Owns: the choice between the native decoder and the torch decoder, and the automatic choices of device and dtype.
+Owns: the choice between the native, the torch and the transformers decoder; the automatic choices of device and dtype.
 Does not: load files (models does), or size or allocate the cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,18 +19,23 @@ from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import ConfigError
+from octavo.executors.loading_progress import loading_progress
 from octavo.models import native_decoder
 from octavo.models.decoder import Decoder, load_model
 from octavo.models.native_decoder import NativeDecoder
 from octavo.models.native_weights import load_native_weights, wanted_tensors
 from octavo.models.shard_loader import ShardLoader
-from octavo.nn.packing import choose_quantization
+from octavo.models.step_extras import StepExtras
+from octavo.models.transformers_decoder import TransformersDecoder
+from octavo.nn.packing import WantedTensor, choose_quantization
 from octavo.nn.parallel import Parallel
 from octavo.nn.weight_cache import WeightCache
-from octavo.nn.weights import open_weights
-from octavo.ops.attention import AttentionBackend
+from octavo.nn.weights import ReadOptions, open_weights
+from octavo.ops import cpu
+from octavo.ops.attention import AttentionBackend, LayerAttention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
@@ -36,8 +43,11 @@ class AnyDecoder(Protocol):
     """The methods of a decoder that an executor calls, native or not."""
 
     max_model_len: int
+    attention: tuple[LayerAttention, ...]  # of each of the model's layers; on a rank, with the rank's heads
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend) -> Tensor:
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend, extras: StepExtras | None = None
+    ) -> Tensor:
         """Return the hidden states after the final norm, [T, E]. The next call may overwrite them."""
         ...
 
@@ -58,11 +68,15 @@ class AnyDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedDecoder:
-    """A decoder, the quantization of most of its weights ("none" if most are floats), and notes for the user."""
+    """A decoder, the quantization of most of its weights ("none" if most are floats), and notes for the user.
+
+    `idle_expert_bytes` counts experts' weights that a step of one token does not read.
+    """
 
     decoder: AnyDecoder
     quantization: str
     notes: tuple[str, ...] = ()
+    idle_expert_bytes: int = 0
 
 
 class DecoderChoice:
@@ -81,6 +95,7 @@ class DecoderChoice:
         self._model = model
         self._parallel = parallel
         self.device = choose_device(execution.device)
+        self.is_transformers = _is_transformers(files, spec, execution, parallel)
         self._obstacle = _obstacle(self.device, execution, model, spec)
         requested = {"decoder": execution.decoder == "native", "numerics": execution.numerics == "invariant"}
         if self._obstacle is not None and any(requested.values()):
@@ -88,47 +103,152 @@ class DecoderChoice:
             raise ConfigError(f"{setting} is {value!r}, but the native decoder cannot be used: {self._obstacle}")
         self.is_packed = self._obstacle is None
         self.is_native = self.is_packed and parallel is None
+        self.packs = self.is_packed or (self.is_transformers and _no_kernels(self.device, model) is None)
         self.decoder_name = "sharded" if parallel is not None else "native" if self.is_native else "torch"
+        if self.is_transformers:
+            self.decoder_name = "transformers"
         self._is_requested = execution.decoder == "torch" or execution.attention != "auto"
-        self.dtype = choose_dtype(model.dtype, spec.dtype, self.device, self.is_packed)
-        self.quantization = choose_quantization(model.quantization, model.dtype, files, spec)
-        if not self.is_packed and self.quantization != "none":
+        self.dtype = choose_dtype(model.dtype, spec.dtype, self.device, self.packs)
+        self.quantization = choose_quantization(model.quantization, model.dtype, spec)
+        if not self.packs and self.quantization != "none":
             if model.quantization not in ("auto", "none"):
                 raise ConfigError(
                     f"quantization is {model.quantization!r}, which needs the native decoder: {self._obstacle}; "
                     "give none or auto"
                 )
             self.quantization = "none"
+        if model.imatrix is not None and self.quantization != "int4":
+            raise ConfigError(
+                f"imatrix is {model.imatrix!r}, which is for 4-bit codes, but quantization is {self.quantization!r}; "
+                "give --quantization int4, or leave --imatrix out"
+            )
+
+    @property
+    def reason(self) -> str:
+        """Why the decoder is not the native one; "" if it is, or if ranks take its place."""
+        if self.is_transformers:
+            return self._spec.path_reason or "decoder is 'transformers'"
+        return self._obstacle or ""
 
     def load(self, max_model_len: int | None) -> LoadedDecoder:
         """Load the weights. Raises ModelFileError, and ConfigError if the model cannot be divided among the ranks."""
+        if self.is_transformers:
+            return self._load_transformers(max_model_len)
+        imatrix = None if self._model.imatrix is None else Path(self._model.imatrix)
+        if self._parallel is not None and self._parallel.shard.rank:  # rank 0 shows the progress
+            return self._load(max_model_len, ReadOptions(imatrix))
+        with loading_progress(self._files) as advance:
+            loaded = self._load(max_model_len, ReadOptions(imatrix, advance))
+        return replace(loaded, notes=(*self._spec.notes_at(loaded.decoder.max_model_len), *loaded.notes))
+
+    def _load(self, max_model_len: int | None, options: ReadOptions) -> LoadedDecoder:
         if self._parallel is not None:
-            return self._load_shard(self._parallel, max_model_len)
+            return self._load_shard(self._parallel, max_model_len, options)
         if not self.is_native:
-            decoder = load_model(self._files, self._spec, self.dtype, self.device, max_model_len)
-            notes: tuple[str, ...] = ()
+            decoder = load_model(self._files, self._spec, self.dtype, self.device, max_model_len, options)
+            notes = decoder.notes
             if self.device.type == "cpu" and not self._is_requested:
-                notes = (f"layers are computed by torch, which is slower: {self._obstacle}",)
-            return LoadedDecoder(decoder, "none", notes)
+                notes = (
+                    *notes,
+                    f"layers are computed by torch, which is slower: {self._obstacle}",
+                )
+            return LoadedDecoder(decoder, "none", notes, decoder.idle_expert_bytes)
         weights = load_native_weights(
-            self._files, self._spec, self.quantization, self.dtype, WeightCache.of(self._model)
+            self._files, self._spec, self.quantization, self.dtype, WeightCache.of(self._model), options
         )
         native = NativeDecoder(self._spec, weights, max_model_len)
-        return LoadedDecoder(native, native.quantization, weights.notes)
+        return LoadedDecoder(native, native.quantization, weights.notes, native.idle_expert_bytes)
 
-    def _load_shard(self, parallel: Parallel, max_model_len: int | None) -> LoadedDecoder:
+    def _load_transformers(self, max_model_len: int | None) -> LoadedDecoder:
+        if self._model.imatrix is not None:
+            raise ConfigError(f"imatrix is {self._model.imatrix!r}, which transformers models cannot use; leave it out")
+        wanted = wanted_tensors(self.quantization, self.dtype) if self.packs else None
+        place = (self.dtype, self.device)
+        decoder = TransformersDecoder(self._files, self._spec, place, wanted, max_model_len)
+        return LoadedDecoder(
+            decoder, decoder.quantization, (f"the model runs through transformers: {self.reason}", *decoder.notes)
+        )
+
+    def _load_shard(self, parallel: Parallel, max_model_len: int | None, options: ReadOptions) -> LoadedDecoder:
         """Load one rank's part: packed for the kernels where they can be used, else for torch."""
         wanted = wanted_tensors(self.quantization, self.dtype) if self.is_packed else None
-        weights = open_weights(self._files, self._spec)
+        weights = open_weights(self._files, self._spec, options)
         loader = ShardLoader(self._spec, self.dtype, self.device, weights, parallel, wanted)
         decoder = Decoder(loader, max_model_len)
-        return LoadedDecoder(decoder, loader.quantization)
+        return LoadedDecoder(decoder, loader.quantization, decoder.notes)
+
+
+def draft_quantization(files: ModelFiles, spec: ModelSpec, execution: ExecutionConfig, model: ModelConfig) -> str:
+    """Return the quantization of a draft model: "auto" is int4 if there are kernels and its files have no codes."""
+    if model.quantization != "auto" or spec.quantization is not None:
+        return model.quantization
+    return "int4" if DecoderChoice(files, spec, execution, model).packs else "auto"
+
+
+def encoder_weights(
+    device: torch.device, execution: ExecutionConfig, model: ModelConfig, spec: ModelSpec
+) -> tuple[WantedTensor | None, torch.dtype, tuple[str, ...]]:
+    """Return how an encoder's linear layers are packed (None: by torch), its dtype, and notes. Raises ConfigError.
+
+    On a CPU "auto" is float32: an encoder is small, and its vectors are compared with those of other programs.
+    """
+    if model.imatrix is not None:
+        raise ConfigError(f"imatrix is {model.imatrix!r}; an encoder has none, leave it out")
+    if execution.decoder == "transformers":
+        raise ConfigError("decoder is 'transformers', which does not run encoders; give auto, native or torch")
+    obstacle = "decoder is 'torch'" if execution.decoder == "torch" else _no_kernels(device, model)
+    quantization = choose_quantization(model.quantization, model.dtype, spec)
+    is_float32 = model.dtype == "auto" and device.type == "cpu"
+    dtype = torch.float32 if is_float32 else choose_dtype(model.dtype, spec.dtype, device)
+    if obstacle is None:
+        return wanted_tensors(quantization, dtype), dtype, ()
+    for setting, value, needing in (
+        ("decoder", execution.decoder, ("native",)),
+        ("numerics", execution.numerics, ("invariant",)),
+        ("quantization", model.quantization, ("int8", "int4")),
+    ):
+        if value in needing:
+            reason = f"which needs the C++ kernels, and they cannot be used: {obstacle}"
+            raise ConfigError(f"{setting} is {value!r}, {reason}; give auto")
+    return None, dtype, (f"layers are computed by torch: {obstacle}",) if device.type == "cpu" else ()
+
+
+def _no_kernels(device: torch.device, model: ModelConfig) -> str | None:
+    """Return why no layer can have packed weights, or None if layers can."""
+    if device.type != "cpu":
+        return f"the device is {device.type}"
+    if not cpu.status().is_loaded:
+        return f"the C++ kernels are {cpu.status().reason}"
+    return "dtype is 'float16'" if model.dtype == "float16" else None
+
+
+def _is_transformers(files: ModelFiles, spec: ModelSpec, execution: ExecutionConfig, parallel: Parallel | None) -> bool:
+    """Return True if the model runs through transformers. Raises ConfigError if the configuration excludes that."""
+    if spec.path != "transformers" and execution.decoder != "transformers":
+        return False
+    reason = spec.path_reason or "decoder is 'transformers'"
+    if parallel is not None:
+        raise ConfigError(
+            f"{reason}; the transformers decoder cannot be divided among ranks; give --tensor-parallel-size 1 and "
+            "--pipeline-parallel-size 1"
+        )
+    if execution.decoder in ("native", "torch"):
+        raise ConfigError(f"decoder is {execution.decoder!r}, but {reason}; give auto or transformers")
+    if spec.quantization is not None and files.kind == "hf":
+        raise ConfigError(f"decoder is 'transformers', and the files have {spec.quantization} codes; give auto")
+    if files.kind != "hf":
+        raise ConfigError(
+            f"decoder is 'transformers', which reads folders of safetensors; {files.name} is none; give auto"
+        )
+    return True
 
 
 def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConfig, spec: ModelSpec) -> str | None:
     """Return why the native decoder cannot be used, or None if it can."""
     if device.type != "cpu":
         return f"the device is {device.type}"
+    if spec.path == "transformers" or execution.decoder == "transformers":
+        return "the model runs through transformers"
     if execution.decoder == "torch":
         return "decoder is 'torch'"
     if execution.attention != "auto":
@@ -160,8 +280,13 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device, is_native: bo
     return torch.bfloat16 if is_native or _BF16_FEATURES & set(machine.look().features) else torch.float32
 
 
-def dtype_named(name: str, setting: str) -> torch.dtype:
+def cache_dtype(name: str, model: torch.dtype) -> torch.dtype:
+    """Return the type of cached keys and values: "auto" means the model's. Raises ConfigError."""
+    return model if name == "auto" else dtype_named(name, "kv_cache_dtype", KV_DTYPES)
+
+
+def dtype_named(name: str, setting: str, dtypes: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
     """Return the dtype with this name. Raises ConfigError, whose message names `setting`."""
-    if name not in DTYPES:
-        raise ConfigError(f"{setting} is {name!r}; give auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    if name not in dtypes:
+        raise ConfigError(f"{setting} is {name!r}; give auto, {', '.join(dtypes)}")
+    return dtypes[name]

@@ -10,6 +10,7 @@ A user's number of blocks or tokens refers to the leading group: the first, whic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -23,15 +24,18 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig, ParallelConfig
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.errors import CapacityError
-from octavo.executors.cache import effective_windows, group_layers, layer_windows
-from octavo.executors.loading import DecoderChoice, dtype_named
+from octavo.executors.cache import CacheLayout
+from octavo.executors.loading import DecoderChoice, cache_dtype, choose_device, encoder_weights
 from octavo.executors.protocol import ExecutorSpec, MemoryPlan, usable_len
-from octavo.models.native_weights import native_weight_bytes
+from octavo.models.layer_attention import layer_attention
+from octavo.models.native_weights import native_weight_bytes, wanted_tensors
 from octavo.models.shards import ModelShard
+from octavo.nn.packing import WantedTensor
 from octavo.nn.parallel import Parallel, ShardSpec
 from octavo.nn.weights import open_weights
-from octavo.ops.attention import PoolShape
 
+_CODE_BITS = {"int8": 9, "int4": 5}  # with the scales
+_OF_LAYER = re.compile(r"\.\d+\.")
 HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, by default
 FREE_BLOCKS = 1 << 22  # offered by a rank that has no layer of a group; other ranks have, and offer fewer
 TYPICAL_LEN = 2048  # tokens per sequence that the default pool on a CPU is sized for
@@ -183,15 +187,16 @@ def plan_memory(
     Of several ranks, bytes are those of the rank with the most KV heads and layers; the weights are divided evenly.
     """
     spec = read_model_spec(files)
+    if spec.encoder is not None:
+        return _plan_encoder(files, execution, model, wanted, spec)
     shards = _shards(spec, parallel)
     choice = DecoderChoice(files, spec, execution, model, Parallel() if shards else None)
     max_len = min(wanted.max_model_len or spec.max_model_len, spec.max_model_len)
-    kv_dtype = choice.dtype if wanted.kv_dtype == "auto" else dtype_named(wanted.kv_dtype, "kv_cache_dtype")
-    windows = effective_windows(layer_windows(spec), max_len)
-    sizes = {(len(shard.kv_heads), shard.layers) for shard in shards} or {(spec.num_kv_heads, range(spec.num_layers))}
+    kv_dtype = cache_dtype(wanted.kv_dtype, choice.dtype)
+    sizes = {(len(shard.query_heads), len(shard.kv_heads), shard.layers) for shard in shards}
     of_ranks = [
-        group_layers(windows, PoolShape(1, 0, wanted.block_size, max(1, heads), spec.head_dim, kv_dtype), layers)
-        for heads, layers in sizes
+        CacheLayout.of(layer_attention(spec, heads, kv_heads), max_len, wanted.block_size, kv_dtype, layers).groups
+        for heads, kv_heads, layers in sizes or {(spec.num_heads, spec.num_kv_heads, range(spec.num_layers))}
     ]
     groups = max(of_ranks, key=lambda groups: sum(group.block_bytes for group in groups))
     weight_bytes = _weight_bytes(files, spec, choice) // max(1, len(shards))
@@ -215,7 +220,7 @@ def plan_memory(
     return MemoryPlan(
         device=str(choice.device),
         dtype=str(choice.dtype).removeprefix("torch."),
-        quantization=choice.quantization if choice.is_packed else "none",
+        quantization=choice.quantization,
         num_threads=(execution.threads or machine.usable_cores()) if is_host else 1,
         max_model_len=max_len,
         free_bytes=free,
@@ -228,6 +233,41 @@ def plan_memory(
             group.peak_blocks(max_len, wanted.max_batch_tokens, wanted.block_size) for group in groups
         ),
         shortfall=shortfall,
+        decoder=choice.decoder_name,
+        decoder_reason=choice.reason,
+    )
+
+
+def _plan_encoder(
+    files: ModelFiles, execution: ExecutionConfig, model: ModelConfig, wanted: ExecutorSpec, spec: ModelSpec
+) -> MemoryPlan:
+    """Return the plan of an encoder, which has weights and no KV pool."""
+    device = choose_device(execution.device)
+    packing, dtype, notes = encoder_weights(device, execution, model, spec)
+    is_host = device.type == "cpu"
+    free = machine.usable_memory()[1] if is_host else int(torch.cuda.mem_get_info(device)[0])
+    weight_bytes = _estimated_bytes(files, spec, packing, dtype)
+    max_len = min(wanted.max_model_len or spec.max_model_len, spec.max_model_len)
+    blocks = -(-max_len // wanted.block_size)
+    shortfall = (
+        None if weight_bytes < free else f"the weights need {_size(weight_bytes)}; use a machine with more memory"
+    )
+    return MemoryPlan(
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        quantization="none" if packing is None else packing.quantization,
+        num_threads=(execution.threads or machine.usable_cores()) if is_host else 1,
+        max_model_len=max_len,
+        free_bytes=free,
+        weight_bytes=weight_bytes,
+        groups=(GroupSpec(layers=tuple(range(spec.num_layers))),),
+        num_blocks=(wanted.max_sequences * blocks,),
+        block_size=wanted.block_size,
+        num_slots=wanted.max_sequences,
+        sequence_blocks=(blocks,),
+        shortfall=shortfall,
+        decoder="encoder",
+        decoder_reason="; ".join(notes),
     )
 
 
@@ -242,5 +282,16 @@ def _shards(spec: ModelSpec, parallel: ParallelConfig | None) -> list[ModelShard
 def _weight_bytes(files: ModelFiles, spec: ModelSpec, choice: DecoderChoice) -> int:
     if choice.is_packed:
         return native_weight_bytes(files, spec, choice.quantization, choice.dtype)
+    packing = wanted_tensors(choice.quantization, choice.dtype) if choice.packs else None
+    return _estimated_bytes(files, spec, packing, choice.dtype)
+
+
+def _estimated_bytes(files: ModelFiles, spec: ModelSpec, packing: WantedTensor | None, dtype: torch.dtype) -> int:
+    """Return the bytes of the files' tensors. With `packing`, layers' matrices are packed, and the rest is float32."""
     weights = open_weights(files, spec)
-    return sum(prod(weights.shape(name)) for name in weights.names) * choice.dtype.itemsize
+    shapes = {name: weights.shape(name) for name in weights.names}
+    total = sum(map(prod, shapes.values()))
+    if packing is None:
+        return total * dtype.itemsize
+    num_packed = sum(prod(shape) for name, shape in shapes.items() if len(shape) > 1 and _OF_LAYER.search(name))
+    return num_packed * _CODE_BITS.get(packing.quantization, 8 * dtype.itemsize) // 8 + (total - num_packed) * 4

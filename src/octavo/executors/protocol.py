@@ -7,12 +7,14 @@ order. Does not: import torch. The engine loop keeps up to `depth` submitted pla
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from octavo.core.limits import GroupSpec
 from octavo.core.plan import StepPlan, StepResult
+from octavo.core.request import Request
+from octavo.media.item import MediaItem
 
 Ticket = object  # opaque to the loop: returned by submit, passed to collect
 
@@ -94,8 +96,12 @@ class Capacity:
     cache has `dtype` too unless the spec names another. `has_masks`: the executor applies grammar masks (see supply);
     an executor without masks gets no request with a grammar. `usable_len`: tokens that one request can use, fewer than
     `max_model_len` if the pool is smaller (0: unknown). `ranks` is empty if there is one. `linear_flops_per_token`,
-    `weight_bytes` and `kv_bytes_per_token` give a lower bound of a step's time. `decoder` is the code of the layers:
-    "native", "torch", or "sharded" for ranks (of any number) and for one rank with their arithmetic.
+    `weight_bytes` and `kv_bytes_per_token` give a lower bound of a step's time; a step of one token reads
+    `idle_expert_bytes` less than `weight_bytes`. `decoder` is the code of the layers:
+    "native", "torch", "encoder", or "sharded" for ranks (of any number) and for one rank with their arithmetic.
+    `is_encoder`: requests can only be pooled, and a prompt is computed whole, without cached prefixes. `media` are the
+    kinds of media that requests may have, of which a step encodes at most `encoder_budget` tokens and `encoder_cache`
+    tokens are kept. If `whole_span_tokens` is not 0, a step computes each item, of up to so many tokens, whole.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -108,6 +114,7 @@ class Capacity:
     dtype: str = "float32"
     num_threads: int = 1
     weight_bytes: int = 0
+    idle_expert_bytes: int = 0
     kv_bytes_per_token: int = 0
     linear_flops_per_token: int = 0
     notes: tuple[str, ...] = field(default=())
@@ -118,6 +125,11 @@ class Capacity:
     decoder: str = ""
     fingerprint: Fingerprint = Fingerprint()
     ranks: tuple[RankPlace, ...] = ()
+    is_encoder: bool = False
+    media: tuple[str, ...] = ()
+    encoder_budget: int = 0
+    encoder_cache: int = 0
+    whole_span_tokens: int = 0
 
     def describe_lack(self, promised: Capacity) -> str | None:
         """Return why an engine cannot continue every request of one with the promised capacity, or None."""
@@ -125,7 +137,7 @@ class Capacity:
             have, need = getattr(self, name), getattr(promised, name)
             if have < need:
                 return f"its {name} is {have}, and requests may need {need}"
-        for name in ("vocab_size", "block_size", "has_masks"):
+        for name in ("vocab_size", "block_size", "has_masks", "is_encoder", "media"):
             have, need = getattr(self, name), getattr(promised, name)
             if have != need:
                 return f"its {name} is {have}, and it must be {need}"
@@ -138,8 +150,9 @@ class Capacity:
 class MemoryPlan:
     """The memory that opening would take, computed without loading weights, in bytes and tokens.
 
-    `num_blocks` has one entry per cache group. `free_bytes` is available for weights and pool together. `shortfall`
-    says why no useful pool fits; None means that one fits.
+    `decoder` is as in Capacity, and `decoder_reason` says why it is not the native one. `num_blocks` has one entry per
+    cache group. `free_bytes` is available for weights and pool together. `shortfall` says why no useful pool fits; None
+    means that one fits.
     """
 
     device: str
@@ -155,6 +168,8 @@ class MemoryPlan:
     num_slots: int
     sequence_blocks: tuple[int, ...]
     shortfall: str | None = None
+    decoder: str = ""
+    decoder_reason: str = ""
 
     @property
     def pool_bytes(self) -> int:
@@ -176,6 +191,18 @@ class MemoryPlan:
         """Requests of full length that the pool holds at once."""
         shares = [count / need for count, need in zip(self.num_blocks, self.sequence_blocks, strict=True) if need]
         return min(shares, default=0.0)
+
+
+class MediaExecutor(Protocol):
+    """What an executor with media in its Capacity has beside the methods of Executor."""
+
+    def add_media(self, request: Request, items: tuple[MediaItem, ...]) -> None:
+        """Keep the items of a request's spans until drop_media. Called before the request's first plan."""
+        ...
+
+    def drop_media(self, request_ids: Iterable[str]) -> None:
+        """Drop the items of requests that ended. Plans that are submitted already may have encoded them."""
+        ...
 
 
 class Executor(Protocol):

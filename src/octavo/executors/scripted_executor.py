@@ -14,7 +14,7 @@ import signal
 import struct
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
@@ -34,10 +34,13 @@ from octavo.core.plan import (
     StepResult,
     TokenLogprobs,
 )
+from octavo.core.request import Request
 from octavo.errors import EngineError
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.grammar.matcher import Masks
+from octavo.media.item import MediaItem
 
+IMAGE_BUDGET = 256  # tokens of images that a step encodes, and that are kept
 POOL_TOKENS = 262_144  # default size of the pool
 TOKEN_BYTES = 64  # nominal size of a cached token, so that sizes in bytes have a meaning
 MAX_STEP_S = 4.0  # below the watchdog's limit of 5 s
@@ -110,6 +113,7 @@ class ScriptedExecutor:
         self._coder = coder
         self._can_die = can_die
         self._slots: dict[int, _ScriptedSequence] = {}
+        self._media: dict[str, tuple[MediaItem, ...]] = {}  # by request
         self._spec: ExecutorSpec
 
     def open(self, spec: ExecutorSpec) -> Capacity:
@@ -141,6 +145,9 @@ class ScriptedExecutor:
             kv_bytes_per_token=TOKEN_BYTES,
             host_blocks=blocks.host,
             has_masks=True,
+            media=("image",) if self._script.images else (),
+            encoder_budget=IMAGE_BUDGET if self._script.images else 0,
+            encoder_cache=IMAGE_BUDGET if self._script.images else 0,
             usable_len=usable_len(groups, blocks.device, spec, max_len),
         )
 
@@ -150,6 +157,10 @@ class ScriptedExecutor:
             self._slots.pop(slot, None)
         for new in plan.new_sequences:
             self._slots[new.slot] = self._start(new)
+        for job in plan.encode_jobs:
+            items = self._media.get(self._slots[job.slot].new.request_id, ())
+            if job.key not in {item.key for item in items}:
+                raise EngineError(f"image {job.span} of request {self._slots[job.slot].new.request_id} was not sent")
         step = _Step(StepResult(array("i")), self._script.step_ms / 1e3 if plan.slots else 0.0)
         position = 0
         for number, row in enumerate(plan.rows()):
@@ -205,9 +216,19 @@ class ScriptedExecutor:
         ticket.result.errors = tuple(sorted(ticket.errors.items()))
         return ticket.result
 
+    def add_media(self, request: Request, items: tuple[MediaItem, ...]) -> None:
+        """See MediaExecutor."""
+        self._media[request.request_id] = items
+
+    def drop_media(self, request_ids: Iterable[str]) -> None:
+        """See MediaExecutor."""
+        for request_id in request_ids:
+            del self._media[request_id]
+
     def close(self) -> None:
-        """Drop all slots."""
+        """Drop all slots and images."""
         self._slots.clear()
+        self._media.clear()
 
     def _start(self, new: NewSequence) -> _ScriptedSequence:
         assert new.token_ids is not None, f"{new.request_id} has a length but no token ids: only a simulator can run it"

@@ -21,6 +21,8 @@ from octavo.core.plan import DROP_BLOCK, NewSequence, StepPlan
 from octavo.sampling.columns import Ints, SequenceIds, upload
 from octavo.sampling.sampler import Sampler
 
+NO_ADAPTER = -1
+
 
 def from_packed(column: array[int]) -> NDArray[np.int64]:
     """Copy a packed column as int64."""
@@ -60,11 +62,14 @@ class Slots:
         self.tables: list[Ints] = [np.full((num_slots, max_blocks), null, dtype=np.int64) for null in null_blocks]
         self.sampler = Sampler(num_slots, self.ids_SW, vocab_size)
         self.faults: dict[int, str] = {}
+        self.adapters: dict[int, int] = {}  # of loaded adapters: id -> the decoder's number
+        self.adapter_S = np.full(num_slots, NO_ADAPTER, dtype=np.int32)  # the decoder's numbers
 
     def change_sequences(self, plan: StepPlan) -> None:
         """Empty the freed slots and fill those of new sequences."""
         for slot in plan.freed_slots:
             self._empty(slot)
+        self.sampler.mirostat.forget(plan.finished_ids)
         for new in plan.new_sequences:
             self._empty(new.slot)
             self._fill(new)
@@ -103,6 +108,7 @@ class Slots:
         for table_SM, null_block in zip(self.tables, self.null_blocks, strict=True):
             table_SM[slot] = null_block
         self.sampler.release(slot)
+        self.adapter_S[slot] = NO_ADAPTER
         self.faults.pop(slot, None)
 
     def _fill(self, new: NewSequence) -> None:
@@ -114,13 +120,16 @@ class Slots:
             self.faults[new.slot] = fault
             ids = np.clip(ids, 0, self.vocab_size - 1)
         self.ids_SW[new.slot, : len(ids)].copy_(upload(self.ids_SW.device, ids.astype(np.int32))[0], non_blocking=True)
-        known = SequenceIds(ids[: new.num_prompt], ids[new.num_prompt :], new.eos_token_ids)
+        self.adapter_S[new.slot] = self.adapters.get(new.adapter_id, NO_ADAPTER)
+        known = SequenceIds(ids[: new.num_prompt], ids[new.num_prompt :], new.eos_token_ids, new.request_id)
         self.sampler.put(new.slot, new.params, known, new.choice)
 
     def _fault(self, new: NewSequence, ids: Ints) -> str | None:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             wrong = int(ids.max()) if ids.max() >= self.vocab_size else int(ids.min())
             return f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}"
+        if new.adapter_id and new.adapter_id not in self.adapters:
+            return f"adapter {new.adapter_id} is not loaded"
         for token, _ in new.params.logit_bias:
             if token >= self.vocab_size:
                 return f"logit_bias names token {token}, the model's vocabulary has {self.vocab_size}"

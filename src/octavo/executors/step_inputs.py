@@ -16,6 +16,7 @@ from array import array
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -78,6 +79,7 @@ class StepInputs:
     first position but not its last (see ops.attention); partial blocks are listed only on request. `first_token_N` is
     the index of each plan row's first token in the pass. `sample_rows` has a row once, and once more for each of the
     row's `drafts`. `beams` are indices into `sample_rows` of the rows that need only candidates.
+    `adapters_T` has each row's adapter; None if no row has one.
     """
 
     token_index_T: Tensor
@@ -95,6 +97,7 @@ class StepInputs:
     score_rows: Ints
     pool_rows: Ints
     drafts: Drafts | None = None
+    adapters_T: Tensor | None = None
 
     @property
     def silent_rows(self) -> Ints:
@@ -106,8 +109,7 @@ class StepInputs:
 
 def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: bool = True) -> StepInputs:
     """Convert the plan's columns to tensors on the slots' device. Tables must be current; a row must have tokens."""
-    slots_N, starts_N, counts_N = from_packed(plan.slots), from_packed(plan.starts), from_packed(plan.counts)
-    flags_N = from_packed(plan.flags)
+    slots_N, starts_N, counts_N, flags_N = map(from_packed, (plan.slots, plan.starts, plan.counts, plan.flags))
     ends_N = starts_N + counts_N
     longest = int(ends_N.max())
     assert longest <= slots.max_model_len, "a row reaches past max_model_len"
@@ -173,7 +175,14 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
         score_rows=np.flatnonzero(flags_N & ROW_SCORE) if wanted & ROW_SCORE else _NONE,
         pool_rows=np.flatnonzero(flags_N & ROW_POOL) if wanted & ROW_POOL else _NONE,
         drafts=drafts,
+        adapters_T=_adapters(slots, slot_T) if slots.adapters else None,
     )
+
+
+def _adapters(slots: Slots, slot_T: Ints) -> Tensor | None:
+    """Return the decoder's number of each row's adapter, int32, -1 for none; None if no row has one."""
+    adapters_T = slots.adapter_S[slot_T]
+    return torch.from_numpy(adapters_T) if (adapters_T >= 0).any() else None
 
 
 def _sampled(plan: StepPlan, rows: Ints) -> tuple[Ints, Ints | int, Drafts | None]:

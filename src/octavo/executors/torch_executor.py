@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -22,28 +23,26 @@ from octavo import machine
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig
-from octavo.core.limits import GroupSpec
 from octavo.core.plan import StepPlan, StepResult, StepTimings
+from octavo.core.request import Request
 from octavo.errors import ConfigError, EngineError
-from octavo.executors.cache import (
-    CacheGroups,
-    Steps,
-    allocate,
-    effective_windows,
-    group_layers,
-    layer_windows,
-    make_resident,
-)  # fmt: skip
-from octavo.executors.loading import AnyDecoder, DecoderChoice, LoadedDecoder, dtype_named
+from octavo.executors.cache import CacheGroups, CacheLayout, MakeAttention, Steps, make_resident
+from octavo.executors.loading import AnyDecoder, DecoderChoice, LoadedDecoder, cache_dtype
+from octavo.executors.media_rows import MediaRows
 from octavo.executors.memory import PoolSizing, describe_groups
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.executors.slots import Slots
 from octavo.executors.step_inputs import StepInputs, build_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.grammar.matcher import Masks
+from octavo.media.item import MediaItem
+from octavo.models.decoder import Decoder
+from octavo.models.native_decoder import NativeDecoder
 from octavo.models.shards import ModelShard
+from octavo.models.step_extras import StepExtras
+from octavo.nn.lora import read_adapter
 from octavo.nn.parallel import Parallel
-from octavo.ops.attention import AttentionBackend, KVPool, PoolShape, ReferenceAttention
+from octavo.ops.attention import AttentionBackend, KVPool, LayerAttention, ReferenceAttention
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
 from octavo.sampling.columns import SamplingRows, upload
@@ -51,13 +50,13 @@ from octavo.sampling.processors import TokenMasks
 from octavo.sampling.sampler import Sampler
 
 
-def fastest_attention(pool: KVPool, num_heads: int, window: int | None) -> AttentionBackend:
+def fastest_attention(pool: KVPool, layers: Sequence[LayerAttention]) -> AttentionBackend:
     """Return the C++ kernel if it can read the pool and is faster, else torch's attention."""
-    backend = KernelAttention if has_kernel(pool, num_heads) and is_faster() else BatchedAttention
-    return backend(pool, num_heads, window)
+    backend = KernelAttention if has_kernel(pool, layers) and is_faster() else BatchedAttention
+    return backend(pool, layers)
 
 
-ATTENTION: dict[str, Callable[[KVPool, int, int | None], AttentionBackend]] = {
+ATTENTION: dict[str, MakeAttention] = {
     "auto": fastest_attention,
     "batched": BatchedAttention,
     "reference": ReferenceAttention,
@@ -83,6 +82,7 @@ class TorchExecutor:
         model: ModelConfig,
         parallel: Parallel | None = None,
     ) -> None:
+        self._files = files
         self._spec = spec
         self._execution = execution
         self._parallel = parallel
@@ -98,6 +98,7 @@ class TorchExecutor:
         self._cache: CacheGroups
         self._slots: Slots
         self._sampler: Sampler
+        self._media: MediaRows
 
     def open(self, spec: ExecutorSpec) -> Capacity:
         """Load the weights; allocate the pool and the slots. A thread populates the pages of a large pool."""
@@ -110,8 +111,9 @@ class TorchExecutor:
         if self._execution.attention not in ATTENTION:
             raise ConfigError(f"attention is {self._execution.attention!r}; give one of {', '.join(ATTENTION)}")
         self._loaded, self._opening = self._choice.load(spec.max_model_len), spec
-        max_model_len = self._loaded.decoder.max_model_len
-        sizing = PoolSizing(spec, self._groups(spec, max_model_len)[0], max_model_len)
+        self._media = MediaRows.open(self._files, self._spec, self._choice)
+        decoder = self._loaded.decoder
+        sizing = PoolSizing(spec, self._layout(decoder, spec).groups, decoder.max_model_len)
         host_ranks = 1 if self._parallel is None else self._parallel.host_ranks
         is_host = self._device.type == "cpu"
         host_bytes = machine.usable_memory()[1] // host_ranks
@@ -124,9 +126,10 @@ class TorchExecutor:
         loaded, spec = self._loaded, self._opening
         del self._loaded
         decoder = loaded.decoder
-        groups, block = self._groups(spec, decoder.max_model_len)
-        num_blocks, host_blocks = blocks.device, blocks.host
-        self._cache = self._make_cache(groups, block, blocks)
+        layout = self._layout(decoder, spec)
+        groups, num_blocks, host_blocks = layout.groups, blocks.device, blocks.host
+        make_attention = KernelAttention if self._choice.is_packed else ATTENTION[self._execution.attention]
+        self._cache = CacheGroups(layout, layout.allocate(num_blocks, self._device), host_blocks, make_attention)
         null_blocks = [pool.null_block for pool in self._cache.pools]
         vocab_size = self._spec.vocab_size
         self._slots = Slots(
@@ -148,42 +151,28 @@ class TorchExecutor:
             dtype=str(self._dtype).removeprefix("torch."),
             num_threads=torch.get_num_threads() if self._device.type == "cpu" else 1,
             weight_bytes=decoder.weight_bytes,
+            idle_expert_bytes=loaded.idle_expert_bytes,
             kv_bytes_per_token=sum(group.block_bytes for group in groups) // spec.block_size,
             linear_flops_per_token=decoder.linear_flops_per_token,
-            notes=(*loaded.notes, *describe_groups(groups, num_blocks, spec.block_size)),
+            notes=(*loaded.notes, *self._media.notes, *describe_groups(groups, num_blocks, spec.block_size)),
             host_blocks=host_blocks,
             quantization=loaded.quantization,
             has_masks=True,
             usable_len=usable_len(groups, num_blocks, spec, decoder.max_model_len),
             decoder=self._choice.decoder_name,
+            **self._media.capacity(spec.max_batch_tokens, decoder.max_model_len),
         )
 
-    def _groups(self, spec: ExecutorSpec, max_model_len: int) -> tuple[tuple[GroupSpec, ...], PoolShape]:
-        """Return the model's cache groups, in bytes of this rank, and the shape of one layer's pool."""
-        model, shard = self._spec, self._shard
-        kv_dtype = self._dtype if spec.kv_dtype == "auto" else dtype_named(spec.kv_dtype, "kv_cache_dtype")
-        # a rank without heads has a pool all the same, which it never touches
-        num_kv_heads = model.num_kv_heads if shard is None else max(1, len(shard.kv_heads))
-        block = PoolShape(1, 0, spec.block_size, num_kv_heads, model.head_dim, kv_dtype)
-        windows = effective_windows(layer_windows(model), max_model_len)
-        return group_layers(windows, block, self._own_layers), block
+    def _layout(self, decoder: AnyDecoder, spec: ExecutorSpec) -> CacheLayout:
+        """Return how this rank's layers are cached."""
+        kv_dtype = cache_dtype(spec.kv_dtype, self._dtype)
+        return CacheLayout.of(decoder.attention, decoder.max_model_len, spec.block_size, kv_dtype, self._own_layers)
 
     @property
     def _own_layers(self) -> range | None:
         """The layers of this rank's stage; None if it has all."""
         is_stage = self._shard is not None and self._shard.shard.num_stages > 1
         return self._shard.layers if is_stage and self._shard is not None else None
-
-    def _make_cache(self, groups: Sequence[GroupSpec], block: PoolShape, blocks: PoolBlocks) -> CacheGroups:
-        make_attention = KernelAttention if self._choice.is_packed else ATTENTION[self._execution.attention]
-        num_heads = self._spec.num_heads if self._shard is None else max(1, len(self._shard.query_heads))
-        return CacheGroups(
-            groups,
-            allocate(groups, blocks.device, block, self._device, self._own_layers),
-            blocks.host,
-            lambda pool, window: make_attention(pool, num_heads, window),
-            self._own_layers,
-        )
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Run the plan (CPU) or launch it (CUDA). Raises the step's error; a step that fails here has no result."""
@@ -192,7 +181,7 @@ class TorchExecutor:
         try:
             return self._run(plan)
         except RuntimeError as error:
-            _raise_if_memory(error, self._device)
+            raise_if_memory(error, self._device)
             raise
         finally:
             self._steps.end()
@@ -208,12 +197,17 @@ class TorchExecutor:
         inputs = build_inputs(plan, self._slots, self._block_size, self._cache.reads_unwritten)
         if self._cache.reads_unwritten:
             self._cache.clear(inputs.partial_blocks)
+        extras = self._media.extras(plan, inputs)
         self._cache.begin(inputs.attention)
         if self._parallel is not None and self._parallel.shard.tensor_size > 1:
             self._vote(self._parallel, inputs)
         clock.lap()
         token_ids_T = self._slots.flat_ids.index_select(0, inputs.token_index_T)
-        hidden_TE = decoder.forward(token_ids_T, inputs.attention[0].positions_T, self._cache.attention)
+        if inputs.adapters_T is not None:
+            extras = extras or StepExtras()
+            extras.adapters_T = inputs.adapters_T
+        more = () if extras is None else (extras,)
+        hidden_TE = decoder.forward(token_ids_T, inputs.attention[0].positions_T, self._cache.attention, *more)
         clock.lap()
         if not self._samples:
             return outputs, clock
@@ -246,13 +240,20 @@ class TorchExecutor:
         return True
 
     def _apply_effects(self, plan: StepPlan) -> None:
-        if plan.encode_jobs or plan.encoder_frees:
-            raise EngineError("this executor encodes no media; it cannot run encode jobs or free their outputs")
         self._slots.change_sequences(plan)
         self._slots.write_ids(plan)
         self._slots.write_drafts(plan)
         self._cache.move_blocks(plan)
         self._slots.edit_tables(plan)
+        self._media.apply(plan)
+
+    def add_media(self, request: Request, items: tuple[MediaItem, ...]) -> None:
+        """Keep the items of a request's spans until drop_media."""
+        self._media.add(request, items)
+
+    def drop_media(self, request_ids: Iterable[str]) -> None:
+        """Drop the items of requests that ended."""
+        self._media.drop(request_ids)
 
     def _finish(
         self, logits: Callable[[Tensor], Tensor], inputs: StepInputs, hidden_TE: Tensor, outputs: StepOutputs
@@ -311,7 +312,7 @@ class TorchExecutor:
         try:
             self._sample_masked(outputs, masks)
         except RuntimeError as error:
-            _raise_if_memory(error, self._device)
+            raise_if_memory(error, self._device)
             raise
         clock.lap()
 
@@ -333,10 +334,29 @@ class TorchExecutor:
         try:
             result: StepResult = outputs.result()
         except RuntimeError as error:
-            _raise_if_memory(error, self._device)
+            raise_if_memory(error, self._device)
             raise
         result.timings = clock.timings
         return result
+
+    def load_adapter(self, adapter_id: int, path: str, max_rank: int) -> None:
+        """Load an adapter, between steps; sequences name it by its id. Raises ModelFileError, EngineError."""
+        decoder, adapters = self._running(), self._slots.adapters
+        if self._parallel is not None or not isinstance(decoder, (NativeDecoder, Decoder)):
+            raise EngineError(f"the {self._choice.decoder_name} decoder has no adapters")
+        if adapter_id in adapters:
+            return
+        adapter = read_adapter(path, self._spec, max_rank, adapter_id)
+        number = next(number for number in itertools.count() if number not in adapters.values())
+        decoder.put_adapter(number, adapter, self._dtype)
+        adapters[adapter_id] = number
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Free an adapter that no sequence uses. Idempotent."""
+        number = self._slots.adapters.pop(adapter_id, None)
+        decoder = self._running()
+        if number is not None and isinstance(decoder, (NativeDecoder, Decoder)):
+            decoder.drop_adapter(number)
 
     def close(self) -> None:
         """Drop the model and the pool."""
@@ -350,7 +370,7 @@ class TorchExecutor:
         return self._decoder
 
 
-def _raise_if_memory(error: RuntimeError, device: torch.device) -> None:
+def raise_if_memory(error: RuntimeError, device: torch.device) -> None:
     """Raise MemoryError if `error` is an out-of-memory error of torch; the engine then makes smaller steps."""
     if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY):
         _free_memory(device)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from octavo.fleet.model_configs import ServedModelConfig
     from octavo.frontend.engine_supervisor import EngineSupervisor
     from octavo.frontend.open_request import LedgerObserver, OpenRequest
+    from octavo.media.item import MediaItem
 
 StartEngine = Callable[["Config", "LedgerObserver | None"], Awaitable["EngineSupervisor"]]
 _FOR_ALL = ("pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "reset_statistics")
@@ -266,9 +267,9 @@ class OnDemandModel:
 
     # --- EngineClient
 
-    async def submit(self, request: Request) -> Accepted:
+    async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:
         """See EngineClient. The caller has acquired the model."""
-        return await self.loaded_engine.submit(request)
+        return await self.loaded_engine.submit(request, media)
 
     def outputs(
         self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize

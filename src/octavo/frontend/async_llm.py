@@ -7,6 +7,7 @@ Does not: build an engine (assembly does), or use threads except to write a file
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,17 +16,23 @@ from typing import Any, Self, cast
 
 from octavo.core.request import FinishError, FinishReason, SamplingParams, Want, sampling_defaults
 from octavo.errors import ErrorKind, InvalidRequestError
+from octavo.frontend.adapters import AdapterRegistry
 from octavo.frontend.outputs import (
+    ClassificationOutput,
     EmbeddingOutput,
     OutputBuilder,
     RequestOutput,
+    ScoreOutput,
     by_choice,
     embedding_output,
     joined,
 )
+from octavo.frontend.scoring import TextPairs, likeliest
 from octavo.frontend.sessions import Prompt, Session, Sessions, TextDelta, check_stream
+from octavo.media.placeholders import unique_items
 from octavo.observe.metrics.export import Table, save_json_lines
 
+_IMAGES = "images"  # of a prompt that chat_prompt returns
 AnyPrompt = Prompt | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 AnyParams = SamplingParams | Mapping[str, Any] | None
@@ -36,8 +43,9 @@ _NOTHING_SAMPLED = SamplingParams(seed=0)  # a fixed seed, so that embeddings do
 class AsyncEngine:
     """Asynchronous generation from prompts and conversations. All methods belong to one event loop."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, adapters: AdapterRegistry | None = None) -> None:
         self.sessions = sessions
+        self.adapters = adapters
 
     @property
     def default_params(self) -> SamplingParams:
@@ -83,10 +91,45 @@ class AsyncEngine:
 
     async def embed(self, prompt: AnyPrompt, **options: Any) -> EmbeddingOutput:
         """Return a prompt's vector (docs/apis.md); options are those of Sessions.submit. Raises EngineError."""
+        self.sessions.text.check_output("vectors")
+        return await self._pool(prompt, **options)
+
+    async def _pool(self, prompt: AnyPrompt, **options: Any) -> EmbeddingOutput:
+        """Return a prompt's vector, or a classifier's logits."""
         text, session = await self._open(prompt, _NOTHING_SAMPLED, {**options, "wants": Want.POOL})
         async with session:
             *_, last = await session.collect()
             return embedding_output(session.request_id, text, session.prompt_token_ids, last)
+
+    async def classify(self, prompt: AnyPrompt, **options: Any) -> ClassificationOutput:
+        """Return the likeliest label of a prompt, by a sequence classifier. Raises InvalidRequestError, EngineError."""
+        self.sessions.text.check_output("labels")
+        found = await self._pool(prompt, **options)
+        encoder = self.sessions.text.spec.encoder
+        label, probs = likeliest(found.embedding, encoder)
+        labels = () if encoder is None else encoder.labels
+        return ClassificationOutput(
+            found.request_id, found.prompt, found.prompt_token_ids, label, labels, probs, found.metrics
+        )
+
+    async def score(self, comparison: TextPairs) -> list[ScoreOutput]:
+        """Return the score of each pair, in order. Raises InvalidRequestError, EngineError."""
+        text = self.sessions.text
+        text.check_output("scores")
+        wanted = [text.encode_input(each) for each in comparison.texts(text.spec.encoder)]
+        tasks = [asyncio.ensure_future(self._pool(ids)) for ids in wanted]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        scores = comparison.scores(text.spec.encoder, [array("f", output.embedding) for output in outputs])
+        return [
+            ScoreOutput(index, score, comparison.firsts[one], comparison.seconds[other])
+            for index, (score, (one, other)) in enumerate(zip(scores, comparison.pairs, strict=True))
+        ]
 
     async def stream(
         self, prompt: AnyPrompt, sampling_params: AnyParams = None, **options: Any
@@ -131,15 +174,22 @@ class AsyncEngine:
             async for delta in deltas:
                 yield delta
 
-    def chat_prompt(self, messages: str | Messages, template: Mapping[str, Any] | None = None) -> Sequence[int]:
-        """Return the ids of a conversation. Raises InvalidRequestError."""
+    def chat_prompt(self, messages: str | Messages, template: Mapping[str, Any] | None = None) -> AnyPrompt:
+        """Return the prompt of a conversation: its ids, with its images if it has some. Raises InvalidRequestError."""
         listed: Messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         if not isinstance(listed, Sequence) or not all(isinstance(message, Mapping) for message in listed):
             raise InvalidRequestError(
                 'messages must be a text or a list such as [{"role": "user", "content": "Hello"}]', "messages"
             )
-        ids: Sequence[int] = self.sessions.text.prompt_ids_from_messages([*map(dict, listed)], **(template or {}))
-        return ids
+        text, options = self.sessions.text, template or {}
+        if text.spec.vision is None or not any(isinstance(message.get("content"), Sequence) for message in listed):
+            ids: Sequence[int] = text.prompt_ids_from_messages([*map(dict, listed)], **options)
+            return ids
+        from octavo.frontend.images import take_images  # Pillow is an extra
+
+        taken, images = take_images(listed, text.spec.vision)
+        ids, spans = text.prompt_with_images(taken, images, **options)
+        return {"prompt_token_ids": ids, _IMAGES: (spans, unique_items(images))}
 
     async def statistics(self) -> Mapping[str, object]:
         """Return engine counters and gauges as plain JSON values."""
@@ -158,6 +208,24 @@ class AsyncEngine:
         tables = await self.export_statistics()
         await asyncio.to_thread(save_json_lines, path, tables)
 
+    async def cancel(self, request_ids: str | Sequence[str] | None = None) -> int:
+        """End open requests, all if no id is given, with finish_reason "cancelled"; return how many were open."""
+        if request_ids is None:
+            return cast(int, await self.sessions.client.control("cancel_all"))
+        return self.sessions.client.cancel([request_ids] if isinstance(request_ids, str) else request_ids)
+
+    async def pause(self) -> None:
+        """Start no waiting request until `resume`; running requests go on, and new ones wait."""
+        await self.sessions.client.control("pause")
+
+    async def resume(self) -> None:
+        """End a pause."""
+        await self.sessions.client.control("resume")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; return False, and change nothing, while a request holds blocks."""
+        return bool(await self.sessions.client.control("reset_prefix_cache"))
+
     async def close(self) -> None:
         """Stop the engine; every open request is answered first. Idempotent."""
         await self.sessions.client.close()
@@ -174,9 +242,20 @@ class AsyncEngine:
         """Submit a request; return the prompt's text and the session, which the caller enters with `async with`."""
         params = self.read_params(given)
         text, ids = self._read_prompt(prompt)
+        options = dict(options)
+        if isinstance(prompt, Mapping) and _IMAGES in prompt:
+            options["spans"], options["media"] = prompt[_IMAGES]
         if is_streamed:
             check_stream(params)
-        return text, await self.sessions.submit(ids, params, **options)
+        return text, await (await self._sessions_of(options.pop("lora_request", None))).submit(ids, params, **options)
+
+    async def _sessions_of(self, wanted: object) -> Sessions:
+        """Return the sessions of an adapter (a name or a LoRARequest), or the model's own for None."""
+        if wanted is None:
+            return self.sessions
+        if self.adapters is None:
+            raise InvalidRequestError("this engine has no adapters; give LLM(..., enable_lora=True)", "lora_request")
+        return self.sessions.with_adapter((await self.adapters.find(wanted)).adapter_id)
 
     def read_params(self, given: object) -> SamplingParams:
         """Return the parameters to use: a SamplingParams unchanged, or a dict's fields over the model's own defaults.
@@ -200,7 +279,7 @@ class AsyncEngine:
         """Return the prompt's text (None if the prompt is given as ids), and its ids."""
         if isinstance(prompt, Mapping):
             known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
-            if not known or set(prompt) - {"prompt", "prompt_token_ids"}:
+            if not known or set(prompt) - {"prompt", "prompt_token_ids", _IMAGES}:
                 raise InvalidRequestError(
                     f"a prompt has the keys {sorted(prompt)}; give 'prompt' (text) or 'prompt_token_ids'", "prompt"
                 )

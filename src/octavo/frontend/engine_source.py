@@ -49,7 +49,7 @@ class EngineConnection(EngineLink, Protocol):
         """True until the connection has ended."""
         ...
 
-    def post_control(self, verb: Verb) -> None:
+    def post_control(self, verb: Verb, argument: str = "") -> None:
         """Send a verb whose answer is not needed, without waiting."""
         ...
 

@@ -11,6 +11,7 @@ while it has one. The first engine's capacity is what every later engine holds, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -29,6 +30,7 @@ from octavo.frontend.engine_source import EngineDeath, EngineSource, RunningEngi
 from octavo.frontend.open_request import EngineRouter, LedgerObserver, OpenRequest
 from octavo.frontend.open_requests import OpenRequests
 from octavo.frontend.replica import EngineReplica, EngineState
+from octavo.media.item import MediaItem
 from octavo.observe.merging import merge_answers
 
 _LOG = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class EngineSupervisor:
         self.num_stalls = 0
         self.requests = OpenRequests(observer=observer, router=router)
         self.outputs, self.cancel = self.requests.outputs, self.requests.cancel
+        self.adapters: dict[int, str] = {}  # orders of load_adapter, which every engine gets first
         self.epochs = itertools.count((term << 32) + 1)
         self.awaits_replicas = awaits_replicas
         self.on_capacity: Callable[[int, int], object] | None = None
@@ -235,14 +238,14 @@ class EngineSupervisor:
 
     # --- EngineClient
 
-    async def submit(self, request: Request) -> Accepted:
+    async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:
         """Submit a request; waits while there is no engine. Raises RequestError, EngineDeadError."""
         self._check_usable()
         if "drain" in self._orders:
             raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
         if not self._replicas and self.start_first is not None:
             await self.start_first()
-        return await self.requests.submit(request)
+        return await self.requests.submit(request, media)
 
     async def statistics(self) -> Mapping[str, object]:
         """Return counters and gauges of the current engines, since they began. Raises EngineDeadError without one."""
@@ -270,6 +273,8 @@ class EngineSupervisor:
             return True
         if verb == "explain" and argument:
             return await self._explain(argument)
+        if verb in ("load_adapter", "unload_adapter"):
+            return await self._change_adapters(verb, argument)
         if verb == "frames" and "/" in argument:
             replica, argument = int(argument.split("/")[0]), argument.split("/")[1]
         return await self._ask(verb, argument, replica)
@@ -299,6 +304,17 @@ class EngineSupervisor:
         if not found:
             raise cast(BaseException, next(iter(answers.values())))
         return merge_answers(verb, found, self.report())
+
+    async def _change_adapters(self, verb: Verb, argument: str) -> bool:
+        """Load or unload an adapter in every engine; wait while all are being restarted. Raises the first error."""
+        while True:
+            self._check_usable()
+            engines = [replica.engine for replica in self._live() if replica.engine is not None]
+            with contextlib.suppress(EngineDeadError):  # its successor gets the order again
+                await asyncio.gather(*(engine.client.control(verb, argument) for engine in engines))
+                if engines:
+                    return True
+            await asyncio.sleep(LOOK_S)
 
     # --- the engines of a replica, one after another
 
@@ -334,6 +350,8 @@ class EngineSupervisor:
         if "pause" in self._orders:  # first, or a request would be admitted in between
             replica.orders.add("pause")
             engine.client.post_control("pause")
+        for order in self.adapters.values():
+            engine.client.post_control("load_adapter", order)
         if replica.state is not EngineState.DRAINING:
             replica.state = EngineState.READY
         replica.bound = self.requests.begin_epoch(engine.client, replica.number, engine.capacity.fingerprint)

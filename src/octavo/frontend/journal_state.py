@@ -83,7 +83,8 @@ class JournaledRequest:
         """Roughly what its records take."""
         num_logprobs = self.request.params.num_logprobs
         per_token = _TOKEN_BYTES if num_logprobs is None else _TOKEN_BYTES + _LOGPROB_BYTES * (num_logprobs + 1)
-        return _REQUEST_BYTES + 4 * self.request.num_prompt_tokens + per_token * self.num_tokens
+        media_bytes = sum(len(item.data) for item in self.state.media)
+        return _REQUEST_BYTES + 4 * self.request.num_prompt_tokens + media_bytes + per_token * self.num_tokens
 
     def append(self, choice: int, position: int, token_id: int, entry: TokenLogprobs | None, at: float) -> None:
         """Append the next id of a choice from a record; ignore an id that is known already, or comes after a gap."""
@@ -106,7 +107,7 @@ class JournaledRequest:
         """Yield the records that rebuild the request. Raises WireError for a request that is too large."""
         state, name = self.state, self.request.request_id
         # Block keys are left out: they take more space than the ids, from which they can be computed.
-        submit = Submit.of(0, replace(self.request, block_keys=None))
+        submit = Submit.of(0, replace(self.request, block_keys=None), state.media)
         yield Opened(self.run, self.index, self.number, submit)
         for choice, page in state.pages.items():
             yield from self._token_records(choice, page)
@@ -294,7 +295,7 @@ class JournalState:
         if shift_s:
             deadline = None if request.deadline is None else request.deadline + shift_s
             request = replace(request, arrival=request.arrival + shift_s, deadline=deadline)
-        self.add(JournaledRequest(record.run, record.index, record.number, OpenRequest(request)))
+        self.add(JournaledRequest(record.run, record.index, record.number, OpenRequest(request, record.submit.media)))
 
     def _append(
         self, record: LoggedEvents | LoggedEventsV1, logprobs: list[TokenLogprobs | None] | None, at: float

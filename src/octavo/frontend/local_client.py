@@ -20,6 +20,7 @@ from octavo.engine.client import Accepted, Verb
 from octavo.engine.loop import EngineLoop
 from octavo.frontend.open_request import settle
 from octavo.frontend.open_requests import OpenRequests
+from octavo.media.item import MediaItem
 
 JOIN_POLL_S = 0.005
 _EPOCH = 1  # an engine in this process has no successor
@@ -30,6 +31,7 @@ class LocalClient:
 
     def __init__(self, engine: EngineLoop) -> None:
         self.epoch = _EPOCH
+        self.adapters: dict[int, str] = {}
         self.requests = OpenRequests(resumes=False)
         self.requests.begin_epoch(self)
         self.outputs, self.cancel = self.requests.outputs, self.requests.cancel
@@ -40,14 +42,14 @@ class LocalClient:
         self._wakeup = LoopWakeup(self._drain)
         engine.attach(partial(self._hand_over, self.requests.accept, _EPOCH))
 
-    async def submit(self, request: Request) -> Accepted:
+    async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:
         """Submit a request. Raises RequestError, EngineDeadError. If this task is cancelled, so is the request."""
         self._bind()
-        return await self.requests.submit(request)
+        return await self.requests.submit(request, media)
 
-    def send(self, request: Request) -> asyncio.Future[Accepted]:
+    def send(self, request: Request, media: tuple[MediaItem, ...] = ()) -> asyncio.Future[Accepted]:
         """See EngineLink."""
-        return self._call(self._engine.submit, request)
+        return self._call(partial(self._engine.submit, media=media), request)
 
     def post_cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None

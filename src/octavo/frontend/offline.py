@@ -18,34 +18,36 @@ from typing import Any, Self, TypeVar
 
 from octavo.core.request import SamplingParams
 from octavo.errors import InvalidRequestError, RequestError
+from octavo.frontend.adapters import AdapterRegistry
 from octavo.frontend.async_llm import AnyParams, AnyPrompt, AsyncEngine, Messages
-from octavo.frontend.outputs import EmbeddingOutput, RequestOutput
+from octavo.frontend.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoreOutput
+from octavo.frontend.scoring import TextPairs, ranked
 from octavo.frontend.sessions import Sessions, TextDelta
 from octavo.observe.metrics.export import Table
 
 _T = TypeVar("_T")
 _P = TypeVar("_P")
-_Answer = TypeVar("_Answer", bound=RequestOutput | EmbeddingOutput)
+_Answer = TypeVar("_Answer", bound=RequestOutput | EmbeddingOutput | ClassificationOutput)
 Params = AnyParams | Sequence[AnyParams]
 _TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools")
 # Other arguments of vLLM's methods -> what to do instead. An argument that is None is ignored.
 _ELSEWHERE = {
-    "lora_request": "adapters are not supported",
+    "lora_request": "give it to generate or chat",
     "priority": "give it to AsyncLLM.generate, or serve with --policy priority",
     "prompt_token_ids": 'give {"prompt_token_ids": [...]} as the prompt',
     "tokenization_kwargs": 'give {"prompt_token_ids": [...]} as the prompt',
     "chat_template": 'give it to LLM(..., chat_template="FILE")',
     "chat_template_content_format": "messages hold text",
-    "mm_processor_kwargs": "messages hold text",
+    "mm_processor_kwargs": "images are processed as the model's files say",
 }
-Advance = Callable[[RequestOutput | EmbeddingOutput], None]
+Advance = Callable[[RequestOutput | EmbeddingOutput | ClassificationOutput], None]
 
 
 class OfflineEngine:
     """Synchronous generation in batches. Safe to use from several threads; close() or leave the context when done."""
 
-    def __init__(self, sessions: Sessions) -> None:
-        self._engine = AsyncEngine(sessions)
+    def __init__(self, sessions: Sessions, adapters: AdapterRegistry | None = None) -> None:
+        self._engine = AsyncEngine(sessions, adapters)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_serve, args=(self._loop,), name="octavo-sessions", daemon=True)
         self._thread.start()
@@ -65,11 +67,13 @@ class OfflineEngine:
         A prompt is text, ids, {"prompt": ...} or {"prompt_token_ids": ...}. `sampling_params` (or `params`) is a
         SamplingParams, or a dict whose fields override the model's own defaults; give one for all prompts, or a list
         with one for each. `use_tqdm` (or `progress`) shows a progress bar, on a terminal only. `on_delta(index, delta)`
-        runs in another thread; if it raises, that answer ends with an error. If a prompt is refused, the other prompts
+        runs in another thread; if it raises, that answer ends with an error. `lora_request` is an adapter's name or a
+        LoRARequest, or a list with one (or None) for each prompt. If a prompt is refused, the other prompts
         are cancelled and RequestError is raised. A request that fails later has finish_reason "error".
         """
+        wanted, listed = others.pop("lora_request", None), _as_list(prompts)
         given, shown = _named("generate", sampling_params, use_tqdm, others)
-        return self._run_all(_as_list(prompts), given, shown, on_delta)
+        return self._run_all(listed, given, shown, on_delta, _spread(wanted, len(listed), "lora_request"))
 
     def chat(
         self,
@@ -82,19 +86,22 @@ class OfflineEngine:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the model's chat template, in input order.
 
-        A conversation is a list of messages, or a text (one user message). `template` (or `chat_template_kwargs`)
+        A conversation is a list of messages, or a text (one user message). For a model that takes images, a part of a
+        message may be {"type": "image", "image": a PIL image, bytes, a path or a data URL}, or vLLM's image_url and
+        image_pil. `template` (or `chat_template_kwargs`)
         holds keyword arguments of the chat template. `tools`, `add_generation_prompt` and `continue_final_message` can
         also be given by name. All other arguments are those of generate.
         """
         arguments = {**(template or {}), **(others.pop("chat_template_kwargs", None) or {})}
         arguments |= {name: others.pop(name) for name in _TEMPLATE_OPTIONS if name in others}
+        wanted = others.pop("lora_request", None)
         given, shown = _named("chat", sampling_params, use_tqdm, others)
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_one = not is_list or (len(messages) > 0 and isinstance(messages[0], Mapping))
         conversations: Sequence[Any] = [messages] if is_one else messages
         prompts = [self._engine.chat_prompt(conversation, arguments) for conversation in conversations]
         each = [self._engine.chat_params(one) for one in _spread(given, len(prompts))]
-        return self._run_all(prompts, each, shown, None)
+        return self._run_all(prompts, each, shown, None, _spread(wanted, len(prompts), "lora_request"))
 
     def embed(
         self, prompts: AnyPrompt | Sequence[AnyPrompt], use_tqdm: bool = True, **others: Any
@@ -104,11 +111,36 @@ class OfflineEngine:
         The first prompt that is refused or fails raises its error and cancels the others.
         """
         _, shown = _named("embed", None, use_tqdm, others)
-        listed = _as_list(prompts)
-        if not listed:
+        return self._each(self._engine.embed, _as_list(prompts), shown)
+
+    def classify(
+        self, prompts: AnyPrompt | Sequence[AnyPrompt], use_tqdm: bool = True, **others: Any
+    ) -> list[ClassificationOutput]:
+        """Return each prompt's likeliest label, in input order; the model must be a sequence classifier."""
+        _, shown = _named("classify", None, use_tqdm, others)
+        return self._each(self._engine.classify, _as_list(prompts), shown)
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: bool = True, **others: Any
+    ) -> list[ScoreOutput]:
+        """Score pairs of texts: one text with each of `text_2`, or each with its counterpart; in order.
+
+        A classifier of one label (a cross-encoder) reads both texts at once. Of any other model the score is the cosine
+        of the texts' vectors.
+        """
+        _named("score", None, use_tqdm, others)
+        firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
+        return self._wait(self._engine.score(TextPairs.of(firsts, seconds))) if seconds else []
+
+    def rerank(
+        self, query: str, documents: Sequence[str], top_n: int | None = None, use_tqdm: bool = True, **others: Any
+    ) -> list[ScoreOutput]:
+        """Return the documents' scores for a query, best first, at most `top_n`; `index` is the document's."""
+        _named("rerank", None, use_tqdm, others)
+        if not documents:
             return []
-        with _bar(len(listed), shown) as advance:
-            return self._wait(_all(self._engine.embed, listed, advance))
+        found = self._wait(self._engine.score(TextPairs.of_documents(query, list(documents))))
+        return [found[index] for index in ranked([output.score for output in found], top_n)]
 
     def stream(self, prompt: AnyPrompt, sampling_params: AnyParams = None) -> Iterator[TextDelta]:
         """Continue one prompt, delta by delta; leaving the loop early cancels the request."""
@@ -146,6 +178,25 @@ class OfflineEngine:
         """Write the tables as lines of JSON, replacing the file atomically. Raises EngineError, OSError."""
         self._wait(self._engine.save_statistics(path))
 
+    def cancel(self, request_ids: str | Sequence[str] | None = None) -> int:
+        """End open requests, all if no id is given, from any thread; return how many were open.
+
+        A call that waits for them returns outputs with finish_reason "cancelled", and the ids generated so far.
+        """
+        return self._wait(self._engine.cancel(request_ids))
+
+    def pause(self) -> None:
+        """Start no waiting request until `resume`; running requests go on, and new ones wait."""
+        self._wait(self._engine.pause())
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._wait(self._engine.resume())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; return False, and change nothing, while a request holds blocks."""
+        return self._wait(self._engine.reset_prefix_cache())
+
     def close(self) -> None:
         """Stop the engine and its threads; open requests are answered first. Idempotent."""
         self._close()
@@ -156,12 +207,21 @@ class OfflineEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _each(
+        self, answer: Callable[[AnyPrompt], Awaitable[_Answer]], prompts: Sequence[AnyPrompt], is_shown: bool
+    ) -> list[_Answer]:
+        if not prompts:
+            return []
+        with _bar(len(prompts), is_shown) as advance:
+            return self._wait(_all(answer, prompts, advance))
+
     def _run_all(
         self,
         prompts: Sequence[AnyPrompt],
         params: Params,
         is_shown: bool,
         on_delta: Callable[[int, TextDelta], None] | None,
+        adapters: Sequence[object],
     ) -> list[RequestOutput]:
         each = [self._engine.read_params(one) for one in _spread(params, len(prompts))]
         if not prompts:
@@ -169,7 +229,8 @@ class OfflineEngine:
 
         def answer(index: int) -> Awaitable[RequestOutput]:
             watch = None if on_delta is None else partial(on_delta, index)
-            return self._engine.complete(prompts[index], each[index], on_delta=watch)
+            options = {} if adapters[index] is None else {"lora_request": adapters[index]}
+            return self._engine.complete(prompts[index], each[index], on_delta=watch, **options)
 
         with _bar(len(prompts), is_shown) as advance:
             return self._wait(_all(answer, range(len(prompts)), advance))
@@ -242,13 +303,12 @@ def _named(method: str, params: Params, use_tqdm: object, others: dict[str, Any]
     return params, is_shown
 
 
-def _spread(params: object, count: int) -> list[object]:
+def _spread(params: object, count: int, name: str = "sampling_params") -> list[object]:
     """Return one entry per prompt: a list has one for each prompt, any other value is used for all."""
     if not isinstance(params, (list, tuple)):
         return [params] * count
     if len(params) != count:
-        message = f"{len(params)} sampling_params for {count} prompts; give one, or one for each"
-        raise InvalidRequestError(message, "sampling_params")
+        raise InvalidRequestError(f"{len(params)} {name} for {count} prompts; give one, or one for each", name)
     return list(params)
 
 

@@ -21,6 +21,7 @@ from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.outbox import finished
 from octavo.executors.protocol import Fingerprint
+from octavo.media.item import MediaItem
 
 MAX_PREEMPTIONS = 32  # most preemptions of one request whose times are stored
 _UNKNOWN = Fingerprint()
@@ -50,7 +51,8 @@ class Page:
 class OpenRequest:
     """One request: as it was submitted (with a seed), its pages and its end. Each page is created when it is needed.
 
-    `has_several`: the engine runs several sequences for the request, so the request starts over in a later epoch.
+    `starts_over`: in a later epoch the request begins at its first token, because it has several sequences, or
+    mirostat's bound, which an engine cannot compute from ids.
     `epoch` is the epoch of its arrival; 0 if an earlier front end accepted the request. `has_progress`: the request got
     a token in this epoch, even one that was already known. `num_crashes` counts the engines that died with the request
     in their batch since its last token. `requested_ends` maps a choice (None = the whole request) to the reason of its
@@ -58,20 +60,21 @@ class OpenRequest:
     None while it is held. `num_sends` counts the engines that it was sent to. `fingerprint` is that of the engines that
     generated its ids; `is_exact` is False once an engine with another one continues them. `queue_s` and
     `cached_tokens` describe the first admission; before it they are None and 0. `max_tokens` is the engine's decision;
-    before it, 0. `answer` is the future of the submit call. `waiter` is the reader's future: for any output or, with
-    `final_only`, for the end.
+    before it, 0. `media` has the images of the request's spans, until its end. `answer` is the future of the submit
+    call. `waiter` is the reader's future: for any output or, with `final_only`, for the end.
     """
 
     __slots__ = (
         "_num_choices", "_num_ended", "_out_since", "_scores", "_scores_from", "answer", "cached_tokens", "end",
-        "engine", "epoch", "final_only", "fingerprint", "first_at", "has_logprobs", "has_progress", "has_several",
-        "is_abandoned", "is_exact", "is_read", "max_tokens", "next_score", "num_crashes", "num_sends", "pages",
-        "pooled", "preempted", "queue_s", "request", "requested_ends", "waiter",
+        "engine", "epoch", "final_only", "fingerprint", "first_at", "has_logprobs", "has_progress",
+        "is_abandoned", "is_exact", "is_read", "max_tokens", "media", "next_score", "num_crashes", "num_sends", "pages",
+        "pooled", "preempted", "queue_s", "request", "requested_ends", "starts_over", "waiter",
     )  # fmt: skip
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, media: tuple[MediaItem, ...] = ()) -> None:
         emitted = array("i", request.emitted_token_ids or ())
         self.request = request
+        self.media = media
         self.epoch = 0
         self.pages: dict[int, Page] = {0: Page(emitted, len(emitted))}
         self.queue_s: float | None = None
@@ -95,7 +98,8 @@ class OpenRequest:
         self.next_score = request.score_from
         self.pooled: bytes | None = None
         self.has_logprobs = request.params.num_logprobs is not None
-        self.has_several = request.params.num_sequences > 1 or request.params.beam_width > 0
+        params = request.params
+        self.starts_over = params.num_sequences > 1 or params.beam_width > 0 or params.mirostat > 0
         self._num_choices = num_choices(request.params)
         self._num_ended = 0  # choices
         self._out_since: float | None = None
@@ -158,8 +162,8 @@ class OpenRequest:
         return page is not None and page.end is None and self._num_ended + 1 >= self._num_choices
 
     def finish(self, end: Event) -> None:
-        """End the request and every choice that is still open."""
-        self.end = end
+        """End the request and every choice that is still open, and drop its media."""
+        self.end, self.media = end, ()
         if self._out_since is not None:
             self._note_return(end.time)
         for choice in range(self._num_choices):
@@ -188,12 +192,12 @@ class OpenRequest:
     def resumed(self) -> Request:
         """Return the request for the next engine, with the ids received so far and without scores already received.
 
-        A request with several sequences starts over: the engine generates the known ids again.
+        A request that starts over gives none: the engine generates the known ids again.
         """
         request = self.request
         if self.queue_s is None and not self.pages[0].ids and self.next_score == request.score_from:
             return request
-        emitted = request.emitted_token_ids if self.has_several else self.pages[0].ids[:] or None
+        emitted = request.emitted_token_ids if self.starts_over else self.pages[0].ids[:] or None
         wants, score_from = request.wants, request.score_from
         if wants & Want.SCORE and self.next_score > score_from:
             score_from = self.next_score
@@ -210,7 +214,7 @@ class OpenRequest:
     def implied_end(self) -> Event | None:
         """Return the end that the received ids imply, or None. An engine would refuse to resume a request with one."""
         request, params, ids = self.request, self.request.params, self.pages[0].ids
-        if self.has_several or not ids:
+        if self.starts_over or not ids:
             return None
         last, eos = ids[-1], () if params.ignore_eos else request.eos_token_ids
         if len(ids) > params.min_tokens and (last in eos or last in params.stop_token_ids):
@@ -286,8 +290,8 @@ class EngineLink(Protocol):
 
     epoch: int
 
-    def send(self, request: Request) -> Future[Accepted]:
-        """Send a request; return a future of the engine's answer, or of the error that ended the engine.
+    def send(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Future[Accepted]:
+        """Send a request with its media; return a future of the engine's answer, or of the error that ended the engine.
 
         Raises InvalidRequestError if the request is too large to be sent, or EngineDeadError.
         """

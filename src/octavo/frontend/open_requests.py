@@ -30,6 +30,7 @@ from octavo.errors import (
     ErrorKind,
     InvalidRequestError,
     OctavoError,
+    QueueFullError,
     RequestError,
     kind_of,
 )
@@ -44,11 +45,13 @@ from octavo.frontend.open_request import (
     settle,
     without,
 )
+from octavo.media.item import MediaItem
 
 _LOG = logging.getLogger(__name__)
 ALONE_AFTER = 2  # engines that died with a request in their batch, without a token for it, before it runs alone
 MAX_CRASHES = 3  # engines that died with a request in their batch, without a token for it, before it is failed
 SUSPECT_WAIT_S = 3.0  # how long a suspect waits for an engine that begins, before another engine is emptied for it
+MAX_MEDIA_BYTES = 1 << 30  # of all open requests together
 MAX_UNREAD = 1024  # ended requests that were not read to the end; beyond this the oldest is dropped
 _States = dict[str, OpenRequest]  # by the request's id
 
@@ -127,12 +130,12 @@ class OpenRequests:
 
     # --- requests are submitted, read and dropped
 
-    async def submit(self, request: Request) -> Accepted:
+    async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:
         """Record a request, send it, and wait for the answer of this engine or a later one.
 
         Raises RequestError, or EngineDeadError if no engine will follow. Cancelling this task cancels the request.
         """
-        state, name = self.add(request), request.request_id
+        state, name = self.add(request, media), request.request_id
         state.answer = asyncio.get_running_loop().create_future()
         try:
             self._send_or_hold(state)
@@ -146,20 +149,29 @@ class OpenRequests:
         finally:
             state.answer = None
 
-    def add(self, request: Request) -> OpenRequest:
+    def add(self, request: Request, media: tuple[MediaItem, ...] = ()) -> OpenRequest:
         """Record a request before the engine sees it. Raises DuplicateRequestError; a seed must be set."""
         name = request.request_id
         if request.params.seed is None:
             raise InvalidRequestError("the request has no seed; set one, so that it can be repeated exactly", "seed")
         if name in self._open:
             raise DuplicateRequestError(f"request id {name!r} is in use; choose another", "request_id")
+        if media:
+            self._check_media(media)
         if self._ended.pop(name, None) is not None and self._observer is not None:
             self._observer.forgotten(name)
-        state = self._open[name] = OpenRequest(request)
+        state = self._open[name] = OpenRequest(request, media)
         state.epoch = self.epoch
         if self._observer is not None:
             self._observer.opened(state)
         return state
+
+    def _check_media(self, media: tuple[MediaItem, ...]) -> None:
+        """Refuse media beyond the bound of all open requests together. Raises QueueFullError."""
+        held = sum(len(item.data) for state in self._open.values() for item in state.media)
+        size = sum(len(item.data) for item in media)
+        if held and held + size > MAX_MEDIA_BYTES:
+            raise QueueFullError(f"open requests hold {held} bytes of media, and this one has {size}; try again later")
 
     def restore(self, state: OpenRequest) -> None:
         """Add a request of an earlier front end, ended or to be resumed; the observer already knows it.
@@ -438,12 +450,12 @@ class OpenRequests:
             return
         self._bind(engine, state)
         try:
-            answer = engine.link.send(state.resumed())
+            answer = engine.link.send(state.resumed(), state.media)
         except OctavoError as error:
             self._refused(state, error)
             return
         answer.add_done_callback(partial(self._answered, engine, state))
-        if state.has_several:  # it starts over, and would run the ended choices again
+        if state.starts_over:  # it starts over, and would run the ended choices again
             for choice in state.ended_choices:
                 engine.link.post_cancel((state.request.request_id,), FinishReason.STOP, choice)
 

@@ -1,7 +1,7 @@
 """Outputs of requests: text deltas, and the whole answers made of them.
 
-Owns: the types TextDelta, Usage, RequestOutput, CompletionOutput and EmbeddingOutput; joining deltas; ranking the
-choices of best_of. Does not: make text, run anything, or wait.
+Owns: the types TextDelta, Usage, RequestOutput, CompletionOutput and those of vectors, labels and scores; joining
+deltas; ranking the choices of best_of. Does not: make text, run anything, or wait.
 Invariant: of best_of choices, the n with the highest mean log-probability are kept; of equal ones, the lower index.
 """
 
@@ -162,13 +162,36 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """One prompt's vector: the state after its last token, scaled to length 1 (docs/apis.md)."""
+    """One prompt's vector (docs/apis.md): a decoder's state after the last token, or an encoder's pooled output."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     embedding: list[float]
     metrics: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """One prompt's likeliest label, and the probabilities of all `labels`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    label: str
+    labels: tuple[str, ...]
+    probs: list[float]
+    metrics: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """The score of a pair of texts; `index` is the pair's, or the document's, in what the caller gave."""
+
+    index: int
+    score: float
+    text_1: str
+    text_2: str
 
 
 class OutputBuilder:

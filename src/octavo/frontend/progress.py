@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from octavo.frontend.outputs import EmbeddingOutput, RequestOutput
+from octavo.frontend.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput
 
 
 @contextmanager
-def batch_bar(total: int) -> Iterator[Callable[[RequestOutput | EmbeddingOutput], None]]:
+def batch_bar(total: int) -> Iterator[Callable[[RequestOutput | EmbeddingOutput | ClassificationOutput], None]]:
     """Show finished answers, remaining time, and tokens per second; yield a function for answers, in any thread."""
     started_at, num_in, num_out = time.monotonic(), 0, 0
     columns = "generating", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
 
-    def advance(output: RequestOutput | EmbeddingOutput) -> None:
+    def advance(output: RequestOutput | EmbeddingOutput | ClassificationOutput) -> None:
         nonlocal num_in, num_out
         num_in += len(output.prompt_token_ids)
         if isinstance(output, RequestOutput):

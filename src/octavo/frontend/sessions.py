@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Protocol, Self, TypedDict, Unpack
 
 from octavo.core.kv.prefix import prompt_keys
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Request, SamplingParams, Want
+from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine.client import Accepted, EngineClient, TokenOutput
 from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.open_request import num_choices
 from octavo.frontend.open_requests import OutputReader
 from octavo.frontend.outputs import Scores, TextDelta, Usage, best_choices, slice_tokens
+from octavo.media.item import MediaItem
 from octavo.text.detokenizer import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class RequestOptions(TypedDict, total=False):
     `timeout_s` and `queue_timeout_s` (until the first admission) count from the submission. The objectives, for the
     deadline policy, are seconds to the first token and seconds for each later token. The fair policy shares the engine
     among values of `tenant`. `session` names the conversation, for a fleet's router. `wants` is what the engine
-    computes; by default it follows from the parameters.
+    computes; by default it follows from the parameters. `spans` are the places of images in the prompt, and `media` has
+    each of these images once.
     """
 
     priority: int
@@ -61,6 +63,8 @@ class RequestOptions(TypedDict, total=False):
     ttft_objective: float | None
     tpot_objective: float | None
     wants: Want
+    spans: tuple[Span, ...]
+    media: tuple[MediaItem, ...]
 
 
 def check_stream(params: SamplingParams) -> None:
@@ -316,6 +320,7 @@ class Sessions:
         self.text = text
         self.capacity = capacity
         self.max_slice = sys.maxsize  # most tokens of a delta
+        self.adapter_id = 0
         self._seeds = random.Random(seed)
         self._eos_token_ids = tuple(dict.fromkeys((*text.spec.eos_token_ids, *text.tokenizer.eos_token_ids)))
         self._now = now
@@ -331,9 +336,15 @@ class Sessions:
         copied.max_slice = 1
         return copied
 
+    def with_adapter(self, adapter_id: int) -> Sessions:
+        """Return a copy whose requests use an adapter; the copy shares the seeds and all else."""
+        copied = copy(self)
+        copied.adapter_id = adapter_id
+        return copied
+
     def prompt_ids(self, prompt: Prompt) -> Sequence[int]:
         """Return the ids of a prompt given as text (with special tokens) or as ids."""
-        return self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return self.text.encode_input(prompt) if isinstance(prompt, str) else prompt
 
     async def submit(
         self,
@@ -344,7 +355,12 @@ class Sessions:
         **options: Unpack[RequestOptions],
     ) -> Session:
         """Check and send a request. Raises InvalidRequestError before the engine sees it, AdmissionError after."""
+        if options.get("wants") != Want.POOL:
+            self.text.check_generates()
         num_kept = params.num_kept(self.max_model_len)
+        if options.get("spans") and num_kept is not None:
+            message = "truncate_prompt_tokens cannot be used with images; leave it out"
+            raise InvalidRequestError(message, "truncate_prompt_tokens")
         ids = self._check(prompt_ids if num_kept is None else prompt_ids[-num_kept:], params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         params = replace(params, seed=seed, truncate_prompt_tokens=None)
@@ -354,7 +370,7 @@ class Sessions:
             is_long = request.num_prompt_tokens > OFF_LOOP_TOKENS
             keys = await asyncio.to_thread(make_keys) if is_long else make_keys()
             request = replace(request, block_keys=keys)
-        accepted = await self.client.submit(request)
+        accepted = await self.client.submit(request, options.get("media", ()))
         return Session(self.client, request, accepted, self.text.tokenizer, self.max_slice)
 
     def _request(
@@ -381,7 +397,9 @@ class Sessions:
             priority=options.get("priority", 0),
             tenant=options.get("tenant", ""),
             cache_salt=options.get("cache_salt", b""),
+            adapter_id=self.adapter_id,
             session=options.get("session", ""),
+            spans=options.get("spans", ()),
             deadline=None if timeout_s is None else arrival + timeout_s,
             queue_timeout=options.get("queue_timeout_s"),
             ttft_objective=options.get("ttft_objective"),

@@ -23,6 +23,7 @@ from octavo.engine.client import Accepted, Verb
 from octavo.errors import EngineDeadError, EngineError, InvalidRequestError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.open_request import settle
+from octavo.media.item import MediaItem
 
 _READ_BYTES = 1 << 18
 _OWN_NUMBERS = 1 << 62  # control requests of a client whose frames were forwarded; others count from 0
@@ -111,13 +112,13 @@ class SocketClient:
             return self.forwarded_call_at
         return next((oldest_call_at for oldest_call_at, _ in self._pending.values()), None)
 
-    def send(self, request: Request) -> asyncio.Future[Accepted]:
+    def send(self, request: Request, media: tuple[MediaItem, ...] = ()) -> asyncio.Future[Accepted]:
         """Send a request; return a future of the engine's answer, or of the error that ended the engine.
 
         Raises InvalidRequestError if the request is too large for a frame, or EngineDeadError.
         """
         try:
-            return self._call(request.request_id, wire.Submit.of(self._wire_epoch, request))
+            return self._call(request.request_id, wire.Submit.of(self._wire_epoch, request, media))
         except wire.WireError as error:
             raise InvalidRequestError(f"the request is too large: {error}", "prompt") from None
 
@@ -127,9 +128,9 @@ class SocketClient:
         """End requests, or one choice of each, without waiting for an answer."""
         self._post(wire.CancelRequests(self._wire_epoch, tuple(request_ids), reason, choice))
 
-    def post_control(self, verb: Verb) -> None:
+    def post_control(self, verb: Verb, argument: str = "") -> None:
         """Send a verb whose answer is not needed, without waiting."""
-        self._post(wire.ControlRequest(self._wire_epoch, next(self._numbers), verb, ""))
+        self._post(wire.ControlRequest(self._wire_epoch, next(self._numbers), verb, argument))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient."""

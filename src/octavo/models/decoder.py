@@ -15,8 +15,13 @@ from torch import Tensor
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
+from octavo.models.layer_attention import layer_attention
 from octavo.models.loader import Loader, Multiplication
-from octavo.nn.weights import open_weights
+from octavo.models.step_extras import StepExtras
+from octavo.nn.experts import Mixture
+from octavo.nn.layers import NoNorm
+from octavo.nn.lora import Adapter
+from octavo.nn.weights import ReadOptions, open_weights
 from octavo.ops.attention import AttentionBackend
 from octavo.ops.rope import apply_rope
 
@@ -27,9 +32,10 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     max_model_len: int | None = None,
+    options: ReadOptions | None = None,
 ) -> Decoder:
     """Read the weights into a new decoder. Raises ModelFileError naming the file, the tensor and the reason."""
-    return Decoder(Loader(spec, dtype, torch.device(device), open_weights(files, spec)), max_model_len)
+    return Decoder(Loader(spec, dtype, torch.device(device), open_weights(files, spec, options)), max_model_len)
 
 
 class Decoder:
@@ -48,38 +54,77 @@ class Decoder:
         spec = self.spec = loader.spec
         self.dtype = loader.dtype
         self.max_model_len = min(spec.max_model_len, max_model_len or spec.max_model_len)
+        self.attention = layer_attention(spec, loader.num_heads, loader.num_kv_heads, loader.sinks())
         self._begin, self._head = loader.tables()
         self._layers = [_Layer(loader, index) for index in loader.layers]
         self._end = loader.end()
         self._ropes = loader.ropes(self.max_model_len)
+        self._adapters, self._device = loader.adapters, loader.device
         loader.check_all_read()
+        self.notes = loader.weights.notes
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend) -> Tensor:
+    def put_adapter(self, number: int, adapter: Adapter, dtype: torch.dtype) -> None:
+        """Add an adapter, which a step's extras name by its number."""
+        self._adapters.put(number, adapter, dtype, self._device)
+
+    def drop_adapter(self, number: int) -> None:
+        """Remove an adapter."""
+        self._adapters.drop(number)
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend, extras: StepExtras | None = None
+    ) -> Tensor:
         """Return the hidden states after the final norm, [T, E]. `backend.begin` was called for this step.
 
         A pipeline stage gets its input from the previous stage and sends the result, without the norm, to the next.
         """
+        self._adapters.begin(None if extras is None else extras.adapters_T)
         ropes = [table.lookup(positions_T) for table in self._ropes]
         x_TE = self._begin(token_ids_T)
+        if extras is not None:
+            ropes = self._add_extras(extras, x_TE, ropes)
         residual_TE: Tensor | None = None
         for layer in self._layers:
-            x_TE, residual_TE = layer.forward(x_TE, residual_TE, ropes[layer.rope_index], backend)
+            rope = None if layer.rope_index is None else ropes[layer.rope_index]
+            x_TE, residual_TE = layer.forward(x_TE, residual_TE, rope, backend)
         return self._end(x_TE, residual_TE)[0]
+
+    def _add_extras(
+        self, extras: StepExtras, x_TE: Tensor, ropes: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Replace the embeddings of media rows in `x_TE`; return the step's ropes."""
+        if extras.media_rows_M is not None and extras.media_ME is not None:
+            media_ME = extras.media_ME / self.spec.residual_multiplier
+            x_TE.index_copy_(0, extras.media_rows_M, media_ME.to(x_TE.dtype))
+        if extras.rope_positions_DT is None or self.spec.rope_sections is None:
+            return ropes
+        sections = self.spec.rope_sections
+        return [table.lookup_sections(extras.rope_positions_DT, sections) for table in self._ropes]
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return float32 logits [N, V] of gathered rows of `forward`'s result; 4 * N * V bytes."""
         assert self._head is not None, "only the last stage has a head"
-        return self._head(hidden_NE).to(torch.float32)
+        logits_NV = self._head(hidden_NE).to(torch.float32)
+        if self.spec.logits_scale != 1.0:
+            logits_NV *= self.spec.logits_scale
+        if (cap := self.spec.logits_soft_cap) is not None:
+            logits_NV = (logits_NV / cap).tanh_().mul_(cap)
+        return logits_NV
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: the linear layers and the head, not the embedding's table."""
+        """Bytes of weights that a step of many tokens reads: linear layers and the head, not the embedding's table."""
         return sum(part.nbytes for part in self._multiplications())
 
     @property
     def linear_flops_per_token(self) -> int:
-        """Floating-point operations of one sampled token outside attention."""
+        """Floating-point operations of one sampled token outside attention; of experts, those that it chooses."""
         return sum(2 * part.num_weights for part in self._multiplications())
+
+    @property
+    def idle_expert_bytes(self) -> int:
+        """Bytes of experts' weights that a step of one token does not read."""
+        return sum(part.idle_bytes for part in self._multiplications() if isinstance(part, Mixture))
 
     def _multiplications(self) -> list[Multiplication]:
         head = [] if self._head is None else [self._head]
@@ -87,10 +132,11 @@ class Decoder:
 
 
 class _Layer:
-    """Attention and feed-forward, each after its norm."""
+    """Attention and feed-forward, each after its norm; both of the layer's input if the family is parallel."""
 
-    __slots__ = ("activation", "down", "gate_up", "head_dim", "index", "linears", "mlp_norm", "norm", "num_heads",
-                 "num_rotated", "output", "qk_norm", "qkv", "rope_index", "rotated_size")  # fmt: skip
+    __slots__ = ("head_dim", "index", "is_parallel", "linears", "mlp", "mlp_norm", "norm", "num_heads", "num_rotated",
+                 "output", "qk_norm", "qkv", "rope_index", "rope_is_interleaved",
+                 "rotated_size")  # fmt: skip
 
     def __init__(self, loader: Loader, index: int) -> None:
         spec = loader.spec
@@ -99,29 +145,32 @@ class _Layer:
         self.num_heads = loader.num_heads
         self.num_rotated = loader.num_heads + loader.num_kv_heads
         self.rotated_size = self.num_rotated * spec.head_dim
-        self.rope_index = int(spec.sliding_rope_theta is not None and spec.window_of(index) is not None)
-        self.norm = loader.norm("attention_norm", index)
-        self.qkv = loader.linear("qkv", index, has_bias=spec.attention_bias)
+        self.rope_index = spec.rope_index(index)
+        self.rope_is_interleaved = spec.rope_is_interleaved
+        self.is_parallel = loader.family.is_parallel
+        self.norm = loader.norm_before("attention_norm", index)
+        self.qkv = loader.linear("qkv", index)
         self.qk_norm = loader.qk_norm(index) if spec.qk_norm else None
         output = loader.linear("output", index)
-        self.mlp_norm = loader.norm("mlp_norm", index)
-        self.gate_up = loader.linear("gate_up", index)
-        down = loader.linear("down", index)
-        self.activation = loader.activation()
-        self.linears = (self.qkv, output, self.gate_up, down)
+        self.mlp_norm = loader.norm_before("mlp_norm", index)
+        mlp, of_mlp = loader.mlp(index)
+        self.linears = (self.qkv, output, *of_mlp)
         self.output = loader.with_norm(output, "after_attention", index)
-        self.down = loader.with_norm(down, "after_mlp", index)
+        self.mlp = loader.with_norm(mlp, "after_mlp", index)
 
     def forward(
-        self, x_TE: Tensor, residual_TE: Tensor | None, rope: tuple[Tensor, Tensor], backend: AttentionBackend
+        self, x_TE: Tensor, residual_TE: Tensor | None, rope: tuple[Tensor, Tensor] | None, backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
         """Return (this layer's output, the residual stream without that output); the next norm adds the two."""
         x_TE, residual_TE = self.norm(x_TE, residual_TE)
-        x_TE = self.output(self._attend(x_TE, rope, backend))
-        x_TE, residual_TE = self.mlp_norm(x_TE, residual_TE)
-        return self.down(self.activation(self.gate_up(x_TE))), residual_TE
+        added_TE = self.output(self._attend(x_TE, rope, backend))
+        if self.is_parallel:
+            x_TE = x_TE if isinstance(self.mlp_norm, NoNorm) else self.mlp_norm(residual_TE)[0]
+            return added_TE + self.mlp(x_TE), residual_TE
+        x_TE, residual_TE = self.mlp_norm(added_TE, residual_TE)
+        return self.mlp(x_TE), residual_TE
 
-    def _attend(self, x_TE: Tensor, rope: tuple[Tensor, Tensor], backend: AttentionBackend) -> Tensor:
+    def _attend(self, x_TE: Tensor, rope: tuple[Tensor, Tensor] | None, backend: AttentionBackend) -> Tensor:
         """Return the attended heads side by side, [T, H * D]."""
         num_tokens = x_TE.shape[0]
         if not self.num_heads:  # a rank without heads
@@ -130,7 +179,7 @@ class _Layer:
         qk_THD = qkv_TF[:, : self.rotated_size].view(num_tokens, self.num_rotated, self.head_dim)
         v_TKD = qkv_TF[:, self.rotated_size :].view(num_tokens, -1, self.head_dim)
         if self.qk_norm is not None:
-            qk_THD = self.qk_norm(qk_THD)[0]
-        qk_THD = apply_rope(qk_THD, *rope)
+            qk_THD = self.qk_norm(qk_THD)
+        qk_THD = qk_THD.contiguous() if rope is None else apply_rope(qk_THD, *rope, self.rope_is_interleaved)
         o_THD = backend.attend(self.index, qk_THD[:, : self.num_heads], qk_THD[:, self.num_heads :], v_TKD)
         return o_THD.reshape(num_tokens, -1)

@@ -7,20 +7,21 @@ Shapes: E hidden size, F output rows, V vocabulary, H query heads, K KV heads, D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from octavo.artifacts.families import FAMILIES, layer_norms, linear_shape, linear_tensors
+from octavo.artifacts.families import FAMILIES, has_bias, layer_linears, layer_norms, linear_shape, linear_tensors
 from octavo.artifacts.model_spec import ModelSpec
-from octavo.nn.layers import Embedding, Linear, RMSNorm, RopeTable, ScaledEmbedding
+from octavo.nn.experts import Expert, Mixture
+from octavo.nn.layers import Embedding, LayerNorm, Linear, NoNorm, RMSNorm, RopeTable, ScaledEmbedding
+from octavo.nn.lora import AdaptedLinear, AdapterBank
 from octavo.nn.weights import Weights
-from octavo.ops.gated_mul import gelu_mul, silu_mul
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu": gelu_mul}
+from octavo.ops.gated_mul import activation_of
 
 
 class Multiplication(Protocol):
@@ -41,6 +42,7 @@ class Multiplication(Protocol):
         ...
 
 
+Norm = RMSNorm | LayerNorm | NoNorm
 Begin = Callable[[Tensor], Tensor]  # token ids to hidden states
 End = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # output and residual to (result, their sum)
 
@@ -56,6 +58,7 @@ class Loader:
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
         self.device = device
         self.weights = weights
+        self.adapters = AdapterBank()
 
     def tables(self) -> tuple[Begin, Multiplication | None]:
         """Read the token embeddings and the head, which is None in a stage that has none."""
@@ -83,84 +86,128 @@ class Loader:
         self.weights.check_all_read(frozenset({self.head_name}) if self.spec.tie_word_embeddings else frozenset())
 
     def activation(self) -> Callable[[Tensor], Tensor]:
-        """Return the MLP's gated activation."""
-        return _ACTIVATIONS[self.family.activation]
+        """Return the MLP's activation, gated or not."""
+        return activation_of(self.spec.activation, self.family.has("gate_proj"))
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor, in the model's dtype unless `dtype` is given."""
-        self.weights.check_shape(name, shape)
-        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        self.weights.read_into(name, out)
-        return out
+        return self.weights.read({name: shape[0]}, *shape[1:], dtype=dtype or self.dtype, device=self.device)
 
-    def norm(self, role: str, layer: int | None = None) -> RMSNorm:
-        """Read a norm over the hidden size."""
-        return RMSNorm(self._norm_weight(role, layer, self.spec.hidden_size), self.spec.rms_norm_eps)
+    def norm(self, role: str, layer: int | None = None, size: int | None = None, eps: float | None = None) -> Norm:
+        """Read a norm over the hidden size (or `size`) of the residual stream (or with `eps`)."""
+        name, size, eps = self.family.tensor(role, layer), size or self.spec.hidden_size, eps or self.spec.stream_eps
+        weight, offset = f"{name}.weight", self.family.norm_offset
+        weight_E = self.tensor(weight, size, dtype=torch.float32 if offset else None)
+        weight_E = weight_E.add_(offset) if offset else weight_E
+        if self.family.norm == "rms":
+            return RMSNorm(weight_E, eps)
+        bias_E = self.tensor(f"{name}.bias", size) if self.family.norm_bias else None
+        return LayerNorm(weight_E.to(self.dtype), bias_E, eps)
+
+    def norm_before(self, role: str, layer: int) -> Norm:
+        """Read the norm of the residual stream at the beginning of a half of a layer, if the family has one."""
+        return self.norm(role, layer) if self.family.has(role) else NoNorm()
 
     def with_norm(self, linear: Callable[[Tensor], Tensor], role: str, layer: int) -> Callable[[Tensor], Tensor]:
         """Return a linear layer followed by the norm of this role, if the family has one."""
-        if role not in layer_norms(self.spec):
+        if not self.family.has(role):
             return linear
-        norm = self.norm(role, layer)
+        norm = self.norm(role, layer, eps=self.spec.rms_norm_eps)
         return lambda x_TE: norm(linear(x_TE))[0]
 
-    def _norm_weight(self, role: str, layer: int | None, size: int) -> Tensor:
-        name, offset = f"{self.family.tensor(role, layer)}.weight", self.family.norm_offset
-        if not offset:
-            return self.tensor(name, size)
-        return self.tensor(name, size, dtype=torch.float32).add_(offset)
-
-    def linear(self, linear: str, layer: int, has_bias: bool = False) -> Multiplication:
+    def linear(self, linear: str, layer: int) -> Multiplication:
         """Read the tensors of a linear layer into one weight."""
+        return AdaptedLinear(Linear(*self._rows(linear, layer, self.dtype)), self.adapters, (layer, linear))
+
+    def mlp(self, layer: int) -> tuple[Callable[[Tensor], Tensor], tuple[Multiplication, ...]]:
+        """Read the layer's MLP, or its mixture of experts; return it and what it multiplies by."""
+        if "router" in layer_linears(self.spec, layer):
+            mixture = self._mixture(layer)
+            return mixture, (mixture,)
+        gate_up, down, activation = self.linear("gate_up", layer), self.linear("down", layer), self.activation()
+        return lambda x_TE: down(activation(gate_up(x_TE))), (gate_up, down)
+
+    def _mixture(self, layer: int) -> Mixture:
+        spec, mixture = self.spec, self.spec.mixture
+        assert mixture is not None, "a layer with experts"
+        router = Linear(*self._rows("router", layer, torch.float32))
+        experts = self._experts(("expert_gate", "expert_up", "expert_down"), mixture.num_experts, layer)
+        shared = None
+        if mixture.shared_size:
+            (shared,) = self._experts(("shared_gate_proj", "shared_up_proj", "shared_down_proj"), 1, layer)
+        bias = None
+        if mixture.has_choice_bias:
+            name = f"{self.family.tensor('choice_bias', layer)}.bias"
+            bias = self.tensor(name, mixture.num_experts, dtype=torch.float32)
+        return Mixture(mixture, router, experts, shared, bias, activation_of(spec.activation, True))
+
+    def _experts(self, names: Sequence[str], count: int, layer: int) -> list[Expert]:
+        parts = []
+        for name in names:
+            weight, bias = self._rows(name, layer, self.dtype)
+            biases = [None] * count if bias is None else bias.chunk(count)
+            parts.append(list(zip(weight.chunk(count), biases, strict=True)))
+        experts = []
+        for (gate, gate_bias), (up, up_bias), down in zip(*parts, strict=True):
+            bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+            experts.append(Expert(Linear(torch.cat((gate, up)), bias), Linear(*down)))
+        return experts
+
+    def _rows(self, linear: str, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Read the tensors of a linear layer into one weight and one bias."""
         tensors = linear_tensors(self.spec, linear, layer)
-        num_rows, num_inputs = linear_shape(self.spec, linear)
-        for name, count in tensors.items():
-            self.weights.check_shape(f"{name}.weight", (count, num_inputs))
-        weight = torch.empty(num_rows, num_inputs, dtype=self.dtype, device=self.device)
-        bias_F = torch.empty(num_rows, dtype=self.dtype, device=self.device) if has_bias else None
-        start = 0
-        for name, count in tensors.items():
-            self.weights.read_into(f"{name}.weight", weight[start : start + count])
-            if bias_F is not None:
-                self.weights.read_into(f"{name}.bias", bias_F[start : start + count])
-            start += count
-        return Linear(weight, bias_F)
+        read = partial(self.weights.read, dtype=dtype, device=self.device)
+        rows = {f"{name}.weight": count for name, count in tensors.items()}
+        weight_FE = read(rows, linear_shape(self.spec, linear)[1])
+        if not has_bias(self.spec, linear):
+            return weight_FE, None
+        return weight_FE, read({f"{name}.bias": count for name, count in tensors.items()})
 
-    def qk_norm(self, layer: int) -> RMSNorm:
-        """Read the norms of query and key heads as one weight, [H + K, D].
+    def qk_norm(self, layer: int) -> Callable[[Tensor], Tensor]:
+        """Read the norms of query and key heads; return what norms them side by side, [T, H + K, D]."""
+        spec, sizes = self.spec, layer_norms(self.spec)
+        q, k = (self.norm(role, layer, sizes[role], spec.rms_norm_eps) for role in ("q_norm", "k_norm"))
+        assert isinstance(q, RMSNorm) and isinstance(k, RMSNorm)
+        if not self.family.qk_norm_is_wide:
+            weight = torch.cat((q.weight_E.expand(self.num_heads, -1), k.weight_E.expand(self.num_kv_heads, -1)))
+            norm = RMSNorm(weight, spec.rms_norm_eps)
+            return lambda qk_THD: norm(qk_THD)[0]
+        num_heads = self.num_heads
 
-        Attention divides scores by the root of D. For a model with another divisor, the query norm is scaled to match.
-        """
-        spec = self.spec
-        q_D = self._norm_weight("q_norm", layer, spec.head_dim)
-        k_D = self._norm_weight("k_norm", layer, spec.head_dim)
-        if spec.query_scalar is not None:
-            q_D = q_D * (spec.head_dim / spec.query_scalar) ** 0.5
-        weight = torch.cat((q_D.expand(self.num_heads, -1), k_D.expand(self.num_kv_heads, -1)))
-        return RMSNorm(weight, spec.rms_norm_eps)
+        def wide(qk_THD: Tensor) -> Tensor:
+            q_TF, k_TF = qk_THD[:, :num_heads].flatten(1), qk_THD[:, num_heads:].flatten(1)
+            return torch.cat((q(q_TF)[0], k(k_TF)[0]), 1).view(qk_THD.shape)
+
+        return wide
+
+    def sinks(self) -> list[Tensor]:
+        """Read the attention sinks of every layer; none if the family has none."""
+        if not self.family.has("sinks"):
+            return []
+        names = [f"{self.family.tensor('sinks', layer)}.weight" for layer in self.layers]
+        return [self.tensor(name, self.spec.num_heads, dtype=torch.float32) for name in names]
 
     def ropes(self, max_len: int) -> tuple[RopeTable, ...]:
-        """Return one rope table for all layers, and a second one for layers with a window if theirs differs."""
-        spec, factors = self.spec, self._rope_factors()
-        ropes = [RopeTable(spec, max_len, self.dtype, self.device, factors)]
-        if spec.sliding_rope_theta is not None:
-            sliding = replace(spec, rope_theta=spec.sliding_rope_theta, rope_scaling=None)
-            ropes.append(RopeTable(sliding, max_len, self.dtype, self.device))
-        return tuple(ropes)
+        """Return the tables of the spec's ropes, of which layers have one each (ModelSpec.rope_index)."""
+        return rope_tables(self.spec, max_len, self.dtype, self.device, self._rope_factors())
 
     def _rope_factors(self) -> Tensor | None:
         """Read the divisors of the inverse frequencies; return None if the files have none."""
-        name = self.spec.rope_factors_tensor
-        if name is None:
-            return None
-        self.weights.check_shape(name, (self.spec.head_dim // 2,))
-        factors = torch.empty(self.spec.head_dim // 2, dtype=torch.float32)
-        self.weights.read_into(name, factors)
-        return factors
+        names, size = self.spec.rope_factors_tensors, self.spec.rope_dim // 2
+        return self.weights.read(dict.fromkeys(names, size)).view(-1, size) if names else None
+
+
+def rope_tables(
+    spec: ModelSpec, max_len: int, dtype: torch.dtype, device: torch.device, factors_NF: Tensor | None = None
+) -> tuple[RopeTable, ...]:
+    """Return one rope table for all layers, and a second one for layers with a window if theirs differs."""
+    ropes = [RopeTable(spec, max_len, dtype, device, factors_NF)]
+    if spec.sliding_rope_theta is not None:
+        sliding = replace(spec, rope_theta=spec.sliding_rope_theta, rope_scaling=None)
+        ropes.append(RopeTable(sliding, max_len, dtype, device))
+    return tuple(ropes)
 
 
 def embedding_of(spec: ModelSpec, weight_VE: Tensor) -> Embedding:
     """Return the lookup of a table, scaled if the family scales it."""
-    if FAMILIES[spec.family].scales_embedding:
-        return ScaledEmbedding(weight_VE, spec.hidden_size**0.5)
-    return Embedding(weight_VE)
+    return Embedding(weight_VE) if spec.stream_scale == 1.0 else ScaledEmbedding(weight_VE, spec.stream_scale)

@@ -10,36 +10,46 @@ Shapes: T tokens of the step, N rows that sample, E hidden size, D head size, V 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, Structure, c_double, c_int32, c_int64, c_void_p
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.artifacts.families import FAMILIES
-from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.model_spec import MixtureSpec, ModelSpec
+from octavo.models.layer_attention import layer_attention
+from octavo.models.loader import rope_tables
+from octavo.models.native_adapters import NativeAdapters
+from octavo.models.native_mixture import PANEL, MixtureDescriptor, NativeMixture
 from octavo.models.native_weights import NativeLayer, NativeWeights, Vector
-from octavo.nn.layers import RopeTable
+from octavo.models.step_extras import StepExtras
+from octavo.nn.lora import Adapter
 from octavo.nn.packed_weight import PackedWeight, WeightDescriptor, most_frequent_code
 from octavo.ops import cpu
 from octavo.ops.attention import AttentionBackend, GroupedAttention
-from octavo.ops.attention_kernel import AttentionLayer, KernelAttention
+from octavo.ops.attention_kernel import MAX_HEAD_DIM, AttentionLayer, KernelAttention
+from octavo.ops.gated_mul import ACTIVATION_KINDS
 
-MAX_HEAD_DIM = 256  # kMaxSize of csrc/attention.h
-_ACTIVATIONS = {"silu": 0, "gelu": 1}  # enum Activation of csrc/rows.h
+_NORM_KINDS = {"rms": 0, "layer": 1}  # enum NormKind of csrc/rows.h
+_NORMS = ("attention_norm", "mlp_norm", "after_attention", "after_mlp", "q_norm", "k_norm")
 
 
 class _Multiplication(Structure):
     _fields_ = (("parts", POINTER(WeightDescriptor)), ("num_parts", c_int64))
 
 
+class _Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
 class _Layer(Structure):
     _fields_ = (
         *((name, _Multiplication) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "after_attention", "after_mlp")),
-        *((name, c_void_p) for name in ("query_norm", "key_norm", "rope_table")),
+        *((name, _Norm) for name in _NORMS),
+        ("rope_table", c_void_p),
+        ("mixture", POINTER(MixtureDescriptor)),
         ("group", c_int64),
         ("attention", AttentionLayer),
     )
@@ -48,13 +58,14 @@ class _Layer(Structure):
 class _Model(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("intermediate_size", "activation")),
-        ("norm_eps", c_double),
-        ("embedding_scale", c_double),
+        *((name, c_int64) for name in ("rope_dim", "rope_is_interleaved", "rope_height", "rope_width")),
+        *((name, c_int64) for name in ("qk_norm_is_wide", "norm_kind")),
+        *((name, c_int64) for name in ("intermediate_size", "activation", "is_gated", "is_parallel")),
+        *((name, c_double) for name in ("norm_eps", "stream_eps", "embedding_scale", "logits_scale", "logits_cap")),
         ("layers", POINTER(_Layer)),
         ("embedding", _Multiplication),
         ("head", _Multiplication),
-        ("final_norm", c_void_p),
+        ("final_norm", _Norm),
     )
 
 
@@ -65,7 +76,12 @@ class _StepGroup(Structure):
 class _Step(Structure):
     _fields_ = (
         ("num_tokens", c_int64),
-        *((name, c_void_p) for name in ("token_ids", "positions", "groups", "hidden", "workspace")),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("num_media", c_int64),
+        *((name, c_void_p) for name in ("media_rows", "media", "rope_positions", "groups", "hidden", "workspace")),
+        ("expert_bytes", c_int64),
+        ("lora", c_void_p),
     )
 
 
@@ -75,12 +91,15 @@ class NativeDecoder:
     def __init__(self, spec: ModelSpec, weights: NativeWeights, max_model_len: int | None = None) -> None:
         self.spec = spec
         self.max_model_len = min(spec.max_model_len, max_model_len or spec.max_model_len)
+        sinks = [torch.from_numpy(layer.vectors["sinks"]) for layer in weights.layers if "sinks" in layer.vectors]
+        self.attention = layer_attention(spec, sinks=sinks)
         self._weights = weights
         self._tables = _rope_tables(spec, weights, self.max_model_len)
         self._kept: list[object] = []  # arrays of descriptors
         self._layers = (_Layer * spec.num_layers)(*map(self._layer, range(spec.num_layers), weights.layers))
         self._model = self._describe()
         self._step = _Step()
+        self._adapters = NativeAdapters(spec)
         self._backend: AttentionBackend | None = None
         self._backends: tuple[KernelAttention, ...] = ()
         self._groups = (_StepGroup * 1)()
@@ -93,7 +112,17 @@ class NativeDecoder:
         )
         self._workspace_bytes = _function("octavo_decoder_workspace", c_void_p, c_int64, c_int64, result=c_int64)
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend) -> Tensor:
+    def put_adapter(self, number: int, adapter: Adapter, dtype: torch.dtype) -> None:
+        """Add an adapter, which a step's extras name by its number."""
+        self._adapters.put(number, adapter, dtype == torch.bfloat16)
+
+    def drop_adapter(self, number: int) -> None:
+        """Remove an adapter."""
+        self._adapters.drop(number)
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend, extras: StepExtras | None = None
+    ) -> Tensor:
         """Return the hidden states after the final norm, float32 [T, E]. `backend.begin` was called for this step."""
         if backend is not self._backend:
             self._bind(backend)
@@ -107,8 +136,30 @@ class NativeDecoder:
         step.token_ids, step.positions = token_ids_T.data_ptr(), positions_T.data_ptr()
         step.groups = ctypes.addressof(self._groups)
         step.hidden, step.workspace = hidden_TE.data_ptr(), self._work(num_tokens, threads)
+        step.expert_bytes = 0
+        kept = self._add_extras(extras)
+        adapters_T = None if extras is None else extras.adapters_T
+        step.lora = None if adapters_T is None else self._adapters.begin(adapters_T)
         self._run_step(ctypes.addressof(self._model), ctypes.addressof(step), threads)
+        del kept
         return hidden_TE
+
+    def _add_extras(self, extras: StepExtras | None) -> object:
+        """Describe what some rows have in the step's structure; return what must live until the step has run."""
+        step = self._step
+        step.num_media, step.media_rows, step.media, step.rope_positions = 0, None, None, None
+        if extras is None:
+            return None
+        media_ME = None
+        if extras.media_rows_M is not None and extras.media_ME is not None:
+            media_ME = extras.media_ME.float().contiguous()
+            if self.spec.residual_multiplier != 1.0:
+                media_ME = media_ME / self.spec.residual_multiplier
+            step.num_media, step.media_rows = len(media_ME), extras.media_rows_M.data_ptr()
+            step.media = media_ME.data_ptr()
+        if extras.rope_positions_DT is not None:
+            step.rope_positions = extras.rope_positions_DT.data_ptr()
+        return extras, media_ME
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return float32 logits [N, V] of gathered rows of `forward`'s result; 4 * N * V bytes."""
@@ -123,13 +174,24 @@ class NativeDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: the linear layers and the head, not the embedding's table."""
+        """Bytes of weights that a step of many tokens reads: linear layers and the head, not the embedding's table."""
         return sum(part.nbytes for part in self._multiplied())
 
     @property
     def linear_flops_per_token(self) -> int:
-        """Floating-point operations of one sampled token outside attention."""
-        return sum(2 * part.outputs * part.inputs for part in self._multiplied())
+        """Floating-point operations of one sampled token outside attention; of experts, those that it chooses."""
+        idle = sum(mixture.idle(spec)[1] for mixture, spec in self._mixtures())
+        return 2 * (sum(part.outputs * part.inputs for part in self._multiplied()) - idle)
+
+    @property
+    def idle_expert_bytes(self) -> int:
+        """Bytes of experts' weights that a step of one token does not read."""
+        return sum(mixture.idle(spec)[0] for mixture, spec in self._mixtures())
+
+    @property
+    def expert_bytes_read(self) -> int:
+        """Bytes of routers' and experts' weights that the last call of `forward` read."""
+        return int(self._step.expert_bytes)
 
     @property
     def quantization(self) -> str:
@@ -137,55 +199,67 @@ class NativeDecoder:
         return most_frequent_code(self._multiplied())
 
     def _multiplied(self) -> list[PackedWeight]:
-        layers = self._weights.layers
-        return [
-            self._weights.head,
-            *(
-                part
-                for layer in layers
-                for list_ in (layer.qkv, layer.output, layer.gate_up, layer.down)
-                for part in list_
-            ),
-        ]
+        return [self._weights.head, *(part for layer in self._weights.layers for part in layer.parts)]
+
+    def _mixtures(self) -> list[tuple[NativeMixture, MixtureSpec]]:
+        spec = self.spec.mixture
+        if spec is None:
+            return []
+        return [(layer.mixture, spec) for layer in self._weights.layers if layer.mixture is not None]
 
     def _describe(self) -> _Model:
         spec, family = self.spec, FAMILIES[self.spec.family]
+        sections = spec.rope_sections or (spec.rope_dim // 2, 0, 0)
         return _Model(
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            rope_dim=spec.rope_dim,
+            rope_is_interleaved=spec.rope_is_interleaved,
+            rope_height=sections[0],
+            rope_width=sum(sections[:2]),
+            qk_norm_is_wide=family.qk_norm_is_wide,
+            norm_kind=_NORM_KINDS[family.norm],
             intermediate_size=spec.intermediate_size,
-            activation=_ACTIVATIONS[family.activation],
+            activation=ACTIVATION_KINDS[spec.activation],
+            is_gated=family.has("gate_proj"),
+            is_parallel=family.is_parallel,
             norm_eps=spec.rms_norm_eps,
-            embedding_scale=spec.hidden_size**0.5 if family.scales_embedding else 1.0,
+            stream_eps=spec.stream_eps,
+            embedding_scale=spec.stream_scale,
+            logits_scale=spec.logits_scale,
+            logits_cap=spec.logits_soft_cap or 0.0,
             layers=self._layers,
             embedding=self._multiplication((self._weights.embedding,)),
             head=self._multiplication((self._weights.head,)),
-            final_norm=_address(self._weights.final_norm),
+            final_norm=_norm(self._weights.vectors, "final_norm"),
         )
 
     def _layer(self, index: int, layer: NativeLayer) -> _Layer:
-        is_sliding = self.spec.sliding_rope_theta is not None and self.spec.window_of(index) is not None
+        rope = self.spec.rope_index(index)
         return _Layer(
             qkv=self._multiplication(layer.qkv),
             output=self._multiplication(layer.output),
             gate_up=self._multiplication(layer.gate_up),
             down=self._multiplication(layer.down),
-            attention_norm=_address(layer.attention_norm),
-            mlp_norm=_address(layer.mlp_norm),
-            after_attention=_address(layer.after_attention),
-            after_mlp=_address(layer.after_mlp),
-            query_norm=_address(layer.q_norm),
-            key_norm=_address(layer.k_norm),
-            rope_table=self._tables[int(is_sliding)].data_ptr(),
+            rope_table=None if rope is None else self._tables[rope].data_ptr(),
+            mixture=self._mixture(layer),
+            **{role: _norm(layer.vectors, role) for role in _NORMS},
         )
 
     def _multiplication(self, parts: Sequence[PackedWeight]) -> _Multiplication:
         descriptors = (WeightDescriptor * len(parts))(*(part.descriptor() for part in parts))
         self._kept.append(descriptors)
         return _Multiplication(ctypes.cast(descriptors, POINTER(WeightDescriptor)), len(parts))
+
+    def _mixture(self, layer: NativeLayer) -> Any:
+        if layer.mixture is None or self.spec.mixture is None:
+            return None
+        descriptor = layer.mixture.describe(self.spec.mixture, ACTIVATION_KINDS[self.spec.activation])
+        self._kept.append(descriptor)
+        return ctypes.pointer(descriptor)
 
     def _bind(self, backend: AttentionBackend) -> None:
         """Point each layer at its KV pool: the backend's only pool, or the pool of the layer's cache group."""
@@ -228,18 +302,26 @@ def unsupported_reason(spec: ModelSpec, dtype: str) -> str | None:
         return "dtype is 'float16', which cannot be packed; give bfloat16 or float32"
     if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM:
         return f"head_dim is {spec.head_dim}; the kernels support multiples of 8 up to {MAX_HEAD_DIM}"
+    mixture = spec.mixture
+    if mixture is not None and any(
+        size % PANEL for size in (spec.hidden_size, mixture.intermediate_size, mixture.shared_size)
+    ):
+        sizes = f"{spec.hidden_size}, {mixture.intermediate_size} and {mixture.shared_size}"
+        return f"hidden, expert and shared expert sizes are {sizes}; the kernels support multiples of {PANEL}"
     return None
 
 
 def _rope_tables(spec: ModelSpec, weights: NativeWeights, max_len: int) -> tuple[Tensor, ...]:
-    """Return float32 tables of cosines and signed sines, [P, 2, D]; the second is for layers with a window, if any."""
-    factors = None if weights.rope_factors is None else torch.from_numpy(weights.rope_factors)
-    device = torch.device("cpu")
-    ropes = [RopeTable(spec, max_len, torch.float32, device, factors)]
-    if spec.sliding_rope_theta is not None:
-        sliding = replace(spec, rope_theta=spec.sliding_rope_theta, rope_scaling=None)
-        ropes.append(RopeTable(sliding, max_len, torch.float32, device))
+    """Return float32 tables of cosines and signed sines, [P, 2, rope_dim], by ModelSpec.rope_index."""
+    factors = weights.vectors.get("rope_factors")
+    factors_NF = None if factors is None else torch.from_numpy(factors).view(-1, spec.rope_dim // 2)
+    ropes = rope_tables(spec, max_len, torch.float32, torch.device("cpu"), factors_NF)
     return tuple(rope.table_P2D for rope in ropes)
+
+
+def _norm(vectors: Mapping[str, Vector], role: str) -> _Norm:
+    """Describe a norm; one that the family lacks has no addresses."""
+    return _Norm(_address(vectors.get(role)), _address(vectors.get(f"{role}.bias")))
 
 
 def _address(vector: Vector | None) -> int | None:

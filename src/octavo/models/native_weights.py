@@ -10,7 +10,10 @@ one packed weight only if its tensors have different kinds. Vectors are contiguo
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import sys
+from collections import Counter
 from collections.abc import Generator, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
@@ -19,62 +22,83 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.artifacts.families import FAMILIES, LINEARS, layer_norms, linear_shape, linear_tensors
+from octavo.artifacts.families import FAMILIES, has_bias, layer_linears, layer_norms, linear_shape, linear_tensors
+from octavo.artifacts.family import LINEARS, MIXTURE_LINEARS, SHARED_LINEARS
 from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.read_spec import read_quantization
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ModelFileError
+from octavo.models.native_mixture import NativeExperts, NativeMixture
 from octavo.nn.packed_weight import ALIGNMENT, Bytes, PackedWeight, WeightKind, WeightShape
-from octavo.nn.packing import NoCodesError, WantedTensor, WeightRun, code_kinds, pack_runs, packing_version, plan_runs
+from octavo.nn.packing import (
+    NoCodesError,
+    WantedTensor,
+    WeightRun,
+    code_kinds,
+    pack_runs,
+    packing_version,
+    plan_runs,
+)
 from octavo.nn.weight_cache import CacheKey, StoredWeights, UnfitError, WeightCache
-from octavo.nn.weights import INDEX_FILE, open_weights
+from octavo.nn.weights import INDEX_FILE, ReadOptions, open_weights
 
 Vector = npt.NDArray[np.float32]
 
 TABLES = {"int4": "int8"}  # the embedding and the head lose too much at 4 bits
-_UNRELATED_FIELDS = ("generation", "eos_token_ids", "bos_token_id", "max_model_len")
+_ROUTER = WantedTensor("none", WeightKind.FLOAT32)  # rounding would change which experts are chosen
+_UNRELATED_FIELDS = ("generation", "eos_token_ids", "bos_token_id", "max_model_len", "notes")
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:
-    """One layer. Norms include the family's offset, in float32; `q_norm` also includes the query scalar.
+    """One layer: its packed weights, which include biases, and its vectors by name.
 
-    `after_attention` is the norm of attention's output and `after_mlp` that of the MLP's output; None if the family
-    has none. Biases are in the packed weights. A fused layer's first weight computes the first outputs.
+    Vectors are the norms of layer_norms(spec), `<norm>.bias` where a family has them, and attention's `sinks`. Weights
+    of norms include the family's offset, in float32. A fused layer's first weight computes the first outputs. A layer
+    with a mixture of experts has no `gate_up` and no `down`.
     """
 
     qkv: tuple[PackedWeight, ...]
     output: tuple[PackedWeight, ...]
     gate_up: tuple[PackedWeight, ...]
     down: tuple[PackedWeight, ...]
-    attention_norm: Vector
-    mlp_norm: Vector
-    after_attention: Vector | None = None
-    after_mlp: Vector | None = None
-    q_norm: Vector | None = None
-    k_norm: Vector | None = None
+    vectors: Mapping[str, Vector]
+    mixture: NativeMixture | None = None
+
+    @property
+    def parts(self) -> tuple[PackedWeight, ...]:
+        """Every packed weight."""
+        of_mixture = () if self.mixture is None else self.mixture.parts
+        return (*self.qkv, *self.output, *self.gate_up, *self.down, *of_mixture)
 
 
 @dataclass(frozen=True, slots=True)
 class NativeWeights:
-    """The weights of a model. A tied head and the embedding are one object. `notes` are sentences for the user."""
+    """The weights of a model. A tied head and the embedding are one object. `notes` are sentences for the user.
+
+    `vectors` has the final norm, its bias if it has one, and the `rope_factors` of GGUF files.
+    """
 
     layers: tuple[NativeLayer, ...]
     embedding: PackedWeight
     head: PackedWeight
-    final_norm: Vector
-    rope_factors: Vector | None
+    vectors: Mapping[str, Vector]
     notes: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all packed weights; a tied head counts once."""
         tables = self.embedding.nbytes + (0 if self.head is self.embedding else self.head.nbytes)
-        layers = ((*layer.qkv, *layer.output, *layer.gate_up, *layer.down) for layer in self.layers)
-        return tables + sum(weight.nbytes for weights in layers for weight in weights)
+        return tables + sum(weight.nbytes for layer in self.layers for weight in layer.parts)
 
 
 def load_native_weights(
-    files: ModelFiles, spec: ModelSpec, quantization: str, dtype: torch.dtype, cache: WeightCache | None = None
+    files: ModelFiles,
+    spec: ModelSpec,
+    quantization: str,
+    dtype: torch.dtype,
+    cache: WeightCache | None = None,
+    options: ReadOptions | None = None,
 ) -> NativeWeights:
     """Pack the model's weights, or map them from `cache`; without a cache, pack into memory. Raises ModelFileError.
 
@@ -82,7 +106,7 @@ def load_native_weights(
     `dtype` applies to weights that stay float: bfloat16, or else float32, which represents float16 exactly.
     """
     wanted = wanted_tensors(quantization, dtype)
-    key = None if cache is None else _cache_key(files, spec, wanted)
+    key = None if cache is None else _cache_key(files, spec, wanted, options)
     if cache is not None and key is not None:
         stored = cache.open(key)
         if stored is not None:
@@ -90,7 +114,7 @@ def load_native_weights(
                 return _from_stored(spec, stored, ())
             except UnfitError as error:
                 cache.reject(key, error)
-    packer = _Packer(files, spec, wanted)
+    packer = _Packer(files, spec, wanted, options)
     while True:
         try:
             return packer.pack(cache, key)
@@ -111,14 +135,29 @@ def wanted_tensors(quantization: str, dtype: torch.dtype) -> WantedTensor:
     return WantedTensor(quantization, WeightKind.BFLOAT16 if dtype == torch.bfloat16 else WeightKind.FLOAT32)
 
 
-def _cache_key(files: ModelFiles, spec: ModelSpec, wanted: WantedTensor) -> CacheKey:
+def _cache_key(files: ModelFiles, spec: ModelSpec, wanted: WantedTensor, options: ReadOptions | None) -> CacheKey:
     """Make the key from the files and from the fields of the specification that describe tensors."""
+    declared = read_quantization(files.root) if files.kind == "hf" else None
     facts = [(entry.name, getattr(spec, entry.name)) for entry in fields(spec) if entry.name not in _UNRELATED_FIELDS]
     paths = [*files.weights, *(files.root.glob(INDEX_FILE) if files.kind == "hf" else ())]
     try:
-        return CacheKey.of(paths, facts, wanted.quantization, int(wanted.float_kind), sys.byteorder, packing_version())
+        return CacheKey.of(
+            paths,
+            *(facts, declared, wanted.quantization, int(wanted.float_kind), sys.byteorder, packing_version()),
+            *_imatrix_digest(options),
+        )
     except OSError as error:
         raise ModelFileError(files.weights[0], f"cannot be read ({error.strerror or error})") from error
+
+
+def _imatrix_digest(options: ReadOptions | None) -> tuple[str, ...]:
+    """Return the digest of the importance matrix; () without one. Raises ModelFileError."""
+    if options is None or options.imatrix is None:
+        return ()
+    try:
+        return (hashlib.sha256(options.imatrix.read_bytes()).hexdigest(),)
+    except OSError as error:
+        raise ModelFileError(options.imatrix, f"cannot be read ({error.strerror or error})") from error
 
 
 def _section(name: str, index: int) -> str:
@@ -182,17 +221,30 @@ def _layout(spec: ModelSpec) -> tuple[dict[str, tuple[int, int]], dict[str, int]
     """Return the model's parts: rows and inputs of each linear layer, and the size of each vector."""
     table = (spec.vocab_size, spec.hidden_size)
     matrices = {"embedding": table} if spec.tie_word_embeddings else {"embedding": table, "head": table}
-    vectors = {"final_norm": spec.hidden_size}
-    if spec.rope_factors_tensor is not None:
-        vectors["rope_factors"] = spec.head_dim // 2
-    norms = layer_norms(spec)
+    vectors = _with_bias(spec, {"final_norm": spec.hidden_size})
+    if spec.rope_factors_tensors:
+        vectors["rope_factors"] = len(spec.rope_factors_tensors) * (spec.rope_dim // 2)
+    norms = _with_bias(spec, layer_norms(spec))
     for index in range(spec.num_layers):
         prefix = f"layers.{index}."
-        matrices |= {prefix + name: linear_shape(spec, name) for name in LINEARS}
-        vectors |= {prefix + role: size for role, size in norms.items()}
-        if spec.attention_bias:
-            vectors[f"{prefix}qkv.bias"] = matrices[f"{prefix}qkv"][0]
+        linears = layer_linears(spec, index)
+        matrices |= {prefix + name: linear_shape(spec, name) for name in linears}
+        vectors |= {prefix + role: size for role, size in (norms | _sinks(spec)).items()}
+        vectors |= {f"{prefix}{name}.bias": matrices[prefix + name][0] for name in linears if has_bias(spec, name)}
+        if spec.mixture is not None and spec.mixture.has_choice_bias and "router" in linears:
+            vectors[f"{prefix}choice_bias"] = spec.mixture.num_experts
     return matrices, vectors
+
+
+def _sinks(spec: ModelSpec) -> dict[str, int]:
+    """Return the size of a layer's attention sinks, if the family has them."""
+    return {"sinks": spec.num_heads} if FAMILIES[spec.family].has("sinks") else {}
+
+
+def _with_bias(spec: ModelSpec, norms: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of norms' weights and, if the family has them, of their biases."""
+    biases = norms if FAMILIES[spec.family].norm_bias else {}
+    return {**norms, **{f"{role}.bias": size for role, size in biases.items()}}
 
 
 def _assemble(
@@ -213,12 +265,28 @@ def _assemble(
     layers = []
     for index in range(spec.num_layers):
         prefix = f"layers.{index}."
-        matrices = {name: matrix(prefix + name) for name in LINEARS}
-        norms = {role: vectors[prefix + role] for role in layer_norms(spec)}
-        layers.append(NativeLayer(**matrices, **norms))  # type: ignore[arg-type]
+        matrices = {name: matrix(prefix + name) for name in layer_linears(spec, index)}
+        norms = {role: vectors[prefix + role] for role in _with_bias(spec, layer_norms(spec)) | _sinks(spec)}
+        dense = {name: matrices.get(name, ()) for name in LINEARS}
+        mixture = _mixture(matrices, vectors.get(f"{prefix}choice_bias"))
+        layers.append(NativeLayer(**dense, vectors=norms, mixture=mixture))
     (embedding,) = matrix("embedding")
     (head,) = (embedding,) if spec.tie_word_embeddings else matrix("head")
-    return NativeWeights(tuple(layers), embedding, head, vectors["final_norm"], vectors.get("rope_factors"), notes)
+    ends = {name: vectors[name] for name in ("final_norm", "final_norm.bias", "rope_factors") if name in vectors}
+    return NativeWeights(tuple(layers), embedding, head, ends, notes)
+
+
+def _mixture(matrices: Mapping[str, tuple[PackedWeight, ...]], choice_bias: Vector | None) -> NativeMixture | None:
+    """Build a layer's mixture of experts from its matrices, of which each is one packed weight."""
+    if "router" not in matrices:
+        return None
+    (router,) = matrices["router"]
+    routed, shared = (
+        NativeExperts(*(matrices[name][0] for name in names)) if names[0] in matrices else None
+        for names in (tuple(MIXTURE_LINEARS)[1:], tuple(SHARED_LINEARS))
+    )
+    assert routed is not None, "a router chooses experts"
+    return NativeMixture(router, routed, shared, choice_bias)
 
 
 @dataclass(slots=True)
@@ -233,10 +301,12 @@ class _Plan:
 class _Packer:
     """Packs the weights of open files."""
 
-    def __init__(self, files: ModelFiles, spec: ModelSpec, wanted: WantedTensor) -> None:
+    def __init__(
+        self, files: ModelFiles, spec: ModelSpec, wanted: WantedTensor, options: ReadOptions | None = None
+    ) -> None:
         self._spec = spec
         self._family = FAMILIES[spec.family]
-        self._weights = open_weights(files, spec)
+        self._weights = open_weights(files, spec, options)
         self._wanted = wanted
 
     def keep_float(self, name: str) -> None:
@@ -292,43 +362,73 @@ class _Packer:
             plan.runs[role] = plan_runs(self._weights, rows, spec.hidden_size, table)
         for index in range(spec.num_layers):
             self._plan_layer(plan, f"layers.{index}.", index)
-        plan.vectors["final_norm"] = self._norm("final_norm", None, spec.hidden_size)
-        if spec.rope_factors_tensor is not None:
-            plan.vectors["rope_factors"] = self._vector(spec.rope_factors_tensor, spec.head_dim // 2)
+        self._plan_norms(plan, "", None, {"final_norm": spec.hidden_size})
+        if spec.rope_factors_tensors:
+            factors = [self._vector(name, spec.rope_dim // 2) for name in spec.rope_factors_tensors]
+            plan.vectors["rope_factors"] = np.concatenate(factors)
         self._weights.check_all_read(frozenset({head}) if spec.tie_word_embeddings else frozenset())
         plan.notes = self._notes(plan)
         return plan
 
     def _plan_layer(self, plan: _Plan, prefix: str, layer: int) -> None:
         spec = self._spec
-        for name in LINEARS:
+        for name in (linears := layer_linears(spec, layer)):
             tensors = linear_tensors(spec, name, layer)
             rows = {f"{tensor}.weight": count for tensor, count in tensors.items()}
-            plan.runs[prefix + name] = plan_runs(self._weights, rows, linear_shape(spec, name)[1], self._wanted)
-            if name == "qkv" and spec.attention_bias:
+            wanted = _ROUTER if name == "router" else self._wanted
+            plan.runs[prefix + name] = plan_runs(self._weights, rows, linear_shape(spec, name)[1], wanted)
+            if has_bias(spec, name):
                 biases = [self._vector(f"{tensor}.bias", count) for tensor, count in tensors.items()]
                 plan.vectors[f"{prefix}{name}.bias"] = np.concatenate(biases)
-        for role, size in layer_norms(spec).items():
-            weight = self._norm(role, layer, size)
-            if role == "q_norm" and spec.query_scalar is not None:  # attention divides by the root of the head size
-                weight = weight * np.float32((spec.head_dim / spec.query_scalar) ** 0.5)
-            plan.vectors[prefix + role] = weight
+        if spec.mixture is not None and spec.mixture.has_choice_bias and "router" in linears:
+            name = f"{self._family.tensor('choice_bias', layer)}.bias"
+            plan.vectors[f"{prefix}choice_bias"] = self._vector(name, spec.mixture.num_experts)
+        for role, size in _sinks(spec).items():
+            plan.vectors[prefix + role] = self._vector(f"{self._family.tensor(role, layer)}.weight", size)
+        self._plan_norms(plan, prefix, layer, layer_norms(spec))
+
+    def _plan_norms(self, plan: _Plan, prefix: str, layer: int | None, norms: Mapping[str, int]) -> None:
+        offset = np.float32(self._family.norm_offset)
+        for role, size in norms.items():
+            name = self._family.tensor(role, layer)
+            plan.vectors[prefix + role] = self._vector(f"{name}.weight", size) + offset
+            if self._family.norm_bias:
+                plan.vectors[f"{prefix}{role}.bias"] = self._vector(f"{name}.bias", size)
 
     def _vector(self, name: str, size: int) -> Vector:
-        self._weights.check_shape(name, (size,))
-        values = torch.empty(size, dtype=torch.float32)
-        self._weights.read_into(name, values)
-        return values.numpy()
-
-    def _norm(self, role: str, layer: int | None, size: int) -> Vector:
-        return self._vector(f"{self._family.tensor(role, layer)}.weight", size) + np.float32(self._family.norm_offset)
+        return self._weights.read({name: size}).numpy()
 
     def _notes(self, plan: _Plan) -> tuple[str, ...]:
-        """Return a note about linear layers that stay float although codes were requested."""
-        if self._wanted.quantization not in ("int8", "int4"):
-            return ()
-        floats = [name for name, runs in plan.runs.items() for run in runs if run.shape.group == 0]
+        """Return the notes about tensors, codes made anew, and linear layers that stay float against the request."""
+        notes = self._weights.notes
+        if self._wanted.quantization == "auto":
+            return (*notes, *self._coded_anew(plan))
+        if self._wanted.quantization == "none":
+            return notes
+        floats = [
+            name
+            for name, runs in plan.runs.items()
+            for run in runs
+            if run.shape.group == 0 and not name.endswith(".router")
+        ]
         if not floats:
-            return ()
+            return notes
         kind = self._wanted.float_kind.name.lower()
-        return (f"{len(floats)} of {len(plan.runs)} weights stay {kind}, {floats[0]} the first: they have no codes",)
+        return (
+            *notes,
+            f"{len(floats)} of {len(plan.runs)} weights stay {kind}, {floats[0]} the first: they have no codes",
+        )
+
+    def _coded_anew(self, plan: _Plan) -> tuple[str, ...]:
+        """Return a note about each type of the files whose own codes no kernel reads."""
+        counts = Counter[tuple[str, str]]()
+        for run in itertools.chain.from_iterable(plan.runs.values()):
+            for part in run.parts if run.shape.group else ():
+                matrix = None if part.is_raw else self._weights.raw_matrix(part.name)
+                if matrix is not None:
+                    counts[matrix.type_name, run.shape.kind.name.lower()] += 1
+        return tuple(
+            f"{count} tensors in {name} become {kind}, the nearest that the kernels read; quantization none keeps "
+            "their values exactly, as floats"
+            for (name, kind), count in counts.items()
+        )

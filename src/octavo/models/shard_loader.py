@@ -23,7 +23,7 @@ from octavo.models.native_weights import TABLES
 from octavo.models.shards import ModelShard
 from octavo.nn.layers import Linear
 from octavo.nn.packed_weight import PackedWeight, most_frequent_code
-from octavo.nn.packing import NoCodesError, WantedTensor, pack_runs, plan_runs
+from octavo.nn.packing import WantedTensor, pack_matrices
 from octavo.nn.parallel import Parallel
 from octavo.nn.segments import (
     InputSegments,
@@ -36,7 +36,7 @@ from octavo.nn.segments import (
     TorchProducts,
 )
 from octavo.nn.weights import TensorWindow, Weights
-from octavo.ops.gated_mul import gate_rows
+from octavo.ops.gated_mul import activate_rows
 
 _DIVIDED_BY_OUTPUTS = ("qkv", "gate_up")
 
@@ -84,11 +84,14 @@ class ShardLoader(Loader):
         return super().end() if self._place.is_last_stage else self._send
 
     def activation(self) -> Callable[[Tensor], Tensor]:
-        """Return the MLP's gated activation; torch's is part of the segments of gate_up."""
-        return (lambda x_TI: x_TI) if self._wanted is None else gate_rows(self.family.activation)
+        """Return the MLP's activation; torch's is part of the segments of gate_up."""
+        if self._wanted is None:
+            return lambda x_TI: x_TI
+        return activate_rows(self.spec.activation, self.family.has("gate_proj"))
 
-    def linear(self, linear: str, layer: int, has_bias: bool = False) -> Multiplication:
+    def linear(self, linear: str, layer: int) -> Multiplication:
         """Read this rank's segments of a linear layer."""
+        has_bias = linear in self.spec.biases
         num_inputs = linear_shape(self.spec, linear)[1]
         for name, count in linear_tensors(self.spec, linear, layer).items():
             self.weights.claim(f"{name}.weight", (count, num_inputs))
@@ -96,9 +99,8 @@ class ShardLoader(Loader):
                 self.weights.claim(f"{name}.bias", (count,))
         if linear in _DIVIDED_BY_OUTPUTS:
             windows = self._shard.output_windows(linear, layer)
-            bias_F = self._bias(self._shard.output_windows(linear, layer, "bias")) if has_bias else None
-            return self._outputs(windows, bias_F) if linear == "qkv" else self._gated(windows)
-        assert not has_bias, "each rank would add the bias"
+            bias_F = self._plain(self._shard.output_windows(linear, layer, "bias")) if has_bias else None
+            return self._outputs(windows, bias_F) if linear == "qkv" else self._activated(windows, bias_F)
         return self._inputs(linear, layer)
 
     def check_all_read(self) -> None:
@@ -120,7 +122,7 @@ class ShardLoader(Loader):
         if self._wanted is not None:
             quantization = TABLES.get(self._wanted.quantization, self._wanted.quantization)
             packed = self._packed(windows, None, replace(self._wanted, quantization=quantization))
-            scale = spec.hidden_size**0.5 if self.family.scales_embedding else None
+            scale = None if spec.stream_scale == 1.0 else spec.stream_scale
             lookup = ShardedEmbedding(PackedTable(packed), *where, scale)
             return lookup, ShardedHead(PackedLinear(packed), bounds, self._collective)
         weight_WE = self._plain(windows)
@@ -139,13 +141,18 @@ class ShardLoader(Loader):
             start = end
         return OutputSegments(segments)
 
-    def _gated(self, windows: Sequence[TensorWindow]) -> Multiplication:
-        """Read gate and up; windows of all gates come first."""
+    def _activated(self, windows: Sequence[TensorWindow], bias_F: Tensor | None) -> Multiplication:
+        """Read gate (if any) and up; windows of all gates come first."""
         if self._wanted is not None:
-            return PackedLinear(self._packed(windows, None, self._wanted))
-        half = len(windows) // 2
-        pairs = zip(windows[:half], windows[half:], strict=True)
-        return OutputSegments([Linear(self._plain(pair)) for pair in pairs], super().activation())
+            return PackedLinear(self._packed(windows, bias_F, self._wanted))
+        count = len(windows) // (2 if self.family.has("gate_proj") else 1)
+        parts = [windows[first::count] for first in range(count)]
+        biases: list[Tensor | None] = [None] * count
+        if bias_F is not None:
+            rows = torch.split(bias_F, [len(window.rows) for window in windows])
+            biases = [torch.cat(rows[first::count]) for first in range(count)]
+        segments = [Linear(self._plain(part), bias) for part, bias in zip(parts, biases, strict=True)]
+        return OutputSegments(segments, super().activation())
 
     def _inputs(self, linear: str, layer: int) -> Multiplication:
         windows, size = self._shard.input_windows(linear, layer), self.spec.hidden_size
@@ -156,7 +163,11 @@ class ShardLoader(Loader):
         else:
             products = TorchProducts([None if window is None else Linear(self._plain([window])) for window in windows])
         has_part = self._shard.has_part(self._shard.inputs(linear)[1])
-        return InputSegments(products, size, has_part, self._collective)
+        bias_F = None
+        if linear in self.spec.biases:
+            ((name, count),) = linear_tensors(self.spec, linear, layer).items()
+            bias_F = self.tensor(f"{name}.bias", count)
+        return InputSegments(products, size, has_part, self._collective, bias_F)
 
     def _packed(
         self, windows: Sequence[TensorWindow], bias_F: Tensor | None, wanted: WantedTensor
@@ -166,40 +177,15 @@ class ShardLoader(Loader):
             return []
         view = self.weights.windows(windows)
         rows = {window.key: len(window.rows) for window in windows}
-        inputs = view.shape(windows[0].key)[1]
-        while True:
-            runs = plan_runs(view, rows, inputs, wanted)
-            try:
-                buffers = list(pack_runs(view, runs, torch.get_num_threads()))
-                break
-            except NoCodesError as error:
-                wanted = replace(wanted, float_names=wanted.float_names | {error.name})
-        weights, start = [], 0
-        for run, buffer in zip(runs, buffers, strict=True):
-            end = start + run.shape.outputs
-            weights.append(PackedWeight(run.shape, buffer, None if bias_F is None else bias_F[start:end].numpy()))
-            start = end
+        weights = pack_matrices(view, rows, view.shape(windows[0].key)[1], wanted, bias_F)
         self._made += weights
         return weights
 
     def _plain(self, windows: Sequence[TensorWindow]) -> Tensor:
-        """Read windows of equal width into one tensor of the model's dtype."""
-        view = self.weights.windows(windows)
-        shapes = [view.shape(window.key) for window in windows]
-        out_FE = torch.empty(sum(shape[0] for shape in shapes), shapes[0][1], dtype=self.dtype, device=self.device)
-        return self._fill(view, windows, out_FE)
-
-    def _bias(self, windows: Sequence[TensorWindow]) -> Tensor:
-        out_F = torch.empty(sum(len(window.rows) for window in windows), dtype=self.dtype, device=self.device)
-        return self._fill(self.weights.windows(windows), windows, out_F)
-
-    def _fill(self, view: Weights, windows: Sequence[TensorWindow], out: Tensor) -> Tensor:
-        start = 0
-        for window in windows:
-            end = start + len(window.rows)
-            view.read_into(window.key, out[start:end])
-            start = end
-        return out
+        """Read windows of vectors, or of matrices of equal width, into one tensor of the model's dtype."""
+        view, rows = self.weights.windows(windows), {window.key: len(window.rows) for window in windows}
+        inputs = view.shape(windows[0].key)[1:] if windows else ()
+        return view.read(rows, *inputs, dtype=self.dtype, device=self.device)
 
     def _receive(self, token_ids_T: Tensor) -> Tensor:
         """Return the previous stage's hidden states for these tokens."""

@@ -37,6 +37,22 @@ class ModelShard:
                 f"pipeline_parallel_size is {shard.num_stages}; the model has {spec.num_layers} layers: "
                 f"give 1 to {spec.num_layers}"
             )
+        if spec.family not in FAMILIES:
+            raise ConfigError(
+                f"{spec.path_reason}; its layers are not divided among ranks; give --tensor-parallel-size 1 and "
+                "--pipeline-parallel-size 1"
+            )
+        family = FAMILIES[spec.family]
+        if shard.tensor_size > 1 and spec.qk_norm and family.qk_norm_is_wide:
+            raise ConfigError(
+                f"tensor_parallel_size is {shard.tensor_size}; a {family.name} model norms all heads of a token "
+                "together, which cannot be divided: give 1"
+            )
+        if spec.mixture is not None:
+            raise ConfigError(
+                f"tensor_parallel_size is {shard.tensor_size}, pipeline_parallel_size {shard.num_stages}; models with "
+                "mixtures of experts are not divided among ranks: give 1 for both, without tp_invariant"
+            )
         sizes = {"MLP columns": spec.intermediate_size, "vocabulary": spec.vocab_size}
         name, smallest = min(sizes.items(), key=lambda item: item[1])
         if smallest < shard.tensor_size:

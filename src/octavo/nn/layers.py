@@ -109,6 +109,33 @@ class RMSNorm:
         return add_rms_norm(x_TE, residual_TE, self.weight_E, self.eps)
 
 
+class LayerNorm:
+    """y = (x - mean(x)) / std(x) * weight + bias, with an optional residual added to x first."""
+
+    __slots__ = ("bias_E", "eps", "weight_E")
+
+    def __init__(self, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> None:
+        self.weight_E = weight_E
+        self.bias_E = bias_E
+        self.eps = eps
+
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + residual), x + residual). x may have any leading dimensions."""
+        sum_TE = x_TE if residual_TE is None else x_TE + residual_TE
+        return functional.layer_norm(sum_TE, self.weight_E.shape, self.weight_E, self.bias_E, self.eps), sum_TE
+
+
+class NoNorm:
+    """The sum of x and the residual, where a family has no norm."""
+
+    __slots__ = ()
+
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (x + residual, x + residual)."""
+        sum_TE = x_TE if residual_TE is None else x_TE + residual_TE
+        return sum_TE, sum_TE
+
+
 class Embedding:
     """Lookup of a table's rows. Ids must be in [0, V): the engine refuses others earlier."""
 
@@ -139,21 +166,28 @@ class ScaledEmbedding(Embedding):
 class RopeTable:
     """Table of cosines and signed sines by position, in the layout that ops.rope.apply_rope takes.
 
-    `factors` [D / 2], if not None, divide the inverse frequencies (GGUF's rope_freqs). The table has
-    2 * max_len * D elements.
+    `factors_NF` [N, rope_dim / 2], if not None, divide the inverse frequencies (GGUF's rope_freqs): one row, or
+    longrope's short and long ones. The table has 2 * max_len * rope_dim elements. `max_len` is also the longest
+    context, by which longrope chooses its factors.
     """
 
     __slots__ = ("table_P2D",)
 
     def __init__(
-        self, spec: ModelSpec, max_len: int, dtype: torch.dtype, device: torch.device, factors: Tensor | None = None
+        self, spec: ModelSpec, max_len: int, dtype: torch.dtype, device: torch.device, factors_NF: Tensor | None = None
     ) -> None:
-        inverse = inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
-        if factors is not None:
-            inverse = inverse / factors.to(torch.float32)
+        scaling = spec.rope_scaling
+        inverse = inverse_frequencies(spec.rope_dim, spec.rope_theta, scaling, max_len)
+        if factors_NF is not None:
+            inverse = inverse / factors_NF[int(len(factors_NF) > 1 and has_long_factors(scaling, max_len))]
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
         cos, sin = angles.cos(), angles.sin()
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+        if scaling is not None and scaling.attention_factor != 1.0:
+            cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+        if spec.rope_is_interleaved:
+            table = torch.stack((cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)), 1)
+        else:
+            table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         self.table_P2D = table.to(device=device, dtype=dtype)
 
     @property
@@ -166,17 +200,55 @@ class RopeTable:
         rows_T2D = self.table_P2D.index_select(0, positions_T)
         return rows_T2D[:, 0:1], rows_T2D[:, 1:2]
 
+    def lookup_sections(self, positions_AT: Tensor, sections: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return (cos_T1D, signed_sin_T1D) where axis A turns its section of the pairs by its own positions."""
+        rows_AT2D = self.table_P2D[positions_AT]
+        split = torch.split(rows_AT2D, list(sections * 2), dim=-1)
+        parts = [part[axis % len(sections)] for axis, part in enumerate(split)]
+        rows_T2D = torch.cat(parts, dim=-1)
+        return rows_T2D[:, 0:1], rows_T2D[:, 1:2]
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Return radians per position [head_dim / 2], float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    inverse = 1.0 / (theta**exponents)
-    if scaling is None:
+
+def inverse_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None, max_len: int) -> Tensor:
+    """Return radians per position [rope_dim / 2], float32. `max_len` is the longest context."""
+    exponents = torch.arange(0, rope_dim, 2, dtype=torch.int64).to(torch.float32) / rope_dim
+    powers = theta**exponents
+    inverse = 1.0 / powers
+    if scaling is None or scaling.kind == "dynamic":
         return inverse
     if scaling.kind == "linear":
         return inverse / scaling.factor
+    if scaling.kind == "yarn":
+        return _yarn(powers, theta, scaling)
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if has_long_factors(scaling, max_len) else scaling.short_factors
+        return 1.0 / (torch.tensor(factors) * powers) if factors else inverse
     assert scaling.kind == "llama3", f"the specification lets no rope scaling {scaling.kind!r} through"
     return _llama3(inverse, scaling)
+
+
+def has_long_factors(scaling: RopeScaling | None, max_len: int) -> bool:
+    """Return True if contexts of up to `max_len` take longrope's long factors.
+
+    All contexts take the same ones, so that cached keys are never of another rope than the queries that read them.
+    """
+    return scaling is not None and scaling.kind == "longrope" and max_len > scaling.original_max_len
+
+
+def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Keep the frequencies that turn often within the original context, divide those that turn little."""
+    count = len(powers)
+
+    def index_of(turns: float) -> float:
+        return count * math.log(scaling.original_max_len / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * count - 1)
+    high += 0.001 if high == low else 0.0
+    kept = 1.0 - ((torch.arange(count, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return 1.0 / (scaling.factor * powers) * (1.0 - kept) + 1.0 / powers * kept
 
 
 def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -28,17 +28,39 @@ from octavo.ops import cpu
 Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 64
+GROUP = 32  # inputs that share a scale, and the unit in which weights with codes are cut
 _PANEL = 16
 _INT4_RECORD = 320  # bytes of one group of one int4 panel: scales, minima, codes
 
 
 class WeightKind(IntEnum):
-    """The enum WeightKind of csrc/linear.h."""
+    """The enum WeightKind of csrc/linear.h. From INT8 on, weights have codes; IQ4, MXFP4 and NF4 have a table."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
     INT4 = 3
+    IQ4 = 4
+    MXFP4 = 5
+    NF4 = 6
+
+
+# How many inputs may share a scale.
+GROUPS: Mapping[WeightKind, tuple[int, ...]] = {
+    WeightKind.INT8: (32, 16),
+    WeightKind.INT4: (32,),
+    WeightKind.IQ4: (32,),
+    WeightKind.MXFP4: (32, 16),
+    WeightKind.NF4: (32,),
+}
+# The values that a table kind's codes select; the same as in csrc/linear_layout.h, which has their sources. MXFP4's are
+# doubled, so its scales are half of the format's. NF4's are multiplied by NF4_ONE and rounded.
+CODE_VALUES: Mapping[WeightKind, npt.NDArray[np.int8]] = {
+    WeightKind.IQ4: np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8),
+    WeightKind.MXFP4: np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8),
+    WeightKind.NF4: np.array([-112, -78, -59, -44, -32, -21, -10, 0, 9, 18, 28, 38, 49, 63, 81, 112], np.int8),
+}
+NF4_ONE = 112.05
 
 
 class WeightDescriptor(ctypes.Structure):
@@ -58,8 +80,9 @@ class WeightDescriptor(ctypes.Structure):
 class Codes:
     """Rows of a weight before packing: value_FE = codes_FE * scales_FG + minima_FG; `group` inputs share a scale.
 
-    Codes are uint8 in 0..15 for INT4, and int8 for INT8, which has no minima. For a float kind, `codes` are the values
-    (for BFLOAT16 their bits as uint16), there are no scales or minima, and `group` is 0.
+    Codes are uint8 in 0..15 for INT4, and int8 for INT8, which has no minima. For a kind of CODE_VALUES they are uint8
+    in 0..15, value_FE = CODE_VALUES[kind][codes_FE] * scales_FG, and there are no minima. For a float kind, `codes` are
+    the values (for BFLOAT16 their bits as uint16), there are no scales or minima, and `group` is 0.
     """
 
     kind: WeightKind
@@ -84,7 +107,9 @@ class Codes:
             return torch.from_numpy(self.codes.view(np.int16)).view(torch.bfloat16).float()
         assert self.scales is not None, "quantised kinds have scales"
         rows, groups = self.scales.shape
-        values = torch.from_numpy(self.codes).float().view(rows, groups, self.group)
+        table = CODE_VALUES.get(self.kind)
+        codes = self.codes if table is None else table[self.codes]
+        values = torch.from_numpy(codes).float().view(rows, groups, self.group)
         values *= torch.from_numpy(self.scales).float()[..., None]
         if self.minima is not None:
             values += torch.from_numpy(self.minima).float()[..., None]
@@ -169,7 +194,7 @@ def most_frequent_code(weights: Iterable[PackedWeight]) -> str:
     for weight in weights:
         sizes[weight.kind] += weight.outputs * weight.inputs
     kind = sizes.most_common(1)[0][0]
-    return kind.name.lower() if kind in (WeightKind.INT4, WeightKind.INT8) else "none"
+    return kind.name.lower() if kind in GROUPS else "none"
 
 
 def empty_buffer(nbytes: int) -> Bytes:
@@ -215,13 +240,29 @@ def _unpack_bfloat16(panels: Bytes, shape: WeightShape) -> Tensor:
 
 
 def _unpack_int8(panels: Bytes, shape: WeightShape) -> Tensor:
-    groups = shape.inputs // shape.group
-    scale_bytes = groups * 2 * _PANEL
-    scales = np.ascontiguousarray(panels[:, :scale_bytes]).view(np.float16).reshape(-1, groups, _PANEL)
     quads = panels[:, -shape.inputs * _PANEL :].reshape(-1, shape.inputs // 4, _PANEL, 4)
     codes = torch.from_numpy(np.ascontiguousarray(quads.swapaxes(1, 2))).float().sub_(128)
+    return _scaled(codes, panels, shape)
+
+
+def _scaled(codes: Tensor, panels: Bytes, shape: WeightShape) -> Tensor:
+    """Multiply the codes of panels [P, 16, E] by the scales at the start of each panel."""
+    groups = shape.inputs // shape.group
+    scales = np.ascontiguousarray(panels[:, : groups * 2 * _PANEL]).view(np.float16).reshape(-1, groups, _PANEL)
     codes = codes.view(len(panels), _PANEL, groups, shape.group)
     return codes * torch.from_numpy(np.ascontiguousarray(scales.swapaxes(1, 2))).float()[..., None]
+
+
+def _unpack_table(panels: Bytes, shape: WeightShape) -> Tensor:
+    codes = _halves(panels[:, -shape.inputs * _PANEL // 2 :])
+    return _scaled(torch.from_numpy(CODE_VALUES[shape.kind][codes]).float(), panels, shape)
+
+
+def _halves(packed: Bytes) -> Bytes:
+    """Return the codes of panels [P, 16, G, 32] from their half bytes, [P, G * 256]."""
+    quads = packed.reshape(len(packed), -1, 4, _PANEL, 4)
+    lanes = quads.transpose(0, 3, 1, 2, 4).reshape(len(packed), _PANEL, -1, 16)
+    return np.concatenate((lanes & 15, lanes >> 4), axis=-1)
 
 
 def _unpack_int4(panels: Bytes, shape: WeightShape) -> Tensor:
@@ -231,10 +272,8 @@ def _unpack_int4(panels: Bytes, shape: WeightShape) -> Tensor:
         torch.from_numpy(np.ascontiguousarray(part.swapaxes(1, 2))).float()[..., None]
         for part in (heads[..., :_PANEL], heads[..., _PANEL:])
     )
-    quads = records[..., 4 * _PANEL :].reshape(len(panels), -1, 4, _PANEL, 4)
-    lanes = quads.transpose(0, 3, 1, 2, 4).reshape(len(panels), _PANEL, -1, 16)
-    codes = torch.from_numpy(np.concatenate((lanes & 15, lanes >> 4), axis=-1)).float()
-    return codes * scales + minima
+    codes = _halves(records[..., 4 * _PANEL :].reshape(len(panels), -1))
+    return torch.from_numpy(codes).float() * scales + minima
 
 
 _UNPACK = {
@@ -242,4 +281,7 @@ _UNPACK = {
     WeightKind.BFLOAT16: _unpack_bfloat16,
     WeightKind.INT8: _unpack_int8,
     WeightKind.INT4: _unpack_int4,
+    WeightKind.IQ4: _unpack_table,
+    WeightKind.MXFP4: _unpack_table,
+    WeightKind.NF4: _unpack_table,
 }

@@ -16,23 +16,33 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType
+from torch import Tensor
 
 from octavo.artifacts.model_spec import ModelSpec
-from octavo.artifacts.resolve import ModelFiles
 from octavo.config import QUANTIZATIONS
 from octavo.errors import ConfigError
-from octavo.nn.gguf_blocks import GGUF_TYPES, Halves, RawMatrix, Values
-from octavo.nn.packed_weight import Bytes, Codes, PackedWeight, WeightKind, WeightShape, empty_buffer, pack_rows
+from octavo.nn.gguf_blocks import Halves, Values
+from octavo.nn.packed_weight import (
+    CODE_VALUES,
+    GROUP,
+    GROUPS,
+    Bytes,
+    Codes,
+    PackedWeight,
+    WeightKind,
+    WeightShape,
+    empty_buffer,
+    pack_rows,
+)
 from octavo.nn.weights import Weights
 
-GROUP = 32
 _MAX_INT8 = 127
 _MAX_INT4 = 15
 # Parts of a group's range over which 4-bit codes are first spread; the best result is kept. tests/nn/test_quantize.py
@@ -43,22 +53,21 @@ _AHEAD = 2  # weights whose jobs are submitted before the first one is waited fo
 _CONVERSIONS = 1  # increment it when the codes of GGUF blocks change
 
 
-def choose_quantization(quantization: str, dtype: str, files: ModelFiles, spec: ModelSpec) -> str:
+def choose_quantization(quantization: str, dtype: str, spec: ModelSpec) -> str:
     """Return "auto" (the codes of the files), "none", "int8" or "int4". Raises ConfigError.
 
-    If `quantization` is "auto", return "auto" for quantized GGUF files without a requested dtype, else "none".
+    If `quantization` is "auto", return "auto" for quantized files without a requested dtype, else "none".
     """
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization is {quantization!r}; give one of {', '.join(QUANTIZATIONS)}")
     if quantization != "auto":
         return quantization
-    return "auto" if files.kind == "gguf" and spec.quantization is not None and dtype == "auto" else "none"
+    return "auto" if spec.quantization is not None and dtype == "auto" else "none"
 
 
 def code_kinds() -> frozenset[tuple[WeightKind, int]]:
     """Return every kind and group that weights with codes can have."""
-    kept = {(entry.codes.kind, entry.codes.group) for entry in GGUF_TYPES.values() if entry.codes is not None}
-    return frozenset(kept | {(WeightKind.INT8, GROUP), (WeightKind.INT4, GROUP)})
+    return frozenset((kind, group) for kind, groups in GROUPS.items() for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,7 @@ class WantedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor and its number of rows. `is_raw`: the codes of its GGUF blocks are kept."""
+    """A tensor and its number of rows. `is_raw`: the codes of its files are kept."""
 
     name: str
     num_rows: int
@@ -115,13 +124,12 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> t
     if wanted.quantization == "none" or name in wanted.float_names:
         return plain
     raw = weights.raw_matrix(name)
-    codes = GGUF_TYPES[raw.type].codes if raw is not None else None
-    own = (codes.kind, codes.group) if raw is not None and codes is not None and raw.is_aligned(GROUP) else None
+    own = None if raw is None else raw.kind
     if wanted.quantization == "auto":
-        return (own, True) if own is not None else plain
+        return (own, raw.is_kept) if raw is not None and own is not None else plain
     kind = WeightKind.INT4 if wanted.quantization == "int4" else WeightKind.INT8
-    if own is not None and own[0] >= kind:
-        return own, True
+    if raw is not None and own is not None and own[0] >= kind:
+        return own, raw.is_kept
     return ((kind, GROUP), False) if inputs % GROUP == 0 else plain
 
 
@@ -145,6 +153,28 @@ def pack_runs(weights: Weights, runs: Iterable[WeightRun], num_threads: int) -> 
             yield _finished(*started.popleft())
 
 
+def pack_matrices(
+    weights: Weights, rows: dict[str, int], inputs: int, wanted: WantedTensor, bias_F: Tensor | None = None
+) -> list[PackedWeight]:
+    """Pack matrices with these numbers of rows, in order; those of one kind become one weight.
+
+    A matrix without codes stays float. `bias_F` is float32.
+    """
+    while True:
+        runs = plan_runs(weights, rows, inputs, wanted)
+        try:
+            buffers = list(pack_runs(weights, runs, torch.get_num_threads()))
+            break
+        except NoCodesError as error:
+            wanted = replace(wanted, float_names=wanted.float_names | {error.name})
+    packed, start = [], 0
+    for run, buffer in zip(runs, buffers, strict=True):
+        end = start + run.shape.outputs
+        packed.append(PackedWeight(run.shape, buffer, None if bias_F is None else bias_F[start:end].numpy()))
+        start = end
+    return packed
+
+
 @contextlib.contextmanager
 def _one_torch_thread() -> Iterator[None]:
     count = torch.get_num_threads()
@@ -166,23 +196,25 @@ def _jobs(weights: Weights, run: WeightRun, buffer: Bytes) -> Iterator[Callable[
     shape, start = run.shape, 0
     step = max(1, _PIECE // shape.inputs)
     for part in run.parts:
-        raw = weights.raw_matrix(part.name)
+        raw, importance = weights.raw_matrix(part.name), weights.importance(part.name)
         for first in range(0, part.num_rows, step):
             count = min(step, part.num_rows - first)
             pack = partial(_pack, shape, buffer, start + first, part.name)
             if raw is None:
                 values = torch.empty(count, shape.inputs)
                 weights.read_rows(part.name, first, values)
-                yield partial(pack, partial(codes_of_floats, values.numpy(), shape.kind))
+                yield partial(pack, partial(codes_of_floats, values.numpy(), shape.kind, importance))
             elif part.is_raw:
                 yield partial(pack, partial(raw.codes, first, count))
             else:
-                yield partial(pack, partial(_codes_anew, raw, first, count, shape.kind))
+                values_of = partial(raw.values, first, count)
+                yield partial(pack, partial(_codes_anew, values_of, shape.kind, importance))
+            weights.count_read(count * shape.inputs)
         start += part.num_rows
 
 
-def _codes_anew(raw: RawMatrix, first_row: int, num_rows: int, kind: WeightKind) -> Codes | None:
-    return codes_of_floats(raw.values(first_row, num_rows), kind)
+def _codes_anew(values_of: Callable[[], Values], kind: WeightKind, importance_E: Values | None) -> Codes | None:
+    return codes_of_floats(values_of(), kind, importance_E)
 
 
 def _pack(shape: WeightShape, buffer: Bytes, first_row: int, name: str, convert: Callable[[], Codes | None]) -> None:
@@ -204,8 +236,11 @@ def packing_version() -> str:
     return digest.hexdigest()
 
 
-def codes_of_floats(values_FE: Values, kind: WeightKind) -> Codes | None:
-    """Convert rows to a kind; return None if float16 cannot represent a scale. For codes, GROUP must divide E."""
+def codes_of_floats(values_FE: Values, kind: WeightKind, importance_E: Values | None = None) -> Codes | None:
+    """Convert rows to a kind; return None if float16 cannot represent a scale. For codes, GROUP must divide E.
+
+    `importance_E` weights the squared errors of the inputs in the search for 4-bit codes.
+    """
     if kind == WeightKind.FLOAT32:
         return Codes(kind, 0, values_FE)
     if kind == WeightKind.BFLOAT16:
@@ -213,7 +248,9 @@ def codes_of_floats(values_FE: Values, kind: WeightKind) -> Codes | None:
     groups = values_FE.reshape(values_FE.shape[0], -1, GROUP)
     if not np.isfinite(values_FE).all() or np.abs(values_FE).max(initial=0) > np.finfo(np.float16).max:
         return None
-    return _int8(groups) if kind == WeightKind.INT8 else _int4(groups)
+    if kind in CODE_VALUES:
+        return _selected(groups, kind)
+    return _int8(groups) if kind == WeightKind.INT8 else _int4(groups, importance_E)
 
 
 def _bfloat16_bits(values: Values) -> npt.NDArray[np.uint16]:
@@ -237,14 +274,27 @@ def _int8(groups_FGN: Values) -> Codes:
     return Codes(WeightKind.INT8, GROUP, codes.astype(np.int8).reshape(num_rows, -1), scales)
 
 
-def _int4(groups_FGN: Values) -> Codes:
+def _selected(groups_FGN: Values, kind: WeightKind) -> Codes:
+    """Select the nearest values of a kind's table: its value of the largest magnitude stands for that of the group."""
+    values = CODE_VALUES[kind].astype(np.float32)
+    order = np.argsort(values, kind="stable")
+    largest = np.take_along_axis(groups_FGN, np.abs(groups_FGN).argmax(axis=-1)[..., None], axis=-1)[..., 0]
+    scales = (largest / values[np.abs(values).argmax()]).astype(np.float16)
+    bounds = (values[order][1:] + values[order][:-1]) / 2
+    codes = order.astype(np.uint8)[np.searchsorted(bounds, groups_FGN * _inverse(scales)[..., None])]
+    return Codes(kind, GROUP, codes.reshape(groups_FGN.shape[0], -1), scales)
+
+
+def _int4(groups_FGN: Values, importance_E: Values | None = None) -> Codes:
     """Quantise asymmetrically: try several ranges, refine each by least squares, keep the best.
 
     For fixed codes, the best scale and minimum are a linear regression; for a fixed scale and minimum, the best codes
-    are the nearest ones (Lloyd's alternation). Errors are computed with the scale and minimum as stored.
+    are the nearest ones (Lloyd's alternation). Errors are computed with the scale and minimum as stored; importances
+    weight them.
     """
     num_rows, num_groups = groups_FGN.shape[:2]
     x_NG = np.ascontiguousarray(groups_FGN.reshape(-1, GROUP).T)  # one group per column, so that sums are over rows
+    weights_NG = None if importance_E is None else _error_weights(importance_E, num_rows)
     low_G, high_G = x_NG.min(axis=0), x_NG.max(axis=0)
     best_error = np.full(x_NG.shape[1], np.inf, np.float32)
     best_codes = np.zeros(x_NG.shape, np.float32)
@@ -252,12 +302,12 @@ def _int4(groups_FGN: Values) -> Codes:
     for start, end in _RANGES:
         span_G = high_G - low_G
         fit = _stored((end - start) / _MAX_INT4 * span_G, low_G + start * span_G)
-        fit = _stored(*_regression(x_NG, _nearest(x_NG, fit)))
+        fit = _stored(*_regression(x_NG, _nearest(x_NG, fit), weights_NG))
         codes = _nearest(x_NG, fit)
         rest = codes * fit[0].astype(np.float32)
         rest += fit[1].astype(np.float32)
         rest -= x_NG
-        error = np.einsum("ng,ng->g", rest, rest)
+        error = _dot(rest, rest, weights_NG)
         better = error < best_error
         np.copyto(best_error, error, where=better)
         np.copyto(best_codes, codes, where=better)
@@ -281,13 +331,35 @@ def _nearest(x_NG: Values, fit: Halves) -> Values:
     return codes
 
 
-def _regression(x_NG: Values, codes_NG: Values) -> tuple[Values, Values]:
+def _regression(x_NG: Values, codes_NG: Values, weights_NG: Values | None) -> tuple[Values, Values]:
     """Return the least-squares scale and minimum of each group for its codes; 0 and the mean if all codes are equal."""
-    mean_x, mean_code = x_NG.mean(axis=0), codes_NG.mean(axis=0)
-    spread = np.einsum("ng,ng->g", codes_NG, codes_NG) - GROUP * mean_code * mean_code
-    joint = np.einsum("ng,ng->g", codes_NG, x_NG) - GROUP * mean_code * mean_x
-    scale = np.divide(joint, spread, out=np.zeros_like(joint), where=spread > 0.5)  # sums of integers: 0 or >= 31/32
+    if weights_NG is None:
+        mean_x, mean_code = x_NG.mean(axis=0), codes_NG.mean(axis=0)
+    else:
+        mean_x, mean_code = (np.einsum("ng,ng->g", weights_NG, part) / GROUP for part in (x_NG, codes_NG))
+    spread = _dot(codes_NG, codes_NG, weights_NG) - GROUP * mean_code * mean_code
+    joint = _dot(codes_NG, x_NG, weights_NG) - GROUP * mean_code * mean_x
+    # Without weights, the spread is a sum of integers: 0 or >= 31/32. With weights, rounding leaves up to 0.01.
+    is_spread = spread > (0.5 if weights_NG is None else 0.02)
+    scale = np.divide(joint, spread, out=np.zeros_like(joint), where=is_spread)
     return scale, mean_x - scale * mean_code
+
+
+def _dot(a_NG: Values, b_NG: Values, weights_NG: Values | None) -> Values:
+    """Return the sums of the groups' products, weighted if there are weights."""
+    sums: Values = np.einsum("ng,ng->g", a_NG, b_NG if weights_NG is None else b_NG * weights_NG)
+    return sums
+
+
+def _error_weights(importance_E: Values, num_rows: int) -> Values:
+    """Return the weights of the values of each group, [GROUP, num_rows * G], whose mean is 1 in each group.
+
+    Inputs without importance have a small weight, so that their values are kept where that costs nothing.
+    """
+    weights = importance_E.reshape(-1, GROUP)
+    weights = weights + np.maximum(1e-3 * weights.mean(axis=1, keepdims=True), np.float32(1e-30))
+    weights = weights / weights.mean(axis=1, keepdims=True)
+    return np.tile(weights.T.astype(np.float32), (1, num_rows))
 
 
 def _inverse(scales: Halves) -> Values:

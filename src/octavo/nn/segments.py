@@ -22,13 +22,13 @@ from octavo.nn.layers import Linear
 from octavo.nn.packed_weight import PackedWeight
 from octavo.nn.parallel import Collective, tree_sum
 from octavo.ops import cpu
-from octavo.ops.packed_linear import Product, multiply
+from octavo.ops.packed_linear import Product, multiply, single_product
 
 
 class PackedLinear:
     """y_TF = x_TE W_FE^T + b_F over packed weights, which have consecutive outputs. Float32, on the CPU."""
 
-    __slots__ = ("_held", "_products", "nbytes", "num_outputs", "num_weights")
+    __slots__ = ("_held", "_products", "_single", "nbytes", "num_outputs", "num_weights")
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
         self._products, self.num_outputs = [], 0
@@ -40,9 +40,15 @@ class PackedLinear:
             self.num_outputs += weight.outputs
         self.num_weights = sum(weight.outputs * weight.inputs for weight in weights)
         self.nbytes = sum(weight.nbytes for weight in weights)
+        self._single = None
+        if len(self._products) == 1:
+            address, kind, inputs = self._products[0][:3]
+            self._single = single_product(address, kind, inputs, self.num_outputs)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return a new tensor [T, F]."""
+        if self._single is not None:
+            return self._single(x_TE, _num_threads())
         out_BTF = torch.empty(1, x_TE.shape[0], self.num_outputs)
         multiply(self._products, x_TE, out_BTF, _num_threads())
         return out_BTF[0]
@@ -134,10 +140,10 @@ class InputSegments:
     """A linear layer whose inputs are divided among ranks; each multiplies its own, and all add the same tree.
 
     `has_part` says for each rank whether it has any inputs; a rank without takes part in the exchange, but its tensor
-    is not added.
+    is not added. Every rank has the whole bias and adds it to the sum.
     """
 
-    __slots__ = ("_collective", "_has_part", "_num_outputs", "_products", "nbytes", "num_weights")
+    __slots__ = ("_bias_F", "_collective", "_has_part", "_num_outputs", "_products", "nbytes", "num_weights")
 
     def __init__(
         self,
@@ -145,7 +151,9 @@ class InputSegments:
         num_outputs: int,
         has_part: Sequence[bool],
         collective: Collective,
+        bias_F: Tensor | None = None,
     ) -> None:
+        self._bias_F = bias_F
         self._products = products
         self._num_outputs = num_outputs
         self._has_part = tuple(has_part)
@@ -154,6 +162,10 @@ class InputSegments:
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return the sum over all ranks, [T, F]; x has this rank's inputs."""
+        total_TF = self._sum(x_TE)
+        return total_TF if self._bias_F is None else total_TF.add_(self._bias_F)
+
+    def _sum(self, x_TE: Tensor) -> Tensor:
         own_TF = self._products(x_TE)
         if len(self._has_part) == 1:
             assert own_TF is not None

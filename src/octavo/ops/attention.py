@@ -1,9 +1,9 @@
 """The interface between a model's layers and paged attention, and a slow reference backend.
 
-Owns: the KV memory (its allocation, null block, copies and clearing of blocks), a backend's two methods and its inputs
-per step, and ReferenceAttention. Does not: optimise for speed, or know which sequences hold a block (core does).
-Shapes: T tokens of the step, N rows, M table width, H query heads, K KV heads, D head size, L layers, B blocks, S block
-size, C context of one row.
+Owns: how a layer attends, the KV memory (allocation, null block, copies, clearing), a backend's two methods and its
+inputs per step, and ReferenceAttention. Does not: optimise for speed, or know which sequences hold a block (core does).
+Shapes: T tokens of the step, N rows, M table width, H query heads, K KV heads, D size of keys, V size of values,
+L layers, B blocks, S block size, C context of one row, X bytes.
 Invariants: rows of one token are first, in ascending context length, before longer rows. Token t of row n is at
 row_start[n] + t. Its query sees exactly the positions up to its own (and inside the window). Block `null_block` is all
 zero and is never written. A position not written since its block was cleared is zero, so masked values are finite and
@@ -12,8 +12,10 @@ add exactly zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +23,52 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops import kv_codes
+
 HostColumn = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerAttention:
+    """How one layer attends.
+
+    A score is `scale` times the product of query and key; `soft_cap` c makes it c * tanh(score / c); then a slope (of
+    ALiBi) adds slope * (key's position - query's position). A sink is one more score of its head, whose weight is
+    dropped after the softmax (GPT-OSS). `window` counts the positions that a query sees, its own included.
+    Queries and keys have `head_dim` numbers, values and the output's heads `value_dim`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks_H: Tensor | None = None
+    slopes_H: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the weights are the softmax of scaled products."""
+        return self.soft_cap is None and self.sinks_H is None and self.slopes_H is None
+
+    def weights(self, scores: Tensor, distance: Tensor, hidden: Tensor) -> Tensor:
+        """Return the attention weights [H, ..., C] of products of queries and keys; float32.
+
+        `distance` is key's minus query's position, and `hidden` is True where a query does not see a key.
+        """
+        per_head = (-1, *(1 for _ in scores.shape[1:]))
+        scores = scores * self.scale
+        if self.soft_cap is not None:
+            scores = (scores / self.soft_cap).tanh() * self.soft_cap
+        if self.slopes_H is not None:
+            scores = scores + self.slopes_H.to(scores).view(per_head) * distance
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.sinks_H is None:
+            return scores.softmax(dim=-1)
+        sinks = self.sinks_H.to(scores).view(per_head).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,50 +80,92 @@ class PoolShape:
     block_size: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     dtype: torch.dtype
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, keys and values of all layers."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        sizes = sum(prod(self.row_shape(size)) for size in (self.head_dim, self.value_dim))
+        return self.num_layers * self.block_size * sizes * self.dtype.itemsize
+
+    def row_shape(self, size: int) -> tuple[int, ...]:
+        """Return the shape of one position's keys or values, whose heads have `size` numbers."""
+        return kv_codes.row_shape(self.dtype, self.num_kv_heads, size)
 
 
 class KVPool:
-    """Paged keys and values. On a CPU the kernel provides zeroed memory, page by page on first use."""
+    """Paged keys and values: `keys` and `values` have each layer's [B + 1, S, *row_shape].
+
+    On a CPU the kernel provides zeroed memory, page by page on first use.
+    """
 
     def __init__(self, shape: PoolShape, device: torch.device) -> None:
         self.shape = shape
         self.null_block = shape.num_blocks
-        size = (2, shape.num_layers, shape.num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self._planes = tuple(self._allocate(size, device) for size in (shape.head_dim, shape.value_dim))
+        self.keys: tuple[Tensor, ...] = self._planes[0].unbind(0)
+        self.values: tuple[Tensor, ...] = self._planes[1].unbind(0)
+
+    def _allocate(self, head_size: int, device: torch.device) -> Tensor:
+        shape, dtype = self.shape, kv_codes.stored_dtype(self.shape.dtype)
+        size = (shape.num_layers, shape.num_blocks + 1, shape.block_size, *shape.row_shape(head_size))
         if device.type == "cpu" and shape.num_layers:  # a rank may have no layer of a cache group
             # numpy's zeros is calloc, which touches no page; torch.zeros would write every page
-            raw = np.zeros(int(np.prod(size)) * shape.dtype.itemsize, dtype=np.uint8)
-            self._both_2LBSKD = torch.from_numpy(raw).view(shape.dtype).view(size)
-        else:
-            self._both_2LBSKD = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.keys: tuple[Tensor, ...] = self._both_2LBSKD[0].unbind(0)
-        self.values: tuple[Tensor, ...] = self._both_2LBSKD[1].unbind(0)
+            raw = np.zeros(prod(size) * dtype.itemsize, dtype=np.uint8)
+            return torch.from_numpy(raw).view(dtype).view(size)
+        return torch.zeros(size, dtype=dtype, device=device)
 
     @property
     def device(self) -> torch.device:
         """The pool's device."""
-        return self._both_2LBSKD.device
+        return self._planes[0].device
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values of tokens at flat positions, block * block_size + offset; return them as rounded."""
+        k_TR, v_TR = (kv_codes.encode(x_TKX, self.shape.dtype) for x_TKX in (k_TKD, v_TKV))
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TR)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TR)
+        return self.read(k_TR, v_TR)
+
+    def read(self, k_rows: Tensor, v_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows [..., *row_shape] as numbers [..., K, D] and [..., K, V]: float32 if the pool has 8 bits."""
+        shape = self.shape
+        decode = partial(kv_codes.decode, dtype=shape.dtype, num_heads=shape.num_kv_heads)
+        return decode(k_rows, size=shape.head_dim), decode(v_rows, size=shape.value_dim)
 
     def read_blocks(self, blocks: Tensor) -> Tensor:
-        """Return a copy of blocks of every layer, [2, L, len(blocks), S, K, D]."""
-        return self._both_2LBSKD.index_select(2, blocks)
+        """Return a copy of blocks of every layer, bytes [len(blocks), block_bytes]: all keys, then all values."""
+        content_NX = torch.empty((len(blocks), self.shape.block_bytes), dtype=torch.uint8, device=self.device)
+        for plane, part_LNX in self._parts(content_NX):
+            part_LNX.copy_(plane.index_select(1, blocks))
+        return content_NX
 
-    def write_blocks(self, blocks: Tensor, content: Tensor) -> None:
-        """Overwrite blocks in every layer; no block may occur twice."""
-        self._both_2LBSKD.index_copy_(2, blocks, content)
+    def write_blocks(self, blocks: Tensor, content_NX: Tensor) -> None:
+        """Overwrite blocks in every layer with bytes that `read_blocks` returned; no block may occur twice."""
+        for plane, part_LNX in self._parts(content_NX):
+            plane.index_copy_(1, blocks, part_LNX)
+
+    def _parts(self, content_NX: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each plane with its part of the blocks' bytes, as a view of the plane's type and order."""
+        parts, first = [], 0
+        for plane in self._planes if self.shape.num_layers else ():
+            size = (plane.shape[0], *plane.shape[2:])
+            end = first + prod(size) * plane.itemsize
+            part_NX = content_NX[:, first:end].view(plane.dtype)
+            parts.append((plane, part_NX.view(-1, *size).transpose(0, 1)))
+            first = end
+        return parts
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy blocks in every layer; all sources are read before a destination is written."""
-        self.write_blocks(destinations, self.read_blocks(sources))
+        for plane in self._planes:
+            plane.index_copy_(1, destinations, plane.index_select(1, sources))
 
     def clear_blocks(self, blocks: Tensor) -> None:
         """Zero blocks in every layer."""
-        self._both_2LBSKD.index_fill_(2, blocks, 0)
+        for plane in self._planes:
+            plane.index_fill_(1, blocks, 0)
 
 
 @dataclass(slots=True)
@@ -87,7 +176,9 @@ class AttentionBatch:
     `context_len_N` counts KV positions including this step's. `block_table_NM` holds block numbers. Entries after a
     row's last block are the pool's null block; entries before a window may be any block of the pool, with any content.
     Index tensors are int64.
-    `counts` and `contexts` are host copies per row; rows [0, num_decodes) have one token each.
+    `counts` and `contexts` are host copies per row; rows [0, num_decodes) have one token each. `seen_T`, on the host,
+    is how many positions each token sees if some tokens see positions after their own, which are in this step; it
+    ascends within a row. None: a token sees the positions up to its own.
     """
 
     num_tokens: int
@@ -100,16 +191,7 @@ class AttentionBatch:
     block_table_NM: Tensor
     counts: HostColumn
     contexts: HostColumn
-
-    @property
-    def max_count(self) -> int:
-        """Tokens of the longest row."""
-        return int(self.counts.max(initial=0))
-
-    @property
-    def max_context(self) -> int:
-        """KV positions of the longest context."""
-        return int(self.contexts.max(initial=0))
+    seen_T: HostColumn | None = None
 
 
 class AttentionBackend(Protocol):
@@ -125,10 +207,10 @@ class AttentionBackend(Protocol):
         """Prepare what all layers share: indices, masks, buckets."""
         ...
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Write the step's K and V of `layer` into the pool, attend causally, and return o_THD.
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor) -> Tensor:
+        """Write the step's K and V of `layer` into the pool, attend causally, and return o_THV.
 
-        The scale is D ** -0.5. The result may be a buffer that the next call overwrites.
+        The result may be a buffer that the next call overwrites.
         """
         ...
 
@@ -148,10 +230,10 @@ class GroupedAttention:
         """Raise AssertionError, because each group has its own batch."""
         raise AssertionError("each cache group's attention begins by itself")
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor) -> Tensor:
         """Attend in the layer's group."""
         backend, local = self.places[layer]
-        return backend.attend(local, q_THD, k_TKD, v_TKD)
+        return backend.attend(local, q_THD, k_TKD, v_TKV)
 
 
 class ReferenceAttention:
@@ -159,39 +241,41 @@ class ReferenceAttention:
 
     reads_unwritten = True
 
-    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None) -> None:
+    def __init__(self, pool: KVPool, layers: Sequence[LayerAttention]) -> None:
         self._pool = pool
-        self._group = num_heads // pool.shape.num_kv_heads
-        self._window = window
+        self._layers = tuple(layers)
         self._batch: AttentionBatch | None = None
 
     def begin(self, batch: AttentionBatch) -> None:
         """Keep the step's batch."""
         self._batch = batch
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor) -> Tensor:
         """Write this step's keys and values, then attend each row by itself."""
-        batch = self._batch
+        batch, own = self._batch, self._layers[layer]
         assert batch is not None, "attend before begin"
+        self._pool.write(layer, batch.slot_mapping_T, k_TKD, v_TKV)
         keys, values = self._pool.keys[layer].flatten(0, 1), self._pool.values[layer].flatten(0, 1)
-        keys[batch.slot_mapping_T] = k_TKD.to(keys.dtype)
-        values[batch.slot_mapping_T] = v_TKD.to(values.dtype)
-        output_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        start = 0
+        output_THV = q_THD.new_empty((q_THD.shape[0], own.num_heads, own.value_dim))
+        group, start = own.num_heads // own.num_kv_heads, 0
         for row, (count, context) in enumerate(zip(batch.counts.tolist(), batch.contexts.tolist(), strict=True)):
             end = start + count
             # positions before the first query's window are not read: other sequences may hold their blocks
-            first = 0 if self._window is None else max(0, context - count - self._window + 1)
+            first = 0 if own.window is None else max(0, context - count - own.window + 1)
             where_C = torch.arange(first, context, device=keys.device)
             size = self._pool.shape.block_size
             slots_C = batch.block_table_NM[row][where_C // size] * size + where_C % size
-            k_KCD = keys[slots_C].float().transpose(0, 1).repeat_interleave(self._group, dim=0)
-            v_KCD = values[slots_C].float().transpose(0, 1).repeat_interleave(self._group, dim=0)
-            scores = q_THD[start:end].float().transpose(0, 1) @ k_KCD.transpose(1, 2) * q_THD.shape[-1] ** -0.5
-            seen = where_C <= batch.positions_T[start:end, None]
-            if self._window is not None:
-                seen &= where_C > batch.positions_T[start:end, None] - self._window
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-            output_THD[start:end] = (weights @ v_KCD).transpose(0, 1).to(q_THD.dtype)
+            k_CKD, v_CKV = self._pool.read(keys[slots_C], values[slots_C])
+            k_HCD = k_CKD.float().transpose(0, 1).repeat_interleave(group, dim=0)
+            v_HCV = v_CKV.float().transpose(0, 1).repeat_interleave(group, dim=0)
+            scores_HTC = q_THD[start:end].float().transpose(0, 1) @ k_HCD.transpose(1, 2)
+            distance_TC = where_C - batch.positions_T[start:end, None]
+            hidden_TC = distance_TC > 0
+            if batch.seen_T is not None:
+                hidden_TC = where_C >= torch.from_numpy(batch.seen_T[start:end, None]).to(keys.device)
+            if own.window is not None:
+                hidden_TC |= distance_TC <= -own.window
+            weights_HTC = own.weights(scores_HTC, distance_TC, hidden_TC)
+            output_THV[start:end] = (weights_HTC @ v_HCV).transpose(0, 1).to(q_THD.dtype)
             start = end
-        return output_THD
+        return output_THV

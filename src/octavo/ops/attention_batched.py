@@ -2,7 +2,8 @@
 
 Owns: buckets of decode rows by padded context, gather buffers and masks, all built once per step.
 Does not: own the pool. Each longer row (prompt chunk) takes one call, since such rows are few and large.
-Shapes: T tokens, N rows, H query heads = K KV heads x G, D head size, S block size, C padded context.
+Shapes: T tokens, N rows, H query heads = K KV heads x G, D size of keys, V size of values, S block size, C padded
+context.
 Invariants: blocks before a row's window are not read. Padding reads the null block or zeros and is masked, so padding
 does not change a row's values. C is a multiple of 32, so the vector loops of torch's kernels use the same lanes
 for any padding.
@@ -10,14 +11,17 @@ for any padding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops.attention import AttentionBatch, HostColumn, KVPool
+from octavo.ops import kv_codes
+from octavo.ops.attention import AttentionBatch, HostColumn, KVPool, LayerAttention
 
 PAD_TOKENS = 32  # contexts are padded to multiples of this, for equal vector lanes
 MERGE_TOKENS = 512  # padding that is cheaper than another call: a call costs about 30 us, a token 0.08 us
@@ -32,10 +36,8 @@ class _Decodes:
     end: int
     blocks: Tensor
     mask_N11C: Tensor
-    k_blocks: Tensor
-    v_blocks: Tensor
-    k_NKCD: Tensor
-    v_NKCD: Tensor
+    distance_NC: Tensor
+    gathered: _Gathered
 
 
 @dataclass(slots=True)
@@ -46,6 +48,17 @@ class _Chunk:
     end: int
     blocks: Tensor | None
     mask_TC: Tensor | None
+    distance_TC: Tensor | None
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Views of the gather buffers: as blocks, which are copied from the pool, and by row and position."""
+
+    k_blocks: Tensor
+    v_blocks: Tensor
+    k_rows_NC: Tensor
+    v_rows_NC: Tensor
 
 
 def padded_levels(longest: int, block_size: int) -> np.ndarray:
@@ -82,18 +95,21 @@ class BatchedAttention:
 
     reads_unwritten = True
 
-    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None) -> None:
+    def __init__(self, pool: KVPool, layers: Sequence[LayerAttention]) -> None:
         shape = pool.shape
         self._pool = pool
-        self._num_heads = num_heads
-        self._window = window
+        self._layers = tuple(layers)
+        (self._window,) = {layer.window for layer in layers}
+        self._is_plain = all(layer.is_plain for layer in layers)
         self._levels = padded_levels(PAD_TOKENS, shape.block_size)
-        self._key_slots = [layer.flatten(0, 1) for layer in pool.keys]
-        self._value_slots = [layer.flatten(0, 1) for layer in pool.values]
         self._key_blocks = [layer.flatten(1) for layer in pool.keys]
         self._value_blocks = [layer.flatten(1) for layer in pool.values]
-        self._buffers = torch.empty((2, 0), dtype=shape.dtype, device=pool.device)
-        self._output_THD = torch.empty((0, num_heads, shape.head_dim), device=pool.device)
+        self._sizes = prod(shape.row_shape(shape.head_dim)), prod(shape.row_shape(shape.value_dim))
+        self._keys = torch.empty(0, dtype=kv_codes.stored_dtype(shape.dtype), device=pool.device)
+        self._values = torch.empty(0, dtype=kv_codes.stored_dtype(shape.dtype), device=pool.device)
+        # what the products are computed in: numbers of 8 bits are read as float32
+        self._dtype = shape.dtype if shape.dtype not in kv_codes.CODES else torch.float32
+        self._output_THV = torch.empty((0, 0, 0), device=pool.device)
         self._decodes: list[_Decodes] = []
         self._chunks: list[_Chunk] = []
         self._slots_T: Tensor | None = None
@@ -117,10 +133,11 @@ class BatchedAttention:
         ]
 
     def _reserve(self, tokens: int) -> None:
-        shape = self._pool.shape
-        size = tokens * shape.num_kv_heads * shape.head_dim
-        if self._buffers.shape[1] < size:
-            self._buffers = torch.empty((2, size + size // 4), dtype=shape.dtype, device=self._pool.device)
+        key_size, value_size = self._sizes
+        if self._keys.numel() < tokens * key_size or self._values.numel() < tokens * value_size:
+            tokens += tokens // 4
+            self._keys = self._keys.new_empty(tokens * key_size)
+            self._values = self._values.new_empty(tokens * value_size)
 
     def _spans(self, batch: AttentionBatch, window: int) -> HostColumn:
         """Return an upper bound of the positions from the first block in a row's window to the end of its context."""
@@ -148,99 +165,117 @@ class BatchedAttention:
         table_NM = batch.block_table_NM[first:end].gather(1, index_NM.clamp(max=num_columns - 1))
         return table_NM.masked_fill_(index_NM >= num_columns, self._pool.null_block).reshape(-1), begin_N1 * size
 
-    def _mask(self, positions: Tensor, padded: int, begin: Tensor | None) -> Tensor:
-        """Return an additive mask [..., padded] over the positions from `begin` on, for queries at `positions`."""
+    def _mask(
+        self, positions: Tensor, padded: int, begin: Tensor | None, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return an additive mask [..., padded] over the positions from `begin` on, for queries at `positions`.
+
+        `seen` is how many positions each query sees, if not those up to its own. Return also each position minus the
+        query's.
+        """
         where_C = torch.arange(padded, device=positions.device)
         if begin is not None:
             where_C = where_C + begin
-        hidden = where_C > positions
+        distance = where_C - positions
+        hidden = distance > 0 if seen is None else where_C >= seen
         if self._window is not None:
-            hidden |= where_C <= positions - self._window
-        zeros = torch.zeros(hidden.shape, dtype=self._pool.shape.dtype, device=positions.device)
-        return zeros.masked_fill_(hidden, float("-inf"))
+            hidden |= distance <= -self._window
+        zeros = torch.zeros(hidden.shape, dtype=self._dtype, device=positions.device)
+        return zeros.masked_fill_(hidden, float("-inf")), distance
 
-    def _gathered(self, rows: int, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        shape = self._pool.shape
-        size = rows * padded * shape.num_kv_heads * shape.head_dim
-        k_flat, v_flat = self._buffers[0, :size], self._buffers[1, :size]
-        blocks = (rows * padded // shape.block_size, -1)
-        wide = (rows, padded, shape.num_kv_heads, shape.head_dim)
-        return (
+    def _gathered(self, rows: int, padded: int) -> _Gathered:
+        shape, (key_size, value_size) = self._pool.shape, self._sizes
+        k_flat, v_flat = self._keys[: rows * padded * key_size], self._values[: rows * padded * value_size]
+        blocks, wide = (rows * padded // shape.block_size, -1), (rows, padded)
+        return _Gathered(
             k_flat.view(blocks),
             v_flat.view(blocks),
-            k_flat.view(wide).transpose(1, 2),
-            v_flat.view(wide).transpose(1, 2),
+            k_flat.view(*wide, *shape.row_shape(shape.head_dim)),
+            v_flat.view(*wide, *shape.row_shape(shape.value_dim)),
         )
+
+    def _gather(self, layer: int, blocks: Tensor, gathered: _Gathered) -> tuple[Tensor, Tensor]:
+        """Copy blocks of the pool to the buffers; return keys [N, K, C, D] and values."""
+        torch.index_select(self._key_blocks[layer], 0, blocks, out=gathered.k_blocks)
+        torch.index_select(self._value_blocks[layer], 0, blocks, out=gathered.v_blocks)
+        k_NCKD, v_NCKV = self._pool.read(gathered.k_rows_NC, gathered.v_rows_NC)
+        return k_NCKD.transpose(1, 2), v_NCKV.transpose(1, 2)
 
     def _begin_decodes(self, batch: AttentionBatch, first: int, end: int, padded: int) -> _Decodes:
         positions_N1 = batch.positions_T[first:end, None]
         blocks, begin_N1 = self._table(batch, first, end, padded, positions_N1)
-        mask_NC = self._mask(positions_N1, padded, begin_N1)
-        return _Decodes(
-            first,
-            end,
-            blocks,
-            mask_NC[:, None, None],
-            *self._gathered(end - first, padded),
-        )
+        mask_NC, distance_NC = self._mask(positions_N1, padded, begin_N1)
+        return _Decodes(first, end, blocks, mask_NC[:, None, None], distance_NC, self._gathered(end - first, padded))
 
     def _begin_chunk(self, batch: AttentionBatch, row: int, first: int, end: int, padded: int) -> _Chunk:
         context = int(batch.contexts[row])
-        if context == end - first and (self._window is None or context <= self._window):
-            return _Chunk(first, end, None, None)
         positions_T1 = batch.positions_T[first:end, None]
+        seen_T1 = None
+        if batch.seen_T is not None:
+            seen_T1 = torch.from_numpy(batch.seen_T[first:end, None]).to(positions_T1.device)
+        if context == end - first and (self._window is None or context <= self._window):
+            if self._is_plain and seen_T1 is None:
+                return _Chunk(first, end, None, None, None)
+            return _Chunk(first, end, None, *self._mask(positions_T1, context, None, seen_T1))
         blocks, begin_11 = self._table(batch, row, row + 1, padded, positions_T1[:1])
-        return _Chunk(first, end, blocks, self._mask(positions_T1, padded, begin_11))
+        return _Chunk(first, end, blocks, *self._mask(positions_T1, padded, begin_11, seen_T1))
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor) -> Tensor:
         """Write the step's keys and values into the pool, then attend all buckets and chunks."""
         assert self._slots_T is not None, "attend before begin"
-        k_TKD, v_TKD = k_TKD.to(self._pool.shape.dtype), v_TKD.to(self._pool.shape.dtype)
-        self._key_slots[layer].index_copy_(0, self._slots_T, k_TKD)
-        self._value_slots[layer].index_copy_(0, self._slots_T, v_TKD)
+        k_TKD, v_TKV = self._pool.write(layer, self._slots_T, k_TKD, v_TKV)
         if len(self._decodes) == 1 and not self._chunks:
             return self._attend_decodes(layer, self._decodes[0], q_THD)
-        output_THD = self._output(q_THD)
+        output_THV = self._output(q_THD, self._layers[layer])
         for decodes in self._decodes:
-            output_THD[decodes.first : decodes.end] = self._attend_decodes(layer, decodes, q_THD)
+            output_THV[decodes.first : decodes.end] = self._attend_decodes(layer, decodes, q_THD)
         for chunk in self._chunks:
-            self._attend_chunk(layer, chunk, (q_THD, k_TKD, v_TKD), output_THD)
-        return output_THD
+            self._attend_chunk(layer, chunk, (q_THD, k_TKD, v_TKV), output_THV)
+        return output_THV
 
-    def _output(self, q_THD: Tensor) -> Tensor:
-        if self._output_THD.shape[0] < q_THD.shape[0] or self._output_THD.dtype != q_THD.dtype:
-            self._output_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        return self._output_THD[: q_THD.shape[0]]
+    def _output(self, q_THD: Tensor, own: LayerAttention) -> Tensor:
+        held, size = self._output_THV, (own.num_heads, own.value_dim)
+        if held.shape[0] < q_THD.shape[0] or held.shape[1:] != size or held.dtype != q_THD.dtype:
+            self._output_THV = q_THD.new_empty((q_THD.shape[0], *size))
+        return self._output_THV[: q_THD.shape[0]]
 
     def _attend_decodes(self, layer: int, decodes: _Decodes, q_THD: Tensor) -> Tensor:
-        rows = decodes.end - decodes.first
-        shape = self._pool.shape
-        torch.index_select(self._key_blocks[layer], 0, decodes.blocks, out=decodes.k_blocks)
-        torch.index_select(self._value_blocks[layer], 0, decodes.blocks, out=decodes.v_blocks)
+        rows, own = decodes.end - decodes.first, self._layers[layer]
+        k_NKCD, v_NKCV = self._gather(layer, decodes.blocks, decodes.gathered)
         # the G queries that share a KV head are the call's "length" dimension, so K and V are not copied per head
-        q_NKGD = q_THD[decodes.first : decodes.end].reshape(rows, shape.num_kv_heads, -1, shape.head_dim)
-        out_NKGD = functional.scaled_dot_product_attention(
-            q_NKGD.to(shape.dtype), decodes.k_NKCD, decodes.v_NKCD, attn_mask=decodes.mask_N11C
-        )
-        return out_NKGD.reshape(rows, self._num_heads, shape.head_dim).to(q_THD.dtype)
-
-    def _attend_chunk(self, layer: int, chunk: _Chunk, qkv: tuple[Tensor, Tensor, Tensor], output_THD: Tensor) -> None:
-        shape = self._pool.shape
-        q_THD, k_TKD, v_TKD = (part[chunk.first : chunk.end] for part in qkv)
-        group = self._num_heads // shape.num_kv_heads
-        if chunk.blocks is None:
-            k_KCD, v_KCD = k_TKD.transpose(0, 1), v_TKD.transpose(0, 1)
+        q_NKGD = q_THD[decodes.first : decodes.end].reshape(rows, own.num_kv_heads, -1, own.head_dim)
+        if own.is_plain:
+            out_NKGV = functional.scaled_dot_product_attention(
+                q_NKGD.to(k_NKCD.dtype), k_NKCD, v_NKCV, attn_mask=decodes.mask_N11C, scale=own.scale
+            )
         else:
-            k_blocks, v_blocks, k_NKCD, v_NKCD = self._gathered(1, chunk.blocks.shape[0] * shape.block_size)
-            torch.index_select(self._key_blocks[layer], 0, chunk.blocks, out=k_blocks)
-            torch.index_select(self._value_blocks[layer], 0, chunk.blocks, out=v_blocks)
-            k_KCD, v_KCD = k_NKCD[0], v_NKCD[0]
-        q_KGTD = q_THD.reshape(-1, shape.num_kv_heads, group, shape.head_dim).permute(1, 2, 0, 3)
-        out_KGTD = functional.scaled_dot_product_attention(
-            q_KGTD.to(shape.dtype),
-            k_KCD[:, None].expand(-1, group, -1, -1),
-            v_KCD[:, None].expand(-1, group, -1, -1),
-            attn_mask=chunk.mask_TC,
-            is_causal=chunk.mask_TC is None,
-        )
-        output_THD[chunk.first : chunk.end] = out_KGTD.permute(2, 0, 1, 3).flatten(1, 2)
+            scores_HNC = (q_NKGD.float() @ k_NKCD.float().transpose(2, 3)).flatten(1, 2).transpose(0, 1)
+            weights_HNC = own.weights(scores_HNC, decodes.distance_NC, decodes.mask_N11C[:, 0, 0] < 0)
+            out_NKGV = weights_HNC.transpose(0, 1).reshape(q_NKGD.shape[:3] + scores_HNC.shape[2:]) @ v_NKCV.float()
+        return out_NKGV.reshape(rows, own.num_heads, own.value_dim).to(q_THD.dtype)
+
+    def _attend_chunk(self, layer: int, chunk: _Chunk, qkv: tuple[Tensor, Tensor, Tensor], output_THV: Tensor) -> None:
+        own = self._layers[layer]
+        q_THD, k_TKD, v_TKV = (part[chunk.first : chunk.end] for part in qkv)
+        group = own.num_heads // own.num_kv_heads
+        if chunk.blocks is None:
+            k_KCD, v_KCV = k_TKD.transpose(0, 1), v_TKV.transpose(0, 1)
+        else:
+            gathered = self._gathered(1, chunk.blocks.shape[0] * self._pool.shape.block_size)
+            (k_KCD,), (v_KCV,) = self._gather(layer, chunk.blocks, gathered)
+        q_KGTD = q_THD.reshape(-1, own.num_kv_heads, group, own.head_dim).permute(1, 2, 0, 3)
+        if own.is_plain:
+            out_KGTV = functional.scaled_dot_product_attention(
+                q_KGTD.to(k_KCD.dtype),
+                k_KCD[:, None].expand(-1, group, -1, -1),
+                v_KCV[:, None].expand(-1, group, -1, -1),
+                attn_mask=chunk.mask_TC,
+                is_causal=chunk.mask_TC is None,
+                scale=own.scale,
+            )
+        else:
+            assert chunk.mask_TC is not None and chunk.distance_TC is not None, "made where a layer is not plain"
+            scores_HTC = (q_KGTD.float() @ k_KCD.float()[:, None].transpose(2, 3)).flatten(0, 1)
+            weights_HTC = own.weights(scores_HTC, chunk.distance_TC, chunk.mask_TC < 0)
+            out_KGTV = weights_HTC.view(own.num_kv_heads, group, *scores_HTC.shape[1:]) @ v_KCV.float()[:, None]
+        output_THV[chunk.first : chunk.end] = out_KGTV.permute(2, 0, 1, 3).flatten(1, 2)

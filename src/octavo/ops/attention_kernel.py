@@ -3,7 +3,7 @@
 Owns: the structures that describe a group's layers, and the calls for the torch decoder. After the same `begin` the
 native decoder reads `layers`, `step_address` and `slot_mapping_address` instead. The torch twin is attention_batched.
 Does not: own the pool, or plan a step's work (attention_plan does).
-Shapes: T tokens, H query heads, K KV heads, D head size.
+Shapes: T tokens, H query heads, K KV heads, D size of keys, V size of values.
 Invariants: a token's result depends on its row alone, bit for bit: not on other rows, the split of the prompt into
 chunks, cache hits or threads. Parts before a token's window are skipped, and table entries before the window are not
 read. Queries and results are float32 inside, for any dtype of pool and model.
@@ -11,7 +11,7 @@ read. Queries and results are float32 inside, for any dtype of pool and model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import addressof, byref, c_int32, c_int64, c_void_p
 from functools import cache
 
@@ -19,27 +19,28 @@ import torch
 from torch import Tensor
 
 from octavo.ops import cpu
-from octavo.ops.attention import AttentionBatch, KVPool
+from octavo.ops.attention import AttentionBatch, KVPool, LayerAttention
 from octavo.ops.attention_plan import AttentionLayer, AttentionPlan
 
-__all__ = ["AttentionLayer", "KernelAttention", "has_kernel", "is_faster"]
+__all__ = ["MAX_HEAD_DIM", "AttentionLayer", "KernelAttention", "has_kernel", "is_faster"]
 
 MAX_HEAD_DIM = 256  # kMaxSize of csrc/attention.h
-KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
 @cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., None]] | None:
     attend = cpu.function("octavo_attention", *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int32)
-    write = cpu.function("octavo_write_kv", c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32)
+    write = cpu.function("octavo_write_kv", c_void_p, c_void_p, c_int64, *(c_void_p, c_int64) * 2, c_int32)
     return None if attend is None or write is None else (attend, write)
 
 
-def has_kernel(pool: KVPool, num_heads: int) -> bool:
-    """Return True if the kernel can read this pool."""
+def has_kernel(pool: KVPool, layers: Sequence[LayerAttention]) -> bool:
+    """Return True if the kernel can read this pool and attend as these layers do."""
     shape = pool.shape
-    fits = shape.head_dim % 8 == 0 and shape.head_dim <= MAX_HEAD_DIM and num_heads % shape.num_kv_heads == 0
-    return fits and pool.device.type == "cpu" and shape.dtype in KV_KINDS and _kernels() is not None
+    fits = all(size % 8 == 0 and size <= MAX_HEAD_DIM for size in (shape.head_dim, shape.value_dim))
+    is_even = all(layer.num_heads % shape.num_kv_heads == 0 for layer in layers)
+    return fits and is_even and pool.device.type == "cpu" and shape.dtype in KV_KINDS and _kernels() is not None
 
 
 def is_faster() -> bool:
@@ -55,33 +56,28 @@ def is_faster() -> bool:
 class KernelAttention:
     """The AttentionBackend for CPUs where `has_kernel`.
 
-    `layers` are the structures of the pool's layers, for the native decoder. `scale` defaults to D ** -0.5.
-    With `soft_cap` c, scores become c * tanh(score / c).
+    `layers` are the structures of the pool's layers, for the native decoder. All layers have as many heads, and the
+    same window.
     """
 
     reads_unwritten = False
 
-    def __init__(
-        self,
-        pool: KVPool,
-        num_heads: int,
-        window: int | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-    ) -> None:
+    def __init__(self, pool: KVPool, layers: Sequence[LayerAttention]) -> None:
         kernels = _kernels()
-        assert kernels is not None and has_kernel(pool, num_heads), "no kernel for this pool; see has_kernel"
+        assert kernels is not None and has_kernel(pool, layers), "no kernel for this pool; see has_kernel"
         self._attend, self._write = kernels
         shape = pool.shape
         self._pool = pool
-        self._num_heads = num_heads
-        self.plan = AttentionPlan(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, window)
+        ((self._num_heads, window),) = {(layer.num_heads, layer.window) for layer in layers}
+        self.plan = AttentionPlan(self._num_heads, shape.num_kv_heads, shape.value_dim, shape.block_size, window)
+        self._per_head = [(_per_head(own.sinks_H), _per_head(own.slopes_H)) for own in layers]
         self.layers = [
             AttentionLayer(
-                keys.data_ptr(), values.data_ptr(), KV_KINDS[shape.dtype], shape.block_size, num_heads,
-                shape.num_kv_heads, shape.head_dim, window or 0, scale or shape.head_dim**-0.5, soft_cap or 0.0,
+                keys.data_ptr(), values.data_ptr(), KV_KINDS[shape.dtype], shape.block_size, own.num_heads,
+                shape.num_kv_heads, shape.head_dim, shape.value_dim, window or 0, own.scale, own.soft_cap or 0.0,
+                *(None if numbers_H is None else numbers_H.data_ptr() for numbers_H in per_head),
             )
-            for keys, values in zip(pool.keys, pool.values, strict=True)
+            for keys, values, own, per_head in zip(pool.keys, pool.values, layers, self._per_head, strict=False)
         ]  # fmt: skip
         self._batch: AttentionBatch | None = None
         self._num_threads = 1
@@ -105,26 +101,28 @@ class KernelAttention:
         self._num_threads = cpu.num_threads(elements)
         self.plan.begin(batch, torch.get_num_threads() if cpu.status().is_parallel else 1)
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor) -> Tensor:
         """Write the step's keys and values into the pool, then attend every token. Returns a new tensor."""
         batch, shape = self._batch, self._pool.shape
         assert batch is not None, "attend before begin"
-        k_TKD, v_TKD = _rows(k_TKD), _rows(v_TKD)
-        if k_TKD.stride(0) != v_TKD.stride(0):
-            k_TKD, v_TKD = k_TKD.contiguous(), v_TKD.contiguous()
+        k_TKD, v_TKV = _rows(k_TKD), _rows(v_TKV)
         threads, structure = self._num_threads, byref(self.layers[layer])
         slots = batch.slot_mapping_T.data_ptr()
         self._write(
-            structure, slots, batch.num_tokens, k_TKD.data_ptr(), v_TKD.data_ptr(), k_TKD.stride(0),
+            structure, slots, batch.num_tokens, k_TKD.data_ptr(), k_TKD.stride(0), v_TKV.data_ptr(), v_TKV.stride(0),
             cpu.num_threads(k_TKD.numel()),
         )  # fmt: skip
         query_THD = _rows(q_THD)
-        output_THD = torch.empty((batch.num_tokens, self._num_heads, shape.head_dim))
+        output_THV = torch.empty((batch.num_tokens, self._num_heads, shape.value_dim))
         self._attend(
-            structure, self.step_address, query_THD.data_ptr(), query_THD.stride(0), output_THD.data_ptr(),
-            output_THD.stride(0), threads,
+            structure, self.step_address, query_THD.data_ptr(), query_THD.stride(0), output_THV.data_ptr(),
+            output_THV.stride(0), threads,
         )  # fmt: skip
-        return output_THD.to(q_THD.dtype)
+        return output_THV.to(q_THD.dtype)
+
+
+def _per_head(numbers_H: Tensor | None) -> Tensor | None:
+    return None if numbers_H is None else numbers_H.detach().float().contiguous()
 
 
 def _rows(x_THD: Tensor) -> Tensor:

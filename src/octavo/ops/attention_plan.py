@@ -35,8 +35,8 @@ class AttentionLayer(Structure):
 
     _fields_ = [
         ("keys", c_void_p), ("values", c_void_p), ("kv_kind", c_int64), ("block_size", c_int64),
-        ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("window", c_int64),
-        ("scale", c_double), ("soft_cap", c_double),
+        ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("value_dim", c_int64),
+        ("window", c_int64), ("scale", c_double), ("soft_cap", c_double), ("sinks", c_void_p), ("slopes", c_void_p),
     ]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ class AttentionStep(Structure):
 
     _fields_ = [
         ("num_tokens", c_int64), ("num_rows", c_int64), ("table_stride", c_int64), ("table", c_void_p),
-        ("rows", c_void_p), ("contexts", c_void_p), ("num_items", c_int64), ("items", c_void_p),
+        ("rows", c_void_p), ("contexts", c_void_p), ("seen", c_void_p), ("num_items", c_int64), ("items", c_void_p),
         ("members", c_void_p), ("costs", c_void_p), ("first_slots", c_void_p), ("num_joins", c_int64),
         ("joins", c_void_p), ("partial", c_void_p),
     ]  # fmt: skip
@@ -54,17 +54,18 @@ class AttentionStep(Structure):
 class AttentionPlan:
     """Planner of one cache group's steps. `step` is the structure that C reads; it is valid until the next begin."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, value_dim: int, block_size: int, window: int | None) -> None:
         self.step = AttentionStep()
         self.shared_parts = 0  # in the step: parts that several rows attend together
         self.num_parts = 0  # in the step: the sum over tiles and groups of the parts of their context
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
-        self._slot_floats = num_heads * (head_dim + TAIL)
+        self._slot_floats = num_heads * (value_dim + TAIL)
         self._block_size = block_size
         self._window = window
         self._partial = np.empty(0, dtype=np.float32)
         self._columns: tuple[Ints, ...] = ()
+        self._seen: Ints | None = None
         self._table: object = None  # kept alive, because the structure has its address
         self._num_items = self._num_joins = 0
         self._decodes: tuple[int, bytes] | None = None  # key of the last plan, if it can be reused
@@ -72,6 +73,10 @@ class AttentionPlan:
 
     def begin(self, batch: AttentionBatch, num_threads: int) -> None:
         """Plan a step whose tensors are on the CPU, for `num_threads` threads."""
+        if batch.seen_T is not None:
+            self.shared_parts, self._decodes = 0, None
+            self._begin(batch, num_threads, [])
+            return
         shared = self._shared(batch) if batch.num_decodes > 1 and self._window is None else []
         self.shared_parts = sum(end - first for _, first, end in shared)
         decodes = None
@@ -158,9 +163,11 @@ class AttentionPlan:
         rows, contexts, items, members, costs, slots, joins = [
             column.__array_interface__["data"][0] for column in columns
         ]
+        self._seen = batch.seen_T
+        seen = contexts if self._seen is None else self._seen.__array_interface__["data"][0]
         self.step.__init__(  # type: ignore[misc]
-            batch.num_tokens, batch.num_rows, table_NM.stride(0), table_NM.data_ptr(), rows, contexts, num_items, items,
-            members, costs, slots, num_joins, joins, self._partial.__array_interface__["data"][0],
+            batch.num_tokens, batch.num_rows, table_NM.stride(0), table_NM.data_ptr(), rows, contexts, seen, num_items,
+            items, members, costs, slots, num_joins, joins, self._partial.__array_interface__["data"][0],
         )  # fmt: skip
 
     def _begin(self, batch: AttentionBatch, num_threads: int, shared: list[tuple[Ints, int, int]]) -> None:
@@ -172,7 +179,9 @@ class AttentionPlan:
             ends_N = np.cumsum(batch.counts)
             contexts_T = (batch.contexts - ends_N)[rows_T] + np.arange(1, num_tokens + 1)
         firsts_I, sizes_I = self._tiles(batch)
-        items, first_slots_T, joins, num_slots = self._items(firsts_I, sizes_I, contexts_T, num_threads, shared)
+        seen_T = contexts_T if batch.seen_T is None else batch.seen_T
+        tokens = contexts_T, seen_T
+        items, first_slots_T, joins, num_slots = self._items(firsts_I, sizes_I, tokens, num_threads, shared)
         members = np.arange(num_tokens)
         if shared:
             members = np.concatenate((members, *(rows for rows, _, _ in shared)))
@@ -200,11 +209,13 @@ class AttentionPlan:
         return first_I, end_I - first_I
 
     def _items(
-        self, firsts_I: Ints, sizes_I: Ints, contexts_T: Ints, num_threads: int, shared: list[tuple[Ints, int, int]]
-    ) -> tuple[Ints, Ints, Ints, int]:
+        self, firsts_I: Ints, sizes_I: Ints, tokens: tuple[Ints, Ints], num_threads: int,
+        shared: list[tuple[Ints, int, int]],
+    ) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
         """Return items [., 6], the first slot of each token, the tokens to join, and the number of slots."""
         heads, rows_I = self._num_kv_heads, sizes_I * self._group
-        lows_I, ends_I = np.zeros_like(firsts_I), (contexts_T[firsts_I + sizes_I - 1] + (PART - 1)) // PART
+        contexts_T, seen_T = tokens
+        lows_I, ends_I = np.zeros_like(firsts_I), (seen_T[firsts_I + sizes_I - 1] + (PART - 1)) // PART
         if self._window is not None:
             lows_I = np.maximum(contexts_T[firsts_I] - self._window, 0) // PART
         private_I = lows_I

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-ABI = 5
+ABI = 10
 ISA_NAMES = ("portable", "avx2", "avx512")
 LIBRARY_PATH = Path(os.environ.get("OCTAVO_KERNELS") or Path(__file__).with_name("libkernels.so"))  # for developers
 MIN_ELEMENTS_PER_THREAD = 32_768  # with fewer, waking a second thread costs more than it saves

@@ -1,7 +1,7 @@
-"""Gated product of a fused gate and up projection, with SiLU or with the tanh form of GELU.
+"""The activation of an MLP: of a fused gate and up projection (act(gate) * up), or of the up projection alone.
 
 Owns: the operations. Does not: multiply by weights. Invariants: a token's result depends on that token alone. Of
-`gate_rows`, each value depends on its own gate and up alone, bit for bit; torch's depend on where a vector ends.
+`activate_rows`, each value depends on its own inputs alone, bit for bit; torch's depend on where a vector ends.
 Shapes: T tokens, I intermediate size, G = 2 I: the gate first, then the up projection.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU, GEGLU). As in transformers, the activated gate is
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_int64, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,32 +20,56 @@ from torch.nn import functional
 
 from octavo.ops import cpu
 
-_KINDS = {"silu": 0, "gelu": 1}  # enum Activation of csrc/rows.h
+# enum Activation of csrc/rows.h
+ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4, "clamped_swiglu": 5}
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702  # of clamped_swiglu, GPT-OSS's
 
 
-def silu_mul(gate_up_TG: Tensor) -> Tensor:
-    """Return silu(gate) * up as a new contiguous tensor [T, I]."""
+def _relu2(x_TI: Tensor) -> Tensor:
+    return functional.relu(x_TI).square()
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": _relu2,
+}
+
+
+def activation_of(name: str, is_gated: bool) -> Callable[[Tensor], Tensor]:
+    """Return the operation from [T, G], or from [T, I] if not gated, to a new contiguous tensor [T, I]."""
+    if name == "clamped_swiglu":
+        return _clamped_swiglu
+    activate = _ACTIVATIONS[name]
+    return partial(_gated_mul, activate) if is_gated else activate
+
+
+def _gated_mul(activate: Callable[[Tensor], Tensor], gate_up_TG: Tensor) -> Tensor:
     size = gate_up_TG.shape[-1] // 2
-    return functional.silu(gate_up_TG[:, :size]).mul_(gate_up_TG[:, size:])
+    return activate(gate_up_TG[:, :size]).mul_(gate_up_TG[:, size:])
 
 
-def gelu_mul(gate_up_TG: Tensor) -> Tensor:
-    """Return gelu(gate) * up as a new contiguous tensor [T, I]."""
+def _clamped_swiglu(gate_up_TG: Tensor) -> Tensor:
+    """Clamp both halves, the gate only from above; SiLU with a steeper sigmoid; times up + 1."""
     size = gate_up_TG.shape[-1] // 2
-    return functional.gelu(gate_up_TG[:, :size], approximate="tanh").mul_(gate_up_TG[:, size:])
+    gate_TI = gate_up_TG[:, :size].clamp(max=SWIGLU_LIMIT)
+    up_TI = gate_up_TG[:, size:].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (gate_TI * (gate_TI * SWIGLU_SLOPE).sigmoid()).mul_(up_TI + 1)
 
 
-def gate_rows(activation: str) -> Callable[[Tensor], Tensor]:
-    """Return the C++ kernel for float32 rows, which runs on one thread. Needs the kernels."""
-    gate = cpu.function("octavo_rows_gate", c_int64, c_void_p, c_void_p, c_int64, c_int64)
-    assert gate is not None, "only where the kernels are"
-    kind = _KINDS[activation]
+def activate_rows(name: str, is_gated: bool) -> Callable[[Tensor], Tensor]:
+    """Return the C++ kernel of the same operation for float32 rows, which runs on one thread. Needs the kernels."""
+    kernel = cpu.function("octavo_rows_activate", c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
+    assert kernel is not None, "only where the kernels are"
+    kind = ACTIVATION_KINDS[name]
 
-    def multiply(gate_up_TG: Tensor) -> Tensor:
+    def activate(gate_up_TG: Tensor) -> Tensor:
         gate_up_TG = gate_up_TG.contiguous()
-        num_rows, size = gate_up_TG.shape[0], gate_up_TG.shape[1] // 2
+        num_rows, size = gate_up_TG.shape[0], gate_up_TG.shape[1] // (2 if is_gated else 1)
         out_TI = torch.empty(num_rows, size)
-        gate(kind, gate_up_TG.data_ptr(), out_TI.data_ptr(), num_rows, size)
+        kernel(kind, is_gated, gate_up_TG.data_ptr(), out_TI.data_ptr(), num_rows, size)
         return out_TI
 
-    return multiply
+    return activate

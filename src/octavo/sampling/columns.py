@@ -35,11 +35,12 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class SequenceIds:
-    """A new sequence's known ids, and the model's end-of-text ids."""
+    """A new sequence's known ids, the model's end-of-text ids, and the name of its request."""
 
     prompt: Ints
     output: Ints = field(default_factory=lambda: NO_IDS)
     eos: tuple[int, ...] = ()
+    request_id: str = ""
 
     def stops(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the ids that end the sequence."""
@@ -57,15 +58,15 @@ class SamplingColumns:
         self.has_grammar: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # its rows sample only with a mask
         self.wants_more: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # more than an id from unedited logits
 
-    def put(self, slot: int, params: SamplingParams, ids: SequenceIds, has_edits: bool) -> None:
-        """Set a slot's entries. `has_edits`: logits processors edit the slot's rows."""
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds, has_edits: bool, has_rare_draw: bool) -> None:
+        """Set a slot's entries. `has_edits`: logits processors edit the slot's rows. See selection.is_rare."""
         self.num_prompt[slot] = len(ids.prompt)
         self.logprobs[slot] = NO_LOGPROBS if params.num_logprobs is None else params.num_logprobs
         self.prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         # enough that beam_width candidates remain even if each beam's best candidates end it
         self.num_candidates[slot] = max(2, 1 + len(set(ids.stops(params)))) * params.beam_width
         self.has_grammar[slot] = bool(params.grammar)
-        self.wants_more[slot] = has_edits or params.num_logprobs is not None or params.typical_p < 1
+        self.wants_more[slot] = has_edits or params.num_logprobs is not None or has_rare_draw
 
 
 class SlotState:

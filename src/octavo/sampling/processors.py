@@ -1,4 +1,4 @@
-"""Edits of logits before selection: penalties, DRY, biases, banned words, min_tokens, allowed ids, masks.
+"""Edits of logits before selection: penalties, DRY, biases, banned words, n-grams, min_tokens, allowed ids, masks.
 
 Owns: the processors and their order. Does not: select. To add a sampling parameter that edits logits, add a class here
 (or in its own module, like DRY) and a line in `PROCESSORS`; one that changes the draw is a column of selection.py.
@@ -199,6 +199,44 @@ class BannedWords:
         logits_RV.index_put_((row, last), torch.where(is_match_B, float("-inf"), 0.0), accumulate=True)
 
 
+class NoRepeatedNgrams:
+    """`no_repeat_ngram_size`: ban each id that would repeat a sequence of this many ids, of the prompt or the outputs.
+
+    As in transformers (Paulus et al. 2017). The work of a row is O(C * size).
+    """
+
+    def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
+        self._ids_SW = ids_SW
+        self._sizes: Ints = np.zeros(num_slots, dtype=np.int64)
+
+    def put(self, slot: int, params: SamplingParams, ids: SequenceIds) -> int:
+        """Keep the size."""
+        self._sizes[slot] = params.no_repeat_ngram_size
+        return ALWAYS if params.no_repeat_ngram_size else OFF
+
+    def release(self, slot: int) -> None:
+        """Keep nothing."""
+
+    def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
+        """Ban the ids that followed the last size - 1 ids earlier in the context, on the device."""
+        for size in np.unique(self._sizes[rows.slots[chosen]]).tolist():
+            some = chosen[(self._sizes[rows.slots[chosen]] == size) & (rows.positions[chosen] >= size)]
+            if len(some):
+                self._ban(logits_RV, size, *upload(logits_RV.device, some, rows.slots[some], rows.positions[some]))
+
+    def _ban(self, logits_RV: Tensor, size: int, row_P: Tensor, slot_P: Tensor, length_P: Tensor) -> None:
+        """Compare all sequences of `size` ids with the ends of the contexts."""
+        ids_PW, num_ends = self._ids_SW.index_select(0, slot_P), self._ids_SW.shape[1] - size + 1
+        last_PC = ids_PW[:, size - 1 :].long()  # column c: the last id of the sequence that begins at c
+        starts_C = torch.arange(num_ends, device=logits_RV.device)
+        is_match_PC = starts_C + size <= length_P[:, None]
+        for index in range(size - 1):
+            wanted_P1 = ids_PW.gather(1, (length_P - (size - 1) + index)[:, None])
+            is_match_PC &= ids_PW[:, index : index + num_ends] == wanted_P1
+        added_PC = torch.where(is_match_PC, float("-inf"), 0.0)
+        logits_RV.index_put_((row_P[:, None].expand_as(last_PC), last_PC), added_PC, accumulate=True)
+
+
 class _IdLists:
     """A list of ids for each slot that has one."""
 
@@ -255,7 +293,7 @@ class AllowedIds(_IdLists):
 
 # In the order in which they edit a row. For beams, biases are first, as in transformers' beam search.
 PROCESSORS: tuple[Callable[[int, Tensor, int], LogitsProcessor], ...] = (
-    Penalties, DryPenalty, LogitBias, BannedWords, MinTokens, AllowedIds,
+    Penalties, DryPenalty, LogitBias, BannedWords, NoRepeatedNgrams, MinTokens, AllowedIds,
 )  # fmt: skip
 
 

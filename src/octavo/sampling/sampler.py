@@ -20,8 +20,9 @@ from octavo.core.request import SamplingParams
 from octavo.ops import sample_kernel
 from octavo.ops.sample_kernel import SampleColumns, SampleKernel
 from octavo.sampling.columns import NO_IDS, NO_LOGPROBS, Ints, SamplingColumns, SamplingRows, SequenceIds, upload
+from octavo.sampling.mirostat import Mirostat
 from octavo.sampling.processors import LogitsProcessors, TokenMasks
-from octavo.sampling.selection import SelectionColumns, draw, sorted_candidates
+from octavo.sampling.selection import SelectionColumns, draw, is_rare, sorted_candidates
 
 _RANKED_TOGETHER = 1 << 18  # logits per pass; their sum as int64 takes 2 MiB
 
@@ -113,6 +114,7 @@ class Sampler:
         self.columns = SamplingColumns(num_slots)
         self.selection = SelectionColumns.of_size(num_slots)
         self.processors = LogitsProcessors(num_slots, ids_SW, vocab_size)
+        self.mirostat = Mirostat(num_slots, ids_SW.device)
         self._log_probs = torch.empty((0, 0))
         self._kernel: SampleKernel | None = None
         if sample_kernel.has_kernel():
@@ -123,17 +125,19 @@ class Sampler:
     def put(self, slot: int, params: SamplingParams, ids: SequenceIds, choice: int = 0) -> None:
         """Set up a slot for a sequence with these known ids."""
         self.selection.put(slot, params, choice)
-        self.columns.put(slot, params, ids, self.processors.put(slot, params, ids))
+        self.mirostat.put(slot, params, ids, choice)
+        self.columns.put(slot, params, ids, self.processors.put(slot, params, ids), is_rare(params))
 
     def release(self, slot: int) -> None:
         """Drop a slot's state. Idempotent."""
         self.processors.release(slot)
+        self.mirostat.release(slot)
 
     def sample(self, logits_RV: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
         """Sample one id per row. `logits_RV` (float32) is edited in place after log-probabilities are taken."""
         wants_more = bool(self.columns.wants_more[rows.slots].any())
         if not wants_more and masks is None:
-            ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=False)
+            ids_R, best_R = self._choose(logits_RV, rows, may_be_rare=False)
             return Sampled(ids_R, best_R, NO_IDS, None)
         wanted = np.flatnonzero(self.columns.logprobs[rows.slots] != NO_LOGPROBS) if wants_more else NO_IDS
         raw = None
@@ -146,7 +150,7 @@ class Sampler:
             masks.apply(logits_RV)
         for processor, edited in edits:
             processor.apply(logits_RV, rows, edited)
-        ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=wants_more)
+        ids_R, best_R = self._choose(logits_RV, rows, may_be_rare=wants_more)
         if raw_best_R is not None:
             best_R = torch.where(best_R == float("-inf"), best_R, raw_best_R)
         if wants_more:
@@ -183,26 +187,32 @@ class Sampler:
         values_RC, ids_RC = sorted_candidates(log_probs_RV, count)
         return ids_RC[:, :count], values_RC[:, :count]
 
-    def _choose(self, logits_RV: Tensor, rows: SamplingRows, may_be_typical: bool = True) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits_RV: Tensor, rows: SamplingRows, may_be_rare: bool = True) -> tuple[Tensor, Tensor]:
         """Return an id per row (drawn, or the lowest of the best ids) and the best logit, which is NaN if any logit is.
 
         If the best logit is not finite, the id is the lowest id with that logit.
         """
-        columns, is_drawn = self.selection, None
+        columns = self.selection
+        is_drawn = columns.inverse_temperature[rows.slots] > 0
         if self._kernel is not None and sample_kernel.fits(logits_RV):
             ids, best = self._kernel.sample(logits_RV, rows.slots, rows.positions)
             ids_R, best_R = torch.from_numpy(ids), torch.from_numpy(best)
-            if not may_be_typical:
+            if not may_be_rare:
                 return ids_R, best_R
-            is_drawn = columns.typical_p[rows.slots] < 1  # the kernel does not support it
+            is_drawn &= columns.is_rare[rows.slots]  # the kernel drew the other rows
         else:
             best_R, ids_R = logits_RV.max(dim=1)  # NaN wins a maximum, ties go to the lowest id
-        is_warm = columns.inverse_temperature[rows.slots] > 0
-        drawn = np.flatnonzero(is_warm if is_drawn is None else is_warm & is_drawn)
-        if len(drawn):
-            at = upload(logits_RV.device, drawn)[0]
-            new_R = draw(_take(logits_RV, drawn), columns.draws(rows.slots[drawn], rows.positions[drawn]))
-            ids_R = ids_R.index_copy(0, at, torch.where(best_R[at].isfinite(), new_R, ids_R[at]))
+        is_mirostat = self.mirostat.is_on[rows.slots]
+        for drawn, is_kind_mirostat in (
+            (np.flatnonzero(is_drawn & ~is_mirostat), False),
+            (np.flatnonzero(is_drawn & is_mirostat), True),
+        ):
+            if len(drawn):
+                some = SamplingRows(rows.slots[drawn], rows.positions[drawn])
+                some_RV, draws = _take(logits_RV, drawn), columns.draws(some.slots, some.positions)
+                new_R = self.mirostat.draw(some_RV, some, draws) if is_kind_mirostat else draw(some_RV, draws)
+                at = upload(logits_RV.device, drawn)[0]
+                ids_R = ids_R.index_copy(0, at, torch.where(best_R[at].isfinite(), new_R, ids_R[at]))
         return ids_R, best_R
 
 

@@ -1,4 +1,4 @@
-"""Pick one token per row from edited logits: temperature, top-k, top-p, min-p, typical-p, then an inverse-CDF draw.
+"""Pick one token per row from edited logits: temperature, top-n-sigma, top-k, top-p, min-p, typical-p, XTC, a draw.
 
 Owns: the parameters of selection, the random numbers, the definition of a draw, and the torch twin of the C++ kernel
 (ops/sample_kernel.py), which gives the same ids. Does not: edit logits. A draw is a function of (seed, choice,
@@ -6,8 +6,8 @@ position), equal on every device and in every batch, so a preempted or resumed r
 Definition, with R rows, V vocabulary, K candidates: scaled = (logit - best) * inverse temperature, in float32. weight =
 e^scaled by `_exponential`, rounded to a multiple of 2^-34, in float64, so sums over at most 2^19 ids are exact in any
 order. Candidates are sorted by (logit descending, id ascending). top_k keeps the first k; top_p keeps those preceded by
-less than its share of the kept weights; min_p keeps those whose scaled logit is at least log(min_p). A row with top_k
-or top_p draws among its candidates in sorted order; any other row draws in id order, unsorted.
+less than its share of the kept weights; min_p keeps those whose scaled logit is at least log(min_p). A row with top_k,
+top_p or a rare parameter draws among its candidates in sorted order; any other row draws in id order, unsorted.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
+_XTC = np.uint64(0xD6E8FEB86659FD93)  # makes a seed's second sequence of numbers
 _BITS = 48  # bits of a draw: u <= 1 - 2**-48, so that u * total stays below total in float64
 
 
@@ -39,6 +40,7 @@ class SelectionColumns:
     """The parameters of selection, one entry per slot in each column. The arrays never move: the kernel reads them.
 
     `inverse_temperature` 0: take the best id. `floor` bounds scaled logits: log(min_p). `top_k` 0: keep all ids.
+    `is_rare`: the draw has a parameter that the C++ kernel does not have. 0 is neutral for sigma and XTC's probability.
     """
 
     inverse_temperature: NDArray[np.float32]
@@ -46,6 +48,10 @@ class SelectionColumns:
     top_k: Ints
     top_p: Floats
     typical_p: Floats
+    top_n_sigma: Floats
+    xtc_probability: Floats
+    xtc_threshold: Floats
+    is_rare: NDArray[np.bool_]
     seed: NDArray[np.uint64]
     choice: Ints
 
@@ -58,6 +64,10 @@ class SelectionColumns:
             np.zeros(num_slots, dtype=np.int64),
             np.ones(num_slots),
             np.ones(num_slots),
+            np.zeros(num_slots),
+            np.zeros(num_slots),
+            np.zeros(num_slots),
+            np.zeros(num_slots, dtype=np.bool_),
             np.zeros(num_slots, dtype=np.uint64),
             np.zeros(num_slots, dtype=np.int64),
         )
@@ -71,6 +81,9 @@ class SelectionColumns:
         self.top_k[slot] = max(0, params.top_k)
         self.top_p[slot] = max(params.top_p, MIN_TOP_P)
         self.typical_p[slot] = params.typical_p
+        self.top_n_sigma[slot] = max(0.0, params.top_n_sigma)
+        self.xtc_probability[slot], self.xtc_threshold[slot] = params.xtc_probability, params.xtc_threshold
+        self.is_rare[slot] = is_rare(params)
         self.seed[slot] = np.uint64((params.seed or 0) & (2**64 - 1))
         self.choice[slot] = choice
 
@@ -82,20 +95,41 @@ class SelectionColumns:
             self.top_k[slots],
             self.top_p[slots],
             self.typical_p[slots],
+            self.top_n_sigma[slots],
+            self.xtc_threshold[slots],
+            uniforms(self.seed[slots] ^ _XTC, self.choice[slots], positions) < self.xtc_probability[slots],
             uniforms(self.seed[slots], self.choice[slots], positions),
         )
 
 
+def is_rare(params: SamplingParams) -> bool:
+    """Return True if a draw with these parameters is made without the C++ kernel."""
+    return (
+        params.typical_p < 1 or params.top_n_sigma > 0 or params.xtc_probability > 0 or params.mirostat > 0
+    ) and params.temperature > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The parameters of draws, one entry per row in each column (see SelectionColumns), and their uniform numbers."""
+    """The parameters of draws, one entry per row in each column (see SelectionColumns), and their uniform numbers.
+
+    `has_xtc`: XTC applies to this draw, which a second uniform number of the same position decided.
+    """
 
     inverse_temperature: NDArray[np.float32]
     floor: NDArray[np.float32]
     top_k: Ints
     top_p: Floats
     typical_p: Floats
+    top_n_sigma: Floats
+    xtc_threshold: Floats
+    has_xtc: NDArray[np.bool_]
     uniform: Floats
+
+    @property
+    def is_rare(self) -> NDArray[np.bool_]:
+        """Which rows need all candidates, sorted."""
+        return (self.typical_p < 1) | (self.top_n_sigma > 0) | self.has_xtc
 
     def take(self, rows: Ints) -> Draws:
         """Return the columns of some rows."""
@@ -153,9 +187,9 @@ def _exponential(x: Tensor) -> Tensor:
 def draw(logits_RV: Tensor, draws: Draws) -> Tensor:
     """Draw one id per row. The id is arbitrary for a row whose best logit is not finite."""
     ids_R = torch.zeros(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
-    is_typical = draws.typical_p < 1
-    is_cut = ((draws.top_k > 0) | (draws.top_p < 1)) & ~is_typical
-    methods = (is_typical, draw_typical), (is_cut, draw_from_best), (~is_typical & ~is_cut, draw_in_id_order)
+    is_rare = draws.is_rare
+    is_cut = ((draws.top_k > 0) | (draws.top_p < 1)) & ~is_rare
+    methods = (is_rare, draw_from_all), (is_cut, draw_from_best), (~is_rare & ~is_cut, draw_in_id_order)
     for is_in, draw_rows in methods:
         part = np.flatnonzero(is_in)
         if len(part) == len(logits_RV):
@@ -197,10 +231,29 @@ def draw_from_best(logits_RV: Tensor, draws: Draws) -> Tensor:
     return ids_R
 
 
-def draw_typical(logits_RV: Tensor, draws: Draws) -> Tensor:
-    """Draw among the kept candidates that are locally typical. Sorts the vocabulary twice."""
+def draw_from_all(logits_RV: Tensor, draws: Draws) -> Tensor:
+    """Draw among the candidates that remain after top-n-sigma, the cuts, typical-p and XTC, in this order."""
     scaled_RV = scale(logits_RV, draws)
-    return _draw_from(sorted_whole(logits_RV), scaled_RV, weigh(scaled_RV), draws)[0]
+    weights_RV = weigh(scaled_RV)
+    if (draws.top_n_sigma > 0).any():
+        weights_RV.masked_fill_(~_is_within_sigma(logits_RV, _column(logits_RV, draws.top_n_sigma)), 0.0)
+    return _draw_from(sorted_whole(logits_RV), scaled_RV, weights_RV, draws)[0]
+
+
+def _is_within_sigma(logits_RV: Tensor, sigma_R1: Tensor) -> Tensor:
+    """Return which logits are within sigma standard deviations of the best; banned ids do not count. 0 keeps all.
+
+    Temperature does not change the result. Source: Tang et al., "Top-nsigma: Not All Logits Are You Need", 2024.
+    """
+    is_finite_RV = logits_RV.isfinite()
+    values_RV = logits_RV.double().masked_fill(~is_finite_RV, 0.0)
+    # cumulative sums: see _is_typical
+    count_R1 = is_finite_RV.sum(dim=1, keepdim=True)
+    mean_R1 = values_RV.cumsum(dim=1)[:, -1:] / count_R1
+    squares_RV = (values_RV - mean_R1).square().masked_fill(~is_finite_RV, 0.0)
+    deviation_R1 = (squares_RV.cumsum(dim=1)[:, -1:] / count_R1).sqrt()
+    best_R1 = logits_RV.amax(dim=1, keepdim=True).double()
+    return (logits_RV.double() >= best_R1 - sigma_R1 * deviation_R1) | (sigma_R1 <= 0)
 
 
 def sorted_whole(scores_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +304,7 @@ def _draw_from(
 ) -> tuple[Tensor, Tensor]:
     """Draw from the best candidates; also return which rows' candidates include every id that may be drawn.
 
-    If any typical_p is below 1, the candidates must be the whole vocabulary.
+    For a row with a rare parameter, the candidates must be the whole vocabulary.
     """
     values_RK, ids_RK = candidates
     size, width = weights_RV.shape[1], ids_RK.shape[1]
@@ -266,6 +319,9 @@ def _draw_from(
     is_kept_RK = is_in_RK & (cumulative_RK - weights_RK < mass_R1) & is_above_floor_RK
     if (draws.typical_p < 1).any():
         is_kept_RK &= _is_typical(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, draws.typical_p))
+    if draws.has_xtc.any():
+        threshold_R1 = _column(ids_RK, np.where(draws.has_xtc, draws.xtc_threshold, np.inf))
+        is_kept_RK &= ~_is_top_choice(weights_RK.masked_fill(~is_kept_RK, 0.0), threshold_R1)
     index_R1 = _first_above(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, draws.uniform))
     drawn_R = ids_RK.gather(1, index_R1)[:, 0]
     if width == size:
@@ -292,3 +348,12 @@ def _is_typical(probs_RK: Tensor, mass_R1: Tensor) -> Tensor:
     reached_RK = probs_RK.gather(1, order_RK).cumsum(dim=1)
     last_R1 = (reached_RK < mass_R1).sum(dim=1, keepdim=True).clamp_(max=probs_RK.shape[1] - 1)
     return distance_RK <= sorted_RK.gather(1, last_R1)
+
+
+def _is_top_choice(weights_RK: Tensor, threshold_R1: Tensor) -> Tensor:
+    """Return which sorted candidates XTC leaves out: all that reach the threshold, except the least likely of these.
+
+    Source: p-e-w, "Exclude Top Choices (XTC)", text-generation-webui, 2024.
+    """
+    is_above_RK = (weights_RK > 0) & (weights_RK >= threshold_R1 * weights_RK.cumsum(dim=1)[:, -1:])
+    return is_above_RK & (is_above_RK.cumsum(dim=1) < is_above_RK.sum(dim=1, keepdim=True))

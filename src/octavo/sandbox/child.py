@@ -66,8 +66,12 @@ JOBS: Mapping[str, Job] = {
 }
 
 
-def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> None:
-    """Serve orders from stdin until it ends."""
+def main(
+    jobs: Mapping[str, Job] | None = None,
+    arguments: list[str] | None = None,
+    warm_up: Callable[[], None] | None = None,
+) -> None:
+    """Serve orders from stdin until it ends. `warm_up` loads what jobs need: no file can be opened after it."""
     parser = argparse.ArgumentParser(prog="python -m octavo.sandbox.child", description="a sandbox process")
     parser.add_argument("--memory-bytes", type=int, required=True, help="most bytes of address space")
     args = parser.parse_args(arguments)
@@ -78,12 +82,12 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the terminal's signals
     _end_with_parent()
     os.nice(NICENESS)
-    _warm_up()
+    (warm_up or _warm_up)()
     _set_limits(args.memory_bytes, answers.fileno() + 1)
     _send(answers, wire.WorkerReady(wire.VERSION))
     while (order := _receive(orders)) is not None:
         os.dup2(null_device, 2)  # a library that panics prints its input, which must not be logged
-        answer = _answer(jobs, order)
+        answer = _answer(JOBS if jobs is None else jobs, order)
         os.dup2(log, 2)
         _send(answers, answer)
 

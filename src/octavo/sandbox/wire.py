@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from octavo import errors
+from octavo.artifacts.vision_spec import VisionSpec
 from octavo.errors import EngineError, InvalidRequestError, OctavoError, RequestError, TooComplexError
 
 VERSION = 1
-MAX_FRAME_BYTES = 32 * 2**20
+MAX_FRAME_BYTES = 64 * 2**20
+PROCESS_IMAGE = "process_image"  # a job of octavo.sandbox.media_child
 LENGTH = struct.Struct("<I")
 
 
@@ -61,7 +63,15 @@ class CompileGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     specials: dict[int, str] = {}
 
 
-Argument = RenderChat | CheckSchema | CheckRegex | CompileGrammar | Mapping[str, Any]
+class ProcessImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Decode an image file of at most `max_pixels`, and process it for a model. Returns its MediaItems."""
+
+    data: bytes
+    vision: VisionSpec
+    max_pixels: int
+
+
+Argument = RenderChat | CheckSchema | CheckRegex | CompileGrammar | ProcessImage | Mapping[str, Any]
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from octavo.frontend.sessions import Sessions
     from octavo.text.text_model import TextModel
 
+IMAGE_BODY_BYTES = 32 << 20  # of a request to a server whose (first) model takes images
 _RETRY_HEADER = b"idempotency-key"
 _EXPOSED_HEADERS = ("X-Request-Id", "Retry-After", "X-Should-Retry", "X-Octavo-Ignored")  # for pages of other sites
 
@@ -56,7 +58,7 @@ def create_app(
         text,
         config,
         engine_statistics,
-        limits=limits or HttpLimits(max_upload_bytes=config.batch.max_upload_bytes if config.batch.batch_dir else 0),
+        limits=limits or _limits(text, config),
         lifecycle=lifecycle or Lifecycle(),
     )
     web = config.web
@@ -93,6 +95,12 @@ def create_app(
     if web.root_path:
         app.add_middleware(RootPathMiddleware, root_path=web.root_path)
     return app
+
+
+def _limits(text: TextModel, config: Config) -> HttpLimits:
+    """Return the bounds of requests; bodies with images may be larger."""
+    limits = HttpLimits(max_upload_bytes=config.batch.max_upload_bytes if config.batch.batch_dir else 0)
+    return limits if text.spec.vision is None else replace(limits, max_body_bytes=IMAGE_BODY_BYTES)
 
 
 class EndpointRoute(Route):

@@ -10,7 +10,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from octavo.core.request import sampling_defaults
 from octavo.errors import ConfigError
 from octavo.fleet.served_models import OnDemandModel
+from octavo.frontend.adapters import STORE_FILE, Adapter, AdapterClient, AdapterRegistry
 from octavo.observe.metrics.prometheus import RequestMetrics, cache_info
 from octavo.observe.otel import Tracer
 from octavo.sandbox.pool import Sandbox
@@ -33,6 +35,7 @@ from octavo.server.http.keys import KeyRing
 from octavo.server.http.lifecycle import Lifecycle, RequestIndex
 from octavo.server.http.limits import HttpLimits, Shares
 from octavo.server.idempotency import IdempotentRequests
+from octavo.server.images import ImageReader
 from octavo.server.prompts import PromptReader
 from octavo.text.dialect import Dialect, read_dialect
 
@@ -71,6 +74,7 @@ class Context:
     admission: AdmissionControl
     request_index: RequestIndex
     sandbox: Sandbox
+    images: ImageReader
     prompts: PromptReader
     params: ParamsReader
     dialect: Dialect
@@ -78,10 +82,13 @@ class Context:
     background: Background
     grammars: GrammarReader
     batches: BatchService
+    adapters: AdapterRegistry
     tracer: Tracer = field(default_factory=lambda: Tracer(None))
     cache_info: dict[str, str] = field(default_factory=dict)  # the KV pool's settings, as labels for metrics
     explain_kept: str = ""  # how many ended requests can be explained and for how long, as text
     by_name: dict[str, Context] = field(default_factory=dict)  # of models that are loaded on demand: all of them
+    adapter: Adapter | None = None  # that requests use
+    parent: str | None = None  # the adapter's model
 
     @property
     def model(self) -> str:
@@ -110,7 +117,12 @@ class Context:
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """The names of all models that the app serves, the default model's first."""
+        """The names of all models and adapters that the app serves, the default model's first."""
+        return *self.all_models, *(adapter.name for adapter in self.adapters)
+
+    @property
+    def all_models(self) -> tuple[str, ...]:
+        """The names of all models."""
         return tuple(self.by_name) or self.models
 
     @property
@@ -119,14 +131,17 @@ class Context:
         return tuple({context.model: context for context in self.by_name.values()}.values()) or (self,)
 
     def for_model(self, name: str | None) -> Context:
-        """Return the Context of the model that a request names; this one for None. Raises ApiError (404)."""
+        """Return the Context of the model or adapter that a request names; this one for None. Raises ApiError (404)."""
         if name is None or name in self.models:
             return self
         found = self.by_name.get(name)
-        if found is None:
-            message = f"no model {name[:128]!r} is served here; this server has: {', '.join(self.all_names)}"
-            raise ApiError(404, message, code="model_not_found", param="model")
-        return found
+        if found is not None:
+            return found
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            raise model_not_found(name, self.all_names)
+        sessions, fine = (each.with_adapter(adapter.adapter_id) for each in (self.sessions, self.fine_sessions))
+        return replace(self, models=(name,), sessions=sessions, fine_sessions=fine, adapter=adapter, parent=self.model)
 
     def dialect_of(self, fields: Mapping[str, object]) -> Dialect:
         """Return the dialect of the model that a body names; this model's if none of that name is served."""
@@ -145,9 +160,9 @@ def build_context(
     lifecycle: Lifecycle,
 ) -> Context:
     """Build the context from the settings."""
-    keys, sandbox = KeyRing.of(config.serving), Sandbox()
+    keys, sandbox, images = KeyRing.of(config.serving), Sandbox(), ImageReader(config.media)
     runs = IdempotentRequests(config.retry, Shares(keys))
-    own = _model_fields(sessions, text, config, sandbox, limits)
+    own = _model_fields(sessions, text, config, (sandbox, images), limits)
     return Context(
         **own,
         created=int(time.time()),
@@ -160,8 +175,10 @@ def build_context(
         runs=runs,
         request_index=RequestIndex(config.statistics.explain_kept),
         sandbox=sandbox,
+        images=images,
         responses=ResponseStore(config.responses),
         background=Background(runs, lifecycle),
+        adapters=_adapter_registry(sessions, config),
         batches=BatchService(config.batch, keys, own["queue"].num_slots),
         tracer=Tracer(config.telemetry.otlp_traces_endpoint),
         explain_kept=f"the last {config.statistics.explain_kept}, for {config.statistics.explain_kept_s:g} s",
@@ -169,13 +186,15 @@ def build_context(
 
 
 def _model_fields(
-    sessions: Sessions, text: TextModel, config: Config, sandbox: Sandbox, limits: HttpLimits
+    sessions: Sessions, text: TextModel, config: Config, readers: tuple[Sandbox, ImageReader], limits: HttpLimits
 ) -> dict[str, Any]:
     """Return the fields of a Context that belong to one model."""
+    sandbox, images = readers
     models = tuple(dict.fromkeys(config.model.served_model_name)) or (text.name,)
     queue = _engine_queue(config, sessions)
     template = None if text.chat_template is None else text.chat_template.source
     dialect = read_dialect(template, config.chat.tool_call_parser, config.chat.reasoning_parser)
+    dialect = replace(dialect, takes_images=_takes_images(sessions, text))
     return {
         "sessions": sessions,
         "text": text,
@@ -184,7 +203,7 @@ def _model_fields(
         "fine_sessions": sessions.token_by_token(),
         "queue": queue,
         "admission": AdmissionControl(config.admission, queue, is_by_priority=config.scheduling.policy == "priority"),
-        "prompts": PromptReader(text, _max_len(config, text, sessions), sandbox, dialect),
+        "prompts": PromptReader(text, _max_len(config, text, sessions), sandbox, dialect, images),
         "params": ParamsReader(
             sampling_defaults(text.spec.generation),
             text.tokenizer,
@@ -197,6 +216,17 @@ def _model_fields(
     }
 
 
+def _adapter_registry(sessions: Sessions, config: Config) -> AdapterRegistry:
+    """Return the registry of the settings' adapters. Raises ConfigError, ModelFileError."""
+    if config.adapters.is_enabled and isinstance(sessions.client, OnDemandModel):
+        raise ConfigError(
+            "adapters need a server of one model, which is always loaded; leave out --enable-lora and --lora-modules"
+        )
+    folder = config.retry.journal
+    store = None if folder is None else Path(folder) / STORE_FILE
+    return AdapterRegistry(cast(AdapterClient, sessions.client), config.adapters, store)
+
+
 def add_models(root: Context, models: Sequence[tuple[Sessions, Config]]) -> None:
     """Add the Contexts of all models that are loaded on demand to the app's Context, which is the first one's.
 
@@ -206,7 +236,7 @@ def add_models(root: Context, models: Sequence[tuple[Sessions, Config]]) -> None
     for number, (sessions, config) in enumerate(models):
         context = root
         if number:
-            own = _model_fields(sessions, sessions.text, config, root.sandbox, root.limits)
+            own = _model_fields(sessions, sessions.text, config, (root.sandbox, root.images), root.limits)
             feed = Feed(sessions.client, root.keys, root.lifecycle, root.limits)
             context = replace(root, **own, engine_statistics=sessions.client.statistics, feed=feed)
             context.admission.meters = root.admission.meters
@@ -244,6 +274,10 @@ def _max_len(config: Config, text: TextModel, sessions: Sessions) -> int:
     return min(length for length in lengths if length)
 
 
+def _takes_images(sessions: Sessions, text: TextModel) -> bool:
+    return text.spec.vision is not None and (sessions.capacity is None or "image" in sessions.capacity.media)
+
+
 def _engine_queue(config: Config, sessions: Sessions) -> EngineQueue:
     capacity, forecast = sessions.capacity, QueueForecast(partial(sessions.client.control, "forecast"))
     if capacity is None:
@@ -254,6 +288,14 @@ def _engine_queue(config: Config, sessions: Sessions) -> EngineQueue:
 def _cache_info(config: Config, sessions: Sessions) -> dict[str, str]:
     capacity = sessions.capacity
     return {} if capacity is None else cache_info(config, capacity.block_size, capacity.num_blocks[0])
+
+
+def model_not_found(name: str, known: Sequence[str]) -> ApiError:
+    """Return the error for a name of no model or adapter."""
+    served = ", ".join(known) or "none"
+    return ApiError(
+        404, f"no model {name[:128]!r} is served here; this server has: {served}", code="model_not_found", param="model"
+    )
 
 
 def context_of(request: Request) -> Context:

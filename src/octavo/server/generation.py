@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from octavo.core.request import FinishError, FinishReason, SamplingParams, Want
+from octavo.core.request import FinishError, FinishReason, SamplingParams, Span, Want
 from octavo.errors import ErrorKind, OctavoError, error_of
 from octavo.frontend.outputs import token_bytes
 from octavo.frontend.sessions import RequestOptions
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from octavo.fleet.served_models import OnDemandModel
     from octavo.frontend.outputs import Usage
     from octavo.frontend.sessions import Session, Sessions, TextDelta
+    from octavo.media.item import MediaItem
     from octavo.server.idempotency import IdempotentRequest
 
 _PARENT = ("traceparent", "tracestate")
@@ -114,6 +115,8 @@ class GenerationRequest(ABC):
     can_continue: bool = True
     is_constrained: bool = False  # the answer must obey a grammar
     wants: Want | None = None  # what to compute instead of text, such as embeddings
+    spans: Sequence[Span] = ()  # places of images in the only prompt, set by read_prompts, and so are `media`
+    media: Sequence[MediaItem] = ()
     prepare: Callable[[AnswerEncoder], None] | None = None  # called with the new encoder before its first use
 
     @abstractmethod
@@ -138,6 +141,11 @@ async def start(
 ) -> tuple[Generation, AnswerSpec]:
     """Admit the request, read its prompts and submit them. On ApiError, all its resources are released."""
     context, scope, params = wanted.context, request.scope, wanted.params
+    if wanted.wants is None:
+        try:
+            context.text.check_generates()
+        except OctavoError as error:
+            raise from_exception(error) from None
     key: KeyInfo = scope[KEY]
     given: str | None = scope[GIVEN_ID]
     name = given or wanted.name or f"{wanted.id_prefix}-{scope[REQUEST_ID]}"
@@ -169,6 +177,8 @@ async def start(
             prompts: list[array[int]] = []
             for read in await wanted.read_prompts():
                 prompts.append(array("i", read))  # a ninth of a list's memory
+            if wanted.spans:
+                options["spans"], options["media"] = tuple(wanted.spans), tuple(wanted.media)
             context.admission.check_tokens(ticket, sum(map(len, prompts)))
             if wanted.is_constrained:
                 params = replace(params, grammar=await wanted.read_grammar())

@@ -15,9 +15,13 @@ import logging
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from octavo.core.request import Span
 from octavo.errors import OctavoError, RequestError, TooComplexError
+from octavo.media.item import MediaItem
+from octavo.media.placeholders import Images, unique_items
 from octavo.sandbox.pool import RENDER
 from octavo.sandbox.wire import RenderChat
 from octavo.server.api.completions.bodies import ChatBody, Message
@@ -28,6 +32,7 @@ from octavo.text.length import num_tokens_if_over
 
 if TYPE_CHECKING:
     from octavo.sandbox.pool import Sandbox
+    from octavo.server.images import ImageReader
     from octavo.text.chat_template import ChatTemplate
     from octavo.text.text_model import Conversation, TextModel
 
@@ -44,18 +49,30 @@ _INDEX = re.compile(r"^messages\.(\d+)")
 _ROLES = {"developer": "system"}
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation's ids, the spans of its images, and each of these images once."""
+
+    ids: list[int]
+    spans: tuple[Span, ...] = ()
+    media: tuple[MediaItem, ...] = ()
+
+
 class PromptReader:
     """Makes prompt token ids for one model. `max_len` is the most tokens that a prompt may have."""
 
-    def __init__(self, text: TextModel, max_len: int, sandbox: Sandbox, dialect: Dialect) -> None:
+    def __init__(
+        self, text: TextModel, max_len: int, sandbox: Sandbox, dialect: Dialect, images: ImageReader | None = None
+    ) -> None:
         self._text = text
         self._dialect = dialect
         self.max_len = max_len
         self._sandbox = sandbox
+        self._images = images
         self._is_slow = False
 
-    async def chat(self, body: ChatBody, num_kept: int | None = None) -> list[int]:
-        """Render the conversation with the model's template and tokenize it. Raises ApiError, EngineError.
+    async def chat(self, body: ChatBody, num_kept: int | None = None) -> ChatPrompt:
+        """Render the conversation with the model's template, tokenize it, and read its images. Raises ApiError.
 
         `num_kept`: keep this number of last tokens; None keeps all.
         """
@@ -74,6 +91,9 @@ class PromptReader:
             variables["documents"] = self._documents(body)
         variables |= body.chat_template_kwargs
 
+        has_vision = self._text.spec.vision is not None
+        images = await self._read_images(body, num_kept) if has_vision else ()
+
         def make_conversation() -> Conversation:
             return self._text.conversation(
                 list(map(_shown, body.messages)),
@@ -88,15 +108,38 @@ class PromptReader:
                 await off_loop(lambda: self._check_size("messages", size))
             conversation = make_conversation() if size <= HERE_JSON else await off_loop(make_conversation)
             prompt = await self._render(conversation, _work_of(size, conversation))
-            if conversation.is_continued:
-                prompt = conversation.cut_at_continuation(prompt)
+            if has_vision and num_kept is None:
+                return await self._encode_images(prompt, body, images, conversation.mark)
             ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept, conversation.mark)
         except RequestError as error:
             error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as in this server's other messages
             raise from_exception(error) from None
         if not ids:
             raise bad_field("messages", "messages make an empty prompt")
-        return ids
+        return ChatPrompt(ids)
+
+    async def _read_images(self, body: ChatBody, num_kept: int | None) -> Images:
+        """Return the items of each image. Raises ApiError."""
+        vision, urls = self._text.spec.vision, body.image_urls
+        if not urls:
+            return ()
+        assert vision is not None and self._images is not None, "bodies of other models have no images"
+        if num_kept is not None:
+            message = "truncate_prompt_tokens cannot be used with images; leave it out"
+            raise bad_field("truncate_prompt_tokens", message)
+        return await self._images.read(urls, vision)
+
+    async def _encode_images(self, prompt: str, body: ChatBody, images: Images, mark: str | None) -> ChatPrompt:
+        def encode() -> ChatPrompt:
+            if len(prompt) > HERE_CHARS:
+                self._check_size("messages", len(prompt), prompt)
+            ids, spans = self._text.encode_images(prompt, mark, images, body.add_special_tokens)
+            return ChatPrompt(ids, spans, unique_items(images))
+
+        num_bytes = sum(len(item.data) for image in images for item in image)
+        if num_bytes + len(prompt) <= HERE_CHARS:
+            return encode()
+        return await off_loop(encode, len(prompt))
 
     def _documents(self, body: ChatBody) -> object:
         """Return the documents for the template. Raises ApiError if the template does not use documents."""
@@ -119,8 +162,10 @@ class PromptReader:
             return prompt
 
         if template.is_trusted and not self._is_slow and work <= THREAD_WORK:
-            return render() if work <= HERE_WORK else await off_loop(render)
-        return await self._render_elsewhere(template, conversation)
+            prompt = render() if work <= HERE_WORK else await off_loop(render)
+        else:
+            prompt = await self._render_elsewhere(template, conversation)
+        return conversation.cut_at_continuation(prompt) if conversation.is_continued else prompt
 
     async def _render_elsewhere(self, template: ChatTemplate, conversation: Conversation) -> str:
         command = RenderChat(

@@ -22,6 +22,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
 from octavo.simulator.arrival import make_request
 from octavo.simulator.cost_model import CostModel, StepShape, shape_of
+from octavo.simulator.drafts import SimulatedDrafts
 from octavo.simulator.outcomes import ReplicaTotals, RequestTracker, Samples, SimulatedRequest
 from octavo.simulator.setup import Setup
 
@@ -140,12 +141,13 @@ class DecodeRun:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan on the device: its device seconds, its host seconds, and its end."""
+    """A plan on the device: its device seconds, its host seconds, its end, and the seconds of its drafts."""
 
     plan: StepPlan
     step_s: float
     host_s: float
     end: float
+    drafting_s: float = 0.0
 
 
 class Replica:
@@ -170,7 +172,9 @@ class Replica:
         self._start()
 
     def _start(self) -> None:
-        self.scheduler = Scheduler(self._setup.limits)
+        drafts, seed = self._setup.drafts, self._setup.seed + self.number
+        self._drafts = None if drafts is None else SimulatedDrafts(drafts, seed)
+        self.scheduler = Scheduler(self._setup.limits, drafts=self._drafts)
         make = self._setup.make_sink
         self._sink = None if make is None else make(self.scheduler)
         self._flight: deque[StepInFlight] = deque()
@@ -307,14 +311,21 @@ class Replica:
     def _launch(self, plan: StepPlan, now: float) -> None:
         """Queue a plan on the device."""
         step_s, host_s = self._prices.of(plan)
-        end = max(now, self._free_at) + step_s
+        drafting_s = 0.0
+        if self._drafts is not None and plan.num_drafts:
+            plain = StepShape([start + 1 for start in plan.starts], [], len(plan.starts))
+            drafting_s = self._drafts.drafting_s(plan, self._setup.costs.step_s(plain))
+        end = max(now, self._free_at) + drafting_s + step_s
         self._free_at = end
-        self._flight.append(StepInFlight(plan, step_s, host_s, end))
+        self._flight.append(StepInFlight(plan, step_s, host_s, end, drafting_s))
 
     def _retire(self) -> list[SimulatedRequest]:
         """Commit the oldest plan, and advance by the plan's host time."""
         now, flight, totals = self.next_at, self._flight.popleft(), self.totals
-        result = StepResult(None, timings=StepTimings(forward_s=flight.step_s))
+        if self._drafts is not None:
+            result = self._drafts.result(flight.plan, flight.step_s)
+        else:
+            result = StepResult(None, timings=StepTimings(forward_s=flight.step_s))
         events = self.scheduler.commit(flight.plan, result, now)
         complete = self._tracker.apply_tokens(events)
         ended = self._apply(events.decisions) if events.decisions else []
@@ -322,7 +333,7 @@ class Replica:
             self._sink.stepped(flight.plan, result, events)
         for name, choice in complete:  # the scheduler ends the request at its longest choice
             self.scheduler.end_choice(name, choice, now)
-        totals.busy_s += flight.step_s
+        totals.busy_s += flight.step_s + flight.drafting_s
         totals.host_s += flight.host_s
         self._is_retiring = False
         self.next_at = now + flight.host_s

@@ -20,6 +20,7 @@ from octavo.observe.sink import EventSink
 from octavo.plugins import find_policy
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware
+from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.outcomes import RequestTracker
 
 # An engine's default (tokens per step, sequences), as in assembly.DEVICE_DEFAULTS.
@@ -45,7 +46,7 @@ class Setup:
     name in fleet.routing.ROUTERS. `make_sink` is called with each new scheduler; with it, every step is planned
     separately. Without it, `fast_forward` computes unchanged decode steps together, with the same outcome. `sample_s`
     is the time between samples of each replica (0: none). `give_up` is called at intervals with the requests and the
-    time; if it returns True, the run ends.
+    time; if it returns True, the run ends. `drafts`: the engines have a draft model.
     """
 
     limits: Limits
@@ -60,6 +61,7 @@ class Setup:
     sample_s: float = 0.0
     seed: int = 0
     give_up: Callable[[RequestTracker, float], bool] | None = None
+    drafts: DraftSettings | None = None
 
     def __post_init__(self) -> None:
         for name, minimum in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0)):

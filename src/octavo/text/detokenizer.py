@@ -21,7 +21,20 @@ if TYPE_CHECKING:  # the front end loads the tokenizers library only with a mode
     from tokenizers import Tokenizer as Backend
 
 _SPACE_MARK = "\u2581"  # SentencePiece's mark for a space
-_SUPPORTED = "ByteLevel, Metaspace, and Replace + ByteFallback + Fuse + Strip as Llama has them"
+_SUPPORTED = "ByteLevel, Metaspace, WordPiece, and Replace + ByteFallback + Fuse + Strip as Llama has them"
+
+
+# What the clean-up of the WordPiece decoder replaces in each piece with the space before it, in order.
+_CLOSED_UP = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
+
+def _closed_up(piece: str) -> str:
+    for spaced, closed in _CLOSED_UP:
+        piece = piece.replace(spaced, closed)
+    return piece
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -42,6 +55,8 @@ class TokenBytes(dict[int, bytes]):
         self.backend = backend
         self.strip_start = 0
         self._byte_level = self._byte_fallback = self._space_mark = self._drop_first_marks = self._joined = False
+        self._is_cleaned = False
+        self._word_prefix: str | None = None  # of WordPiece's pieces inside a word
         self._alphabet = byte_alphabet()
         self._read_decoder(path)
 
@@ -55,6 +70,9 @@ class TokenBytes(dict[int, bytes]):
         if self._drop_first_marks:
             token = self.backend.id_to_token(token_id)
             return b"" if token is None else _utf8(token.replace(_SPACE_MARK, ""))
+        if self._word_prefix is not None:  # the first piece keeps its prefix, and no space precedes it
+            token = self.backend.id_to_token(token_id)
+            return b"" if token is None else _utf8(_closed_up(token) if self._is_cleaned else token)
         return self[token_id].removeprefix(b" ") if self._joined else self[token_id]
 
     def _bytes(self, token: str) -> bytes:
@@ -68,6 +86,11 @@ class TokenBytes(dict[int, bytes]):
                 pass  # a token such as <0xZZ>, which only looks like a byte, is text
         if self._space_mark:
             token = token.replace(_SPACE_MARK, " ")
+        if self._word_prefix is not None and token.startswith(self._word_prefix):
+            token = token.removeprefix(self._word_prefix)
+            return _utf8(_closed_up(token) if self._is_cleaned else token)
+        if self._is_cleaned:
+            return _utf8(_closed_up(f" {token}"))
         return b" " + _utf8(token) if self._joined else _utf8(token)
 
     def _read_decoder(self, path: Path) -> None:
@@ -78,6 +101,9 @@ class TokenBytes(dict[int, bytes]):
             self._joined = True
         elif kinds == ["ByteLevel"]:
             self._byte_level = True
+        elif kinds == ["WordPiece"]:
+            self._joined, self._is_cleaned = True, bool(steps[0].get("cleanup"))
+            self._word_prefix = steps[0].get("prefix") or None
         elif kinds == ["Metaspace"] and steps[0]["replacement"] == _SPACE_MARK:
             self._space_mark = True
             self._drop_first_marks = steps[0].get("prepend_scheme", "always") != "never"

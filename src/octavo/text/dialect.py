@@ -61,13 +61,14 @@ class Dialect:
     """A model's formats. `calls` is None if calls are not parsed. `reasoning` is None if the model writes none.
 
     `takes_tools`: the template renders tools itself. `effort_variables` are the template's variables that set how much
-    the model reasons.
+    the model reasons. `takes_images`: messages may have images.
     """
 
     calls: str | None = WITHOUT_TEMPLATE
     takes_tools: bool = False
     reasoning: Tags | None = None
     effort_variables: tuple[str, ...] = ()
+    takes_images: bool = False
 
     def markers(self, has_tools: bool) -> tuple[str, ...]:
         """Return the texts that delimit parts of an answer. In some models, some of these texts are special tokens."""

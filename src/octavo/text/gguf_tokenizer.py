@@ -1,70 +1,28 @@
 """A tokenizers.Tokenizer from GGUF metadata.
 
-Owns: the two vocabulary kinds of the supported families: "gpt2" (byte-level BPE) and "llama" (SentencePiece BPE).
-Does not: know templates or end-of-sequence ids.
-Invariants: equal to what transformers builds from the same metadata, with two exceptions. As in their own
-tokenizer.json, Llama 3's and Tekken's vocabularies keep a word of the vocabulary whole, and add BOS unless
-add_bos_token is false.
+Owns: the kinds of vocabularies: "gpt2" (byte-level BPE), "llama" (SentencePiece BPE) and "bert" (WordPiece).
+Does not: know templates or end-of-sequence ids, or how text is split (pre_tokenizers.py does).
+Invariants: equal to what transformers builds from the same metadata, except where it ignores how the family's own
+tokenizer.json splits text, keeps words of the vocabulary whole, or adds BOS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from tokenizers.pre_tokenizers import PreTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from octavo.errors import ModelFileError
 from octavo.text.detokenizer import byte_alphabet
+from octavo.text.pre_tokenizers import SPLITS, TextSplit
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types of the GGUF specification
 _MAX_PIECE_CHARS = 1024
 _SPACE_MARK = "\u2581"
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """How text is split before merging. `pattern=None` means GPT-2's pattern, which tokenizers has built in."""
-
-    pattern: str | None = None
-    ignore_merges: bool = False
-    add_bos: bool = False
-    single_digits: bool = False  # each digit is split off before the pattern is applied
-
-
-_LLAMA3 = _Split(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ignore_merges=True,
-    add_bos=True,
-)
-_TEKKEN = _Split(
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ignore_merges=True,
-    add_bos=True,
-)
-_QWEN2 = _Split(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# The patterns are those of the families' published tokenizer.json. (transformers' conversion of "smollm" lets the
-# pattern split digits, so its ids differ where several spaces or line ends precede a digit.)
-_SPLITS = {
-    "default": _Split(),
-    "gpt-2": _Split(),
-    "smollm": _Split(single_digits=True),
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "tekken": _TEKKEN,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-}
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 class GGUFVocabulary:
@@ -127,18 +85,32 @@ class GGUFVocabulary:
 
 def build_gguf_backend(vocabulary: GGUFVocabulary) -> Tokenizer:
     """Build the tokenizer. Raises ModelFileError when the metadata is damaged or of an unsupported kind."""
+    add_bos, add_sep, spellable = True, False, None
     if vocabulary.model == "gpt2":
-        backend, add_bos, spellable = _byte_level(vocabulary)
+        split = _split(vocabulary)
+        add_bos, add_sep, spellable = split.add_bos, split.add_sep, set(byte_alphabet())
+        backend = _byte_level(vocabulary, split)
     elif vocabulary.model == "llama":
-        backend, add_bos, spellable = _sentencepiece(vocabulary), True, None
+        backend = _sentencepiece(vocabulary)
+    elif vocabulary.model == "bert":
+        backend, add_sep = _wordpiece(vocabulary), True
     else:
-        reason = f"tokenizer.ggml.model {vocabulary.model!r} is not supported; gpt2 and llama are"
+        reason = f"tokenizer.ggml.model {vocabulary.model!r} is not supported; gpt2, llama and bert are"
         raise ModelFileError(vocabulary.path, reason)
     _add_tokens(backend, vocabulary, spellable)
-    bos = vocabulary.token_id("bos") if vocabulary.get("add_bos_token", bool, add_bos) else None
-    eos = vocabulary.token_id("eos") if vocabulary.get("add_eos_token", bool, False) else None
-    _set_template(backend, [i for i in (bos,) if i is not None], [i for i in (eos,) if i is not None])
+    before, after = [], []
+    if vocabulary.get("add_bos_token", bool, add_bos):
+        before.append(_first_id(vocabulary, "bos", "cls"))
+    if vocabulary.get("add_sep_token", bool, add_sep):
+        after.append(_first_id(vocabulary, "seperator", "eos"))  # the specification's spelling
+    elif vocabulary.get("add_eos_token", bool, False):
+        after.append(vocabulary.token_id("eos"))
+    _set_template(backend, [i for i in before if i is not None], [i for i in after if i is not None])
     return backend
+
+
+def _first_id(vocabulary: GGUFVocabulary, *names: str) -> int | None:
+    return next((token_id for name in names if (token_id := vocabulary.token_id(name)) is not None), None)
 
 
 def _set_template(backend: Tokenizer, before: Sequence[int], after: Sequence[int]) -> None:
@@ -149,12 +121,15 @@ def _set_template(backend: Tokenizer, before: Sequence[int], after: Sequence[int
     backend.post_processor = processors.TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=special)
 
 
-def _byte_level(vocabulary: GGUFVocabulary) -> tuple[Tokenizer, bool, set[str]]:
+def _split(vocabulary: GGUFVocabulary) -> TextSplit:
     pre = vocabulary.get("pre", str, "default")
-    if pre not in _SPLITS:
-        reason = f"tokenizer.ggml.pre {pre!r} is not supported; {', '.join(_SPLITS)} are"
-        raise ModelFileError(vocabulary.path, reason)
-    split = _SPLITS[pre]
+    if pre not in SPLITS:
+        reason = f"tokenizer.ggml.pre {pre!r} is not supported, and ids of another split of text would be wrong"
+        raise ModelFileError(vocabulary.path, f"{reason}; {', '.join(SPLITS)} are supported")
+    return SPLITS[pre]
+
+
+def _byte_level(vocabulary: GGUFVocabulary, split: TextSplit) -> Tokenizer:
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
     alphabet = set(letters.values())
     ids = {
@@ -163,13 +138,9 @@ def _byte_level(vocabulary: GGUFVocabulary) -> tuple[Tokenizer, bool, set[str]]:
     }
     merges = _checked_merges(vocabulary.merges() or [], ids, vocabulary.path)
     backend = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=split.ignore_merges))
-    cuts: list[PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
-    if split.pattern is not None:
-        cuts.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
+    backend.pre_tokenizer = split.build()
     backend.decoder = decoders.ByteLevel()
-    return backend, split.add_bos, alphabet
+    return backend
 
 
 def _sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
@@ -189,6 +160,32 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
         [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return backend
+
+
+def _wordpiece(vocabulary: GGUFVocabulary) -> Tokenizer:
+    """Build BERT's tokenizer. In the file, a mark is before pieces that begin a word, and none before those inside it.
+
+    A vocabulary without upper-case letters has text in lower case and without accents, as uncased models do.
+    """
+    special = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=False) if kind == _CONTROL}
+    ids: dict[str, int] = {}
+    for token_id, token in enumerate(vocabulary.tokens):
+        is_whole = token in special or _is_bracketed(token)
+        piece = token[1:] if token.startswith(_SPACE_MARK) else token if is_whole else f"##{token}"
+        ids.setdefault(piece, token_id)
+    is_uncased = not any(piece != piece.lower() for piece in ids if not _is_bracketed(piece))
+    lowercase = vocabulary.get("normalizer.lowercase", bool, is_uncased)
+    unknown = vocabulary.token_id("unknown")
+    unk_token = "[UNK]" if unknown is None else vocabulary.tokens[unknown]
+    backend = Tokenizer(models.WordPiece(vocab=ids, unk_token=unk_token))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _is_bracketed(token: str) -> bool:
+    return token.startswith("[") and token.endswith("]") and len(token) > 2
 
 
 def _merges_from_scores(ids: Mapping[str, int], scores: Mapping[str, float], path: Path) -> list[tuple[str, str]]:
@@ -216,10 +213,17 @@ def _checked_merges(merges: list[tuple[str, str]], ids: Mapping[str, int], path:
 def _add_tokens(backend: Tokenizer, vocabulary: GGUFVocabulary, spellable: set[str] | None) -> None:
     """Make the backend keep control tokens (special) and user-defined tokens (plain) whole.
 
-    In a byte-level vocabulary a control token outside the byte alphabet is a mislabelled word, so it is not added.
+    In a byte-level vocabulary a control token outside the byte alphabet is a mislabelled word, so it is not added. Most
+    of Phi-3's tokens take the space after them, which the metadata does not tell.
     """
+    strips = vocabulary.model == "llama" and vocabulary.metadata.get("general.architecture") == "phi3"
     typed = list(zip(vocabulary.tokens, vocabulary.types, strict=False))
     control = [t for t, kind in typed if kind == _CONTROL and (spellable is None or spellable.issuperset(t))]
     plain = [t for t, kind in typed if kind == _USER_DEFINED and backend.token_to_id(t) is not None]
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
+
+    def added(token: str, special: bool) -> AddedToken:
+        rstrip = strips and token not in _PHI3_KEEPS_SPACE
+        return AddedToken(token, normalized=False, special=special, rstrip=rstrip)
+
+    backend.add_special_tokens([added(token, True) for token in control])
+    backend.add_tokens([added(token, False) for token in plain])

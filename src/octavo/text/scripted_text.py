@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from octavo.artifacts.script import END_ID, VOCAB_SIZE, ScriptedRequest
+from octavo.artifacts.script import END_ID, IMAGE_ID, IMAGE_TOKENS, VOCAB_SIZE, ScriptedRequest
 from octavo.text.detokenizer import byte_alphabet
 from octavo.text.tokenizer import Tokenizer
 
@@ -78,6 +78,7 @@ class ScriptedText:
     def read(self, ids: Sequence[int]) -> ScriptedRequest:
         """Decode a prompt. Return its last message if the template rendered it, else the whole prompt."""
         prompt = self._tokenizer.decode(ids, skip_special_tokens=False)
+        prompt = prompt.replace(_SPECIAL[IMAGE_ID] * IMAGE_TOKENS, "[image]")
         last = ""
         for part in prompt.split(_START)[1:]:
             if _END in part:

@@ -7,24 +7,31 @@ prompt inside its last message. Does not: load torch or weights.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.artifacts.gguf_file import GGUFFile
+from octavo.artifacts.json_file import read_json
 from octavo.artifacts.model_spec import ModelSpec
-from octavo.artifacts.read_spec import read_json, read_model_spec
+from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles
+from octavo.core.request import Span
 from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
+from octavo.media.placeholders import Images, find_spans, insert_placeholders
 from octavo.text.chat_template import ChatTemplate, check_variables
 from octavo.text.dialect import takes_tools
 from octavo.text.scripted_text import TEMPLATE, scripted_tokenizer
 from octavo.text.special_text import SpecialTextGuard
+from octavo.text.text_input import IMAGE_MARK, TextInput, join_parts
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import NO_SYSTEM, with_short_ids, with_tools
 
 _CONTINUE_MARK = "\ue000octavo-continues-here\ue001"  # private-use characters, which no message has
+_IMAGE_PARTS = re.compile(r"""['"]image['"]""")  # in templates that get messages as lists of parts
+_CONVERSATION_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # templates read the first two
 
 
@@ -55,7 +62,8 @@ class Conversation:
 class TextModel:
     """A model's text side. `chat_template` is None if the model has none.
 
-    `special_tokens_in_text`: special tokens that messages spell out become ids, as in transformers.
+    `special_tokens_in_text`: special tokens that messages spell out become ids, as in transformers. `weight_format`:
+    "gguf" or "safetensors".
     """
 
     name: str
@@ -63,6 +71,7 @@ class TextModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
     special_tokens_in_text: bool = False
+    weight_format: str = "safetensors"
     guard: SpecialTextGuard = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +106,39 @@ class TextModel:
             text, path = source
             is_trusted = trust_template or text is TEMPLATE
             template = ChatTemplate(text, tokenizer.special_tokens, path=path, is_trusted=is_trusted)
-        return cls(files.name, spec, tokenizer, template, special_tokens_in_text)
+        weight_format = "gguf" if files.kind == "gguf" else "safetensors"
+        return cls(files.name, spec, tokenizer, template, special_tokens_in_text, weight_format)
+
+    def encode_input(
+        self, given: str | TextInput, *, keep: int | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the ids of a text or a pair; an encoder's, of at most `keep` tokens. Raises InvalidRequestError."""
+        text, second, prefix = (given, None, None) if isinstance(given, str) else given
+        encoder = self.spec.encoder
+        if encoder is None:
+            assert second is None, "a pair is an encoder's"
+            return self.tokenizer.encode(text, add_special_tokens)
+        if second is None:
+            text = (encoder.prefix() if prefix is None else prefix) + text
+        if encoder.lowercases:
+            text, second = text.lower(), None if second is None else second.lower()
+        return self.tokenizer.encode_start(text, second, keep, add_special_tokens)
+
+    def check_generates(self) -> None:
+        """Raise InvalidRequestError if the model is an encoder."""
+        if self.spec.encoder is not None:
+            reason = f"{self.name} is an encoder, which generates no text; it {self.spec.encoder.purpose}"
+            raise InvalidRequestError(reason, "model")
+
+    def check_output(self, wanted: str) -> None:
+        """Raise InvalidRequestError if the model's output is not `wanted`: "vectors", "labels" or "scores" of pairs."""
+        encoder = self.spec.encoder
+        labels = () if encoder is None else encoder.labels
+        can = {"vectors": not labels, "labels": bool(labels), "scores": len(labels) < 2}
+        if not can[wanted]:
+            purpose = "generates text" if encoder is None else encoder.purpose
+            reason = f"{self.name} gives no {wanted}; it {purpose}"
+            raise InvalidRequestError(reason, "model")
 
     def prompt_from_messages(
         self,
@@ -140,10 +181,11 @@ class TextModel:
 
         If the template renders no tools, the messages describe the tools.
         """
+        self.check_generates()
         if self.chat_template is None:
             reason = f"{self.name} has no chat template; start with --chat-template FILE, or use plain completions"
             raise InvalidRequestError(reason, "messages")
-        plain = plain_messages(messages)
+        plain = plain_messages(messages, takes_images=self.spec.vision is not None)
         variables, mark = dict(variables or {}), None
         if variables:
             check_variables(variables)
@@ -154,8 +196,26 @@ class TextModel:
         else:
             plain, tools = with_tools(plain, tools, NO_SYSTEM not in self.chat_template.source), None
         if continue_final_message:
-            return Conversation(_mark_continuation(plain), False, tools, variables, True, mark)
-        return Conversation(plain, add_generation_prompt, tools, variables, False, mark)
+            plain, add_generation_prompt = _mark_continuation(plain), False
+        if self.spec.vision is not None:
+            plain = _with_images(plain, self.chat_template.source)
+        return Conversation(plain, add_generation_prompt, tools, variables, continue_final_message, mark)
+
+    def encode_images(
+        self, prompt: str, mark: str | None, images: Images, add_special_tokens: bool = False
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        """Return the ids of a rendered prompt with images, and their spans. Raises InvalidRequestError.
+
+        As in transformers' processors, a prompt that does not begin with the beginning-of-sequence token gets it.
+        """
+        vision = self.spec.vision
+        assert vision is not None
+        place = self.tokenizer.id_to_piece(vision.prompt_token_id)
+        prompt = insert_placeholders(prompt.replace(IMAGE_MARK, place), vision, images, self.tokenizer.id_to_piece)
+        bos = self.tokenizer.special_tokens.get("bos_token")
+        is_begun = bos is None or prompt.startswith(bos)
+        ids = self.encode_prompt(prompt, mark, add_special_tokens or not is_begun)
+        return ids, find_spans(ids, vision, images)
 
     def prompt_ids_from_messages(
         self,
@@ -177,6 +237,18 @@ class TextModel:
         )
         return self.encode_prompt(self._rendered(conversation), conversation.mark)
 
+    def prompt_with_images(
+        self, messages: Sequence[Mapping[str, Any]], images: Images, **options: Any
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        """Return the prompt ids of a chat, and the spans of its images, whose parts are {"type": "image"}.
+
+        `options` are those of prompt_ids_from_messages.
+        """
+        given = {name: options.pop(name) for name in _CONVERSATION_OPTIONS if name in options}
+        variables = {**(options.pop("template_kwargs", None) or {}), **options}
+        conversation = self.conversation(messages, **given, variables=variables)
+        return self.encode_images(self._rendered(conversation), conversation.mark, images)
+
     def encode_prompt(
         self, prompt: str, mark: str | None, add_special_tokens: bool = False, num_kept: int | None = None
     ) -> list[int]:
@@ -189,22 +261,23 @@ class TextModel:
         return self.tokenizer.encode(prompt[-num_kept * self.tokenizer.longest_piece :], add_special_tokens)[-num_kept:]
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], takes_images: bool = False) -> list[dict[str, Any]]:
     """Return copies with string content and parsed tool arguments. Raises InvalidRequestError.
 
-    Text parts are joined by line breaks; missing content becomes "".
+    Text parts are joined by line breaks; missing content becomes "". With `takes_images` a part may be
+    {"type": "image"}, which becomes IMAGE_MARK.
     """
     if not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list of at least one message", "messages")
-    return list(map(_plain_message, messages, range(len(messages))))
+    return [_plain_message(message, index, takes_images) for index, message in enumerate(messages)]
 
 
-def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], index: int, takes_images: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"message {index} must be an object with a role", f"messages.{index}")
     plain = dict(message)
     content = message.get("content")
-    plain["content"] = content if isinstance(content, str) else _plain_content(content, index)
+    plain["content"] = content if isinstance(content, str) else _plain_content(content, index, takes_images)
     for name in _REASONING_FIELDS:
         reasoning = message.get(name)
         if reasoning is not None:
@@ -218,7 +291,7 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     return plain
 
 
-def _plain_content(content: object, index: int) -> str:
+def _plain_content(content: object, index: int, takes_images: bool) -> str:
     if content is None:
         return ""
     param = f"messages.{index}.content"
@@ -226,12 +299,39 @@ def _plain_content(content: object, index: int) -> str:
         raise InvalidRequestError(f"the content of message {index} must be a string or a list of parts", param)
     texts: list[str] = []
     for part in content:
+        if takes_images and part == {"type": "image"}:
+            texts.append(IMAGE_MARK)
+            continue
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str) or (isinstance(part, Mapping) and part.get("type", "text") != "text"):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise InvalidRequestError(f"message {index} has a part of type {kind!r}; this model takes text only", param)
         texts.append(text)
-    return "\n".join(texts)
+    return join_parts(texts)
+
+
+def _with_images(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return messages of a model with images as its template takes them: lists of parts, or texts."""
+    form = _parts_of if _IMAGE_PARTS.search(template) else _lines_of
+    return [{**message, "content": form(message["content"])} for message in messages]
+
+
+def _parts_of(content: str) -> list[dict[str, str]]:
+    """Return a message's text as the parts that templates of models with images take."""
+    parts: list[dict[str, str]] = []
+    for index, text in enumerate(content.split(IMAGE_MARK)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def _lines_of(content: str) -> str:
+    """Return a message's text with each image's mark on a line of its own."""
+    lines: list[str] = []
+    for index, text in enumerate(content.split(IMAGE_MARK)):
+        lines += [IMAGE_MARK] if index else []
+        lines += [text] if text else []
+    return "\n".join(lines)
 
 
 def _plain_tool_call(call: object, index: int) -> object:

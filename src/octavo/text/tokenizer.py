@@ -7,6 +7,7 @@ Invariants: no truncation and no padding, even if the file asks for them. A text
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from octavo.artifacts.gguf_file import GGUFFile
-from octavo.artifacts.read_spec import read_json
+from octavo.artifacts.json_file import read_json
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import InvalidRequestError, ModelFileError
 from octavo.text.detokenizer import Detokenizer, TokenBytes
@@ -26,6 +27,7 @@ _NAMED = ("bos", "eos", "unk", "pad")
 _GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _GGUF_END_NAMES = ("eos", "eot", "eom")
 _MAX_ID = 1 << 31
+_UNBOUNDED_MODELS = ("WordPiece", "WordLevel", "Unigram")
 
 
 class Tokenizer:
@@ -89,6 +91,25 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_start(
+        self, text: str, second: str | None = None, max_tokens: int | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the ids of a text, or of a pair, cut at the end to `max_tokens` with the tokens around them.
+
+        Of a pair the longer text is cut, until both are equally long; as transformers' "longest_first" does.
+        """
+        texts = [text] if second is None else [text, second]
+        for each in texts:
+            check_text(each)
+        parts = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        if max_tokens is not None:
+            around = self.backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            for part, size in zip(parts, cut_longest(max(0, max_tokens - around), *map(len, parts)), strict=True):
+                part.truncate(size)
+        pair = parts[1] if second is not None else None
+        ids: list[int] = self.backend.post_process(parts[0], pair, add_special_tokens).ids
+        return ids
+
     def count(self, text: str) -> int:
         """Return the number of tokens of a part of a text, without the special tokens around a text."""
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=False)
@@ -96,7 +117,9 @@ class Tokenizer:
 
     @cached_property
     def longest_piece(self) -> int:
-        """Characters of the longest token."""
+        """Characters of the longest token; without bound if a token may stand for any unknown text."""
+        if type(self.backend.model).__name__ in _UNBOUNDED_MODELS:
+            return sys.maxsize
         return max(1, *map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -107,6 +130,15 @@ class Tokenizer:
         stream = Detokenizer(self, skip_special_tokens)
         return stream.push(ids) + stream.flush()
 
+    def describe_difference(self, other: Tokenizer) -> str | None:
+        """Return an id that stands for different tokens in both, or None. One vocabulary may go on after the other."""
+        ours, theirs = self.backend.get_vocab(with_added_tokens=True), other.backend.get_vocab(with_added_tokens=True)
+        names = {token_id: token for token, token_id in theirs.items()}
+        for token, token_id in sorted(ours.items(), key=lambda entry: entry[1]):
+            if names.get(token_id, token) != token:
+                return f"id {token_id} is {token!r} in one and {names[token_id]!r} in the other"
+        return None
+
     def id_to_piece(self, token_id: int) -> str:
         """Return the vocabulary's spelling of an id ("Ġthe"), or "" if the id has none."""
         piece: str | None = self.backend.id_to_token(token_id)
@@ -115,6 +147,17 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that an id adds inside a text; the bytes may be part of a character."""
         return self.pieces[token_id]
+
+
+def cut_longest(room: int, first: int, second: int | None = None) -> list[int]:
+    """Return the lengths of one or two texts, of `first` and `second` tokens, cut to `room` tokens together."""
+    if second is None:
+        return [min(first, room)]
+    if first + second <= room:
+        return [first, second]
+    shorter = min(first, second)
+    sizes = [shorter, room - shorter] if shorter <= room // 2 else [room // 2, room - room // 2]
+    return sizes if first <= second else sizes[::-1]
 
 
 def check_text(text: str) -> None:

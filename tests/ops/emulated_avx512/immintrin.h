@@ -90,6 +90,19 @@ EMULATED __m512i emulated_srli_epi16(const __m512i& a, unsigned count) {
     return emulated_bits<__m512i>(x);
 }
 
+EMULATED __m512i emulated_broadcast_i32x4(__m128i a) {
+    __m128i four[4] = {a, a, a, a};
+    return emulated_loadu_si512(four);
+}
+
+// Within each 16 bytes; indices are below 16.
+EMULATED __m512i emulated_shuffle_epi8(const __m512i& a, const __m512i& indices) {
+    const EmulatedBytes x = emulated_bits<EmulatedBytes>(a);
+    EmulatedBytes y = emulated_bits<EmulatedBytes>(indices);
+    for (int i = 0; i < 64; ++i) y.at[i] = x.at[i / 16 * 16 + y.at[i]];
+    return emulated_bits<__m512i>(y);
+}
+
 // Unsigned bytes of a times signed bytes of b, four to a sum.
 EMULATED __m512i emulated_dpbusd_epi32(const __m512i& sum, const __m512i& a, const __m512i& b) {
     EmulatedInts out = emulated_bits<EmulatedInts>(sum);
@@ -176,6 +189,13 @@ EMULATED __m512 emulated_mask_mov_ps(const __m512& otherwise, __mmask16 mask, co
     return emulated_bits<__m512>(out);
 }
 
+EMULATED __m512i emulated_cvtepi8_epi32(const __m128i& a) {
+    int8_t bytes[16];
+    std::memcpy(bytes, &a, sizeof bytes);
+    EmulatedInts out;
+    for (int i = 0; i < 16; ++i) out.at[i] = bytes[i];
+    return emulated_bits<__m512i>(out);
+}
 EMULATED __m512i emulated_cvtepu16_epi32(const __m256i& a) {
     uint16_t halves[16];
     std::memcpy(halves, &a, sizeof halves);
@@ -212,6 +232,8 @@ EMULATED_INLINE __m256 emulated_extractf32x8_ps(const __m512& a, int half) {
 #define _mm512_and_si512 emulated_and
 #define _mm512_slli_epi32 emulated_slli_epi32
 #define _mm512_srli_epi16 emulated_srli_epi16
+#define _mm512_broadcast_i32x4 emulated_broadcast_i32x4
+#define _mm512_shuffle_epi8 emulated_shuffle_epi8
 #define _mm512_dpbusd_epi32 emulated_dpbusd_epi32
 #define _mm512_dpbf16_ps emulated_dpbf16_ps
 #define _mm512_cvtph_ps emulated_cvtph_ps
@@ -228,6 +250,7 @@ EMULATED_INLINE __m256 emulated_extractf32x8_ps(const __m512& a, int half) {
 #define _mm512_add_epi32 emulated_add_epi32
 #define _mm512_mask_mov_ps emulated_mask_mov_ps
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
+#define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
 #undef _mm512_cmp_ps_mask  // macros of the compiler's header where it does not optimise
 #undef _mm512_extractf32x8_ps
 #define _mm512_cmp_ps_mask emulated_cmp_ps_mask

@@ -4,7 +4,7 @@
 const ATTRIBUTES = new Set([
   "class", "id", "href", "rel", "target", "type", "title", "role", "tabindex", "start", "scope", "for", "name", "value",
   "placeholder", "rows", "min", "max", "step", "disabled", "checked", "hidden", "open", "selected", "spellcheck",
-  "autocomplete", "inputmode", "download", "accept", "lang", "dir", "maxlength", "data-name", "data-action",
+  "alt", "src", "autocomplete", "inputmode", "download", "accept", "lang", "dir", "maxlength", "data-name", "data-action",
 ]);
 
 /** Make an element. Attributes that are null or false are left out, and true is the empty string. */

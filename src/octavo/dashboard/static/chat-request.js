@@ -90,12 +90,18 @@ const unescaped = (line) => line.replace(/\\([nt\\])/g, (_, c) => ({ n: "\n", t:
 export function messagesOf(messages) {
   return messages.flatMap((message) => {
     if (message.role === "tool") return [{ role: "tool", tool_call_id: message.callId, content: message.content }];
-    if (message.role !== "assistant") return [{ role: message.role, content: message.content }];
+    if (message.role !== "assistant") return [{ role: message.role, content: contentOf(message) }];
     const answer = shownAnswer(message);
     const calls = callsOf(answer).map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
     if (!answer.content && !calls.length) return []; // an empty answer
     return [{ role: "assistant", content: answer.content, ...(calls.length ? { tool_calls: calls } : {}) }];
   });
+}
+
+function contentOf({ content, images }) {
+  if (!images?.length) return content;
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return content.trim() ? [...parts, { type: "text", text: content }] : parts;
 }
 
 /** Return the answer of a message with which the conversation continues. */

@@ -3,6 +3,7 @@
 // Invariants: data from storage or a file is checked member by member; one bad conversation does not affect others.
 
 import { randomName } from "./chat-dom.js";
+import { IMAGE_URL, MAX_IMAGES } from "./chat-images.js";
 import { DEFAULTS } from "./chat-request.js";
 
 const PREFIX = "octavo.chat.c.";
@@ -130,6 +131,12 @@ function parsed(text) {
   }
 }
 
+/** Make a user's message; `images` are data URLs. */
+export function userMessage(content, images = []) {
+  const kept = images.filter((url) => isText(url) && IMAGE_URL.test(url)).slice(0, MAX_IMAGES);
+  return kept.length ? { role: "user", content, images: kept } : { role: "user", content };
+}
+
 const isText = (value) => typeof value === "string";
 const textOr = (value, other) => (isText(value) ? value : other);
 const numberOr = (value, other) => (Number.isFinite(value) ? value : other);
@@ -152,7 +159,7 @@ function checked(value) {
 
 function checkedMessage(value) {
   if (value === null || typeof value !== "object") return null;
-  if (value.role === "user" && isText(value.content)) return { role: "user", content: value.content };
+  if (value.role === "user" && isText(value.content)) return userMessage(value.content, Array.isArray(value.images) ? value.images : []);
   if (value.role === "tool" && isText(value.content) && isText(value.callId)) {
     return { role: "tool", callId: value.callId, name: textOr(value.name, ""), content: value.content };
   }

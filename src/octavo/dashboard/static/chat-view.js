@@ -2,6 +2,7 @@
 // Does not: change a conversation or ask a server; it calls `actions` for that.
 
 import { button, copyButton, make, redrawn } from "./chat-dom.js";
+import { imageOf } from "./chat-images.js";
 import { AnswerView, figures } from "./chat-answer-view.js";
 import { callsOf, shownAnswer } from "./chat-request.js";
 import { number, requestParts } from "./chat-stats.js";
@@ -94,7 +95,7 @@ class PlainView {
       this.buttons.replaceChildren();
       return;
     }
-    this.body.replaceChildren(message.content);
+    this.body.replaceChildren(message.content, ...(message.images ?? []).map(imageOf));
     const edit = button("Edit", { class: "button quiet small", "data-action": "edit", disabled: isBusy }, () => owner.edit(message));
     const copy = copyButton("Copy", () => message.content, { class: "button quiet small", "data-action": "copy" });
     redrawn(this.buttons, () => this.buttons.replaceChildren(...(message.role === "user" ? [edit] : []), copy));

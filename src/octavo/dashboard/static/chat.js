@@ -9,7 +9,8 @@ import { bodyOf, DEFAULTS, FieldError, messagesOf, shownAnswer } from "./chat-re
 import { Run } from "./chat-run.js";
 import { SettingsForm } from "./chat-settings.js";
 import { number } from "./chat-stats.js";
-import { fileOf, newConversation, readFile, Store, titleOf } from "./chat-store.js";
+import { fileOf, newConversation, readFile, Store, titleOf, userMessage } from "./chat-store.js";
+import { Attachments } from "./chat-images.js";
 import { installKeys } from "./chat-keys.js";
 import { MessagesView } from "./chat-view.js";
 import { Panels } from "./chat-panels.js";
@@ -45,6 +46,7 @@ class Chat {
       save: (id) => download("conversation.json", fileOf([this.store.all.get(id)])),
     });
     this.panels = new Panels();
+    this.attachments = new Attachments($("attached"), toast);
   }
 
   start() {
@@ -54,6 +56,7 @@ class Chat {
       event.preventDefault();
       this.send();
     });
+    this.attachments.listen(text, $("attach"), $("image-file"));
     text.addEventListener("input", () => {
       this.store.draft = text.value;
       this.#sizeField();
@@ -127,12 +130,12 @@ class Chat {
   /** Send the text in the message field. */
   send() {
     const text = $("text").value;
-    if (!text.trim() || this.run) return;
+    if ((!text.trim() && !this.attachments.urls.length) || this.run) return;
     const last = this.current.messages.at(-1);
     if (last?.role === "assistant" && last.picked === null) last.picked = last.from; // continuing picks the first
-    this.current.messages.push({ role: "user", content: text });
+    this.current.messages.push(userMessage(text, this.attachments.take()));
     if (!this.#answer()) {
-      this.current.messages.pop();
+      this.attachments.put(this.current.messages.pop().images ?? []);
       this.draw();
       return;
     }
@@ -281,7 +284,7 @@ class Chat {
     const index = this.current.messages.indexOf(message);
     this.messages.editing = null;
     this.#cut(index + 1);
-    this.current.messages[index] = { role: "user", content: text };
+    this.current.messages[index] = userMessage(text, message.images);
     if (!this.#answer()) this.#keep();
     $("text").focus();
   }

@@ -81,13 +81,15 @@ class ReplayReport:
 
 
 class RecordedInputs:
-    """An InputSource of the replayed call: its keys, and without text the drafts of its plan.
+    """An InputSource of the replayed call: its keys, and the drafts of its plan if they cannot be computed.
+
+    They can be if prompt lookup made them and the recording has token ids.
 
     The live scheduler made keys in the same order, for the same sequences.
     """
 
-    def __init__(self, has_text: bool) -> None:
-        self.has_drafts = not has_text
+    def __init__(self, header: Header) -> None:
+        self.has_drafts = not header.has_text or header.limits.has_draft_model
         self._has_no_ids = False  # the live engine had no ids of the request that is being admitted either
         self._due: deque[KeyRun] = deque()
         self._drafts: dict[int, array[int]] = {}
@@ -157,7 +159,7 @@ class Replayer:
         self.num_plans = 0  # that were not empty
         self._segment = segment
         self._has_text = segment.header.has_text
-        self._inputs = RecordedInputs(self._has_text)
+        self._inputs = RecordedInputs(segment.header)
         self.scheduler = Scheduler(segment.header.limits, source=self._inputs)
         self._flight: deque[StepPlan] = deque()
         self._owners: dict[int, str] = {}

@@ -79,7 +79,6 @@ HINTS: Mapping[str, tuple[object, ...]] = {
     "prompt_cache_options": (),
     "include_obfuscation": (False,),
     "disable_fallback": (True, False),
-    "mirostat": (0,),
     "tfs_z": (1, 1.0),
     "penalize_newline": (True,),
     "speed": ("standard",),
@@ -95,6 +94,7 @@ _SENT = """
     add_special_tokens allowed_callers cache_prompt client_metadata computer_use custom defer_loading detokenize
     dynatemp_exponent dynatemp_range enable_thinking file_search frequency_penalty guided_decoding_backend id_slot
     image_generation keep_alive kv_transfer_params local_shell logit_bias mcp min_keep
+    mirostat
     mirostat_eta mirostat_tau mm_processor_kwargs n_keep n_predict n_probs namespace num_batch num_ctx num_gpu num_gqa
     num_keep num_thread options parallel_tool_calls plugins presence_penalty provider provider_specific_fields
     repeat_last_n repeat_penalty request_id return_progress return_token_ids return_tokens_as_token_ids

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}, for clients of OpenAI and Anthropic; the model's descriptions for Ollama's API.
+"""GET /v1/models and /v1/models/{id}, for clients of OpenAI and Anthropic; descriptions for Ollama's API; /props.
 
 Owns: the described facts, such as sizes, family and capabilities. Does not: read weights (the engine reports their
 bytes).
@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.artifacts.encoder_families import ENCODER_FAMILIES
+from octavo.core.request import SamplingParams, sampling_defaults
+from octavo.server.api.sampling import SAMPLING_FIELDS
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import Json
 from octavo.server.http.body import json_response
@@ -26,10 +29,12 @@ _NEVER = "9999-12-31T00:00:00Z"  # the time when the model is unloaded
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Return the number of the decoder's weights: embeddings, attention, feed-forward, norms."""
+    """Return the number of the model's weights: embeddings, attention, feed-forward, norms."""
     hidden, head = spec.hidden_size, spec.head_dim
     attention = 2 * hidden * spec.num_heads * head + 2 * hidden * spec.num_kv_heads * head
-    layer = attention + 3 * hidden * spec.intermediate_size + 2 * hidden
+    family = ENCODER_FAMILIES.get(spec.family)
+    is_gated = family is None or family.is_gated
+    layer = attention + (2 + is_gated) * hidden * spec.intermediate_size + 2 * hidden
     embeddings = spec.vocab_size * hidden * (1 if spec.tie_word_embeddings else 2)
     return embeddings + spec.num_layers * layer + hidden
 
@@ -90,7 +95,7 @@ def ollama_show(context: Context, name: str) -> Json:
             "general.basename": name,
             "general.parameter_count": num_parameters(spec),
             f"{family}.context_length": context.max_model_len,
-            f"{family}.embedding_length": spec.hidden_size,
+            f"{family}.embedding_length": spec.vector_size,
             f"{family}.block_count": spec.num_layers,
             f"{family}.feed_forward_length": spec.intermediate_size,
             f"{family}.attention.head_count": spec.num_heads,
@@ -98,7 +103,7 @@ def ollama_show(context: Context, name: str) -> Json:
             f"{family}.rope.freq_base": spec.rope_theta,
             f"{family}.vocab_size": spec.vocab_size,
         },
-        "capabilities": _capabilities(context.dialect),
+        "capabilities": _capabilities(context.dialect) if spec.encoder is None else ["embedding"],
     }
 
 
@@ -113,7 +118,7 @@ def _details(context: Context) -> Json:
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
     return {
         "parent_model": "",
-        "format": "safetensors" if spec.quantization is None else "gguf",
+        "format": context.text.weight_format,
         "family": spec.family,
         "families": [spec.family],
         "parameter_size": size,
@@ -129,15 +134,18 @@ ANTHROPIC_VERSION = "anthropic-version"  # Anthropic's clients send this header
 
 
 def _card(context: Context, name: str) -> dict[str, object]:
-    state = {} if context.served is None else {"state": context.served.state.value}
+    state: dict[str, object] = {} if context.served is None else {"state": context.served.state.value}
+    encoder = context.text.spec.encoder
+    if encoder is not None:
+        state["purpose"] = encoder.purpose
     return {
         **state,
         "id": name,
         "object": "model",
         "created": context.created,
         "owned_by": "octavo",
-        "root": context.text.name,
-        "parent": None,
+        "root": context.text.name if context.adapter is None else context.adapter.path,
+        "parent": context.parent,
         "max_model_len": context.max_model_len,
     }
 
@@ -162,7 +170,34 @@ async def get_model(request: Request) -> Response:
     return json_response(card)
 
 
+_LLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}  # a sampling parameter -> llama.cpp's name
+_SHOWN_PARAMS = (*(each.name for each in SAMPLING_FIELDS), "max_tokens")
+
+
+async def get_props(request: Request) -> Response:
+    """Describe a model (`?model=`) as llama.cpp does: template, context length, modalities, default sampling."""
+    context = context_of(request)
+    context = context.for_model(request.query_params.get("model") or context.model)
+    text, capacity = context.text, context.sessions.capacity
+    defaults = SamplingParams(**{"max_tokens": None, **sampling_defaults(text.spec.generation)})
+    params = {_LLAMA_NAMES.get(name, name): getattr(defaults, name) for name in _SHOWN_PARAMS}
+    tokens = text.tokenizer.special_tokens
+    return json_response(
+        {
+            "default_generation_settings": {"params": params, "n_ctx": context.max_model_len},
+            "total_slots": 0 if capacity is None else capacity.num_slots,
+            "model_alias": context.model,
+            "model_path": text.name,
+            "modalities": {"vision": text.spec.vision is not None, "audio": False},
+            "chat_template": "" if text.chat_template is None else text.chat_template.source,
+            "bos_token": tokens.get("bos_token", ""),
+            "eos_token": tokens.get("eos_token", ""),
+        }
+    )
+
+
 ENDPOINTS = [
+    Endpoint("GET", "/props", get_props, limit=Limit.NONE),
     Endpoint("GET", "/v1/models", list_models, limit=Limit.NONE),
     Endpoint("GET", "/v1/models/{model_id:path}", get_model, limit=Limit.NONE),
 ]

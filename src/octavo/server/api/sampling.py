@@ -119,6 +119,13 @@ SAMPLING_FIELDS = (
     SamplingField("top_k", ollama="top_k", in_messages=True),
     SamplingField("min_p", ollama="min_p", in_messages=True),
     SamplingField("typical_p", ollama="typical_p"),
+    SamplingField("top_n_sigma", "ids within so many standard deviations of the best; 0 = off"),
+    SamplingField("xtc_probability", "XTC: how often the top choices are left out; 0 = off"),
+    SamplingField("xtc_threshold", "XTC: the least probability of a top choice"),
+    SamplingField("mirostat", "2: mirostat 2.0 in place of top_k, top_p and the like; 0 = off", "mirostat"),
+    SamplingField("mirostat_tau", "mirostat: the surprise that is aimed at, in bits", "mirostat_tau"),
+    SamplingField("mirostat_eta", "mirostat: how fast it is reached", "mirostat_eta"),
+    SamplingField("no_repeat_ngram_size", "sequences of so many tokens occur once; 0 = off"),
     SamplingField("presence_penalty", ollama="presence_penalty"),
     SamplingField("frequency_penalty", ollama="frequency_penalty"),
     SamplingField("repetition_penalty", ollama="repeat_penalty"),
@@ -161,6 +168,8 @@ class SamplingNumbers(ServedFields, StructureFields):
 class SamplingBody(SamplingNumbers):
     """The fields that chat and text completions share. A field that is absent takes the model's own default."""
 
+    nsigma: float | None = Field(None, description="Aphrodite's name for top_n_sigma")
+    mirostat_mode: int | None = Field(None, description="Aphrodite's name for mirostat")
     dry_sequence_breakers: list[Word] | None = Field(
         None, max_length=MAX_BREAKERS, description="DRY: texts that no repetition reaches across"
     )
@@ -223,6 +232,7 @@ def read_stream_options(fields: dict[str, object]) -> dict[str, object]:
 B = TypeVar("B", bound=SamplingBody)
 HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # a body up to these sizes is read in the event loop, within 1 ms
 _SAME_NAME = (*(each.name for each in SAMPLING_FIELDS), "min_tokens", "seed", "truncate_prompt_tokens")
+_OTHER_NAMES = {"top_n_sigma": "nsigma", "mirostat": "mirostat_mode"}  # read if the field itself is absent
 _BEAM_FIELDS: Mapping[str, object] = {"length_penalty": 1.0, "early_stopping": False}  # field -> its neutral value
 
 
@@ -299,6 +309,10 @@ class ParamsReader:
             value = getattr(body, name)
             if value is not None:
                 given[name] = value
+        for name, other in _OTHER_NAMES.items():
+            value = getattr(body, other)
+            if value is not None and getattr(body, name) is None:
+                given[name], renamed[name] = value, other
         given |= own | self._choices(body)
         if isinstance(body, ToolFields):
             given["shown_special_ids"] = self._shown_ids[bool(body.tools and body.usable_tools)]

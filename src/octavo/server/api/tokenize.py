@@ -43,7 +43,7 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[int], FailFast()] = Field(max_length=MAX_DETOKENIZED)
 
 
-def read_tokenize(fields: dict[str, object]) -> tuple[TokenizeBody, ChatBody | None]:
+def read_tokenize(fields: dict[str, object], takes_images: bool = False) -> tuple[TokenizeBody, ChatBody | None]:
     """Check a body and, if it has messages, its conversation. Raises ApiError naming the field."""
     has_text, has_chat = (fields.get(name) is not None for name in ("prompt", "messages"))
     if has_text and has_chat:
@@ -56,7 +56,7 @@ def read_tokenize(fields: dict[str, object]) -> tuple[TokenizeBody, ChatBody | N
     if not has_chat:
         return body, None
     chat = {name: value for name, value in fields.items() if name not in own and name != "prompt"}
-    return body, read_chat({**chat, "add_special_tokens": body.add_special_tokens})
+    return body, read_chat({**chat, "add_special_tokens": body.add_special_tokens}, takes_images)
 
 
 def read_detokenize(fields: dict[str, object]) -> DetokenizeBody:
@@ -70,10 +70,12 @@ _OFF_LOOP_IDS = 1024
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text, or of a conversation as the chat template renders it."""
     context = context_of(request)
-    body, chat = await read_json(request, context.limits, read_tokenize)
+    body, chat = await read_json(
+        request, context.limits, lambda fields: read_tokenize(fields, context.dialect_of(fields).takes_images)
+    )
     context = context.for_model(body.model)
     tokenizer, text = context.text.tokenizer, body.prompt or ""
-    known = None if chat is None else await context.prompts.chat(chat)
+    known = None if chat is None else (await context.prompts.chat(chat)).ids
 
     def answer() -> tuple[bytes, int]:
         ids = tokenizer.encode(text, body.add_special_tokens is not False) if known is None else known

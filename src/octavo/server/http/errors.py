@@ -280,6 +280,7 @@ CODES: Mapping[str, Code] = {
     "dashboard_not_allowed": Code((403,), "the key may not use the dashboard"),
     "metrics_not_allowed": Code((403,), "the key may not read the metrics"),
     "priority_not_allowed": Code((403,), "the key may not use this priority"),
+    "adapters_not_allowed": Code((403,), "clients of this server may not load or unload adapters"),
     "unsupported_endpoint": Code((400,), "an endpoint of another server that does not exist here"),
     "not_found": Code((404,), "there is no endpoint with this path, or no file or batch with this id"),
     "model_not_found": Code((404,), "this model is not served; the message names the served one"),

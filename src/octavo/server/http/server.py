@@ -78,6 +78,7 @@ class HttpServer:
                 await self._ending
             await self._context.runs.close()  # runs in the journal stay open there, for the next server
             await self._context.sandbox.close()
+            await self._context.images.close()
             await warming
 
     def stop(self) -> None:

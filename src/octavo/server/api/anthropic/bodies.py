@@ -160,7 +160,7 @@ IGNORED_BLOCK: Mapping[str, str] = {
     "toolset_name": "there are no sets of tools",
 }
 _REFUSED_BLOCK: Refused = {"citations": ([], {"enabled": False})}
-_KINDS = ("image", "server_tool_use", "container_upload", "tool_reference", "browser_state", "compaction")
+_KINDS = ("server_tool_use", "container_upload", "tool_reference", "browser_state", "compaction")
 
 
 class TextBlock(Body):
@@ -202,6 +202,28 @@ class ToolResultBlock(Body):
     is_error: bool = False
 
 
+class ImageSource(Body):
+    """An image: base64 with its media type, or a URL."""
+
+    type: Literal["base64", "url"]
+    media_type: str = Field("", max_length=64)
+    data: str = ""
+    url: str = ""
+
+
+class ImageBlock(Body):
+    """An image, for models that take images."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+    @property
+    def address(self) -> str:
+        """The image as a URL."""
+        source = self.source
+        return source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+
+
 class DocumentBlock(Body):
     """A text document."""
 
@@ -236,20 +258,21 @@ class BlockText:
     text: str
 
 
-Block = BlockText | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock
+Block = BlockText | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock
 _BLOCKS: Mapping[str, type[Body]] = {
     "text": TextBlock,
     "thinking": ThinkingBlock,
     "redacted_thinking": RedactedBlock,
     "tool_use": ToolUseBlock,
     "tool_result": ToolResultBlock,
+    "image": ImageBlock,
     "document": DocumentBlock,
     "search_result": SearchResultBlock,
 }
-_TEXTS = ("text", "document", "search_result")
+TEXTS = ("text", "document", "search_result")
 _ALLOWED: Mapping[str, Collection[str]] = {
     "system": ("text",),
-    "user": (*_TEXTS, "tool_result"),
+    "user": (*TEXTS, "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 
@@ -261,13 +284,17 @@ class MessageTurn(Body):
     content: str | list[Any]
 
 
-def read_turn(value: dict[str, Any], where: str) -> tuple[str, list[Block]]:
+def read_turn(value: dict[str, Any], where: str, takes_images: bool = False) -> tuple[str, list[Block]]:
     """Return the role and blocks of one message; documents and search results become text. Raises ApiError."""
     role, content = value.get("role"), value.get("content")
     if isinstance(role, str) and role in _ALLOWED and isinstance(content, str | list) and len(value) == 2:
-        return role, read_blocks(content, f"{where}content", _ALLOWED[role])
+        return role, read_blocks(content, f"{where}content", _allowed(role, takes_images))
     turn = read(MessageTurn, value, {}, where=where)
-    return turn.role, read_blocks(turn.content, f"{where}content", _ALLOWED[turn.role])
+    return turn.role, read_blocks(turn.content, f"{where}content", _allowed(turn.role, takes_images))
+
+
+def _allowed(role: str, takes_images: bool) -> Collection[str]:
+    return (*_ALLOWED[role], "image") if takes_images and role == "user" else _ALLOWED[role]
 
 
 def read_blocks(content: str | list[Any], where: str, allowed: Collection[str]) -> list[Block]:
@@ -277,7 +304,7 @@ def read_blocks(content: str | list[Any], where: str, allowed: Collection[str]) 
     found: list[Block] = []
     for index, value in enumerate(content):
         block = _read_block(value, f"{where}[{index}]", allowed)
-        if isinstance(block, BlockText | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock):
+        if isinstance(block, BlockText | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock):
             found.append(block)
         else:
             found.append(BlockText(_text_of(block, f"{where}[{index}].")))
@@ -286,14 +313,15 @@ def read_blocks(content: str | list[Any], where: str, allowed: Collection[str]) 
 
 def texts(content: str | list[Any], where: str) -> str:
     """Return the text of blocks that must all be text, joined by newlines. Raises ApiError naming the block."""
-    return "\n".join(block.text for block in read_blocks(content, where, _TEXTS) if isinstance(block, BlockText))
+    return "\n".join(block.text for block in read_blocks(content, where, TEXTS) if isinstance(block, BlockText))
 
 
 def _read_block(value: object, where: str, allowed: Collection[str]) -> Body | BlockText:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(kind, str):
         raise bad_field(where, f"{where} is no content block; give an object with a type")
-    if kind in _KINDS or kind.endswith("_tool_result"):
+    is_foreign = kind in _KINDS or kind.endswith("_tool_result") or (kind == "image" and kind not in allowed)
+    if is_foreign:
         message = f"{where}.type is {kind[:64]!r}; this model takes text only, and this server runs no tools"
         raise bad_field(f"{where}.type", message, "unsupported_field")
     if kind not in allowed:

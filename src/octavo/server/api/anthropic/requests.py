@@ -15,10 +15,12 @@ from starlette.responses import Response
 from octavo.server.api.anthropic.bodies import (
     IGNORED_MESSAGES,
     REFUSED_MESSAGES,
+    TEXTS,
     AnthropicToolChoice,
     Block,
     BlockText,
     CountBody,
+    ImageBlock,
     MessagesBody,
     RedactedBlock,
     ThinkingBlock,
@@ -28,7 +30,6 @@ from octavo.server.api.anthropic.bodies import (
     read_count,
     read_messages,
     read_turn,
-    texts,
 )
 from octavo.server.api.completions.bodies import ChatBody, read_chat
 from octavo.server.api.completions.requests import ChatRequest
@@ -62,7 +63,7 @@ def chat_of(body: MessagesBody, dialect: Dialect) -> ChatBody:
 
     The effort is left out if the model's template has no variable for it.
     """
-    messages = _system(body) + _conversation(body)
+    messages = _system(body) + _conversation(body, dialect.takes_images)
     fields: dict[str, object] = {name: getattr(body, name) for name in _SAME}
     fields["messages"] = messages
     fields["stop"] = body.stop_sequences
@@ -79,7 +80,7 @@ def chat_of(body: MessagesBody, dialect: Dialect) -> ChatBody:
         schema = {"name": "output", "schema": body.output_config.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     try:
-        return read_chat(fields)
+        return read_chat(fields, dialect.takes_images)
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
 
@@ -90,12 +91,12 @@ def _system(body: MessagesBody) -> list[Message]:
     return [{"role": "system", "content": _parts(parts)}] if parts else []
 
 
-def _conversation(body: MessagesBody) -> list[Message]:
+def _conversation(body: MessagesBody, takes_images: bool) -> list[Message]:
     messages: list[Message] = []
     for index, value in enumerate(body.messages):
         where = f"messages[{index}]."
-        role, blocks = read_turn(value, where)
-        made = _assistant(blocks) if role == "assistant" else _others(role, blocks, where)
+        role, blocks = read_turn(value, where, takes_images)
+        made = _assistant(blocks) if role == "assistant" else _others(role, blocks, where, takes_images)
         for message in made:
             _append(messages, message)
     return messages
@@ -133,22 +134,36 @@ def _call(call: ToolUseBlock) -> Message:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _others(role: str, blocks: list[Block], where: str) -> list[Message]:
+def _others(role: str, blocks: list[Block], where: str, takes_images: bool) -> list[Message]:
     """Return the messages of a user's or system turn. Each result of a call becomes its own message, in order."""
     made: list[Message] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock):
-            text = texts(block.content, f"{where}content[{index}].content")
-            text = f"Error: {text}" if block.is_error else text
-            made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        elif isinstance(block, BlockText):
+            made.append(_result(block, f"{where}content[{index}].content", takes_images))
+        elif isinstance(block, BlockText | ImageBlock):
+            parts = [_image(block)] if isinstance(block, ImageBlock) else _parts([block.text])
             if made and made[-1]["role"] == role:
-                made[-1]["content"] += _parts([block.text])
+                made[-1]["content"] += parts
             else:
-                made.append({"role": role, "content": _parts([block.text])})
+                made.append({"role": role, "content": parts})
         else:
             assert not isinstance(block, ThinkingBlock | RedactedBlock | ToolUseBlock)
     return made or [{"role": role, "content": _parts([""])}]
+
+
+def _result(block: ToolResultBlock, where: str, takes_images: bool) -> Message:
+    """Return the message of a call's result, whose images follow its text."""
+    allowed = (*TEXTS, "image") if takes_images else TEXTS
+    found = read_blocks(block.content, where, allowed)
+    text = "\n".join(each.text for each in found if isinstance(each, BlockText))
+    text = f"Error: {text}" if block.is_error else text
+    images = [_image(each) for each in found if isinstance(each, ImageBlock)]
+    content = [*_parts([text] if text else []), *images] if images else text
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _image(block: ImageBlock) -> Message:
+    return {"type": "image_url", "image_url": {"url": block.address}}
 
 
 def _parts(found: list[str]) -> list[Message]:
@@ -215,7 +230,7 @@ async def count_tokens(request: Request) -> Response:
     )
     context = context.for_model(chat.model)
     try:
-        count = len(await context.prompts.chat(chat))
+        count = len((await context.prompts.chat(chat)).ids)
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
     context.admission.charge(request.scope[KEY], count)

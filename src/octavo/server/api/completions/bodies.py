@@ -33,6 +33,7 @@ from octavo.server.api.tools import (
     read_tools,
 )
 from octavo.server.http.errors import bad_field
+from octavo.text.text_input import IMAGE_MARK, join_parts
 
 MAX_MESSAGES = 2048
 MAX_DOCUMENTS = 256
@@ -58,6 +59,8 @@ _PART_KINDS = {  # types of parts other than text -> their media
     "file": "files",
     "input_file": "files",
 }
+_IGNORED_IN_IMAGES: Mapping[str, str] = {**IGNORED_IN_PARTS, "detail": "the model decides how images are resized"}
+_WITH_IMAGES = ("user", "tool")  # roles whose messages may have images
 _PLAIN = {"role", "content"}
 _OF_ROLES = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool"}
 
@@ -71,6 +74,27 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Body):
+    """Where an image is: a data URL, or an http(s) URL of a host that the server allows."""
+
+    url: str
+
+
+class ImagePart(Body):
+    """One image of a message, for models that take images."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @property
+    def text(self) -> str:
+        """The mark at the image's place in the text."""
+        return IMAGE_MARK
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 def _by_role(schema: dict[str, Any]) -> None:
@@ -102,9 +126,9 @@ class Message(Body):
     model_config = ConfigDict(json_schema_extra=_by_role)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        list[TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
-    ] = Field(default_factory=list, description="may be left out beside tool_calls or reasoning")
+    content: Annotated[list[Part], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[Part])] = (
+        Field(default_factory=list, description="may be left out beside tool_calls or reasoning")
+    )
     name: str | None = None
     tool_calls: list[ToolCall] = Field(
         default_factory=list, max_length=MAX_CALLS, description="of the assistant: the calls it made"
@@ -116,10 +140,10 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The text of all text parts, joined by newlines."""
+        """The text of all text parts, joined by newlines, with marks at the places of images."""
         if len(self.content) == 1:
             return self.content[0].text
-        return "\n".join(part.text for part in self.content)
+        return join_parts([part.text for part in self.content])
 
 
 class ChatBody(SamplingBody, ToolFields):
@@ -142,6 +166,16 @@ class ChatBody(SamplingBody, ToolFields):
     )
     reasoning: ReasoningOptions | None = Field(None, description="another way to give reasoning_effort")
     thinking: ThinkingOptions | None = Field(None, description="whether the model reasons, as DeepSeek has it")
+
+    @property
+    def image_urls(self) -> list[tuple[str, str]]:
+        """The field and the URL of each image, in the order of the prompt."""
+        return [
+            (f"messages[{index}].content[{place}].image_url", part.image_url.url)
+            for index, message in enumerate(self.messages)
+            for place, part in enumerate(message.content)
+            if isinstance(part, ImagePart)
+        ]
 
     @property
     def num_characters(self) -> int:
@@ -190,8 +224,8 @@ class ChatBody(SamplingBody, ToolFields):
         return "reasoning.effort" if is_given else "thinking" if self.thinking is not None else None
 
 
-def read_chat(fields: dict[str, object]) -> ChatBody:
-    """Check a chat body. Raises ApiError naming the field."""
+def read_chat(fields: dict[str, object], takes_images: bool = False) -> ChatBody:
+    """Check a chat body of a model that takes images, or not. Raises ApiError naming the field."""
     fields = reject_unsupported(fields, REFUSED_CHAT, ChatBody)
     if "stream_options" in fields:
         fields = read_stream_options(fields)
@@ -202,7 +236,7 @@ def read_chat(fields: dict[str, object]) -> ChatBody:
         supported = messages[: MAX_MESSAGES + 1]
         for index, message in enumerate(supported):
             if isinstance(message, dict):
-                supported[index] = _read_message(message, f"messages[{index}].")
+                supported[index] = _read_message(message, f"messages[{index}].", takes_images)
         fields["messages"] = supported
     if "reasoning" in fields:
         fields["reasoning"] = reject_unsupported_in(fields["reasoning"], {}, ReasoningOptions, "reasoning.")
@@ -215,7 +249,7 @@ def read_chat(fields: dict[str, object]) -> ChatBody:
     return body
 
 
-def _read_message(message: dict[str, object], where: str) -> dict[str, object]:
+def _read_message(message: dict[str, object], where: str, takes_images: bool) -> dict[str, object]:
     """Return the message with its calls checked and its reasoning in one field."""
     if "reasoning" in message or "reasoning_content" in message:
         message = _with_reasoning(message, where)
@@ -228,24 +262,38 @@ def _read_message(message: dict[str, object], where: str) -> dict[str, object]:
             f"{where}content", f"{where}content is {shown_value(content)}; give a string or a list of parts"
         )
     if isinstance(content, list):
-        kept["content"] = [_read_part(part, f"{where}content[{i}]") for i, part in enumerate(content)]
+        has_images = takes_images and message.get("role") in _WITH_IMAGES
+        kept["content"] = [_read_part(part, f"{where}content[{i}]", has_images) for i, part in enumerate(content)]
     if "tool_calls" in kept:
         kept["tool_calls"] = read_tool_calls(kept["tool_calls"], f"{where}tool_calls")
     return kept
 
 
-def _read_part(part: object, where: str) -> object:
-    """Return a content part, checked. A refusal becomes text. Raises ApiError for images, audio, videos and files."""
+def _read_part(part: object, where: str, takes_images: bool) -> object:
+    """Return a content part, checked. A refusal becomes text. Raises ApiError for media that the model lacks."""
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         rest = {name: value for name, value in part.items() if name != "refusal"}
         part = {**rest, "type": "text", "text": part["refusal"]}
+    elif takes_images and kind in ("image_url", "input_image"):
+        return _read_image(part, where)
     elif isinstance(kind, str) and kind in _PART_KINDS:
         message = f"{where}.type is {kind!r}; this server does not accept {_PART_KINDS[kind]}"
         raise bad_field(f"{where}.type", message, "unsupported_field")
     return reject_unsupported(part, {}, TextPart, f"{where}.", IGNORED_IN_PARTS)
+
+
+def _read_image(part: dict[str, object], where: str) -> object:
+    """Return an image part in one form: OpenAI's chat has an object as image_url, its Responses have a text."""
+    kept = reject_unsupported({**part, "type": "image_url"}, {}, ImagePart, f"{where}.", _IGNORED_IN_IMAGES)
+    url = kept.get("image_url")
+    if isinstance(url, str):
+        kept["image_url"] = {"url": url}
+    elif isinstance(url, dict):
+        kept["image_url"] = reject_unsupported(url, {}, ImageUrl, f"{where}.image_url.", _IGNORED_IN_IMAGES)
+    return kept
 
 
 def _with_refusal(message: dict[str, object], where: str) -> dict[str, object]:

@@ -113,7 +113,8 @@ class ChatRequest(TextRequest):
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
         """Return the token ids of the rendered conversation."""
-        self.prompt = await self.context.prompts.chat(self.body, self.params.num_kept(self.context.max_model_len))
+        found = await self.context.prompts.chat(self.body, self.params.num_kept(self.context.max_model_len))
+        self.prompt, self.spans, self.media = found.ids, found.spans, found.media
         return [self.prompt]
 
     async def read_grammar(self) -> str:
@@ -240,7 +241,8 @@ async def chat_completions(request: Request) -> Response:
 
     def read(fields: dict[str, object]) -> ChatBody:
         is_plain = fields.keys().isdisjoint(SENT_NAMES)
-        return read_chat(fields if is_plain else with_ollama_names(fields, context.dialect_of(fields)))
+        dialect = context.dialect_of(fields)
+        return read_chat(fields if is_plain else with_ollama_names(fields, dialect), dialect.takes_images)
 
     body = await read_json(request, context.limits, read)
     context = context.for_model(body.model)

@@ -35,7 +35,6 @@ REFUSED_GENERATE: Refused = {
     "suffix": ("",),
     "template": ("",),
     "context": ([],),
-    "images": ([],),
     "width": (0,),
     "height": (0,),
     "steps": (0,),
@@ -55,10 +54,8 @@ IGNORED_OPTIONS: Mapping[str, str] = {
     "vocab_only": _OF_LOADING,
     "logits_all": _OF_LOADING,
     "embedding_only": _OF_LOADING,
-    "mirostat_tau": "says nothing without mirostat",
-    "mirostat_eta": "says nothing without mirostat",
 }
-_REFUSED_MESSAGE: Refused = {"images": ([],)}
+_NO_IMAGES: Refused = {"images": ([],)}  # of a model without images
 _IGNORED_CALL: Mapping[str, str] = {"index": "calls stand in their order", "type": "all are functions"}
 
 
@@ -123,6 +120,7 @@ class OllamaMessage(Body):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
+    images: list[str] = Field(default_factory=list, description="base64; they precede the text")
     thinking: str | None = None
     tool_calls: list[Call] = Field(default_factory=list)  # a plain [] would be copied for every message
     tool_name: str | None = None
@@ -157,22 +155,27 @@ class OllamaGenerateBody(OllamaBody):
     """POST /api/generate."""
 
     prompt: str = ""
+    images: list[str] = Field(default_factory=list, description="base64; they precede the prompt")
     system: str | None = None
     raw: bool = Field(False, description="the prompt as it is, without the chat template")
 
 
-def read_ollama_chat(fields: dict[str, object]) -> OllamaChatBody:
+def read_ollama_chat(fields: dict[str, object], takes_images: bool = False) -> OllamaChatBody:
     """Check a chat body. Raises ApiError naming the field."""
     fields = _supported(fields, REFUSED_CHAT, OllamaChatBody)
     messages = fields.get("messages")
     if isinstance(messages, list):
         messages = messages[: MAX_MESSAGES + 1]
-        fields["messages"] = [_read_message(message, f"messages[{i}].") for i, message in enumerate(messages)]
+        fields["messages"] = [
+            _read_message(message, f"messages[{i}].", takes_images) for i, message in enumerate(messages)
+        ]
     return validate(OllamaChatBody, fields)
 
 
-def read_ollama_generate(fields: dict[str, object]) -> OllamaGenerateBody:
+def read_ollama_generate(fields: dict[str, object], takes_images: bool = False) -> OllamaGenerateBody:
     """Check a generate body. Raises ApiError naming the field."""
+    if not takes_images:
+        reject_unsupported({name: fields.pop(name) for name in ("images",) if name in fields}, _NO_IMAGES, Body)
     return validate(OllamaGenerateBody, _supported(fields, REFUSED_GENERATE, OllamaGenerateBody))
 
 
@@ -188,10 +191,12 @@ def _supported(fields: dict[str, object], refused: Refused, body: type[OllamaBod
     return kept
 
 
-def _read_message(message: object, where: str) -> object:
+def _read_message(message: object, where: str, takes_images: bool) -> object:
     if not isinstance(message, dict):
         return message
-    kept = reject_unsupported(message, _REFUSED_MESSAGE, OllamaMessage, where)
+    if not takes_images and "images" in message:
+        reject_unsupported({"images": message.pop("images")}, _NO_IMAGES, Body, where)
+    kept = reject_unsupported(message, {}, OllamaMessage, where)
     calls = kept.get("tool_calls")
     if isinstance(calls, list):
         kept["tool_calls"] = [_read_call(call, f"{where}tool_calls[{i}].") for i, call in enumerate(calls)]
@@ -220,12 +225,17 @@ _OWN_NAMES = {  # Ollama's name -> the chat completion's name, and that field's 
     "think": ("reasoning_effort", "reasoning"),
 }
 SPELLING: Spelling = (
+    (r"^messages\[(\d+)\]\.content\[(\d+)\]\.image_url(\.url)?$", r"messages[\1].images[\2]"),
     (r"^max_tokens$", "options.num_predict"),
     *((rf"^{ours}(?=\[|$)", f"options.{name}") for ours, name in _SAMPLING.items()),
     (r"^(response_format|structured_outputs)(\.[a-z_]+)*$", "format"),
     (r"^reasoning_effort$", "think"),
 )
-GENERATE_SPELLING: Spelling = (*SPELLING, (r"^messages.*$", "prompt"))
+GENERATE_SPELLING: Spelling = (
+    (r"^messages\[\d+\]\.content\[(\d+)\]\.image_url(\.url)?$", r"images[\1]"),
+    *SPELLING,
+    (r"^messages.*$", "prompt"),
+)
 
 
 def model_of(body: ServedFields) -> str | None:
@@ -242,7 +252,7 @@ def chat_of(body: OllamaChatBody, dialect: Dialect) -> ChatBody:
     if body.messages[-1].role == "assistant" and not body.messages[-1].tool_calls:
         fields["continue_final_message"] = True
     try:
-        return read_chat(fields)
+        return read_chat(fields, dialect.takes_images)
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
 
@@ -251,16 +261,16 @@ def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
     """Return the prompt as a ChatBody of one message. Raises ApiError naming the field as Ollama spells it."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     fields = _fields(body) | _conversation_fields(body, dialect)
-    fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
+    fields["messages"] = [*system, {"role": "user", "content": _content(body.prompt, body.images)}]
     try:
-        return read_chat(fields)
+        return read_chat(fields, dialect.takes_images)
     except ApiError as error:
         raise rename_field(error, GENERATE_SPELLING) from None
 
 
 def raw_of(body: OllamaGenerateBody) -> CompletionBody:
     """Return a raw prompt as a CompletionBody. Raises ApiError naming the field as Ollama spells it."""
-    for name, value in (("system", body.system), ("think", body.think)):
+    for name, value in (("system", body.system), ("think", body.think), ("images", body.images)):
         if value:
             raise bad_field(name, f"{name} is a matter of the chat template, which raw leaves out; leave one out")
     fields: dict[str, object] = {"n_predict": -1, **_fields(body), "prompt": body.prompt}  # any length by default
@@ -341,7 +351,7 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     unanswered: list[tuple[str, str]] = []  # (id, name) of each call
     num_calls = 0
     for message in messages:
-        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        plain: dict[str, Any] = {"role": message.role, "content": _content(message.content, message.images)}
         if message.role == "assistant":
             calls = [
                 (call.id or f"call_{num_calls + index}", call.function) for index, call in enumerate(message.tool_calls)
@@ -362,6 +372,15 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
                 plain["name"] = message.tool_name
         made.append(plain)
     return made
+
+
+def _content(text: str, images: list[str]) -> str | list[dict[str, Any]]:
+    """Return a message's content: its images, then its text."""
+    if not images:
+        return text
+    urls = [image if image[:5].lower() == "data:" else f"data:;base64,{image}" for image in images]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def _answered(unanswered: list[tuple[str, str]], name: str | None) -> str:

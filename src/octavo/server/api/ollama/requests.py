@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from octavo.server.api.completions.bodies import ChatBody, CompletionBody
 from octavo.server.api.completions.requests import ChatRequest, CompletionRequest
-from octavo.server.api.embeddings import Embedded, Inputs, compute, embed, truncate
+from octavo.server.api.embeddings import Embedded, Inputs, check_dimensions, compute, embed, shortened
 from octavo.server.api.fields import Body, Refused, field_notes, read
 from octavo.server.api.models import ollama_card, ollama_running, ollama_show
 from octavo.server.api.ollama.answers import line_begin
@@ -94,15 +94,15 @@ async def generate(request: Request) -> Response:
 
 
 def _read_chat(fields: dict[str, object], dialect: Dialect) -> tuple[OllamaChatBody, ChatBody | None]:
-    body = read_ollama_chat(fields)
+    body = read_ollama_chat(fields, dialect.takes_images)
     return body, chat_of(body, dialect) if body.messages else None
 
 
 def _read_generate(
     fields: dict[str, object], dialect: Dialect
 ) -> tuple[OllamaGenerateBody, ChatBody | CompletionBody | None]:
-    body = read_ollama_generate(fields)
-    if not body.prompt:
+    body = read_ollama_generate(fields, dialect.takes_images)
+    if not body.prompt and not body.images:
         return body, None
     return body, raw_of(body) if body.raw else generate_of(body, dialect)
 
@@ -143,16 +143,14 @@ _OPTIONS = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
 
 
 async def embed_texts(request: Request) -> Response:
-    """Return each text's vector, scaled to length 1."""
+    """Return each text's vector, as /v1/embeddings does."""
     context = context_of(request)
     keep_alive = KeepAlive(context)
     body = await read_json(request, context.limits, lambda fields: read_embed(keep_alive.take(fields)))
     context = context.for_model(model_of(body))
     keep_alive.apply(context)
     model = model_of(body) or context.model
-    size = context.text.spec.hidden_size
-    if body.dimensions is not None and body.dimensions > size:
-        raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
+    check_dimensions(context, body.dimensions)
     if not body.input:  # an empty input requests loading the model
         await _loaded(context, body, keep_alive, {})
         return json_response({"model": model, "embeddings": []})
@@ -162,11 +160,9 @@ async def embed_texts(request: Request) -> Response:
     total_ns = round((time.monotonic() - request.scope[ARRIVAL]) * 1e9)
 
     def answer() -> Json:
-        length = body.dimensions or size
-        vectors = [vector if length == size else truncate(vector, length) for vector in found.vectors]
         return {
             "model": model,
-            "embeddings": [vector.tolist() for vector in vectors],
+            "embeddings": [vector.tolist() for vector in shortened(found.vectors, body.dimensions)],
             "total_duration": total_ns,
             "load_duration": 0,
             "prompt_eval_count": sum(found.num_tokens),
@@ -176,7 +172,7 @@ async def embed_texts(request: Request) -> Response:
 
 
 async def embed_prompt(request: Request) -> Response:
-    """Return the vector of one text, scaled to length 1."""
+    """Return the vector of one text, as /v1/embeddings does."""
     context = context_of(request)
     keep_alive = KeepAlive(context)
     body = await read_json(request, context.limits, lambda fields: read_embeddings(keep_alive.take(fields)))

@@ -147,8 +147,8 @@ class ResponsesBody(SamplingBody):
         return self.input
 
 
-def read_responses(fields: dict[str, object]) -> ResponsesBody:
-    """Check a Responses body. Raises ApiError naming the field."""
+def read_responses(fields: dict[str, object], takes_images: bool = False) -> ResponsesBody:
+    """Check a Responses body of a model that takes images, or not. Raises ApiError naming the field."""
     here = {name: value for name, value in fields.items() if name not in NOT_HERE and name != "stream_options"}
     reject_unsupported({name: fields[name] for name in NOT_HERE if name in fields}, NOT_HERE, Body)
     options = fields.get("stream_options")
@@ -161,7 +161,7 @@ def read_responses(fields: dict[str, object]) -> ResponsesBody:
         ignore("return_token_ids", is_known=True)
     here = reject_unsupported(here, REFUSED_RESPONSES, ResponsesBody, ignored=IGNORED_RESPONSES)
     if "input" in here:
-        here["input"] = read_items(here["input"])
+        here["input"] = read_items(here["input"], takes_images)
     _read_parts(here)
     body = validate(ResponsesBody, here)
     for index, name in enumerate(body.include):
@@ -234,6 +234,7 @@ _IGNORED: Mapping[str, str] = {
     "encrypted_content": "reasoning is given as text here",
 }
 _REFUSED_CALL: Refused = {"async": (False,), "caller": ({"type": "direct"},), "namespace": ()}
+_IMAGE = "input_image"
 _TEXTS = {
     "user": ("input_text",),
     "system": ("input_text",),
@@ -245,6 +246,12 @@ _TEXTS = {
 class _Text(Body):
     type: str
     text: str
+
+
+class _Image(Body):
+    type: Literal["input_image"]
+    image_url: str
+    detail: str = "auto"
 
 
 class _Refusal(Body):
@@ -296,7 +303,7 @@ _KINDS: Mapping[str, tuple[type[Body], Refused]] = {
 }
 
 
-def read_items(value: object) -> list[Item]:
+def read_items(value: object, takes_images: bool = False) -> list[Item]:
     """Return the items of `input`, which is a text or a list of items. Raises ApiError naming the field.
 
     Every item has all fields of its type, but an id only if the client sent one.
@@ -307,10 +314,10 @@ def read_items(value: object) -> list[Item]:
         raise bad_field("input", f"input is a {type(value).__name__}; give a string or a list of items")
     if not 1 <= len(value) <= MAX_INPUT_ITEMS:
         raise bad_field("input", f"input has {len(value)} items; give 1 to {MAX_INPUT_ITEMS}")
-    return [_item(item, f"input[{index}]") for index, item in enumerate(value)]
+    return [_item(item, f"input[{index}]", takes_images) for index, item in enumerate(value)]
 
 
-def _item(value: object, where: str) -> Item:
+def _item(value: object, where: str, takes_images: bool) -> Item:
     if not isinstance(value, dict):
         raise bad_field(where, f"{where} is a {type(value).__name__}; give an object")
     kind = value.get("type")
@@ -321,7 +328,7 @@ def _item(value: object, where: str) -> Item:
         raise bad_field(f"{where}.type", message, "unsupported_field")
     body, refused = _KINDS[kind]
     item = checked(body, value, refused, where)
-    return _full(item, where)
+    return _full(item, where, takes_images)
 
 
 def checked(body: type[B], value: Mapping[str, object], refused: Refused, where: str) -> B:
@@ -333,9 +340,11 @@ def checked(body: type[B], value: Mapping[str, object], refused: Refused, where:
         raise bad_field(f"{where}.{error.param}", f"{where}.{error.message}", error.code) from None
 
 
-def _full(item: Body, where: str) -> Item:
+def _full(item: Body, where: str, takes_images: bool) -> Item:
     if isinstance(item, _Message):
-        return _message(item.role, _contents(item.content, _TEXTS[item.role], f"{where}.content"), item.id)
+        kinds = _TEXTS[item.role]
+        kinds = (*kinds, _IMAGE) if takes_images and item.role == "user" else kinds
+        return _message(item.role, _contents(item.content, kinds, f"{where}.content"), item.id)
     if isinstance(item, _Call):
         _check_arguments(item.arguments, f"{where}.arguments")
         made: Item = {"type": "function_call", "status": "completed", "name": item.name}
@@ -343,7 +352,7 @@ def _full(item: Body, where: str) -> Item:
     elif isinstance(item, _CallOutput):
         output: object = item.output
         if isinstance(output, list):
-            output = _contents(output, ("input_text",), f"{where}.output")
+            output = _contents(output, ("input_text", _IMAGE) if takes_images else ("input_text",), f"{where}.output")
         made = {"type": "function_call_output", "status": "completed", "call_id": item.call_id, "output": output}
     elif isinstance(item, _Reasoning):
         summary = _texts(item.summary, ("summary_text",), f"{where}.summary")
@@ -396,6 +405,10 @@ def _texts(value: list[object], kinds: tuple[str, ...], where: str, has_refusals
         if kind not in kinds:
             message = f"{at}.type is {str(kind)[:64]!r}; this server takes {' or '.join(kinds)} here"
             raise bad_field(f"{at}.type", message, "unsupported_field")
+        if kind == _IMAGE:
+            image = checked(_Image, part, {"file_id": ()}, at)
+            found.append({"type": kind, "image_url": image.image_url, "detail": image.detail})
+            continue
         found.append({"type": kind, "text": checked(_Text, part, {}, at).text})
     return found
 
@@ -448,7 +461,7 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Messa
         if kind == "function_call_output":
             if item["call_id"] not in calls:
                 raise _no_call(item["call_id"])
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
         elif kind == "reasoning":
             message = _turn(messages, "content", "tool_calls", "reasoning_content")
             message["reasoning_content"] = _reasoning(item)
@@ -458,7 +471,7 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Messa
         elif item["role"] == "assistant":
             _turn(messages, "content", "tool_calls")["content"] = _text(item["content"])
         else:
-            _add(messages, item["role"], _text(item["content"]))
+            _add(messages, item["role"], _content(item["content"]))
     for message in messages:
         if message["role"] == "assistant" and "tool_calls" not in message:
             message.setdefault("content", "")
@@ -477,17 +490,24 @@ def _turn(messages: list[Message], *filled: str) -> Message:
     return messages[-1]
 
 
-def _add(messages: list[Message], role: str, text: str) -> None:
+def _add(messages: list[Message], role: str, content: str | list[Item]) -> None:
     if role in _SYSTEM and len(messages) == 1 and messages[0]["role"] in _SYSTEM:
-        messages[0]["content"] += "\n\n" + text
+        messages[0]["content"] += f"\n\n{content}"
     else:
-        messages.append({"role": role, "content": text})
+        messages.append({"role": role, "content": content})
 
 
 def _text(content: str | Sequence[Item]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
+
+
+def _content(content: str | Sequence[Item]) -> str | list[Item]:
+    """Return the content of a chat's message: a text, or parts if there are images."""
+    if isinstance(content, str) or all(part["type"] != _IMAGE for part in content):
+        return _text(content)
+    return [part if part["type"] == _IMAGE else {"type": "text", "text": _text([part])} for part in content]
 
 
 def _reasoning(item: Item) -> str:

@@ -79,7 +79,7 @@ def _cut(body: ChatBody, head: int, start: int) -> ChatBody:
 
 async def _fits(context: Context, body: ChatBody, room: int) -> bool:
     try:
-        return len(await context.prompts.chat(body)) <= room
+        return len((await context.prompts.chat(body)).ids) <= room
     except ApiError as error:
         if error.code != "context_length_exceeded":
             raise
@@ -199,7 +199,7 @@ async def read_conversation(
         own = [known[item["id"]] if item["type"] == "item_reference" else item for item in body.items]
         own = [item if "id" in item else _named(item, f"{seed[len(ID_PREFIX) :]}i{i}") for i, item in enumerate(own)]
         try:
-            chat = read_chat(chat_fields(body, before + own))
+            chat = read_chat(chat_fields(body, before + own), context.dialect.takes_images)
         except ApiError as error:
             raise rename_field(error, SPELLING) from None
         ids = tuple(item["id"] for item in own)
@@ -227,7 +227,11 @@ def _size(items: Sequence[Item]) -> int:
     for item in items:
         content: Any = item.get("content", item.get("output", ""))
         size += _ITEM_CHARACTERS + len(item.get("arguments", ""))
-        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        parts = (
+            [content]
+            if isinstance(content, str)
+            else [part.get("text", "") + part.get("image_url", "") for part in content]
+        )
         size += sum(map(len, parts))
     return size
 
@@ -276,7 +280,9 @@ _LISTING = ("after", "include", "include[]", "limit", "order")
 async def create(request: Request) -> Response:
     """Answer a conversation of items."""
     context = context_of(request)
-    body = await read_json(request, context.limits, read_responses)
+    body = await read_json(
+        request, context.limits, lambda fields: read_responses(fields, context.dialect_of(fields).takes_images)
+    )
     context = context.for_model(body.model)
     wanted = await response_request(context, _tenant(request), body)
     return await _in_background(request, wanted) if body.background else await reply(request, wanted)
@@ -327,7 +333,9 @@ async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
 async def count(request: Request) -> Response:
     """Count the tokens of the prompt that a response with the same body would have."""
     context = context_of(request)
-    body = await read_json(request, context.limits, read_responses)
+    body = await read_json(
+        request, context.limits, lambda fields: read_responses(fields, context.dialect_of(fields).takes_images)
+    )
     context = context.for_model(body.model)
     wanted = await response_request(context, _tenant(request), body)
     num_tokens = sum(map(len, await wanted.read_prompts()))

@@ -1,0 +1,1 @@
+"""Images of prompts, from a client's bytes to a model's pixels."""

@@ -1,0 +1,112 @@
+"""Compare the transformers decoder's speed with the native decoder's on one model folder: CPU time of a step's layers.
+
+Steps of the two decoders alternate, on one thread, and the lower quartile of each counts. The logits' largest
+difference is printed too. A GGUF model is first written as a folder: give --from.
+Usage: python -m tools.transformers_speed FOLDER [--from MODEL] [--quantization none|int8|int4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.read_spec import read_model_spec
+from octavo.artifacts.resolve import DEFAULT_MODEL, resolve_model
+from octavo.config import ExecutionConfig, ModelConfig
+from octavo.executors.loading import DecoderChoice
+from octavo.nn.weights import open_weights
+from octavo.ops.attention import AttentionBatch, KVPool, PoolShape
+from octavo.ops.attention_kernel import KernelAttention
+
+BLOCK = 16
+CASES = ((1, 1, 200), (8, 1, 200), (32, 1, 200), (1, 256, 256))  # rows, tokens of each, context
+
+
+def write_folder(name: str, folder: Path) -> None:
+    """Write a Llama-like GGUF model as a folder of bfloat16 weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    files = resolve_model(name)
+    spec = read_model_spec(files)
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim, max_position_embeddings=spec.max_model_len, rms_norm_eps=spec.rms_norm_eps,
+        rope_theta=spec.rope_theta, tie_word_embeddings=spec.tie_word_embeddings, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = open_weights(files, spec)
+    with torch.no_grad():
+        for tensor_name, tensor in model.named_parameters():
+            weights.read_into(tensor_name, tensor)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def batch_of(rows: int, count: int, context: int) -> AttentionBatch:
+    """A step of equal rows."""
+    width = -(-context // BLOCK)
+    table_NM = torch.arange(rows * width).view(rows, width)
+    positions_T = torch.arange(context - count, context).repeat(rows)
+    row_T = torch.arange(rows).repeat_interleave(count)
+    return AttentionBatch(
+        num_tokens=rows * count, num_rows=rows, num_decodes=rows if count == 1 else 0, positions_T=positions_T,
+        slot_mapping_T=table_NM[row_T, positions_T // BLOCK] * BLOCK + positions_T % BLOCK,
+        row_start_N1=torch.arange(0, rows * count + 1, count), context_len_N=torch.full((rows,), context),
+        block_table_NM=table_NM, counts=np.full(rows, count), contexts=np.full(rows, context),
+    )  # fmt: skip
+
+
+def compare(decoders: dict[str, tuple[Any, KernelAttention]], spec: ModelSpec, case: tuple[int, int, int]) -> Any:
+    """Return one case's milliseconds, their ratio, and the logits' largest difference."""
+    rows, count, _ = case
+    batch = batch_of(*case)
+    ids_T = torch.randint(0, spec.vocab_size, (batch.num_tokens,), dtype=torch.int32)
+    times: dict[str, list[float]] = {name: [] for name in decoders}
+    logits = {}
+    for _ in range(60 if count == 1 else 12):
+        for name, (decoder, attention) in decoders.items():
+            begin = time.thread_time()
+            attention.begin(batch)
+            logits[name] = decoder.logits(decoder.forward(ids_T, batch.positions_T, attention)[-rows:])
+            times[name].append(time.thread_time() - begin)
+    native, other = (sorted(times[name])[len(times[name]) // 4] * 1e3 for name in decoders)
+    difference = float((logits["native"] - logits["transformers"]).abs().max())
+    return {"rows": rows, "tokens": count, "native_ms": round(native, 2), "transformers_ms": round(other, 2),
+            "ratio": round(other / native, 2), "difference": difference}  # fmt: skip
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Print one JSON object per case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--from", dest="source", default=DEFAULT_MODEL)
+    parser.add_argument("--quantization", default="none")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not (options.folder / "config.json").exists():
+        write_folder(options.source, options.folder)
+    files = resolve_model(str(options.folder))
+    spec = read_model_spec(files)
+    decoders: dict[str, tuple[Any, KernelAttention]] = {}
+    for name in ("native", "transformers"):
+        choice = DecoderChoice(
+            files, spec, ExecutionConfig(decoder=name, threads=1), ModelConfig(quantization=options.quantization)
+        )
+        decoder = choice.load(2048).decoder
+        heads = (spec.num_kv_heads, spec.head_dim, spec.head_dim)
+        pool = KVPool(PoolShape(spec.num_layers, 1000, BLOCK, *heads, choice.dtype), torch.device("cpu"))
+        decoders[name] = (decoder, KernelAttention(pool, decoder.attention))
+    for case in CASES:
+        print(json.dumps(compare(decoders, spec, case)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
