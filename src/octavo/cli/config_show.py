@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the settings."""
     resolved = resolve_args(args)
     is_given = {s.name: resolved.origins[s.name] != "default" for s in SETTINGS}
-    shown = [s for s in SETTINGS if is_given[s.name] or not (args.changed or s.is_hidden)]
+    shown = [s for s in SETTINGS if is_given[s.name] or not args.changed]
     rows = [(s.key, _value(s, resolved), resolved.origins[s.name]) for s in shown]
     if args.sampling:
         rows += [row for row in _sampling(resolved) if not args.changed or row[2] != "default"]

@@ -257,7 +257,7 @@ def _argparse_options(setting: Setting) -> dict[str, Any]:
     options: dict[str, Any] = {
         "dest": _DEST + setting.name,
         "default": argparse.SUPPRESS,
-        "help": argparse.SUPPRESS if setting.is_hidden else text.replace("%", "%%"),
+        "help": text.replace("%", "%%"),
     }
     if setting.kind is bool:
         return options | {"action": argparse.BooleanOptionalAction}

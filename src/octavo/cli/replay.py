@@ -229,7 +229,7 @@ def _limit_settings() -> dict[str, Setting]:
     by_name = {}
     for setting in SETTINGS:
         name = "prefix_caching" if setting.name == "enable_prefix_caching" else setting.name
-        if setting.section in _SECTIONS and name in names and not setting.is_hidden:
+        if setting.section in _SECTIONS and name in names:
             by_name.update({key.replace("-", "_"): setting for key in (*setting.keys, name)})
     return by_name
 

@@ -67,7 +67,7 @@ class Setting:
     """One option. `flags[0]` also gives the option's key in files and the name of its variable.
 
     `brief` is the option's line in the short help, under `heading` (default: the section's heading). An option without
-    `brief` is only in the full help. A hidden option has no effect yet: it is accepted, but not listed.
+    `brief` is only in the full help.
     With `takes_words`, the flag takes all words after it, as vLLM's flag does. The flag of any other tuple is repeated.
     `bare` is the value of a flag without one, if that is allowed.
     """
@@ -79,7 +79,6 @@ class Setting:
     brief: str = ""
     heading: str = ""
     is_secret: bool = False
-    is_hidden: bool = False
     takes_words: bool = False
     bare: str = ""
     # settings_of derives these from the field and its section
@@ -167,7 +166,6 @@ class _Rules(TypedDict, total=False):
     brief: str
     heading: str
     is_secret: bool
-    is_hidden: bool
     takes_words: bool
     bare: str
 
