@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.adapters import RandomAdapter
+from tests.models.zoo import ROWS
+from tests.models.zoo_checks import random_model
 from tests.reliability.deaths import follow, keeping, until
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_tiny_model, write_tiny_tokenizer
 
-from octavo import LLM, LoRARequest
+from octavo import LLM, LoRARequest, cli
 from octavo.config import AdapterConfig, Config, ExecutionConfig, ModelConfig
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
@@ -94,6 +97,39 @@ def test_an_engine_without_adapters_says_so(folder: Path) -> None:
         pytest.raises(InvalidRequestError, match="enable_lora=True"),
     ):
         llm.generate([PROMPT], GREEDY, lora_request="a")
+
+
+@pytest.mark.parametrize(
+    ("options", "decoder"), [({"tensor_parallel_size": 2}, "sharded"), ({"decoder": "transformers"}, "transformers")]
+)
+def test_decoders_without_adapters_refuse_them_by_name(folder: Path, options: dict[str, Any], decoder: str) -> None:
+    with pytest.raises(ConfigError, match=f"this engine's is {decoder}: leave out --enable-lora"):
+        LLM(str(folder / "base"), dtype="float32", threads=1, enable_lora=True, **options)
+
+
+def test_fleets_refuse_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fleet", str(folder / "base"), "--replicas", "2", "--enable-lora"]) == 2
+    assert "adapters are for the one engine of octavo serve" in capsys.readouterr().err
+
+
+def test_a_mixture_of_experts_has_adapters_of_its_attention_only(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.name == "qwen3_moe")
+    base = tmp_path / "base"
+    random_model(row, 0).save_pretrained(base)
+    write_tiny_tokenizer(base)
+    adapter = RandomAdapter.of(base, 1, rank=8, modules=("q_proj", "v_proj", "o_proj"))
+    adapter.merge(base, tmp_path / "merged")
+    modules = {"a": adapter.write(tmp_path / "a")}
+    ids = []
+    for model, options in ((base, {"lora_modules": modules}), (tmp_path / "merged", {})):
+        with LLM(str(model), dtype="float32", threads=1, **options) as llm:
+            ids += ids_of(llm.generate([PROMPT], GREEDY, lora_request="a" if options else None))
+            ids += ids_of(llm.generate([PROMPT], GREEDY))
+    of_adapter, plain, merged, _ = ids
+    assert of_adapter == merged != plain
+    adapter.halves["model.layers.1.mlp.experts.0.down_proj"] = torch.zeros(8, 32), torch.zeros(64, 8)
+    with pytest.raises(ModelFileError, match=r"experts\.0\.down_proj, which is no linear layer"):
+        LLM(str(base), dtype="float32", threads=1, lora_modules={"a": adapter.write(tmp_path / "experts")})
 
 
 def config_of(folder: Path, *modules: str) -> Config:

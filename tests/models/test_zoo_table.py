@@ -13,13 +13,14 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.artifacts.encoder_families import ENCODER_FAMILIES
-from octavo.artifacts.read_spec import read_model_spec
+from octavo.artifacts.read_spec import read_hf_spec, read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.artifacts.transformers_spec import OTHER_MODEL
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import ConfigError, ModelFileError
 from octavo.executors.torch_executor import TorchExecutor
 from octavo.nn.parallel import Parallel, ShardSpec
+from octavo.server.api.models import num_parameters
 from tests.models import zoo_checks
 from tests.models.zoo import ROWS, ModelType
 from tests.models.zoo_transformers import REFUSED, TRANSFORMERS, UNTESTED
@@ -50,6 +51,14 @@ def test_X01_attention_of_its_own_is_refused_with_the_reason(row: ModelType, tmp
         open_folder(tmp_path)
     assert row.model_type in str(refused.value) and REFUSED[row] in str(refused.value)
     zoo_checks.record(row.name, {"refused": reason_of(refused.value)})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_number_of_weights_that_clients_are_told(row: ModelType, tmp_path: Path) -> None:
+    model = zoo_checks.random_model(row, 0)
+    model.save_pretrained(tmp_path)
+    told = num_parameters(read_hf_spec(tmp_path))
+    assert told == pytest.approx(model.num_parameters(), rel=0.02)  # biases and small norms are not counted
 
 
 def test_X01_every_causal_type_has_a_row_or_is_refused_by_its_configuration(tmp_path: Path) -> None:

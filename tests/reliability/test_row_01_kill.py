@@ -12,6 +12,7 @@ import random
 import signal
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from octavo.frontend.engine_supervisor import EngineState, EngineSupervisor
 from tests.engine.fakes import expected, make_request
 from tests.reliability.deaths import Load, Stream, follow, keeping, quantile, until
 from tests.reliability.scorecard import IS_WHOLE, Score
+from tests.tiny_models import make_tiny_model
 
 WIDTH = 32
 
@@ -104,6 +106,45 @@ async def test_row_01_a_standby_takes_over(score: Score, monkeypatch: pytest.Mon
         )
         judge(score, streams, errors, lambda stream: expected(stream.request))
         tell(score, keeper, gaps, 1.5)
+
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "mirostat": {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5},
+    "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.01},
+    "sigma": {"top_n_sigma": 1.0},
+    "ngrams": {"no_repeat_ngram_size": 2, "temperature": 0.3},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "dry": {"dry_multiplier": 2.0, "temperature": 0.2},
+    "typical": {"typical_p": 0.6, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+}
+
+
+async def test_row_01_every_sampler_of_a_real_engine_goes_on(score: Score, tmp_path: Path) -> None:
+    """What a sampler keeps of earlier tokens is made again from the ids, or (mirostat) by the same draws again."""
+    score.of("tiny model, every sampler")
+    folder = make_tiny_model("smollm2", tmp_path / "model")
+    values = {"dtype": "float32", "threads": 1, "kv_cache_tokens": 8192}
+    params = {name: SamplingParams(max_tokens=160, seed=5, ignore_eos=True, **more) for name, more in SAMPLERS.items()}
+    async with keeping(config_from_keywords(str(folder), values)) as keeper:
+
+        def start(turn: str) -> list[asyncio.Task[Stream]]:
+            prompt = array("i", range(40, 60))
+            requests = [Request(f"{name} {turn}", prompt, each) for name, each in params.items()]
+            return [asyncio.create_task(follow(keeper, request)) for request in requests]
+
+        whole = await asyncio.gather(*start("whole"))
+        right = {stream.request.params: stream.ids for stream in whole}
+        assert len({tuple(ids) for ids in right.values()}) == len(SAMPLERS)
+        reading = start("killed")
+        for _ in range(2):
+            epoch = keeper.epoch
+            await until(lambda: all(state.has_progress for state in keeper.requests) and bool(keeper.requests))
+            os.kill(keeper.processes["engine"], signal.SIGKILL)
+            await until(lambda epoch=epoch: keeper.epoch > epoch)
+        judge(score, await asyncio.gather(*reading), [], lambda stream: right[stream.request.params])
+        assert keeper.report()["resumed_requests"] >= len(SAMPLERS)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.artifacts.encoder_families import ENCODER_FAMILIES
+from octavo.artifacts.families import FAMILIES
 from octavo.core.request import SamplingParams, sampling_defaults
 from octavo.server.api.sampling import SAMPLING_FIELDS
 from octavo.server.context import Context, context_of
@@ -29,14 +30,18 @@ _NEVER = "9999-12-31T00:00:00Z"  # the time when the model is unloaded
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Return the number of the model's weights: embeddings, attention, feed-forward, norms."""
+    """Return the number of the text model's weights: embeddings, attention, feed-forward or experts, norms."""
     hidden, head = spec.hidden_size, spec.head_dim
     attention = 2 * hidden * spec.num_heads * head + 2 * hidden * spec.num_kv_heads * head
-    family = ENCODER_FAMILIES.get(spec.family)
-    is_gated = family is None or family.is_gated
-    layer = attention + (2 + is_gated) * hidden * spec.intermediate_size + 2 * hidden
+    encoder, decoder = ENCODER_FAMILIES.get(spec.family), FAMILIES.get(spec.family)
+    is_gated = encoder.is_gated if encoder is not None else decoder is None or decoder.has("gate_proj")
+    forward = (2 + is_gated) * hidden
+    layers = spec.num_layers * (attention + 2 * hidden + forward * spec.intermediate_size)
+    if (mixture := spec.mixture) is not None:
+        experts = mixture.num_experts * (hidden + forward * mixture.intermediate_size) + forward * mixture.shared_size
+        layers += len(mixture.layers) * (experts - forward * spec.intermediate_size)
     embeddings = spec.vocab_size * hidden * (1 if spec.tie_word_embeddings else 2)
-    return embeddings + spec.num_layers * layer + hidden
+    return embeddings + layers + hidden
 
 
 def moment(seconds: float) -> str:
