@@ -13,7 +13,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from octavo.assembly import build_local
+from octavo.assembly import LocalEngine, build_local
 from octavo.config.sources import config_from_keywords
 from octavo.core.request import Request
 from octavo.media.item import MediaItem
@@ -27,9 +27,12 @@ RULES = [{"contains": "[image]", "say": "I see an image."}, {"contains": "hello"
 class Served:
     """A server in this process, and what its engine was sent."""
 
-    def __init__(self, http: httpx.AsyncClient, app: Any, sent: list[tuple[Request, tuple[MediaItem, ...]]]) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, app: Any, engine: LocalEngine, sent: list[tuple[Request, tuple[MediaItem, ...]]]
+    ) -> None:
         self.http = http
         self.app = app
+        self.engine = engine
         self.sent = sent
 
     def client(self) -> httpx.AsyncClient:
@@ -45,10 +48,8 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(folder: Path, images: bool = True, **settings: Any) -> AsyncIterator[Served]:
-    path = folder / "script.json"
-    path.write_text(json.dumps({"rules": RULES, "images": images}))
-    config = config_from_keywords(f"scripted:{path}", settings)
+async def serving_model(model: str, **settings: Any) -> AsyncIterator[Served]:
+    config = config_from_keywords(model, settings)
     engine = build_local(config)
     sent: list[tuple[Request, tuple[MediaItem, ...]]] = []
     submit = engine.client.submit
@@ -60,10 +61,18 @@ async def serving(folder: Path, images: bool = True, **settings: Any) -> AsyncIt
     engine.sessions.client.submit = noting  # type: ignore[method-assign]
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-        yield Served(http, app, sent)
+        yield Served(http, app, engine, sent)
     await app.state.context.sandbox.close()
     await app.state.context.images.close()
     await engine.client.close()
+
+
+@asynccontextmanager
+async def serving(folder: Path, images: bool = True, **settings: Any) -> AsyncIterator[Served]:
+    path = folder / "script.json"
+    path.write_text(json.dumps({"rules": RULES, "images": images}))
+    async with serving_model(f"scripted:{path}", **settings) as server:
+        yield server
 
 
 @pytest.fixture

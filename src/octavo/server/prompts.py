@@ -276,7 +276,7 @@ def effort_variables(dialect: Dialect, body: ChatBody) -> dict[str, object]:
 
 
 def _shown(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": _ROLES.get(message.role, message.role), "content": message.text}
+    plain: dict[str, Any] = {"role": _ROLES.get(message.role, message.role), "content": message.shown_content}
     if message.name is not None:
         plain["name"] = message.name
     if message.reasoning is not None:

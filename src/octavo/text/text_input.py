@@ -1,15 +1,11 @@
 """Texts as clients give them, before a model's tokenizer and template see them.
 
-Owns: a text or pair to embed or score, and the mark of an image's place in a message. Does not: load a tokenizer, so
-that reading a request's body loads none either.
+Owns: a text or pair to embed or score. Does not: load a tokenizer, so that reading a request's body loads none either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-IMAGE_MARK = "\ue000octavo-image\ue001"  # the place of an image in a message's text
 
 
 class TextInput(NamedTuple):
@@ -23,9 +19,3 @@ class TextInput(NamedTuple):
     def num_characters(self) -> int:
         """The characters of the text, or of both."""
         return len(self.text) + len(self.second or "")
-
-
-def join_parts(parts: Sequence[str]) -> str:
-    """Return a message's text: text parts are joined by line breaks; an image's mark directly joins its neighbours."""
-    text = "\n".join(parts)
-    return text.replace("\n" + IMAGE_MARK, IMAGE_MARK).replace(IMAGE_MARK + "\n", IMAGE_MARK)

@@ -25,11 +25,12 @@ from octavo.text.chat_template import ChatTemplate, check_variables
 from octavo.text.dialect import takes_tools
 from octavo.text.scripted_text import TEMPLATE, scripted_tokenizer
 from octavo.text.special_text import SpecialTextGuard
-from octavo.text.text_input import IMAGE_MARK, TextInput, join_parts
+from octavo.text.text_input import TextInput
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import NO_SYSTEM, with_short_ids, with_tools
 
 _CONTINUE_MARK = "\ue000octavo-continues-here\ue001"  # private-use characters, which no message has
+IMAGE_MARK = "\ue000octavo-image\ue001"  # the place of an image in a message's text
 _IMAGE_PARTS = re.compile(r"""['"]image['"]""")  # in templates that get messages as lists of parts
 _CONVERSATION_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # templates read the first two
@@ -185,7 +186,9 @@ class TextModel:
         if self.chat_template is None:
             reason = f"{self.name} has no chat template; start with --chat-template FILE, or use plain completions"
             raise InvalidRequestError(reason, "messages")
-        plain = plain_messages(messages, takes_images=self.spec.vision is not None)
+        takes_images = self.spec.vision is not None
+        has_parts = takes_images and _IMAGE_PARTS.search(self.chat_template.source) is not None
+        plain = plain_messages(messages, takes_images, between="" if has_parts else "\n")
         variables, mark = dict(variables or {}), None
         if variables:
             check_variables(variables)
@@ -197,8 +200,9 @@ class TextModel:
             plain, tools = with_tools(plain, tools, NO_SYSTEM not in self.chat_template.source), None
         if continue_final_message:
             plain, add_generation_prompt = _mark_continuation(plain), False
-        if self.spec.vision is not None:
-            plain = _with_images(plain, self.chat_template.source)
+        if takes_images:
+            form = _parts_of if has_parts else _lines_of
+            plain = [{**message, "content": form(message["content"])} for message in plain]
         return Conversation(plain, add_generation_prompt, tools, variables, continue_final_message, mark)
 
     def encode_images(
@@ -261,23 +265,25 @@ class TextModel:
         return self.tokenizer.encode(prompt[-num_kept * self.tokenizer.longest_piece :], add_special_tokens)[-num_kept:]
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], takes_images: bool = False) -> list[dict[str, Any]]:
+def plain_messages(
+    messages: Sequence[Mapping[str, Any]], takes_images: bool = False, between: str = "\n"
+) -> list[dict[str, Any]]:
     """Return copies with string content and parsed tool arguments. Raises InvalidRequestError.
 
-    Text parts are joined by line breaks; missing content becomes "". With `takes_images` a part may be
+    `between` joins adjacent text parts; missing content becomes "". With `takes_images` a part may be
     {"type": "image"}, which becomes IMAGE_MARK.
     """
     if not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list of at least one message", "messages")
-    return [_plain_message(message, index, takes_images) for index, message in enumerate(messages)]
+    return [_plain_message(message, index, takes_images, between) for index, message in enumerate(messages)]
 
 
-def _plain_message(message: Mapping[str, Any], index: int, takes_images: bool) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], index: int, takes_images: bool, between: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"message {index} must be an object with a role", f"messages.{index}")
     plain = dict(message)
     content = message.get("content")
-    plain["content"] = content if isinstance(content, str) else _plain_content(content, index, takes_images)
+    plain["content"] = content if isinstance(content, str) else _plain_content(content, index, takes_images, between)
     for name in _REASONING_FIELDS:
         reasoning = message.get(name)
         if reasoning is not None:
@@ -291,7 +297,7 @@ def _plain_message(message: Mapping[str, Any], index: int, takes_images: bool) -
     return plain
 
 
-def _plain_content(content: object, index: int, takes_images: bool) -> str:
+def _plain_content(content: object, index: int, takes_images: bool, between: str) -> str:
     if content is None:
         return ""
     param = f"messages.{index}.content"
@@ -307,13 +313,8 @@ def _plain_content(content: object, index: int, takes_images: bool) -> str:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise InvalidRequestError(f"message {index} has a part of type {kind!r}; this model takes text only", param)
         texts.append(text)
-    return join_parts(texts)
-
-
-def _with_images(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Return messages of a model with images as its template takes them: lists of parts, or texts."""
-    form = _parts_of if _IMAGE_PARTS.search(template) else _lines_of
-    return [{**message, "content": form(message["content"])} for message in messages]
+    text = between.join(texts)
+    return text.replace(between + IMAGE_MARK, IMAGE_MARK).replace(IMAGE_MARK + between, IMAGE_MARK)
 
 
 def _parts_of(content: str) -> list[dict[str, str]]:

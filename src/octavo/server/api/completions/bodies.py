@@ -33,7 +33,6 @@ from octavo.server.api.tools import (
     read_tools,
 )
 from octavo.server.http.errors import bad_field
-from octavo.text.text_input import IMAGE_MARK, join_parts
 
 MAX_MESSAGES = 2048
 MAX_DOCUMENTS = 256
@@ -88,11 +87,6 @@ class ImagePart(Body):
     type: Literal["image_url"]
     image_url: ImageUrl
 
-    @property
-    def text(self) -> str:
-        """The mark at the image's place in the text."""
-        return IMAGE_MARK
-
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
@@ -139,11 +133,14 @@ class Message(Body):
     reasoning: str | None = Field(None, description="of the assistant: its reasoning")
 
     @property
-    def text(self) -> str:
-        """The text of all text parts, joined by newlines, with marks at the places of images."""
-        if len(self.content) == 1:
+    def shown_content(self) -> str | list[dict[str, str]]:
+        """The text of its only part, or its parts, of which an image is {"type": "image"}."""
+        if len(self.content) == 1 and isinstance(self.content[0], TextPart):
             return self.content[0].text
-        return join_parts([part.text for part in self.content])
+        return [
+            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+            for part in self.content
+        ]
 
 
 class ChatBody(SamplingBody, ToolFields):
@@ -183,8 +180,7 @@ class ChatBody(SamplingBody, ToolFields):
         total = 0
         for message in self.messages:
             total += len(message.reasoning or "")
-            for part in message.content:
-                total += len(part.text)
+            total += sum(len(part.text) for part in message.content if isinstance(part, TextPart))
             for call in message.tool_calls:
                 total += len(call.function.name) + len(call.function.arguments)
         if self.tools:
