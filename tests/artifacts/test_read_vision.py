@@ -52,6 +52,18 @@ def test_llava_1_5(tmp_path: Path) -> None:
     assert vision.layout((576,), (1, 1, 1)) == (576,)
 
 
+@pytest.mark.parametrize(
+    ("kind", "pads"), [(None, True), ("LlavaImageProcessorFast", True), ("CLIPImageProcessor", False)]
+)
+def test_llava_s_own_processor_pads(tmp_path: Path, kind: str | None, pads: bool) -> None:
+    images = {**LLAVA_IMAGES, "do_pad": True, **({"image_processor_type": kind} if kind else {})}
+    vision = read(tmp_path, LLAVA, images).vision
+    assert vision is not None and vision.pads == pads
+    spec = read(tmp_path, LLAVA, {**images, "pad_size": {"height": 400, "width": 400}})
+    assert (spec.vision is not None) == pads
+    assert pads or any("tiles are never padded" in note for note in spec.notes)
+
+
 def test_the_processor_of_transformers_5_is_one_file(tmp_path: Path) -> None:
     vision = read(tmp_path, LLAVA, None, image_processor=LLAVA_IMAGES).vision
     assert vision is not None and vision.tokens_per_tile == 576

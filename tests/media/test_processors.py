@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.artifacts.vision_spec import KINDS, VisionSpec
+from octavo.errors import InvalidRequestError
 from octavo.media.processors import process_image
 from tests.media.items import make_image
 
@@ -15,6 +16,7 @@ pytest.importorskip("transformers")
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -49,7 +51,8 @@ def processor(kind: str, vision: VisionSpec) -> Any:
     common = {"image_mean": MEAN, "image_std": STD, "resample": vision.resample}
     clip = {"size": {"shortest_edge": vision.shortest_edge}, "crop_size": {"height": 24, "width": 24}}
     if kind == "llava":
-        return CLIPImageProcessorPil(**common, **clip)
+        make = LlavaImageProcessorPil if vision.pads else CLIPImageProcessorPil
+        return make(**common, **clip, do_pad=vision.pads)
     if kind == "llava_next":
         return LlavaNextImageProcessorPil(**common, **clip, image_grid_pinpoints=[list(each) for each in RESOLUTIONS])
     if kind == "gemma3":
@@ -69,9 +72,10 @@ def normalised(items: list[Any], vision: VisionSpec) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("kind", [*KINDS, "smolvlm"])
+@pytest.mark.parametrize("kind", [*KINDS, "smolvlm", "llava that pads"])
 def test_the_pixels_are_those_of_transformers(kind: str, size: tuple[int, int]) -> None:
-    vision = make_spec("idefics3" if kind == "smolvlm" else kind)
+    kind, _, pads = kind.partition(" ")
+    vision = make_spec("idefics3" if kind == "smolvlm" else kind, pads=bool(pads))
     image = make_image(*size)
     items = process_image(image, vision)
     theirs = processor(kind, vision)(images=[image], return_tensors="np", input_data_format=None)
@@ -95,6 +99,11 @@ def test_the_grid_counts_tiles() -> None:
     assert [item.shape for item in items] == [(1, 24, 24)] * 9 and items[0].grid == (1, 2, 4)
     [item] = process_image(make_image(48, 96), make_spec("llava_next"))
     assert item.shape == (3, 24, 24) and item.grid == (1, 1, 2)
+
+
+def test_a_padded_image_is_bounded() -> None:
+    with pytest.raises(InvalidRequestError, match="100 x 8193 pixels; this model makes squares of images, of at most"):
+        process_image(make_image(8193, 100), make_spec("llava", pads=True))
 
 
 def test_the_key_is_of_pixels_and_settings() -> None:

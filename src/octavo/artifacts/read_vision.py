@@ -127,6 +127,9 @@ def _read_llava(files: _Files) -> VisionSpec:
     _square(files, tile, patch, files.integer(files.path, files.vision, "image_size", 224))
     if files.image.get("do_center_crop") is False:
         raise ModelFileError(files.image_path, "do_center_crop is false; the tower needs crops of one size")
+    is_own = str(files.image.get("image_processor_type", "LlavaImageProcessor")).startswith("LlavaImageProcessor")
+    if files.image.get("do_pad") and not is_own and files.image.get("pad_size"):
+        raise ModelFileError(files.image_path, f"pad_size is {files.image['pad_size']!r}; tiles are never padded")
     token = files.token("image_token_index", "image_token_id")
     return VisionSpec(
         kind="llava",
@@ -136,6 +139,7 @@ def _read_llava(files: _Files) -> VisionSpec:
         tile_size=tile,
         tokens_per_tile=_clip_tokens(files, tile, patch),
         shortest_edge=files.size("size", "shortest_edge"),
+        pads=is_own and bool(files.image.get("do_pad")),
         **files.common(_CLIP_MEAN, _CLIP_STD, 3),
     )
 
@@ -149,7 +153,8 @@ def _read_llava_next(files: _Files) -> VisionSpec:
     edges = range(spec.tile_size[0], _LARGEST, spec.tile_size[0])
     if not all(isinstance(size, list) and len(size) == 2 and {*size} <= {*edges} for size in listed):
         raise ModelFileError(files.image_path, f"image_grid_pinpoints {listed} are not multiples of {edges[0]}")
-    return replace(spec, kind="llava_next", resolutions=tuple((height, width) for height, width in listed))
+    resolutions = tuple((height, width) for height, width in listed)
+    return replace(spec, kind="llava_next", resolutions=resolutions, pads=False)  # its do_pad is of batches
 
 
 def _read_idefics3(files: _Files) -> VisionSpec:

@@ -17,11 +17,12 @@ KINDS = ("llava", "llava_next", "gemma3", "idefics3", "qwen2_vl")
 class VisionSpec:
     """The processing of images for one model. Sizes of pixels are (height, width).
 
-    `kind` is the rule of the processor: "llava" resizes the shortest edge to `shortest_edge` and crops the centre to
-    `tile_size`; "llava_next" also makes such tiles of the image at the best of `resolutions`; "gemma3" resizes to
-    `tile_size`; "idefics3" resizes the longest edge to `longest_edge` and cuts tiles of `tile_size`; "qwen2_vl" resizes
-    to multiples of `merge_size` patches, with `min_pixels` to `max_pixels` in all. `resample` is Pillow's number of the
-    filter. Processed pixels are uint8; the tower gets (pixel * rescale_factor - mean) / std.
+    `kind` is the rule of the processor: "llava" makes a square of the image by borders of the mean colour if `pads`,
+    resizes the shortest edge to `shortest_edge` and crops the centre to `tile_size`; "llava_next" also makes such tiles
+    of the image at the best of `resolutions`; "gemma3" resizes to `tile_size`; "idefics3" resizes the longest edge to
+    `longest_edge` and cuts tiles of `tile_size`; "qwen2_vl" resizes to multiples of `merge_size` patches, with
+    `min_pixels` to `max_pixels` in all. `resample` is Pillow's number of the filter. Processed pixels are uint8; the
+    tower gets (pixel * rescale_factor - mean) / std.
 
     Templates mark the place of an image with `prompt_token_id`. That token is replaced by the image's `layout`, in
     which every position of an item is `image_token_id`. `has_rope_positions`: these positions are temporal, height and
@@ -46,6 +47,7 @@ class VisionSpec:
     max_pixels: int = 0
     has_rope_positions: bool = False
     is_both_ways: bool = False
+    pads: bool = False
 
     @property
     def settings(self) -> bytes:

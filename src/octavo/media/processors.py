@@ -2,7 +2,7 @@
 
 Owns: one rule for each kind of processor. The results equal those of transformers' Pillow processors, before they are
 rescaled and normalised. Does not: decode files, normalise (the executor does), or know a checkpoint's files.
-Sources: transformers' image_processing_pil_*.py of CLIP, LLaVA-NeXT, Gemma 3, Idefics3 and Qwen2-VL.
+Sources: transformers' image_processing_pil_*.py of CLIP, LLaVA, LLaVA-NeXT, Gemma 3, Idefics3 and Qwen2-VL.
 Shapes: H height, W width, N tiles.
 """
 
@@ -23,6 +23,7 @@ Pixels = npt.NDArray[np.uint8]
 Tiles = tuple[Sequence[Pixels], tuple[int, int, int]]  # tiles and the grid
 Size = tuple[int, int]  # height and width
 _LARGEST_EDGE = 4096  # of Idefics3's resized images
+_MAX_PADDED = 8192  # pixels of the side of a padded image, which has 200 MB
 _SPLIT = ("idefics3",)  # kinds of which each tile is an item
 
 
@@ -65,6 +66,14 @@ def _clip_tile(image: Image.Image, vision: VisionSpec) -> Pixels:
 
 
 def _llava(image: Image.Image, vision: VisionSpec) -> Tiles:
+    if vision.pads and image.height != image.width:
+        edge, colour = max(image.size), tuple(int(part * 255) for part in vision.mean)
+        if edge > _MAX_PADDED:
+            size = f"the image has {image.width} x {image.height} pixels"
+            raise InvalidRequestError(f"{size}; this model makes squares of images, of at most {_MAX_PADDED}", "image")
+        square = Image.new("RGB", (edge, edge), colour)
+        square.paste(image, ((edge - image.width) // 2, (edge - image.height) // 2))
+        image = square
     return [_clip_tile(image, vision)], (1, 1, 1)
 
 
