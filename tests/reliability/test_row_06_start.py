@@ -61,7 +61,8 @@ CASES: list[tuple[str, tuple[str, ...], type[OctavoError], str]] = [
 @pytest.mark.parametrize("case", range(len(CASES)))
 async def test_row_06_a_failed_start_is_clean(score: Score, case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     behaviour, command, error, words = CASES[case]
-    monkeypatch.setattr(process, "BEGIN_LIMIT_S", score.dose(2.0, 20.0))
+    if command is HANGING:  # the others begin or end by themselves, whenever a busy machine lets them
+        monkeypatch.setattr(process, "BEGIN_LIMIT_S", score.dose(2.0, 20.0))
     before, num_open, begun = children(), descriptors(), time.monotonic()
     with pytest.raises(error, match=words):
         await EngineSupervisor.start(config(behaviour), command=command)
