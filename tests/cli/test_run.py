@@ -54,7 +54,7 @@ def _text(template=True):
     return SimpleNamespace(
         chat_template=object() if template else None,
         tokenizer=SimpleNamespace(encode=lambda prompt: [len(prompt)]),
-        prompt_ids_from_messages=lambda messages: [(m["role"], m["content"]) for m in messages],
+        prompt_ids_from_messages=lambda messages, tools=None: [(m["role"], m["content"]) for m in messages],
     )
 
 

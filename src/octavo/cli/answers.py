@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -21,6 +22,9 @@ from octavo.cli.terminal import loading, reason_of, warn_limits
 from octavo.config import Config
 from octavo.core.request import FinishReason, SamplingParams, sampling_defaults
 from octavo.errors import EngineError, OctavoError
+from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin
+from octavo.text.answer_reader import AnswerReader
+from octavo.text.dialect import Dialect, read_dialect, text_arguments
 
 if TYPE_CHECKING:
     import httpx
@@ -33,6 +37,7 @@ CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 600.0
 _FLAGS = ("temperature", "top_p", "top_k", "max_tokens")
 Messages = Sequence[Mapping[str, Any]]
+Functions = Sequence[Mapping[str, Any]]  # OpenAI's `tools`
 
 
 def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None = MAX_TOKENS) -> None:
@@ -76,10 +81,15 @@ class AnswerError(OctavoError):
 
 
 class Answerer(Protocol):
-    """A source of answers to conversations. `note` is the line of figures about the last answer."""
+    """A source of answers to conversations. `note` is the line of figures about the last answer.
+
+    The model may call `tools`; `calls` are those of the last answer. Both are in OpenAI's form.
+    """
 
     name: str
     note: str
+    tools: Functions
+    calls: list[dict[str, Any]]
 
     def stream(self, messages: Messages, params: Mapping[str, float | int]) -> AsyncGenerator[str, None]:
         """Yield the answer's text as it arrives. Closing the generator cancels the request. Raises OctavoError."""
@@ -108,26 +118,46 @@ class LocalAnswerer:
     name: str = ""
     note: str = ""
     usage: Usage | None = None
+    tools: Functions = ()
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    dialect: Dialect = field(default_factory=Dialect)
 
     @classmethod
     def load(cls, config: Config, args: argparse.Namespace) -> LocalAnswerer:
         """Check the sampling flags, and load a model. Raises OctavoError."""
         sampling_params(args, {})
         engine = load_engine(config, args.quiet)
-        return cls(engine, sampling_params(args, engine.text.spec.generation), engine.text.name)
+        text, chat = engine.text, config.chat
+        template = None if text.chat_template is None else text.chat_template.source
+        dialect = read_dialect(template, chat.tool_call_parser, chat.reasoning_parser)
+        return cls(engine, sampling_params(args, text.spec.generation), text.name, dialect=dialect)
 
     async def stream(
         self, prompt: str | Messages, params: Mapping[str, float | int] | None = None
     ) -> AsyncGenerator[str, None]:
         """Submit messages, or a text without a chat template. Cancel the request if the reader stops."""
         text = self.engine.text
-        ids = text.tokenizer.encode(prompt) if isinstance(prompt, str) else text.prompt_ids_from_messages(prompt)
+        if isinstance(prompt, str):
+            ids = text.tokenizer.encode(prompt)
+        else:
+            ids = text.prompt_ids_from_messages(prompt, tools=self.tools or None)
         merged = replace(self.defaults, **(params or {}))  # type: ignore[arg-type]  # checked by SamplingParams
+        reader = AnswerReader(None, "")
+        if self.tools:
+            merged = replace(merged, shown_special_ids=self.dialect.shown_ids(True, text.tokenizer))
+            reader = AnswerReader(self._format(ids), secrets.token_hex(8))
+        self.calls = []
         session = await self.engine.sessions.submit(ids, merged)
         try:
             async for delta in session:
-                if delta.text:
-                    yield delta.text
+                parts = reader.push(delta.text) + (reader.finish() if delta.finish_reason is not None else [])
+                for part in parts:
+                    if isinstance(part, CallBegin):
+                        self.calls.append(_call(part.call_id, part.name))
+                    elif isinstance(part, CallArguments):
+                        self.calls[part.index]["function"]["arguments"] += part.text
+                    else:
+                        yield part.text
                 if delta.finish_reason is not None and delta.usage is not None:
                     if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
                         raise EngineError(delta.message or "the engine failed on this prompt")
@@ -136,6 +166,13 @@ class LocalAnswerer:
                     self.note = _note(usage.completion_tokens, usage.e2e_s - usage.ttft_s, usage.ttft_s, is_cut)
         finally:
             await session.cancel()
+
+    def _format(self, prompt: Sequence[int]) -> AnswerFormat:
+        dialect = self.dialect
+        reasoning, starts_inside = dialect.reasoning_after(prompt, self.engine.text.tokenizer)
+        names = tuple(tool["function"]["name"] for tool in self.tools)
+        texts = text_arguments(self.tools)
+        return AnswerFormat(reasoning, starts_inside, calls=dialect.calls, names=names, texts=texts)
 
     async def close(self) -> None:
         """Close the engine."""
@@ -151,6 +188,8 @@ class RemoteAnswerer:
     name: str = ""
     note: str = ""
     defaults: dict[str, float | int] = field(default_factory=dict)
+    tools: Functions = ()
+    calls: list[dict[str, Any]] = field(default_factory=list)
     _client: httpx.AsyncClient | None = None
 
     def _open(self) -> httpx.AsyncClient:
@@ -183,14 +222,23 @@ class RemoteAnswerer:
         """Yield the texts of the server's events."""
         import httpx
 
-        body = {"model": self.name, "messages": list(messages), "stream": True, **self.defaults, **params}
+        body: dict[str, Any] = {
+            "model": self.name,
+            "messages": list(messages),
+            "stream": True,
+            **self.defaults,
+            **params,
+        }
+        if self.tools:
+            body["tools"] = list(self.tools)
+        self.calls = []
         started_at, first_s, count = time.perf_counter(), 0.0, 0
         try:
             async with self._open().stream("POST", "/chat/completions", json=body) as answer:
                 if answer.status_code != 200:
                     raise AnswerError(_refusal(answer.status_code, await answer.aread()))
                 async for line in answer.aiter_lines():
-                    text = _event_text(line)
+                    text = self._read_event(line)
                     if text:
                         first_s = first_s or time.perf_counter() - started_at
                         count += 1
@@ -199,6 +247,23 @@ class RemoteAnswerer:
             raise AnswerError(f"the server's answer broke off ({reason_of(error)})") from None
         self.note = _note(count, time.perf_counter() - started_at - first_s, first_s, unit="pieces")
 
+    def _read_event(self, line: str) -> str:
+        """Return the text of one line of an event stream, and keep its calls. Raises AnswerError."""
+        if not line.startswith("data:") or line.endswith("[DONE]"):
+            return ""
+        event = json.loads(line[5:])
+        if "error" in event:
+            raise AnswerError(str(event["error"].get("message", "the server failed")))
+        choices = event.get("choices") or [{}]
+        delta = choices[0].get("delta") or {}
+        for part in delta.get("tool_calls") or () if self.tools else ():
+            function = part.get("function") or {}
+            if part.get("id") and function.get("name"):
+                self.calls.append(_call(part["id"], function["name"]))
+            if self.calls:
+                self.calls[-1]["function"]["arguments"] += function.get("arguments") or ""
+        return delta.get("content") or delta.get("reasoning_content") or ""
+
     async def close(self) -> None:
         """Close the connection."""
         if self._client is not None:
@@ -206,16 +271,8 @@ class RemoteAnswerer:
             self._client = None
 
 
-def _event_text(line: str) -> str:
-    """Return the text of one line of an event stream. Raises AnswerError if the line reports an error."""
-    if not line.startswith("data:") or line.endswith("[DONE]"):
-        return ""
-    event = json.loads(line[5:])
-    if "error" in event:
-        raise AnswerError(str(event["error"].get("message", "the server failed")))
-    choices = event.get("choices") or [{}]
-    delta = choices[0].get("delta") or {}
-    return delta.get("content") or delta.get("reasoning_content") or ""
+def _call(call_id: str, name: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def _refusal(status: int, body: bytes) -> str:

@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.answers import Answerer, LocalAnswerer, RemoteAnswerer, add_answer_arguments, params_given, print_text
+from octavo.cli.chat_tools import MAX_ROUNDS, NO_TOOLS, STOPPED, ChatTools
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
 from octavo.cli.servers import add_server_arguments, named_url
 from octavo.cli.terminal import say
@@ -24,6 +25,7 @@ from octavo.config import ENGINE_SECTIONS, Config
 from octavo.config.spelling import unknown
 from octavo.core.request import SamplingParams
 from octavo.errors import InvalidRequestError, OctavoError
+from octavo.mcp import read_specs
 
 _FENCE = '"""'
 MAX_FILE_BYTES = 8 << 20
@@ -45,6 +47,7 @@ HELP = """\
 /params [A=X ...] show or set sampling parameters, such as /params temperature=0.2 max_tokens=100; A= resets one
 /undo             remove the last message and its answer
 /retry            answer the last message again
+/tools            list the tools that the model may call (--mcp)
 /save FILE        save the conversation as JSON
 /load FILE        continue a saved conversation
 /bye              leave; so do /exit, /quit, exit, quit and Ctrl-D
@@ -59,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", metavar="KEY", help="the server's key [OCTAVO_API_KEY]")
     group = parser.add_argument_group("conversation")
     group.add_argument("--load", metavar="FILE", help="continue a conversation that /save wrote")
+    group.add_argument("--mcp-yes", action="store_true", help="let the model call MCP tools without asking")
     add_answer_arguments(group, max_tokens=None)
-    add_settings(parser, ENGINE_SECTIONS)
+    add_settings(parser, (*ENGINE_SECTIONS, "mcp"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,8 +73,11 @@ def run(args: argparse.Namespace) -> int:
     if args.load:
         say(conversation.command(f"/load {args.load}"))
     url = named_url(args)
+    config = config_from(args, model=args.model if url is None else None)
+    if specs := read_specs(config.mcp, needs_names=False):
+        conversation.tools = ChatTools(specs, config.mcp.mcp_timeout_s, says_yes=args.mcp_yes)
     if url is None:
-        return converse(args, config_from(args, model=args.model), conversation)
+        return converse(args, config, conversation)
     with asyncio.Runner() as runner:
         _talk(runner, _open_server(args, url, runner), conversation, is_quiet=args.quiet)
     return 0
@@ -86,7 +93,7 @@ def converse(args: argparse.Namespace, config: Config, conversation: ChatSession
 
 def _open_server(args: argparse.Namespace, url: str, runner: asyncio.Runner) -> Answerer:
     """Connect to a server, the source of answers. Raises OctavoError."""
-    if given := settings_given(args):
+    if given := [name for name in settings_given(args) if not name.startswith("mcp")]:
         raise UsageError(f"{', '.join(given)} is a setting of an engine here; leave it out with --server or --url")
     remote = RemoteAnswerer(url, args.api_key, args.model or "", defaults=params_given(args))
     runner.run(remote.connect())
@@ -110,16 +117,24 @@ def _open_model(args: argparse.Namespace, config: Config, runner: asyncio.Runner
 
 
 def _talk(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, *, is_quiet: bool) -> None:
-    """Read messages and print answers until the end of the input; then close the answerer."""
+    """Read messages and print answers until the end of the input; then close the answerer and the tools."""
+    tools = conversation.tools
     try:
+        if tools is not None:
+            runner.run(tools.open())
+            answerer.tools = tools.definitions
         _take_turns(runner, answerer, conversation, is_shown=sys.stdin.isatty() and not is_quiet)
     finally:
+        if tools is not None:
+            runner.run(tools.close())
         runner.run(answerer.close())
 
 
 def _take_turns(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, *, is_shown: bool) -> None:
     if is_shown:
         say(f"{answerer.name}: type a message, or /help")
+        if conversation.tools is not None:
+            say(f"{len(answerer.tools)} tools, which /tools lists")
     with _editing(sys.stdin.isatty()):
         while not conversation.is_over:
             try:
@@ -155,20 +170,49 @@ def _turn(conversation: ChatSession, text: str) -> None:
 
 
 def _answer(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, is_shown: bool) -> None:
-    """Print an answer as it arrives. Ctrl-C stops the answer; the conversation keeps the printed part."""
-    parts: list[str] = []
-    note, has_failed = "", False
-    try:
-        runner.run(print_text(answerer.stream(conversation.prompt(), conversation.params), parts))
-        note = answerer.note
-    except KeyboardInterrupt:
-        note = "stopped"
-    except OctavoError as error:
-        note, has_failed = f"error: {error}", True
-    print()
+    """Print an answer as it arrives, after calls of tools. Ctrl-C stops it; the conversation keeps what there is."""
+    for _ in range(MAX_ROUNDS):
+        parts: list[str] = []
+        note, has_failed = "", False
+        try:
+            runner.run(print_text(answerer.stream(conversation.prompt(), conversation.params), parts))
+            note = answerer.note
+        except KeyboardInterrupt:
+            note = "stopped"
+        except OctavoError as error:
+            note, has_failed = f"error: {error}", True
+        is_ended = note == "stopped" or has_failed or conversation.tools is None or not answerer.calls
+        if parts or is_ended:
+            print()
+        if is_ended:
+            break
+        if not _call_tools(runner, answerer.calls, conversation, "".join(parts)):
+            parts, note = [], "stopped"
+            break
+    else:
+        parts, note, has_failed = [], f"error: stopped after {MAX_ROUNDS} rounds of tool calls", True
     conversation.answer("".join(parts))
     if note and (is_shown or has_failed):
         say(note)
+
+
+def _call_tools(
+    runner: asyncio.Runner, calls: Sequence[Mapping[str, Any]], conversation: ChatSession, text: str
+) -> bool:
+    """Make the calls and add them with their results to the conversation; return False if Ctrl-C stopped one."""
+    assert conversation.tools is not None
+    results: list[str] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for call in calls:
+            results.append(conversation.tools.run(runner, call))
+    is_whole = len(results) == len(calls)
+    results += [STOPPED] * (len(calls) - len(results))
+    conversation.messages.append({"role": "assistant", "content": text, "tool_calls": list(calls)})
+    conversation.messages += [
+        {"role": "tool", "tool_call_id": call["id"], "content": result}
+        for call, result in zip(calls, results, strict=True)
+    ]
+    return is_whole
 
 
 def read_message(prompt: str) -> str:
@@ -223,6 +267,7 @@ class ChatSession:
     params: dict[str, float | int] = field(default_factory=dict)
     is_over: bool = False
     wants_answer: bool = False
+    tools: ChatTools | None = None
 
     def prompt(self) -> list[dict[str, Any]]:
         """Return the messages to send, the system message first."""
@@ -235,9 +280,9 @@ class ChatSession:
         self.wants_answer = True
 
     def answer(self, text: str) -> None:
-        """Add the whole answer or its printed part. If the text is empty, remove the question."""
+        """Add the whole answer or its printed part. If it is empty, remove the question, unless tools were called."""
         self.wants_answer = False
-        if text:
+        if text or self.messages[-1]["role"] == "tool":
             self.messages.append({"role": "assistant", "content": text})
         else:
             self.messages.pop()
@@ -252,6 +297,7 @@ class ChatSession:
             "params": self._params,
             "undo": self._undo,
             "retry": self._retry,
+            "tools": lambda _: NO_TOOLS if self.tools is None else self.tools.listing(),
             "save": self._save,
             "load": self._load,
             "bye": self._exit,

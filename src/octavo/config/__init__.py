@@ -29,6 +29,7 @@ from octavo.config.fleet import FleetConfig, LinkConfig, ModelsConfig
 from octavo.config.server import (
     AdmissionConfig,
     BatchConfig,
+    McpConfig,
     MediaConfig,
     ResponsesConfig,
     RetryConfig,
@@ -55,6 +56,7 @@ __all__ = [
     "ExecutionConfig",
     "FleetConfig",
     "LinkConfig",
+    "McpConfig",
     "MediaConfig",
     "ModelConfig",
     "ModelsConfig",
@@ -92,6 +94,7 @@ class Config:
     media: MediaConfig = section(MediaConfig, "images", "server")
     retry: RetryConfig = section(RetryConfig, "retries and the journal", "server")
     responses: ResponsesConfig = section(ResponsesConfig, "stored responses", "server")
+    mcp: McpConfig = section(McpConfig, "tools of MCP servers", "server")
     batch: BatchConfig = section(BatchConfig, "files and batches", "server")
     statistics: StatisticsConfig = section(StatisticsConfig, "statistics", "server")
     models: ModelsConfig = section(ModelsConfig, "several models", "server")

@@ -211,6 +211,28 @@ class ResponsesConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class McpConfig:
+    """Servers of the Model Context Protocol, whose tools models may call (docs/structured-output.md)."""
+
+    mcp: tuple[str, ...] = option(
+        (),
+        "NAME=COMMAND or NAME=URL of an MCP server whose tools models may call, may be repeated: a command is started, "
+        "a URL is streamable HTTP (extra: mcp)",
+        "--mcp",
+        brief="MCP server whose tools models may call",
+        heading="model",
+    )
+    mcp_config: str | None = option(
+        None,
+        'JSON file of MCP servers, {"mcpServers": {NAME: {"command", "args", "env"} or {"url", "headers"}}}',
+        "--mcp-config",
+    )
+    mcp_timeout_s: float = option(
+        60.0, "seconds that one call of a tool of an MCP server may take", "--mcp-timeout", within=(0.1, 3600.0)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class BatchConfig:
     """Files and batches of clients (docs/batch.md)."""
 

@@ -26,7 +26,7 @@ from octavo.sandbox.pool import Sandbox
 from octavo.server.admission import AdmissionControl, EngineQueue, QueueForecast
 from octavo.server.api.batches.service import BatchService
 from octavo.server.api.responses.store import Background, ResponseStore
-from octavo.server.api.sampling import ParamsReader, shown_ids
+from octavo.server.api.sampling import ParamsReader
 from octavo.server.api.structured_output import GrammarReader
 from octavo.server.feed import Feed
 from octavo.server.http.auth import Logins
@@ -208,7 +208,7 @@ def _model_fields(
             sampling_defaults(text.spec.generation),
             text.tokenizer,
             limits.max_choices,
-            (shown_ids(dialect, False, text.tokenizer), shown_ids(dialect, True, text.tokenizer)),
+            (dialect.shown_ids(False, text.tokenizer), dialect.shown_ids(True, text.tokenizer)),
         ),
         "dialect": dialect,
         "grammars": GrammarReader(sandbox, text),

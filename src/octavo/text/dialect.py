@@ -7,9 +7,10 @@ Does not: read answers (AnswerReader does), or render templates.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from octavo.text.answer_format import AnswerFormat
 from octavo.text.calls.mistral import ARGS, CALL_ID, MARKER, MistralCalls
@@ -18,8 +19,12 @@ from octavo.text.calls.reader import CallReader, Output
 from octavo.text.calls.tagged import TaggedCalls
 from octavo.text.calls.xml import XmlCalls
 
+if TYPE_CHECKING:
+    from octavo.text.tokenizer import Tokenizer
+
 PYTHON_TAG = "<|python_tag|>"
 HERMES_TAGS = ("<tool_call>", "</tool_call>")
+TAIL_IDS = 32  # last tokens of a prompt, decoded to find tags: a tag and whitespace take fewer
 MISTRAL_DIGITS = 9  # length of a call id that Mistral's templates require
 
 CALL_READERS: Mapping[str, Callable[[AnswerFormat, str], CallReader]] = {
@@ -74,6 +79,35 @@ class Dialect:
         """Return the texts that delimit parts of an answer. In some models, some of these texts are special tokens."""
         calls = CALL_MARKERS[self.calls] if has_tools and self.calls is not None else ()
         return (*calls, *(self.reasoning or ()))
+
+    def shown_ids(self, has_tools: bool, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the special tokens that are not skipped, because they separate the parts of an answer."""
+        ids = [tokenizer.backend.token_to_id(marker) for marker in self.markers(has_tools)]
+        return tuple(sorted({token_id for token_id in ids if token_id in tokenizer.special_ids}))
+
+    def reasoning_after(self, prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[Tags | None, bool]:
+        """Return the reasoning's tags (None if the prompt has closed them), and True if the prompt has opened them."""
+        if self.reasoning is None:
+            return None, False
+        end = tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False).rstrip()
+        return (None, False) if end.endswith(self.reasoning[1]) else (self.reasoning, end.endswith(self.reasoning[0]))
+
+
+def text_arguments(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return `function.argument` for each argument whose schema is a string. `tools` are as templates expect them."""
+    found: list[str] = []
+    for function in (tool["function"] for tool in tools):
+        properties = function["parameters"].get("properties")
+        if isinstance(properties, dict):
+            texts = [key for key, schema in properties.items() if isinstance(schema, dict) and _is_text(schema)]
+            found += [f"{function['name']}.{key}" for key in texts]
+    return tuple(found)
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    if "enum" in schema and isinstance(schema["enum"], list):
+        return all(isinstance(value, str) for value in schema["enum"])
+    return schema.get("type") == "string"
 
 
 def read_dialect(template: str | None, call_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:

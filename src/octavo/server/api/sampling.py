@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, create_model
 
@@ -22,10 +22,6 @@ from octavo.server.api.structured_output import StructureFields, given_structure
 from octavo.server.api.tools import ToolFields
 from octavo.server.http.body import off_loop
 from octavo.server.http.errors import bad_field, from_exception
-from octavo.text.dialect import Dialect
-
-if TYPE_CHECKING:
-    from octavo.text.tokenizer import Tokenizer
 
 MAX_TIMEOUT_S = 86_400.0
 
@@ -337,12 +333,6 @@ class ParamsReader:
         except InvalidRequestError as error:
             raise from_exception(error, {**spellings(body), **renamed}) from None
         return params
-
-
-def shown_ids(dialect: Dialect, has_tools: bool, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens that are not skipped, because they separate the parts of an answer."""
-    ids = [tokenizer.backend.token_to_id(marker) for marker in dialect.markers(has_tools)]
-    return tuple(sorted({token_id for token_id in ids if token_id in tokenizer.special_ids}))
 
 
 DRY_BREAKERS = ("\n", ":", '"', "*")  # the default when DRY is on, as DRY's author proposed

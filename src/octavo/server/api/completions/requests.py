@@ -6,7 +6,6 @@ Does not: encode answers (answers does) or submit requests (generation does).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -29,7 +28,6 @@ from octavo.server.api.fields import IGNORED_FIELDS, IgnoredFields, field_notes
 from octavo.server.api.ollama.bodies import SENT_NAMES, with_ollama_names
 from octavo.server.api.sampling import MAX_ALLOWED_IDS, SamplingBody, check_scores, spellings
 from octavo.server.api.structured_output import STRUCTURE_FIELDS, Structure, given_structures, refusal, structure_of
-from octavo.server.api.tools import Tool
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerSpec, Identity
 from octavo.server.generation import GenerationRequest
@@ -38,10 +36,9 @@ from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import bad_field, from_exception, with_field
 from octavo.server.reply import RESUME_NOTE, reply
 from octavo.text.answer_format import AnswerFormat
-from octavo.text.dialect import Tags
+from octavo.text.dialect import Tags, text_arguments
 
 FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar, since a schema cannot constrain qwen3_coder's values
-TAIL_IDS = 32  # last tokens of a prompt, decoded to find tags: a tag and whitespace take fewer
 MAX_FORCED_CALLS = 16  # in one answer that a grammar restricts to calls
 
 
@@ -153,17 +150,13 @@ class ChatRequest(TextRequest):
             calls=FORCED_AS.get(calls, calls) if body.forced or given_structures(body) else calls,
             forced=body.forced,
             names=tuple(tool.function.name for tool in tools),
-            texts=tuple(text for tool in tools for text in _texts(tool)) if calls == "qwen3_coder" else (),
+            texts=text_arguments([tool.shown() for tool in tools]) if calls == "qwen3_coder" else (),
             is_single=body.parallel_tool_calls is False,
         )
 
     def _reasoning(self) -> tuple[Tags | None, bool]:
-        """Return the reasoning's tags (None if the prompt has closed them), and True if the prompt has opened them."""
-        tags = self.context.dialect.reasoning
-        if tags is None:
-            return None, False
-        end = self.context.text.tokenizer.decode(self.prompt[-TAIL_IDS:], skip_special_tokens=False).rstrip()
-        return (None, False) if end.endswith(tags[1]) else (tags, end.endswith(tags[0]))
+        """Return the reasoning's tags and whether it has begun; see Dialect.reasoning_after."""
+        return self.context.dialect.reasoning_after(self.prompt, self.context.text.tokenizer)
 
     def _grammar_source(self) -> AnswerSource:
         body = self.body
@@ -301,21 +294,6 @@ def _check_ids_in_all(body: CompletionBody) -> None:
         if len(body.prompt) * len(ids) > MAX_ALLOWED_IDS:
             message = f"{name} has {len(ids)} entries for each of {len(body.prompt)} prompts; give at most "
             raise bad_field(name, f"{message}{MAX_ALLOWED_IDS} together")
-
-
-def _texts(tool: Tool) -> list[str]:
-    """Return `function.argument` for each argument whose schema is a string."""
-    properties = json.loads(tool.function.parameters).get("properties")
-    if not isinstance(properties, dict):
-        return []
-    name = tool.function.name
-    return [f"{name}.{key}" for key, schema in properties.items() if isinstance(schema, dict) and _is_text(schema)]
-
-
-def _is_text(schema: Mapping[str, object]) -> bool:
-    if "enum" in schema and isinstance(schema["enum"], list):
-        return all(isinstance(value, str) for value in schema["enum"])
-    return schema.get("type") == "string"
 
 
 ENDPOINTS = [
