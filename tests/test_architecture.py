@@ -91,11 +91,11 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("observe",): 3_650,
     ("simulator",): 3_990,
     ("server",): 11_500,
-    ("cli",): 5_785,
+    ("cli",): 5_795,
     ("bench",): 2_900,
     ("config",): 1_240,
 }
-ALL_CODE_LINES, ALL_FILES = 63_320, 421  # of src
+ALL_CODE_LINES, ALL_FILES = 63_330, 421  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import json
 import sys
 from array import array
 from types import SimpleNamespace
 
 import pytest
+from tests.adapters import RandomAdapter
+from tests.tiny_models import make_tiny_model
 
 from octavo import cli
 from octavo.artifacts.resolve import find_wheel_model
@@ -253,3 +256,24 @@ def test_the_default_model_samples_as_its_card_recommends() -> None:
         pytest.skip("the wheel with the default model is not installed")
     generation = TextModel.load(files).spec.generation
     assert sampling_params(_args(), generation).temperature == 0.2
+
+
+def test_answers_go_through_an_adapter_and_lines_of_generate_name_theirs(tmp_path, capsys) -> None:
+    base = make_tiny_model("llama3", tmp_path / "base", eos_token_id=None)
+    given = ["--lora-modules", f"a={RandomAdapter.of(base, 1, rank=8).write(tmp_path / 'a')}"]
+    engine = ["--model", str(base), "--dtype", "float32", "--threads", "1", "--temperature", "0", "-n", "12", "-q"]
+
+    def answer(*options: str) -> str:
+        assert cli.main(["run", "hello", *engine, *options]) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    plain, adapted = answer(), answer(*given)
+    assert plain != adapted
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("\n".join(json.dumps({"prompt": "hello", "model": name}) for name in ("base", "a", "none")))
+    assert cli.main(["generate", str(lines), *engine, *given]) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row.get("text") for row in rows] == [plain, adapted, None]
+    assert "no model 'none'" in rows[2]["error"]["message"]
+    assert cli.main(["run", "hello", *engine, *given, "--lora-modules", f"b={tmp_path / 'a'}"]) == 2
+    assert "answers here come through one adapter" in capsys.readouterr().err

@@ -17,10 +17,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octavo.cli.flags import whole
+from octavo.artifacts.adapter import adapter_id, find_adapter
+from octavo.cli.flags import UsageError, whole
 from octavo.cli.terminal import loading, reason_of, warn_limits
 from octavo.config import Config
 from octavo.core.request import FinishReason, SamplingParams, sampling_defaults
+from octavo.engine.adapters import read_lora_modules
 from octavo.errors import EngineError, OctavoError
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin
 from octavo.text.answer_reader import AnswerReader
@@ -124,9 +126,13 @@ class LocalAnswerer:
 
     @classmethod
     def load(cls, config: Config, args: argparse.Namespace) -> LocalAnswerer:
-        """Check the sampling flags, and load a model. Raises OctavoError."""
+        """Check the flags, and load a model with at most one adapter, which all answers use. Raises OctavoError."""
         sampling_params(args, {})
+        if len(config.adapters.lora_modules) > 1:
+            raise UsageError("several --lora-modules are given; answers here come through one adapter")
         engine = load_engine(config, args.quiet)
+        for path in read_lora_modules(config.adapters.lora_modules).values():
+            engine = replace(engine, sessions=engine.sessions.with_adapter(adapter_id(find_adapter(path))))
         text, chat = engine.text, config.chat
         template = None if text.chat_template is None else text.chat_template.source
         dialect = read_dialect(template, chat.tool_call_parser, chat.reasoning_parser)

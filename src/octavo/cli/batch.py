@@ -81,7 +81,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--raw", action="store_true", help="continue each text as it is, without the chat template")
     group.add_argument("--jsonl", action="store_true", help="lines are JSON, whatever the file is called")
     add_answer_arguments(group)
-    add_settings(parser, ENGINE_SECTIONS)
+    add_settings(parser, (*ENGINE_SECTIONS, "adapters"))
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -242,7 +242,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--retry-failed", action="store_true", help="repeat requests that failed in an earlier run")
     group.add_argument("--overwrite", action="store_true", help="start again, without the answers of an earlier run")
     group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
-    add_settings(parser, ENGINE_SECTIONS)
+    add_settings(parser, (*ENGINE_SECTIONS, "adapters"))
 
 
 def run_batch(args: argparse.Namespace) -> int:

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--load", metavar="FILE", help="continue a conversation that /save wrote")
     group.add_argument("--mcp-yes", action="store_true", help="let the model call MCP tools without asking")
     add_answer_arguments(group, max_tokens=None)
-    add_settings(parser, (*ENGINE_SECTIONS, "mcp"))
+    add_settings(parser, (*ENGINE_SECTIONS, "adapters", "mcp"))
 
 
 def run(args: argparse.Namespace) -> int:

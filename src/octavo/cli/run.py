@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_answer_arguments(group)
     parser.set_defaults(max_tokens=None)  # default: MAX_TOKENS for one answer, no limit in a conversation
     group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    add_settings(parser, ENGINE_SECTIONS)
+    add_settings(parser, (*ENGINE_SECTIONS, "adapters"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -280,7 +280,6 @@ class ParallelConfig:
         "--tensor-parallel-size",
         "-tp",
         within=(1, 64),
-        brief="ranks that share each layer",
     )
     pipeline_parallel_size: int = option(
         1,
