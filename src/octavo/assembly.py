@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -45,7 +45,7 @@ from octavo.errors import ConfigError
 from octavo.executors import limit_spinning
 from octavo.executors.draft_model import DraftModel
 from octavo.executors.pool_use import pool_use
-from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, Fingerprint, MemoryPlan
+from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, Fingerprint, MediaExecutor
 from octavo.executors.ranks.executor import RankedExecutor
 from octavo.executors.ranks.frames import Begin, Channel
 from octavo.executors.ranks.group import RankGroup
@@ -212,6 +212,8 @@ def open_engine(
     if is_own_process and files.kind != "scripted":  # a scripted model has no kernels, and may end the process
         wants = Want.POOL if capacity.is_encoder else Want.SAMPLE
         loop.warm_up = partial(warm_up, sizes, executor, capacity.has_masks, clock.now, wants)
+    if capacity.media:
+        loop.sections["media"] = cast(MediaExecutor, executor).media_report
     if draft_model is not None:
         loop.watch(draft_model)
         loop.closers.append(draft_model.close)
@@ -309,7 +311,7 @@ def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:
     return load_text(config, files).tokenizer
 
 
-def _check_ranks(config: Config, files: ModelFiles) -> None:
+def check_ranks(config: Config, files: ModelFiles) -> None:
     """Raise ConfigError for an encoder that is to be divided among ranks."""
     parallel = config.parallel
     if (parallel.num_ranks > 1 or parallel.tp_invariant) and files.kind == "hf":
@@ -324,7 +326,7 @@ def _check_ranks(config: Config, files: ModelFiles) -> None:
 
 def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[Executor, str, Capacity]:
     executor: Executor
-    _check_ranks(config, files)
+    check_ranks(config, files)
     if config.parallel.num_ranks > 1:
         executor, device = create_ranked(config, files, is_own_process)
     elif files.kind == "scripted":
@@ -340,8 +342,8 @@ def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> t
         raise
 
 
-def _open_draft_model(config: Config, files: ModelFiles) -> DraftModel | None:
-    """Load the draft model, if one is configured. Raises ConfigError, and what _open_executor raises."""
+def find_draft_model(config: Config, files: ModelFiles) -> tuple[Config, ModelFiles] | None:
+    """Return the settings and files of the draft model, if one is configured. Raises ConfigError, ModelFileError."""
     speculation, name = config.speculation, config.speculation.draft_model
     if name is None:
         return None
@@ -364,14 +366,32 @@ def _open_draft_model(config: Config, files: ModelFiles) -> DraftModel | None:
     execution = replace(config.execution, decoder="auto", attention="auto", numerics="auto")
     wanted = speculation.speculate_quantization
     model = replace(config.model, model=name, revision=None, quantization=wanted, dtype="auto", imatrix=None)
-    executor, device = create_executor(replace(config, model=model, execution=execution), drafts, spec, True)
-    rows, length = speculation.speculate_max_rows, min(spec.max_model_len, model.max_model_len or spec.max_model_len)
-    chunk = config.scheduling.max_batch_tokens or DEVICE_DEFAULTS[device][0]
-    sizes = ExecutorSpec(
-        max_sequences=rows, max_batch_tokens=chunk, block_size=config.cache.block_size, max_model_len=length,
+    return replace(config, model=model, execution=execution), drafts
+
+
+def draft_sizes(config: Config, spec: ModelSpec, device: str) -> ExecutorSpec:
+    """Return the sizes of a draft model's executor."""
+    rows, most = config.speculation.speculate_max_rows, spec.max_model_len
+    length = min(most, config.model.max_model_len or most)
+    return ExecutorSpec(
+        max_sequences=rows,
+        max_batch_tokens=config.scheduling.max_batch_tokens or DEVICE_DEFAULTS[device][0],
+        block_size=config.cache.block_size,
+        max_model_len=length,
         pool_tokens=max(length, rows * min(length, DRAFT_POOL_LEN)),
-    )  # fmt: skip
-    return DraftModel(executor, executor.open(sizes), DraftPace(), own.vocab_size, chunk, speculation.has_ngrams)
+    )
+
+
+def _open_draft_model(config: Config, files: ModelFiles) -> DraftModel | None:
+    """Load the draft model, if one is configured. Raises ConfigError, and what _open_executor raises."""
+    if (found := find_draft_model(config, files)) is None:
+        return None
+    settings, drafts = found
+    spec = read_model_spec(drafts)
+    executor, device = create_executor(settings, drafts, spec, True)
+    sizes, vocab_size = draft_sizes(settings, spec, device), read_model_spec(files).vocab_size
+    has_ngrams = config.speculation.has_ngrams
+    return DraftModel(executor, executor.open(sizes), DraftPace(), vocab_size, sizes.max_batch_tokens, has_ngrams)
 
 
 def create_ranked(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[RankedExecutor, str]:
@@ -446,24 +466,6 @@ def create_scripted(files: ModelFiles, can_die: bool = False) -> ScriptedExecuto
     """Return the executor of a scripted model."""
     path = files.weights[0]
     return ScriptedExecutor(read_script(path), ScriptedText(path), can_die=can_die)
-
-
-def plan_memory(config: Config) -> MemoryPlan:
-    """Return the memory that a configuration needs, and the resulting KV pool, without loading weights.
-
-    Loads torch. Raises ConfigError, ModelFileError, UnknownModelError.
-    """
-    files = find_files(config)
-    if files.kind == "scripted":
-        raise ConfigError("a scripted model has no weights and no KV pool to plan for; name a model")
-    limit_spinning()
-    with machine.needing_torch():
-        from octavo.executors.loading import choose_device
-        from octavo.executors.memory import plan_memory as plan
-
-    _check_ranks(config, files)
-    device = choose_device(config.execution.device)
-    return plan(files, config.execution, config.model, executor_spec(config, device.type), config.parallel)
 
 
 def remove_packed(folder: Path, sources: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 from tests.models.encoders import make_tiny_encoder
 from tests.tiny_models import make_tiny_model
 
-from octavo.assembly import build_local, plan_memory
+from octavo import assembly, machine
+from octavo.assembly import build_local
 from octavo.cli import main
+from octavo.config import Config
 from octavo.config.sources import config_from_keywords
+from octavo.executors.protocol import Capacity
+from octavo.planning import plan_memory
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +102,50 @@ def test_mistakes(tmp_path: Path, capsys: Any) -> None:
     assert "has no weights" in capsys.readouterr().err
     assert main(["plan", "--tokens", "0"]) == 2
     assert "--tokens is 0" in capsys.readouterr().err
+
+
+def opened_with(config: Config, free_bytes: int, patch: pytest.MonkeyPatch) -> tuple[Capacity, dict[str, Any]]:
+    """What an engine has whose pool finds so much free memory: its capacity, and its statistics."""
+    patch.setattr(machine, "usable_memory", lambda *_: (free_bytes, free_bytes))
+    engine = build_local(config)
+    statistics: Any = asyncio.run(engine.client.statistics())
+    executor: Any = engine.loop._executor
+    asyncio.run(engine.client.close())
+    return engine.capacity, {**statistics, "tower_bytes": getattr(executor._media._tower, "weight_bytes", 0)}
+
+
+def test_I05_a_draft_model_is_planned_as_it_is_loaded(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    draft = make_tiny_model("smollm2", tmp_path / "draft", seed=2)
+    settings = {"speculate": str(draft), "dtype": "float32", "threads": 1, "gpu_memory_utilization": 0.5}
+    config = config_from_keywords(str(tiny), settings)
+    monkeypatch.setattr(machine, "usable_memory", lambda *_: (32 << 20, 32 << 20))
+    plan = plan_memory(config)
+    assert plan.draft is not None and plan.draft.pool_bytes > 0 and plan.draft.weight_bytes > 0
+    opened: list[Capacity] = []
+    real = assembly.DraftModel
+
+    def noting(executor: Any, capacity: Capacity, *rest: Any) -> Any:
+        opened.append(capacity)
+        return real(executor, capacity, *rest)
+
+    monkeypatch.setattr(assembly, "DraftModel", noting)
+    loaded = plan.weight_bytes + plan.draft.total_bytes
+    has, _ = opened_with(config, (32 << 20) - loaded, monkeypatch)
+    [own] = opened
+    assert (plan.draft.weight_bytes, plan.draft.num_blocks) == (own.weight_bytes, own.num_blocks)
+    assert (plan.weight_bytes, plan.num_blocks) == (has.weight_bytes, has.num_blocks)
+    assert plan.total_bytes < plan.free_bytes
+    assert main(["plan", str(tiny), "--speculate", str(draft), "--num-gpu-blocks-override", "16"]) == 0
+    assert re.search(
+        r"^draft     \S+ MiB of weights \(int[48]\), \S+ MiB of KV$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert main(["plan", str(tiny), "--speculate", str(draft), "--num-gpu-blocks-override", "16", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["draft"]
+    assert told["weight_bytes"] == plan.draft.weight_bytes and told["kv_pool_bytes"] == plan.draft.pool_bytes
+
+
+def test_what_cannot_draft_is_told_before_anything_is_loaded(tiny: Path, capsys: Any) -> None:
+    assert main(["plan", str(tiny), "--speculate", "/nowhere/model"]) == 2
+    assert "/nowhere/model" in capsys.readouterr().err

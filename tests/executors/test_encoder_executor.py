@@ -12,7 +12,7 @@ import torch
 from octavo import LLM, InvalidRequestError, SamplingParams
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
-from octavo.assembly import executor_spec, limits, plan_memory
+from octavo.assembly import executor_spec, limits
 from octavo.cli.plan import lines
 from octavo.config import Config, ExecutionConfig, ModelConfig
 from octavo.config.sources import config_from_keywords
@@ -21,6 +21,7 @@ from octavo.errors import CapacityError, ConfigError, EngineError
 from octavo.executors.encoder_executor import EncoderExecutor
 from octavo.executors.protocol import ExecutorSpec
 from octavo.grammar.matcher import Masks
+from octavo.planning import plan_memory
 from tests.models.encoders import make_tiny_encoder
 
 pytest.importorskip("transformers")

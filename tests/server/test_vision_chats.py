@@ -6,13 +6,18 @@ Rows: E01 (encoder inputs within the budget), E02 (embeddings cached by content)
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
+from octavo import machine
+from octavo.cli import main
+from octavo.config.sources import config_from_keywords
 from octavo.core.plan import StepPlan
+from octavo.planning import plan_memory
 from tests.media.items import data_url, file_of, make_image
 from tests.models.vision import COUNT
 from tests.models.vision_chat import CHATS, ChattingModel, Messages, clear_answer
@@ -21,7 +26,7 @@ from tests.server.test_images import Served, serving_model
 
 PICTURE, OTHER, THIRD = make_image(70, 100), make_image(90, 60), make_image(33, 33)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "threads": 1}
-FIELDS = {"max_tokens": COUNT, "ignore_eos": True, "return_token_ids": True}
+FIELDS = {"max_tokens": 48, "ignore_eos": True, "return_token_ids": True}
 GREEDY = {**FIELDS, "temperature": 0.0}
 SEEDED = {**FIELDS, "temperature": 0.8, "seed": 11, "n": 2}
 
@@ -67,7 +72,7 @@ async def server(model: ChattingModel) -> AsyncIterator[Served]:
 
 async def test_X06_E01_a_chat_with_two_images_is_that_of_transformers(model: ChattingModel, server: Served) -> None:
     messages, prompt, answer = clear_answer(model, [PICTURE, OTHER])
-    found = await chat(server, messages, **GREEDY)
+    found = await chat(server, messages, **{**GREEDY, "max_tokens": COUNT})
     assert found["prompt_token_ids"] == prompt and found["usage"]["prompt_tokens"] == len(prompt)
     assert found["choices"][0]["token_ids"] == answer
     tokenizer = model.processor.tokenizer
@@ -171,4 +176,54 @@ async def test_E02_an_image_is_encoded_once_for_all_chats(
     watched = Watched(server)
     assert await together(server) == alone
     keys = [job.key for plan in watched.plans for job in plan.encode_jobs]
-    assert len(keys) == len(set(keys)) == len({span.key for request, _ in server.sent for span in request.spans})
+    spans = [span for request, _ in server.sent for span in request.spans]
+    assert len(keys) == len(set(keys)) == len({span.key for span in spans})
+    counted: Any = await server.engine.client.statistics()
+    media = counted["media"]
+    assert media["num_encoded"] == media["num_cached"] == len(keys) and media["encode_s"] > 0
+    assert media["num_hits"] == media["num_queries"] - len(keys) and media["num_queries"] <= len(spans)
+    assert media["cached_tokens"] == sum({span.key: span.length for span in spans}.values())
+    assert media["cache_bytes"] == 4 * 64 * media["cached_tokens"]
+    page = (await server.http.get("/metrics")).text
+    for name, figure in (("octavo_media_encoded_total", "num_encoded"), ("vllm:mm_cache_hits_total", "num_hits")):
+        [line] = [line for line in page.splitlines() if line.startswith(name + "{")]
+        assert float(line.split()[-1]) == media[figure]
+
+
+async def test_I05_the_plan_is_what_opening_gives(model: ChattingModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**SETTINGS, "gpu_memory_utilization": 0.5}
+    config, free = config_from_keywords(str(model.folder), settings), 24 << 20
+    monkeypatch.setattr(machine, "usable_memory", lambda *_: (free, free))
+    plan = plan_memory(config)
+    assert plan.vision is not None and not plan.vision_note and plan.shortfall is None
+    loaded = plan.weight_bytes + plan.vision.weight_bytes
+    monkeypatch.setattr(machine, "usable_memory", lambda *_: (free, free - loaded))  # what the pool finds
+    async with serving_model(str(model.folder), **settings) as server:
+        executor: Any = server.engine.loop._executor
+        has = server.engine.capacity
+    assert plan.vision.weight_bytes == executor._media._tower.weight_bytes
+    assert plan.vision.cache_tokens == has.encoder_cache and plan.vision.cache_bytes == 4 * 64 * has.encoder_cache
+    assert plan.num_blocks == has.num_blocks and plan.groups == has.groups
+
+
+async def test_the_plan_tells_what_an_image_costs(model: ChattingModel, capsys: pytest.CaptureFixture[str]) -> None:
+    place, tokenizer = model.chat.place, model.processor.tokenizer
+
+    def cost(height: int, width: int) -> int:
+        """Ids of the image's place, without those that the template writes around it."""
+        ids = model.processor(text=[place], images=[make_image(height, width)])["input_ids"][0]
+        return len(ids) - len(tokenizer(place)["input_ids"]) + 1
+
+    assert main(["plan", str(model.folder), "--dtype", "float32", "--num-gpu-blocks-override", "32", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["vision"]
+    assert told["typical_tokens"] == cost(768, 1024) and told["typical_image"] == [768, 1024]
+    costs = [cost(*size) for size in ((112, 112), (56, 112), (400, 400), (30, 300), (300, 30))]
+    assert max(costs) == told["max_tokens"]
+    assert main(["plan", str(model.folder), "--num-gpu-blocks-override", "32"]) == 0
+    lines = capsys.readouterr().out
+    assert f"image     at most {told['max_tokens']:,} tokens of a prompt; {told['typical_tokens']:,} at 1024 x" in lines
+
+
+async def test_why_a_model_gets_no_images_is_in_the_plan(model: ChattingModel) -> None:
+    plan = plan_memory(config_from_keywords(str(model.folder), {"decoder": "transformers", "num_blocks": 32}))
+    assert plan.vision is None and "its decoder is 'transformers', and images need native" in plan.vision_note

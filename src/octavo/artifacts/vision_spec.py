@@ -66,6 +66,18 @@ class VisionSpec:
         sizes = ((height // self.tile_size[0], width // self.tile_size[1]) for height, width in self.resolutions)
         return max((self._num_tiled(*grid, grid) for grid in sizes), default=self.tokens_per_tile)
 
+    @property
+    def max_grid(self) -> tuple[int, int, int]:
+        """Return the `grid` of the image that has most items, or (1, 1, 1) if an image is one item."""
+        side = -(-self.longest_edge // self.tile_size[0]) if self.kind == "idefics3" else 1
+        return 1, side, side
+
+    @property
+    def max_items(self) -> int:
+        """Return the most items that an image can have: its tiles, and the whole image beside several."""
+        num_tiles = prod(self.max_grid)
+        return num_tiles + (num_tiles > 1)
+
     def num_tokens(self, shape: tuple[int, int, int], grid: tuple[int, int, int], size: tuple[int, int]) -> int:
         """Return how many placeholder tokens an item of MediaItem's `shape`, `grid` and `size` has."""
         if self.kind == "qwen2_vl":

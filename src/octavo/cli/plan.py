@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
-from octavo.assembly import plan_memory
 from octavo.cli.flags import add_settings, config_from
 from octavo.config.setting import Number
-from octavo.executors.protocol import MemoryPlan
+from octavo.executors.protocol import TYPICAL_IMAGE, MemoryPlan
+from octavo.planning import plan_memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=Number(int, 1), metavar="N", help="also say how many requests of so many tokens fit"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution"))
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "speculation", "execution"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +56,9 @@ def facts(plan: MemoryPlan, tokens: int | None) -> dict[str, Any]:
         "full_length_bytes": plan.sequence_bytes,
         "full_length_requests": round(plan.num_full_length, 2),
         "max_sequences": plan.num_slots,
+        "vision": None if plan.vision is None else {**asdict(plan.vision), "typical_image": list(TYPICAL_IMAGE)},
+        "vision_note": plan.vision_note,
+        "draft": None if plan.draft is None else facts(plan.draft, None),
         "fits": plan.shortfall is None,
         "shortfall": plan.shortfall,
     }
@@ -69,6 +73,7 @@ def lines(model: str, plan: MemoryPlan, tokens: int | None) -> Iterator[str]:
     yield f"decoder   {plan.decoder}" + (f": {plan.decoder_reason}" if plan.decoder_reason else "")
     yield f"memory    {_size(plan.free_bytes)} free now"
     yield f"weights   {_size(plan.weight_bytes)}"
+    yield from _beside(plan)
     if plan.decoder == "encoder":
         yield f"texts     of at most {plan.max_model_len:,} tokens, {plan.num_slots} at once; nothing is cached"
         if plan.shortfall is not None:
@@ -85,8 +90,22 @@ def lines(model: str, plan: MemoryPlan, tokens: int | None) -> Iterator[str]:
     yield f"KV pool   {_size(plan.pool_bytes)}: {_tokens(plan):,} tokens, {full}"
     if tokens is not None:
         yield f"          {_fitting(plan, tokens):,} requests of {tokens:,} tokens at once"
-    left = plan.free_bytes - plan.weight_bytes - plan.pool_bytes
+    left = plan.free_bytes - plan.total_bytes
     yield f"left      {_size(max(0, left))} (a larger pool: --kv-cache-memory-bytes, --kv-cache-tokens)"
+
+
+def _beside(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what is loaded beside the model: its vision tower, with the tokens of images, and a draft model."""
+    if plan.vision_note:
+        yield f"vision    {plan.vision_note}"
+    if (vision := plan.vision) is not None:
+        yield f"vision    {_size(vision.weight_bytes)}, and {_size(vision.cache_bytes)} for cached images"
+        height, width = TYPICAL_IMAGE
+        typical = "" if vision.typical_tokens is None else f"; {vision.typical_tokens:,} at {width} x {height} pixels"
+        yield f"image     at most {vision.max_tokens:,} tokens of a prompt{typical}"
+    if (draft := plan.draft) is not None:
+        quantization = draft.dtype if draft.quantization == "none" else _code(draft.quantization)
+        yield f"draft     {_size(draft.weight_bytes)} of weights ({quantization}), {_size(draft.pool_bytes)} of KV"
 
 
 def _code(quantization: str) -> str:

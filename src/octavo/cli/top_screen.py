@@ -206,6 +206,8 @@ def _requests_line(requests: Values) -> str:
         line += f", cache hits {100 * requests['hit_share']:.0f}%"
     if requests["drafted_tokens"]:
         line += f", drafts accepted {100 * requests['accepted_tokens'] / requests['drafted_tokens']:.0f}%"
+    if requests["images"]:
+        line += f", images encoded {requests['images']:,.0f}"
     if requests["failed_steps"]:
         line += f", FAILED STEPS {requests['failed_steps']:,}"
     return line

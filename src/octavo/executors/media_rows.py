@@ -1,12 +1,13 @@
 """The media of an executor's requests: their items, the embeddings that exist, and the rows of a step that get them.
 
-Owns: items by request until the request ends, embeddings by content key until a plan drops them, and the number of
-items encoded. Does not: choose what to encode or drop (core.encoder does), or compute embeddings (a tower does).
+Owns: items by request until the request ends, embeddings by content key until a plan drops them, and the statistics of
+both. Does not: choose what to encode or drop (core.encoder does), or compute embeddings (a tower does).
 Shapes: T tokens of the step, M media rows, E hidden size, D = 3 dimensions of rope positions, P positions of a prompt.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
+from octavo.artifacts.vision_spec import VisionSpec
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Span
 from octavo.errors import ConfigError, EngineError
@@ -40,12 +42,37 @@ class _RequestMedia:
     rope_DP: Ints | None
 
 
+def media_obstacle(spec: ModelSpec, choice: DecoderChoice) -> str:
+    """Return why this engine gives a model no images that could get them; "" if it does."""
+    if spec.vision is None:
+        return ""
+    if choice.decoder_name not in ("native", "torch"):
+        return f"the model gets no images: its decoder is {choice.decoder_name!r}, and images need native or torch"
+    least = min((window for window in spec.layer_windows if window is not None), default=spec.max_model_len)
+    if spec.vision.is_both_ways and least < spec.vision.max_item_tokens:
+        return f"the model gets no images: its windows of {least} tokens are smaller than an image"
+    return ""
+
+
+def tower_dtype(choice: DecoderChoice) -> torch.dtype:
+    """Return the type of a tower's weights."""
+    return torch.float32 if choice.device.type == "cpu" else choice.dtype
+
+
+def encoder_sizes(vision: VisionSpec, hidden_size: int, max_batch_tokens: int, max_model_len: int) -> tuple[int, int]:
+    """Return the tokens that a step may encode, and those whose embeddings are kept, of 4 bytes a value."""
+    largest = min(vision.max_item_tokens, max_model_len)
+    budget = max(max_batch_tokens, largest)
+    return budget, max(budget, min(_KEPT_ITEMS * largest, _KEPT_BYTES // (4 * hidden_size)))
+
+
 class MediaRows:
     """See the module. Plans pass through `apply` and then, if they have rows, through `extras`."""
 
     def __init__(self, tower: VisionTower | None, spec: ModelSpec, device: torch.device, note: str = "") -> None:
         """Without a `tower`, no request has media, and `note` says why if the model gets images."""
-        self.num_encoded = 0
+        self._num_encoded = self._num_queries = self._num_hits = 0
+        self._encode_s = 0.0
         self.notes = (note,) if note else ()
         self._tower = tower
         self._vision = spec.vision
@@ -58,18 +85,10 @@ class MediaRows:
     @classmethod
     def open(cls, files: ModelFiles, spec: ModelSpec, choice: DecoderChoice) -> MediaRows:
         """Load the tower of a model that gets images, if this engine can run it. Raises ModelFileError."""
-        if spec.vision is None:
-            return cls(None, spec, choice.device)
-        if choice.decoder_name not in ("native", "torch"):
-            note = f"the model gets no images: its decoder is {choice.decoder_name!r}, and images need native or torch"
-            return cls(None, spec, choice.device, note)
-        least = min((window for window in spec.layer_windows if window is not None), default=spec.max_model_len)
-        if spec.vision.is_both_ways and least < spec.vision.max_item_tokens:
-            note = f"the model gets no images: its windows of {least} tokens are smaller than an image"
-            return cls(None, spec, choice.device, note)
-        dtype = torch.float32 if choice.device.type == "cpu" else choice.dtype
+        if spec.vision is None or (note := media_obstacle(spec, choice)):
+            return cls(None, spec, choice.device, note if spec.vision is not None else "")
         try:
-            tower = VisionTower(files, spec.vision, dtype, choice.device)
+            tower = VisionTower(files, spec.vision, tower_dtype(choice), choice.device)
         except ConfigError as error:
             return cls(None, spec, choice.device, f"the model gets no images: {error}")
         return cls(tower, spec, choice.device)
@@ -78,19 +97,32 @@ class MediaRows:
         """Return the fields of Capacity that are about media."""
         if self._tower is None or self._vision is None:
             return {}
-        largest = min(self._vision.max_item_tokens, max_model_len)
-        budget = max(max_batch_tokens, largest)
-        kept = min(_KEPT_ITEMS * largest, _KEPT_BYTES // (4 * self._hidden_size))
+        budget, cache = encoder_sizes(self._vision, self._hidden_size, max_batch_tokens, max_model_len)
         return {
             "media": ("image",),
             "encoder_budget": budget,
-            "encoder_cache": max(budget, kept),
-            "whole_span_tokens": largest if self._vision.is_both_ways else 0,
+            "encoder_cache": cache,
+            "whole_span_tokens": min(self._vision.max_item_tokens, max_model_len) if self._vision.is_both_ways else 0,
         }
 
-    def summary(self) -> dict[str, int]:
-        """Return counts for the engine's statistics."""
-        return {"encoded": self.num_encoded, "cached": len(self._outputs), "requests": len(self._requests)}
+    def cache_bytes(self, max_batch_tokens: int, max_model_len: int) -> int:
+        """Return the bytes of a full cache of embeddings, which the KV pool leaves free."""
+        return 4 * self._hidden_size * int(self.capacity(max_batch_tokens, max_model_len).get("encoder_cache", 0))
+
+    def report(self) -> dict[str, float]:
+        """Return totals and the state of the cache, for the engine's statistics.
+
+        A query is an item whose embeddings a step began to use, and a hit if that step did not encode it.
+        """
+        return {
+            "num_encoded": self._num_encoded,
+            "encode_s": self._encode_s,
+            "num_queries": self._num_queries,
+            "num_hits": self._num_hits,
+            "num_cached": len(self._outputs),
+            "cached_tokens": sum(map(len, self._outputs.values())),
+            "cache_bytes": sum(states_ME.nbytes for states_ME in self._outputs.values()),
+        }
 
     def add(self, request: Request, items: Iterable[MediaItem]) -> None:
         """Keep the items of a request's spans; each item is given once."""
@@ -117,11 +149,13 @@ class MediaRows:
                 raise EngineError("a step encodes media of a request that gave none to this executor")
             item = self._slots[job.slot].items[job.span]
             pixels = np.frombuffer(item.data, dtype=np.uint8).reshape(*item.shape, 3)
+            started_at = time.perf_counter()
             states_ME = self._tower.encode(pixels, item.grid, item.size)
+            self._encode_s += time.perf_counter() - started_at
             if len(states_ME) != job.num_tokens:
                 raise EngineError(f"an item of {job.num_tokens} tokens has {len(states_ME)} embeddings")
             self._outputs[job.key] = states_ME
-            self.num_encoded += 1
+            self._num_encoded += 1
 
     def _change_slots(self, plan: StepPlan) -> None:
         if self._slots:
@@ -161,7 +195,7 @@ class MediaRows:
 
     def _seen(self, plan: StepPlan, inputs: StepInputs, with_media: list[int]) -> list[tuple[int, int, Tensor]]:
         """Return for each part of an item in these rows: its first token, the item's end, and its embeddings."""
-        found = []
+        found, encoded = [], {job.key for job in plan.encode_jobs}
         for row in with_media:
             media, start, end = self._slots[plan.slots[row]], plan.starts[row], plan.starts[row] + plan.counts[row]
             first = int(inputs.first_token_N[row]) - start
@@ -170,6 +204,10 @@ class MediaRows:
                 if low < high:
                     part_ME = self._outputs[span.key][low - span.start : high - span.start]
                     found.append((first + low, span.start + span.length, part_ME))
+                    if low == span.start:
+                        self._num_queries += 1
+                        self._num_hits += span.key not in encoded
+                        encoded.discard(span.key)
         return found
 
     def _positions(self, plan: StepPlan, inputs: StepInputs, with_media: list[int]) -> Tensor:

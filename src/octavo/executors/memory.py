@@ -21,18 +21,20 @@ from octavo import machine
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles
+from octavo.artifacts.vision_spec import VisionSpec
 from octavo.config import ExecutionConfig, ModelConfig, ParallelConfig
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.errors import CapacityError
 from octavo.executors.cache import CacheLayout
 from octavo.executors.loading import DecoderChoice, cache_dtype, choose_device, encoder_weights
-from octavo.executors.protocol import ExecutorSpec, MemoryPlan, usable_len
+from octavo.executors.media_rows import encoder_sizes, media_obstacle, tower_dtype
+from octavo.executors.protocol import ExecutorSpec, MemoryPlan, VisionPlan, usable_len
 from octavo.models.layer_attention import layer_attention
 from octavo.models.native_weights import native_weight_bytes, wanted_tensors
 from octavo.models.shards import ModelShard
 from octavo.nn.packing import WantedTensor
 from octavo.nn.parallel import Parallel, ShardSpec
-from octavo.nn.weights import open_weights
+from octavo.nn.weights import num_other_values, open_weights
 
 _CODE_BITS = {"int8": 9, "int4": 5}  # with the scales
 _OF_LAYER = re.compile(r"\.\d+\.")
@@ -181,10 +183,12 @@ def plan_memory(
     model: ModelConfig,
     wanted: ExecutorSpec,
     parallel: ParallelConfig | None = None,
+    draft: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Return the memory plan. Raises ConfigError, ModelFileError; if nothing fits, the plan's `shortfall` says why.
 
-    Of several ranks, bytes are those of the rank with the most KV heads and layers; the weights are divided evenly.
+    `draft` is the plan of the draft model, which is loaded first. Of several ranks, bytes are those of the rank with
+    the most KV heads and layers; the weights are divided evenly.
     """
     spec = read_model_spec(files)
     if spec.encoder is not None:
@@ -204,7 +208,10 @@ def plan_memory(
     free = machine.usable_memory()[1] if is_host else int(torch.cuda.mem_get_info(choice.device)[0])
     if is_host and parallel is not None:
         free //= -(-parallel.num_ranks // parallel.nnodes)  # the ranks of a host share its memory
-    available = max(0, free - weight_bytes - wanted.host_bytes * is_host)
+    note = media_obstacle(spec, choice)
+    vision = None if spec.vision is None or note else _vision_plan(files, spec, spec.vision, choice, wanted, max_len)
+    beside = sum(part.total_bytes for part in (vision, draft) if part is not None)
+    available = max(0, free - weight_bytes - beside - wanted.host_bytes * is_host)
     shortfall, num_blocks = None, (0,) * len(groups)
     try:
         offers = [PoolSizing(wanted, groups, max_len).device_blocks(available, is_host) for groups in of_ranks]
@@ -235,7 +242,18 @@ def plan_memory(
         shortfall=shortfall,
         decoder=choice.decoder_name,
         decoder_reason=choice.reason,
+        vision=vision,
+        vision_note=note,
+        draft=draft,
     )
+
+
+def _vision_plan(
+    files: ModelFiles, spec: ModelSpec, vision: VisionSpec, choice: DecoderChoice, wanted: ExecutorSpec, max_len: int
+) -> VisionPlan:
+    cache_tokens = encoder_sizes(vision, spec.hidden_size, wanted.max_batch_tokens, max_len)[1]
+    weight_bytes = num_other_values(files) * tower_dtype(choice).itemsize
+    return VisionPlan(weight_bytes, cache_tokens, 4 * spec.hidden_size * cache_tokens)
 
 
 def _plan_encoder(

@@ -7,7 +7,7 @@ order. Does not: import torch. The engine loop keeps up to `depth` submitted pla
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -146,13 +146,37 @@ class Capacity:
         return None
 
 
+TYPICAL_IMAGE = 768, 1024  # height and width
+
+
+@dataclass(frozen=True, slots=True)
+class VisionPlan:
+    """The memory of a vision tower and of the cache of its embeddings, and what images cost.
+
+    `max_tokens` are those of the largest image in a prompt, and `typical_tokens` those of one of TYPICAL_IMAGE's height
+    and width; None if that cannot be computed, because Pillow is missing.
+    """
+
+    weight_bytes: int
+    cache_tokens: int
+    cache_bytes: int
+    max_tokens: int = 0
+    typical_tokens: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of both."""
+        return self.weight_bytes + self.cache_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The memory that opening would take, computed without loading weights, in bytes and tokens.
 
     `decoder` is as in Capacity, and `decoder_reason` says why it is not the native one. `num_blocks` has one entry per
     cache group. `free_bytes` is available for weights and pool together. `shortfall` says why no useful pool fits; None
-    means that one fits.
+    means that one fits. `vision` is None if the engine takes no images; `vision_note` says why if the model could.
+    `draft` is the plan of the draft model, if one is configured.
     """
 
     device: str
@@ -170,11 +194,21 @@ class MemoryPlan:
     shortfall: str | None = None
     decoder: str = ""
     decoder_reason: str = ""
+    vision: VisionPlan | None = None
+    vision_note: str = ""
+    draft: MemoryPlan | None = None
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of the KV pool."""
         return sum(count * group.block_bytes for count, group in zip(self.num_blocks, self.groups, strict=True))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of everything in the plan."""
+        vision = 0 if self.vision is None else self.vision.total_bytes
+        draft = 0 if self.draft is None else self.draft.total_bytes
+        return self.weight_bytes + self.pool_bytes + vision + draft
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -202,6 +236,10 @@ class MediaExecutor(Protocol):
 
     def drop_media(self, request_ids: Iterable[str]) -> None:
         """Drop the items of requests that ended. Plans that are submitted already may have encoded them."""
+        ...
+
+    def media_report(self) -> Mapping[str, float]:
+        """Return totals since the start, and the state of the cache of embeddings."""
         ...
 
 

@@ -119,6 +119,7 @@ class TorchExecutor:
         host_bytes = machine.usable_memory()[1] // host_ranks
         host_blocks = sizing.host_blocks(host_bytes) if spec.host_bytes else ()
         available = host_bytes - spec.host_bytes if is_host else int(torch.cuda.mem_get_info(self._device)[0])
+        available -= self._media.cache_bytes(spec.max_batch_tokens, decoder.max_model_len)
         return PoolBlocks(sizing.device_blocks(available, is_host), host_blocks)
 
     def allocate(self, blocks: PoolBlocks) -> Capacity:
@@ -254,6 +255,10 @@ class TorchExecutor:
     def drop_media(self, request_ids: Iterable[str]) -> None:
         """Drop the items of requests that ended."""
         self._media.drop(request_ids)
+
+    def media_report(self) -> dict[str, float]:
+        """Return the statistics of media (see MediaRows.report)."""
+        return self._media.report()
 
     def _finish(
         self, logits: Callable[[Tensor], Tensor], inputs: StepInputs, hidden_TE: Tensor, outputs: StepOutputs

@@ -27,6 +27,16 @@ def unique_items(images: Images) -> tuple[MediaItem, ...]:
     return tuple(items.values())
 
 
+def num_tokens_of(items: Sequence[MediaItem], vision: VisionSpec) -> tuple[int, ...]:
+    """Return how many placeholder tokens each item of an image has."""
+    return tuple(vision.num_tokens(item.shape, item.grid, item.size) for item in items)
+
+
+def layout_text(vision: VisionSpec, counts: tuple[int, ...], grid: tuple[int, int, int], token: str) -> str:
+    """Return the text of an image whose items have `counts` placeholder tokens, spelled `token`."""
+    return "".join(part if isinstance(part, str) else token * part for part in vision.layout(counts, grid))
+
+
 def insert_placeholders(prompt: str, vision: VisionSpec, images: Images, piece_of: Callable[[int], str]) -> str:
     """Return a rendered prompt with each image's layout at its place; `piece_of` returns the text of a token.
 
@@ -39,9 +49,7 @@ def insert_placeholders(prompt: str, vision: VisionSpec, images: Images, piece_o
         raise InvalidRequestError(f"{reason}; a text must not spell {place}", "messages")
     parts = [first]
     for items, piece in zip(images, pieces, strict=True):
-        counts = tuple(vision.num_tokens(item.shape, item.grid, item.size) for item in items)
-        parts += [part if isinstance(part, str) else token * part for part in vision.layout(counts, items[0].grid)]
-        parts.append(piece)
+        parts += [layout_text(vision, num_tokens_of(items, vision), items[0].grid, token), piece]
     return "".join(parts)
 
 

@@ -247,6 +247,13 @@ def text_name(name: str) -> str | None:
     return None
 
 
+def num_other_values(files: ModelFiles) -> int:
+    """Return how many values a folder of safetensors has beside those of its text part. Raises ModelFileError."""
+    opened = (SafetensorsFile(path) for path in _weight_files(files))
+    stored = [(name, tensor.shape) for file in opened for name, tensor in file.tensors.items()]
+    return sum(prod(shape) for name, shape in stored if text_name(name) is None and not name.endswith(_BUFFER))
+
+
 class SafetensorsWeights:
     """A WeightSource over a Hugging Face folder, whose matrices may have codes.
 
