@@ -85,18 +85,18 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 7_830,
     ("executors",): 3_400,
-    ("artifacts",): 3_555,
+    ("artifacts",): 3_560,
     ("text",): 2_420,
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 3_650,
     ("simulator",): 3_990,
     ("server",): 11_500,
-    ("cli",): 5_795,
+    ("cli",): 5_809,
     ("bench",): 2_900,
     ("config",): 1_240,
 }
-ALL_CODE_LINES, ALL_FILES = 63_330, 421  # of src
+ALL_CODE_LINES, ALL_FILES = 63_475, 421  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
