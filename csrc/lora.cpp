@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int kTile = 4;  // rows that read a weight together
+constexpr int64_t kAhead = 2048;  // values to fetch ahead
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t WideLanes __attribute__((vector_size(kLanes * 4)));
@@ -34,12 +35,18 @@ INLINE Lanes load(const Bfloat16* from) {
     return lanes;
 }
 
+// Fetch the `bytes` that are read soon: the memory's own prefetching begins anew on each page, and adapters are many.
+INLINE void fetch(const void* from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
+}
+
 // 16 ranks of R rows: even and odd inputs have sums of their own.
 template <typename T, int R>
 INLINE void down_tile(const T* a, int64_t inputs, const float* const* rows, float* const* hidden) {
     Lanes even[R] = {}, odd[R] = {};
     int64_t k = 0;
     for (; k + 1 < inputs; k += 2) {
+        fetch(a + k * kLanes + kAhead, 2 * kLanes * sizeof(T));
         const Lanes first = load(a + k * kLanes), second = load(a + (k + 1) * kLanes);
         for (int r = 0; r < R; ++r) {
             even[r] += first * rows[r][k];
@@ -54,22 +61,29 @@ INLINE void down_tile(const T* a, int64_t inputs, const float* const* rows, floa
     }
 }
 
-// `count` of a panel's 16 outputs, of R rows.
+// Outputs [first, end) of a piece, of R rows; `first` is a panel's.
 template <typename T, int R>
-INLINE void up_tile(const T* b, int64_t rank, const float* const* hidden, float* const* out, int64_t count) {
-    Lanes sum[R] = {};
-    for (int64_t k = 0; k < rank; ++k) {
-        const Lanes weights = load(b + k * kLanes);
-        for (int r = 0; r < R; ++r) sum[r] += weights * hidden[r][k];
-    }
-    for (int r = 0; r < R; ++r) {
-        if (count == kLanes) {
-            const Lanes total = load(out[r]) + sum[r];
-            std::memcpy(out[r], &total, sizeof total);
-        } else {
+INLINE void up_tile(const T* b, int64_t rank, const float* const* hidden, float* const* out, int64_t first,
+                    int64_t end) {
+    b += first * rank;
+    for (int64_t f = first; f < end; f += kLanes, b += rank * kLanes) {
+        Lanes sum[R] = {};
+        for (int64_t k = 0; k < rank; ++k) {
+            __builtin_prefetch(b + k * kLanes + kAhead, 0, 2);
+            const Lanes weights = load(b + k * kLanes);
+            for (int r = 0; r < R; ++r) sum[r] += weights * hidden[r][k];
+        }
+        if (end - f >= kLanes) {
+            for (int r = 0; r < R; ++r) {
+                const Lanes total = load(out[r] + f) + sum[r];
+                std::memcpy(out[r] + f, &total, sizeof total);
+            }
+            continue;
+        }
+        for (int r = 0; r < R; ++r) {
             float values[kLanes];
             std::memcpy(values, &sum[r], sizeof values);
-            for (int64_t f = 0; f < count; ++f) out[r][f] += values[f];
+            for (int64_t i = 0; i < end - f; ++i) out[r][f + i] += values[i];
         }
     }
 }
@@ -82,7 +96,8 @@ struct Tile {
 };
 
 template <typename T>
-INLINE void down(const T* a, int64_t inputs, const Tile& tile) {
+INLINE void down(const void* weights, int64_t offset, int64_t inputs, const Tile& tile) {
+    const T* a = static_cast<const T*>(weights) + offset;
     if (tile.count == 4) return down_tile<T, 4>(a, inputs, tile.from, tile.to);
     if (tile.count == 3) return down_tile<T, 3>(a, inputs, tile.from, tile.to);
     if (tile.count == 2) return down_tile<T, 2>(a, inputs, tile.from, tile.to);
@@ -90,11 +105,12 @@ INLINE void down(const T* a, int64_t inputs, const Tile& tile) {
 }
 
 template <typename T>
-INLINE void up(const T* b, int64_t rank, const Tile& tile, int64_t outputs) {
-    if (tile.count == 4) return up_tile<T, 4>(b, rank, tile.from, tile.to, outputs);
-    if (tile.count == 3) return up_tile<T, 3>(b, rank, tile.from, tile.to, outputs);
-    if (tile.count == 2) return up_tile<T, 2>(b, rank, tile.from, tile.to, outputs);
-    up_tile<T, 1>(b, rank, tile.from, tile.to, outputs);
+INLINE void up(const LoraPiece& piece, const Tile& tile, int64_t first, int64_t end) {
+    const T* b = static_cast<const T*>(piece.b);
+    if (tile.count == 4) return up_tile<T, 4>(b, piece.rank, tile.from, tile.to, first, end);
+    if (tile.count == 3) return up_tile<T, 3>(b, piece.rank, tile.from, tile.to, first, end);
+    if (tile.count == 2) return up_tile<T, 2>(b, piece.rank, tile.from, tile.to, first, end);
+    up_tile<T, 1>(b, piece.rank, tile.from, tile.to, first, end);
 }
 
 INLINE int64_t tiles_of(int64_t rows) { return (rows + kTile - 1) / kTile; }
@@ -107,6 +123,8 @@ INLINE void down_share(const LoraStep& s, int64_t linear, int thread, int thread
     int64_t item = 0;
     for (int64_t g = 0; g < s.num_groups && item < own.end; ++g) {
         const LoraWeight& weight = s.weights[g][linear];
+        if (g + 1 < s.num_groups && s.weights[g + 1][linear].rank > 0)
+            fetch(s.weights[g + 1][linear].a, kAhead * 2);
         const int64_t first = s.group_starts[g], end = s.group_starts[g + 1];
         for (int64_t block = 0; block < weight.rank / kLanes; ++block)
             for (int64_t at = first; at < end; at += kTile, ++item) {
@@ -118,9 +136,9 @@ INLINE void down_share(const LoraStep& s, int64_t linear, int thread, int thread
                 }
                 const int64_t offset = block * weight.inputs * kLanes;
                 if (weight.is_bfloat16 != 0)
-                    down(static_cast<const Bfloat16*>(weight.a) + offset, weight.inputs, tile);
+                    down<Bfloat16>(weight.a, offset, weight.inputs, tile);
                 else
-                    down(static_cast<const float*>(weight.a) + offset, weight.inputs, tile);
+                    down<float>(weight.a, offset, weight.inputs, tile);
             }
     }
 }
@@ -130,22 +148,20 @@ INLINE void up_share(const LoraStep& s, int64_t linear, float* out, int64_t stri
         const LoraWeight& weight = s.weights[g][linear];
         for (int64_t p = 0; weight.rank > 0 && p < weight.num_pieces; ++p) {
             const LoraPiece& piece = weight.pieces[p];
-            const Share own((piece.outputs + kLanes - 1) / kLanes, thread, threads);
-            for (int64_t panel = own.first; panel < own.end; ++panel) {
-                const int64_t left = piece.outputs - panel * kLanes, count = left < kLanes ? left : kLanes;
-                const int64_t offset = panel * piece.rank * kLanes;
-                for (int64_t at = s.group_starts[g]; at < s.group_starts[g + 1]; at += kTile) {
-                    const int64_t rows = s.group_starts[g + 1] - at;
-                    Tile tile{{}, {}, rows < kTile ? rows : kTile};
-                    for (int64_t r = 0; r < tile.count; ++r) {
-                        tile.from[r] = s.hidden + (at + r) * s.max_rank + piece.first_rank;
-                        tile.to[r] = out + s.rows[at + r] * stride + piece.first_output + panel * kLanes;
-                    }
-                    if (weight.is_bfloat16 != 0)
-                        up(static_cast<const Bfloat16*>(piece.b) + offset, piece.rank, tile, count);
-                    else
-                        up(static_cast<const float*>(piece.b) + offset, piece.rank, tile, count);
+            const Share panels((piece.outputs + kLanes - 1) / kLanes, thread, threads);
+            const int64_t first = panels.first * kLanes;
+            const int64_t end = panels.end * kLanes < piece.outputs ? panels.end * kLanes : piece.outputs;
+            for (int64_t at = s.group_starts[g]; at < s.group_starts[g + 1]; at += kTile) {
+                const int64_t rows = s.group_starts[g + 1] - at;
+                Tile tile{{}, {}, rows < kTile ? rows : kTile};
+                for (int64_t r = 0; r < tile.count; ++r) {
+                    tile.from[r] = s.hidden + (at + r) * s.max_rank + piece.first_rank;
+                    tile.to[r] = out + s.rows[at + r] * stride + piece.first_output;
                 }
+                if (weight.is_bfloat16 != 0)
+                    up<Bfloat16>(piece, tile, first, end);
+                else
+                    up<float>(piece, tile, first, end);
             }
         }
     }
