@@ -35,7 +35,7 @@ INLINE Lanes load(const Bfloat16* from) {
     return lanes;
 }
 
-// Fetch the `bytes` that are read soon: the memory's own prefetching begins anew on each page, and adapters are many.
+// Fetch the `bytes` that are read soon: the hardware's own prefetching begins anew on each page.
 INLINE void fetch(const void* from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
 }
@@ -124,7 +124,7 @@ INLINE void down_share(const LoraStep& s, int64_t linear, int thread, int thread
     for (int64_t g = 0; g < s.num_groups && item < own.end; ++g) {
         const LoraWeight& weight = s.weights[g][linear];
         if (g + 1 < s.num_groups && s.weights[g + 1][linear].rank > 0)
-            fetch(s.weights[g + 1][linear].a, kAhead * 2);
+            fetch(s.weights[g + 1][linear].a, 512);
         const int64_t first = s.group_starts[g], end = s.group_starts[g + 1];
         for (int64_t block = 0; block < weight.rank / kLanes; ++block)
             for (int64_t at = first; at < end; at += kTile, ++item) {
