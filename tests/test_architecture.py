@@ -81,9 +81,9 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 4_975,
-    ("engine", "frontend"): 5_720,
+    ("engine", "frontend"): 5_755,
     ("fleet",): 3_300,
-    ("models", "nn", "ops", "sampling"): 7_830,
+    ("models", "nn", "ops", "sampling"): 7_878,
     ("executors",): 3_400,
     ("artifacts",): 3_560,
     ("text",): 2_420,
@@ -92,11 +92,11 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("observe",): 3_650,
     ("simulator",): 3_990,
     ("server",): 11_500,
-    ("cli",): 5_809,
+    ("cli",): 5_816,
     ("bench",): 2_900,
-    ("config",): 1_240,
+    ("config",): 1_247,
 }
-ALL_CODE_LINES, ALL_FILES = 63_475, 421  # of src
+ALL_CODE_LINES, ALL_FILES = 63_685, 423  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

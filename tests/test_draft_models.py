@@ -18,10 +18,14 @@ from octavo.assembly import LLM
 from octavo.config.sources import config_from_keywords
 from octavo.core.request import Request, SamplingParams
 from octavo.errors import ConfigError, OctavoError
+from octavo.observe.metrics.prometheus import SnapshotMetrics
 from octavo.observe.recording import open_recording
 from octavo.observe.recording import replay as replay_recording
 from octavo.text.text_model import TextModel
+from tests.models.encoders import make_tiny_encoder
+from tests.models.vision import FAMILIES, TinyVision
 from tests.reliability.deaths import follow, keeping, until
+from tests.test_images import write_tokenizer
 from tests.tiny_models import make_tiny_model
 
 PROMPTS = ["the cat sat on the mat", "seven sheep", "under the old oak tree another hat waited"]
@@ -72,6 +76,32 @@ def test_a_recording_of_drafts_replays_without_the_model(
     assert report.is_equal and report.num_plans == report.num_equal > 0, report.difference
 
 
+@pytest.mark.parametrize("source", ["ngram", "{}/draft", "ngram+{}/target"])
+def test_a_recording_of_rejection_sampling_replays(folder: Path, tmp_path: Path, plain: list[Any], source: str) -> None:
+    settings = {"speculate": source.format(folder), "speculate_sampling": "rejection", "record": str(tmp_path / "rec")}
+    ids, statistics = answers(folder, **settings)
+    report = replay_recording(open_recording(tmp_path / "rec"))
+    assert ids[0] == plain[0], "greedy requests have the same ids"
+    assert statistics["scheduler"]["num_drafted_tokens"] > 0
+    assert report.is_equal and report.num_plans == report.num_equal > 0, report.difference
+
+
+def test_drafts_are_counted_by_source(folder: Path) -> None:
+    _, statistics = answers(folder, speculate=f"ngram+{folder}/target")
+    totals, sources = statistics["scheduler"], statistics["draft_model"]
+    assert min(sources["drafted_tokens"].values()) > 0 and sources["draft_s"] > 0
+    assert sum(sources["drafted_tokens"].values()) == totals["num_drafted_tokens"]
+    assert sum(sources["accepted_tokens"].values()) == totals["num_accepted_tokens"]
+    assert sources["accepted_tokens"]["model"] > 0
+    assert 0 < totals["num_drafted_rows"] < totals["num_drafted_tokens"]
+    found = [sample for metric in SnapshotMetrics("m", {"engine": statistics}).collect() for sample in metric.samples]
+    by_source = {
+        one.labels["source"]: one.value for one in found if one.name == "octavo_accepted_tokens_by_source_total"
+    }
+    assert by_source == sources["accepted_tokens"]
+    assert "vllm:spec_decode_num_drafts_total" in {one.name for one in found}
+
+
 async def test_row_01_drafts_go_on_after_the_engine_is_killed(folder: Path, plain: list[Any]) -> None:
     values = {"speculate": str(folder / "target"), "dtype": "float32", "max_model_len": 128, "kv_cache_tokens": 1024}
     text = TextModel.load(resolve_model(str(folder / "target")))
@@ -93,6 +123,35 @@ async def test_row_01_drafts_go_on_after_the_engine_is_killed(folder: Path, plai
         assert counted["scheduler"]["num_drafted_tokens"] > 0 and counted["draft_model"]["failure"] is None
 
 
+async def test_row_01_rejection_sampling_goes_on_after_the_engine_is_killed(folder: Path) -> None:
+    """Ids that a reader has are kept. A request with choices begins again, and gets its own ids again."""
+    values = {"speculate": str(folder / "draft"), "speculate_sampling": "rejection", "dtype": "float32"}
+    values |= {"max_model_len": 128, "kv_cache_tokens": 1024}
+    text = TextModel.load(resolve_model(str(folder / "target")))
+    params = replace(SEEDED, max_tokens=100)
+    async with keeping(config_from_keywords(str(folder / "target"), values)) as keeper:
+
+        def make(name: str, n: int) -> Request:
+            ids = array("i", text.tokenizer.encode(PROMPTS[0]))
+            return Request(name, ids, replace(params, n=n), arrival=asyncio.get_running_loop().time())
+
+        async def read(request: Request) -> dict[int, list[int]]:
+            choices: dict[int, list[int]] = {}
+            await keeper.submit(request)
+            async for output in keeper.outputs(request.request_id):
+                assert output.position == len(choices.setdefault(output.choice, []))
+                choices[output.choice] += output.token_ids
+            return choices
+
+        whole = await read(make("whole", 2))
+        reading = [asyncio.create_task(read(make(f"cut-{n}", n))) for n in (1, 2)]
+        await until(lambda: all(entry.has_progress for entry in keeper.requests))
+        os.kill(keeper.processes["engine"], signal.SIGKILL)
+        single, choices = await asyncio.gather(*reading)
+        assert keeper.num_restarts == 1 and len(single[0]) == 100
+        assert choices == whole
+
+
 def test_what_cannot_draft_is_refused_with_the_remedy(folder: Path, tmp_path: Path) -> None:
     other = make_tiny_model("smollm2", tmp_path / "other", seed=3)
     tokenizer = other / "tokenizer.json"
@@ -102,10 +161,37 @@ def test_what_cannot_draft_is_refused_with_the_remedy(folder: Path, tmp_path: Pa
     tokenizer.write_text(json.dumps(content))
     cases = {
         str(other): "its tokenizer differs from that of target: id .* is 'q' in one and 'z' in the other; give a",
-        str(tmp_path / "absent"): "absent",
+        str(tmp_path / "absent"): "speculate is '.*absent': unknown model '.*absent'; there is no such file",
+        "ngram+": "speculate is 'ngram.': unknown model ''; give",
     }
     for name, message in cases.items():
         with pytest.raises(OctavoError, match=message):
             answers(folder, speculate=name)
-    with pytest.raises(ConfigError, match="beside one rank only; give ngram"):
-        answers(folder, speculate=str(folder / "draft"), tensor_parallel_size=2)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"speculate": str(folder / "draft"), "tensor_parallel_size": 2}, "beside one rank only; give ngram"),
+        (
+            {"speculate": "ngram", "speculate_sampling": "rejection", "tensor_parallel_size": 2},
+            "has 2 ranks; give exact",
+        ),
+        (
+            {"speculate_sampling": "rejection"},
+            "speculate_sampling is 'rejection', but there are no drafts; give --spec",
+        ),
+        ({"speculate": "ngram", "speculate_sampling": "always"}, "'always'; give one of exact, rejection"),
+    ]
+    for settings, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            answers(folder, **settings)
+
+
+def test_models_that_do_not_continue_text_are_refused_as_draft_models(folder: Path, tmp_path: Path) -> None:
+    make_tiny_encoder("bert", tmp_path / "bert")
+    vision = TinyVision(FAMILIES["llava"], tmp_path / "llava")
+    write_tokenizer(vision.folder)
+    cases = {
+        "bert": "bert', but an encoder generates nothing; leave it out",
+        "llava": "llava', which takes images, but drafts are of text; give a model of text alone, or ngram",
+    }
+    for name, message in cases.items():
+        with pytest.raises(ConfigError, match=f"speculate is '.*{message}"):
+            answers(folder, speculate=str(tmp_path / name))

@@ -1,19 +1,24 @@
 """Measure what a draft model gains: tokens per second with and without it on three texts, interleaved.
 
     python tools/draft_gain.py --dtype bfloat16 --rounds 3          # the default model drafts for itself in 4 bits
-    python tools/draft_gain.py --random                              # a draft model with random weights: all rejected
+    python tools/draft_gain.py --random --rounds 8                   # a draft model with random weights: all rejected
+    python tools/draft_gain.py --temperature 0.8 --sampling rejection
 
-Prints a line for each text, and one JSON object at the end. Ids with and without drafts must be equal.
+Each round runs every text without and with drafts, in turns, which one is first alternates. Prints a line for each
+text, a line for all with the 95 % interval of the mean ratio, and one JSON object. Exact drafts must change no id.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ TEXTS = {
     "code": 'def merge_sort(items):\n    """Return the items in ascending order."""\n',
     "list": "The planets of the solar system, with their distances from the sun:\n1. Mercury",
 }
+COUNTED = ("num_drafted_tokens", "num_accepted_tokens")
 
 
 def random_model(folder: Path) -> Path:
@@ -56,12 +62,29 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
-def measure(llm: LLM, text: str, num_tokens: int, clock: Callable[[], float]) -> tuple[float, tuple[int, ...]]:
+def measure(llm: LLM, text: str, params: SamplingParams, clock: Callable[[], float]) -> tuple[float, tuple[int, ...]]:
     """Return tokens per second by `clock`, and the ids."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     started_at = clock()
-    answer = llm.generate([text], params)[0].outputs[0]
-    return num_tokens / (clock() - started_at), tuple(answer.token_ids)
+    ids = tuple(llm.generate([text], params)[0].outputs[0].token_ids)
+    return len(ids) / (clock() - started_at), ids
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of ratios and the 95 % interval of it, by the bootstrap (Efron, 1979)."""
+    logs, draw = [math.log(ratio) for ratio in ratios], random.Random(1)
+    means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(2000))
+    return math.exp(statistics.fmean(logs)), math.exp(means[49]), math.exp(means[1950])
+
+
+def compare(engines: tuple[LLM, LLM], text: str, chosen: argparse.Namespace, number: int) -> tuple[float, float]:
+    """Return tokens per second without and with drafts, in round `number`."""
+    clock = time.process_time if chosen.cpu_time else time.perf_counter
+    params = SamplingParams(temperature=chosen.temperature, max_tokens=chosen.tokens, ignore_eos=True, seed=number)
+    order = (0, 1) if number % 2 else (1, 0)
+    found = {index: measure(engines[index], text, params, clock) for index in order}
+    if chosen.sampling == "exact" or not chosen.temperature:
+        assert found[0][1] == found[1][1], f"{text!r}: other ids with drafts"
+    return found[0][0], found[1][0]
 
 
 def main() -> None:
@@ -69,37 +92,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", help="the target's weights")
     parser.add_argument("--speculate", default="smollm2", help="as octavo serve's flag")
+    parser.add_argument("--sampling", default="exact", choices=("exact", "rejection"), help="as --speculate-sampling")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--random", action="store_true", help="draft with random weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--cpu-time", action="store_true", help="seconds of CPU time: on a machine that is not quiet")
     chosen = parser.parse_args()
-    clock = time.process_time if chosen.cpu_time else time.perf_counter
     with tempfile.TemporaryDirectory() as folder:
         source = str(random_model(Path(folder))) if chosen.random else chosen.speculate
         common: Mapping[str, Any] = {"dtype": chosen.dtype, "quantization": "none", "max_model_len": 2048}
-        plain, drafted = LLM("smollm2", **common), LLM("smollm2", speculate=source, **common)
-    report: dict[str, Any] = {"dtype": chosen.dtype, "random": chosen.random}
-    for name, text in TEXTS.items():
-        speeds: list[tuple[float, float]] = []
-        before = drafted.statistics()["scheduler"]
-        for _ in range(chosen.rounds):
-            without, ids = measure(plain, text, chosen.tokens, clock)
-            with_drafts, same = measure(drafted, text, chosen.tokens, clock)
-            assert ids == same, f"{name}: other ids with drafts"
-            speeds.append((without, with_drafts))
-        after = drafted.statistics()["scheduler"]
-        made = {key: after[key] - before[key] for key in ("num_drafted_tokens", "num_accepted_tokens")}
-        share = made["num_accepted_tokens"] / max(1, made["num_drafted_tokens"])
-        ratio = statistics.median(fast / slow for slow, fast in speeds)
-        report[name] = {"plain": [round(a, 1) for a, _ in speeds], "drafted": [round(b, 1) for _, b in speeds]}
-        report[name] |= {"ratio": round(ratio, 3), "accepted": round(share, 3), **made}
-        print(
-            f"{name}: {ratio:.2f} times plain, {share:.0%} of {made['num_drafted_tokens']} drafts accepted, ids equal"
-        )
-    report["pace"] = drafted.statistics()["draft_model"]
-    plain.close()
-    drafted.close()
+        drafted = LLM("smollm2", speculate=source, speculate_sampling=chosen.sampling, **common)
+        engines = LLM("smollm2", **common), drafted
+    for engine in engines:  # first pages and kernels
+        engine.generate(["Warm up"], SamplingParams(max_tokens=16, ignore_eos=True))
+    speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in TEXTS}
+    made = {name: Counter[str]() for name in TEXTS}
+    for number in range(chosen.rounds):
+        for name, text in TEXTS.items():
+            before = drafted.statistics()["scheduler"]
+            speeds[name].append(compare(engines, text, chosen, number))
+            after = drafted.statistics()["scheduler"]
+            made[name] += Counter({key: after[key] - before[key] for key in COUNTED})
+    report: dict[str, Any] = {"settings": vars(chosen), "pace": drafted.statistics()["draft_model"]}
+    for engine in engines:
+        engine.close()
+    ratios = {name: [fast / slow for slow, fast in pairs] for name, pairs in speeds.items()}
+    for name, pairs in speeds.items():
+        drafts, share = made[name][COUNTED[0]], made[name][COUNTED[1]] / max(1, made[name][COUNTED[0]])
+        report[name] = {"plain": [round(a, 1) for a, _ in pairs], "drafted": [round(b, 1) for _, b in pairs]}
+        report[name] |= {"ratio": round(statistics.median(ratios[name]), 3), "accepted": round(share, 3), **made[name]}
+        print(f"{name}: {report[name]['ratio']:.3f} times plain (median), {share:.1%} of {drafts} drafts accepted")
+    mean, low, high = interval([ratio for each in ratios.values() for ratio in each])
+    report["all"] = {"ratio": round(mean, 3), "low": round(low, 3), "high": round(high, 3)}
+    print(f"all: {mean:.3f} times plain, 95 % interval {low:.3f} to {high:.3f}, {chosen.rounds} rounds")
     print(json.dumps(report))
 
 

@@ -35,6 +35,7 @@ from octavo.core.limits import Limits
 from octavo.core.request import Want
 from octavo.core.scheduler import Scheduler
 from octavo.engine.adapters import EngineAdapters
+from octavo.engine.draft_checks import check_draft_model, check_rejection
 from octavo.engine.draft_pace import DraftPace
 from octavo.engine.limits import configured_limits, read_tenant_weights
 from octavo.engine.loop import Clock, EngineLoop
@@ -43,7 +44,7 @@ from octavo.engine.process_side import run_engine_process
 from octavo.engine.warm_up import warm_up
 from octavo.errors import ConfigError
 from octavo.executors import limit_spinning
-from octavo.executors.draft_model import DraftModel
+from octavo.executors.draft_model import DraftModel, RejectionExecutor
 from octavo.executors.pool_use import pool_use
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, Fingerprint, MediaExecutor
 from octavo.executors.ranks.executor import RankedExecutor
@@ -186,6 +187,7 @@ def open_engine(
         prepare_folder(Path(config.recording.record))
     drift = _read_baseline(config)
     files = files or find_files(config)
+    check_rejection(config, files)
     # An OpenMP library keeps a team of threads for each thread that used it. When the teams' threads outnumber the
     # cores, no thread spins, and steps were a fifth slower. The thread that opens the executor therefore ends here.
     with opening(files), ThreadPoolExecutor(1, "octavo-open") as pool:
@@ -195,6 +197,9 @@ def open_engine(
         draft_model = drafting.result()
         executor, device, capacity = opened.result()
         capacity = replace(capacity, fingerprint=_fingerprint(config, capacity, digests))
+    if config.speculation.speculate_sampling == "rejection":
+        assert isinstance(executor, RejectionExecutor), "see check_rejection"
+        executor.verify_by_rejection(None if draft_model is None else draft_model.distribution)
     adapters = _open_adapters(config, executor, capacity)
     sizes = limits(config, capacity, device)
     clock = Clock()
@@ -344,27 +349,11 @@ def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> t
 
 def find_draft_model(config: Config, files: ModelFiles) -> tuple[Config, ModelFiles] | None:
     """Return the settings and files of the draft model, if one is configured. Raises ConfigError, ModelFileError."""
-    speculation, name = config.speculation, config.speculation.draft_model
-    if name is None:
+    speculation, drafts = config.speculation, check_draft_model(config, files)
+    if drafts is None or speculation.draft_model is None:
         return None
-    value = f"speculate is {speculation.speculate!r}"
-    if config.parallel.num_ranks > 1 or config.parallel.tp_invariant:
-        raise ConfigError(f"{value}, but a draft model runs beside one rank only; give ngram, or leave out the ranks")
-    drafts = resolve_model(name, None, config.model.offline)
-    if "scripted" in (files.kind, drafts.kind):
-        raise ConfigError(f"{value}, but a scripted model neither drafts nor has a draft model; give ngram")
-    own, spec = read_model_spec(files), read_model_spec(drafts)
-    if own.encoder is not None or spec.encoder is not None:
-        raise ConfigError(f"{value}, but an encoder generates nothing; leave it out")
-    if tokenizer_fingerprint(files) != tokenizer_fingerprint(drafts):
-        difference = Tokenizer.from_files(files).describe_difference(Tokenizer.from_files(drafts))
-        if difference is not None:
-            raise ConfigError(
-                f"{value}, and its tokenizer differs from that of {files.name}: {difference}; "
-                "give a smaller model of the same family, or ngram"
-            )
     execution = replace(config.execution, decoder="auto", attention="auto", numerics="auto")
-    wanted = speculation.speculate_quantization
+    name, wanted = speculation.draft_model, speculation.speculate_quantization
     model = replace(config.model, model=name, revision=None, quantization=wanted, dtype="auto", imatrix=None)
     return replace(config, model=model, execution=execution), drafts
 
@@ -391,7 +380,11 @@ def _open_draft_model(config: Config, files: ModelFiles) -> DraftModel | None:
     executor, device = create_executor(settings, drafts, spec, True)
     sizes, vocab_size = draft_sizes(settings, spec, device), read_model_spec(files).vocab_size
     has_ngrams = config.speculation.has_ngrams
-    return DraftModel(executor, executor.open(sizes), DraftPace(), vocab_size, sizes.max_batch_tokens, has_ngrams)
+    capacity, chunk = executor.open(sizes), sizes.max_batch_tokens
+    draft_model = DraftModel(executor, capacity, DraftPace(), vocab_size, chunk, has_ngrams)
+    if config.speculation.speculate_sampling == "rejection":
+        draft_model.draw_for_rejection()
+    return draft_model
 
 
 def create_ranked(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[RankedExecutor, str]:

@@ -28,7 +28,7 @@ class Machine:
 
     def step(self, num_behind: int = 0, num_left: int = 1000) -> None:
         rows = [DraftRow(REQUEST, slot, 0, array("i"), 7, num_left) for slot in range(self.num_rows)]
-        length = self.pace.length(rows, num_behind)
+        length = self.pace.length(rows, lambda: num_behind)
         self.lengths.append(length)
         counts = []
         for _ in rows:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
@@ -33,7 +35,7 @@ class Steady:
         self.wanted = length
         self.passes: list[int] = []  # tokens of each
 
-    def length(self, rows: Sequence[DraftRow], num_behind: int) -> int:
+    def length(self, rows: Sequence[DraftRow], count_behind: Callable[[], int]) -> int:
         return self.wanted
 
     def drafted(self, num_rows: int, passes: list[tuple[int, float]]) -> None:
@@ -71,7 +73,7 @@ class Models:
     def run(
         self,
         model: DraftModel | None,
-        params: SamplingParams,
+        params: SamplingParams | Sequence[SamplingParams],
         prompts: Sequence[Sequence[int]] = PROMPTS,
         *,
         depth: int = 1,
@@ -81,7 +83,7 @@ class Models:
         """Serve the prompts together, with drafts if there is a model."""
         drafting = {"max_draft_tokens": 6, "max_draft_rows": 8, "has_draft_model": True} if model else {}
         made = limits_of(self.capacity, **drafting, **limits)
-        requests = requests_of(prompts, [params] * len(prompts))
+        requests = requests_of(prompts, [params] * len(prompts) if isinstance(params, SamplingParams) else params)
         schedulers: list[Scheduler] = []
 
         def watch(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -169,6 +171,27 @@ def test_P07_earlier_text_and_a_model_together(models: Models) -> None:
     both, totals = models.run(model, GREEDY, prompts)
     assert_equal(plain.token_ids, both)
     assert totals.num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("seed", [1, 2], ids=["same weights", "other weights"])
+def test_P07_answers_with_rejection_sampling_have_the_distribution_of_plain_ones(models: Models, seed: int) -> None:
+    """Three ids after the first, of four each: a chi-square test of two samples. Both have seeds of their own."""
+    count, few = 1200, (20, 21, 22, 23)
+    params = SamplingParams(temperature=1.5, allowed_token_ids=few, max_tokens=4, ignore_eos=True)
+    prompts = [PROMPTS[0]] * count
+    plain, _ = models.run(None, [replace(params, seed=number) for number in range(count)], prompts)
+    model = models.draft_model(seed, length=3)
+    model.draw_for_rejection()
+    models.executor.verify_by_rejection(model.distribution)
+    try:
+        drafted, totals = models.run(model, [replace(params, seed=count + number) for number in range(count)], prompts)
+    finally:
+        models.executor._sampler.rejection = None
+    assert totals.num_accepted_tokens > (0.98 if seed == 1 else 0.5) * totals.num_drafted_tokens > 1000
+    ours, theirs = (Counter(tuple(ids[1:]) for ids in run.token_ids) for run in (drafted, plain))
+    cells = ours.keys() | theirs.keys()
+    statistic = sum((ours[cell] - theirs[cell]) ** 2 / (ours[cell] + theirs[cell]) for cell in cells)
+    assert torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)) > 1e-3
 
 
 def test_a_draft_model_that_fails_is_switched_off(models: Models) -> None:

@@ -249,6 +249,7 @@ class Figures:
             "server": self._server(answer["status"], answer.get("trouble")),
             "pool": {name: scheduler.get(key, 0) for name, key in _POOL.items()},
             "requests": {**_requests(scheduler), "images": statistics.get("media", {}).get("num_encoded", 0)},
+            "draft_model": statistics.get("draft_model"),
             "rates": self._rates(recent),
             "steps": self._steps(recent),
             "latency": {name: values for name, values in latency if name.endswith("_s") and values.get("count")},

@@ -109,7 +109,8 @@ class Keyboard:
 
 def screen(figures: Values, view: View, width: int, height: int) -> RenderableType:
     """Return the whole screen; a live view is truncated to `height` lines."""
-    lines = [_requests_line(figures["requests"]), _steps_line(figures), _latency_line(figures["latency"])]
+    requests = _requests_line(figures["requests"], figures["draft_model"])
+    lines = [requests, _steps_line(figures), _latency_line(figures["latency"])]
     text = [part for line in lines for part in wrap(line, width, subsequent_indent=" " * 11)]
     bars, num_bar_lines = _bars(figures, width)
     parts: list[RenderableType] = [_headline(figures["server"], view), bars, Text("\n".join(text))]
@@ -195,7 +196,14 @@ def _trends(figures: Values, width: int) -> list[Text]:
     ]
 
 
-def _requests_line(requests: Values) -> str:
+def _by_source(draft_model: Values) -> str:
+    """Return the share of accepted drafts of each source, and whether the draft model is paused."""
+    shares = zip(draft_model["drafted_tokens"].items(), draft_model["accepted_tokens"].values(), strict=True)
+    parts = [f"{source} {100 * accepted / drafted:.0f}%" for (source, drafted), accepted in shares if drafted]
+    return f" ({', '.join(parts)}{'' if draft_model['is_drafting'] else ', draft model paused'})"
+
+
+def _requests_line(requests: Values, draft_model: Values | None) -> str:
     reasons = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in requests["waiting_by_reason"].items())
     ended = ", ".join(f"{count:,} {name}" for name, count in requests["finished"].items()) or "none"
     line = f"requests   {requests['running']:,} running, {requests['waiting']:,} waiting"
@@ -206,6 +214,7 @@ def _requests_line(requests: Values) -> str:
         line += f", cache hits {100 * requests['hit_share']:.0f}%"
     if requests["drafted_tokens"]:
         line += f", drafts accepted {100 * requests['accepted_tokens'] / requests['drafted_tokens']:.0f}%"
+        line += _by_source(draft_model) if draft_model else ""
     if requests["images"]:
         line += f", images encoded {requests['images']:,.0f}"
     if requests["failed_steps"]:

@@ -329,6 +329,14 @@ class SpeculationConfig:
         "--speculate-quantization",
         choices=QUANTIZATIONS,
     )
+    speculate_sampling: str = option(
+        "exact",
+        "how a draft of a sampled token is verified: exact accepts the token that would be drawn without drafts, so "
+        "answers are the same; rejection accepts more, and answers have the same probabilities but also depend on the "
+        "drafts, so the same seed may give another answer",
+        "--speculate-sampling",
+        choices=("exact", "rejection"),
+    )
     speculate_max_tokens: int = option(
         7, "maximum draft tokens of one sequence in a step", "--speculate-max-tokens", within=(1, 64)
     )

@@ -92,6 +92,7 @@ class StepCommit:
         totals.num_steps += 1
         totals.num_computed_tokens += flight.plan.num_query_tokens
         totals.num_output_tokens += len(self.token_ids)
+        totals.num_drafted_rows += len(flight.plan.num_drafts) - flight.plan.num_drafts.count(0)
         totals.num_drafted_tokens += len(flight.plan.draft_token_ids)
 
     def close(self) -> Events:

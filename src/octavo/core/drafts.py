@@ -2,7 +2,7 @@
 
 Owns: the choice of drafts for granted rows (prompt lookup, or those of a DraftSource), and the result of a row with
 drafts. Does not: run a draft model, sample, or accept drafts.
-The executor accepts a draft if plain sampling draws the same token at that position (P02).
+The executor accepts a draft if plain sampling draws the same token at that position (P02), or by rejection sampling.
 Invariants: drafts use only the plan's spare tokens, reads and blocks; the headroom and one block for each running
 sequence stay free. No request is preempted for drafts. num_scheduled and num_known do not count draft positions; until
 the commit a block table covers num_scheduled + num_drafts positions.
@@ -47,7 +47,7 @@ class Drafter:
             return found
         rest = [index for index, ids in enumerate(found) if not ids and rows[index][1] > 0]
         wanted = [_draft_row(*rows[index]) for index in rest]
-        for index, ids in zip(rest, self._source.propose(wanted) if wanted else (), strict=True):
+        for index, ids in zip(rest, self._source.propose(wanted), strict=True):
             found[index] = ids
         return found
 

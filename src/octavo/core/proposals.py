@@ -1,6 +1,7 @@
 """The interface between the scheduler and a source of drafts outside the core, such as a draft model.
 
-Owns: what a source sees of a row, and the protocol. Does not: choose rows or verify drafts (drafts).
+Owns: what a source sees of a row, the protocol, and which requests' drafts may be verified by rejection sampling.
+Does not: choose rows or verify drafts (drafts).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple, Protocol
 
-from octavo.core.request import Request
+from octavo.core.request import Request, SamplingParams
 
 
 class DraftRow(NamedTuple):
@@ -33,5 +34,14 @@ class DraftSource(Protocol):
     knows_lengths: bool  # it also proposes for requests of which only lengths are known
 
     def propose(self, rows: list[DraftRow]) -> list[array[int]]:
-        """Return up to `most` ids for each row, possibly none."""
+        """Return up to `most` ids for each row, possibly none. Called for each plan with drafts, maybe without rows."""
         ...
+
+
+def may_reject(params: SamplingParams) -> bool:
+    """Return True if a request's drafts may be verified by rejection sampling, where that is configured.
+
+    A greedy request has nothing to gain. After the death of an engine a request with several sequences begins at its
+    first token, so its ids must be a function of its seed.
+    """
+    return params.temperature > 0 and params.num_sequences == 1

@@ -65,6 +65,7 @@ class Totals:
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_drafted_rows: int = 0  # rows with drafts that were verified
     num_drafted_tokens: int = 0  # drafts that were verified
     num_accepted_tokens: int = 0  # verified drafts that became output tokens
     num_preemptions: int = 0  # preemptions for lack of room

@@ -9,20 +9,22 @@ only in short trials, whose loss stays below LOSS_SHARE of the time of all steps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult
 from octavo.core.proposals import DraftRow
 
 FIRST_ACCEPTANCE = 0.7
 MIN_GAIN = 1.03
-LOSS_SHARE = 0.015
-FIRST_LOSS = 16.0  # plain steps that the first trial may lose
+LOSS_SHARE = 0.01
+FIRST_LOSS = 8.0  # plain steps that the first trial may lose
+FIRST_PASS = 0.5  # of a plain step: a drafting pass before one was measured
 TRIAL_STEPS = 4
 TRIAL_LENGTH = 2
 REMEASURE = 64  # steps with drafts until a plain step is measured again
 LEARNING = 0.2  # weight of the latest time
-LEARNING_ACCEPTANCE = 0.05  # weight of the latest draft
+LEARNING_ACCEPTANCE = 0.05  # weight of the latest draft, after the first ones
+FIRST_DRAFTS = 2  # drafts that FIRST_ACCEPTANCE counts for
 MIN_PREFILL = 16  # tokens of a pass whose time counts as a prompt's
 
 
@@ -33,6 +35,8 @@ class DraftPace:
         self.acceptance = FIRST_ACCEPTANCE
         self.num_drafting_steps = 0
         self.num_plain_steps = 0
+        self.draft_s = 0.0  # of all passes
+        self._num_outcomes = 0  # drafts from which the acceptance was learned
         self._plain_s: dict[int, float] = {}
         self._pass_s: dict[int, float] = {}
         self._verify_s: dict[int, float] = {}  # of one draft
@@ -44,8 +48,8 @@ class DraftPace:
         self._total_s = 0.0
         self._gain = 0.0
 
-    def length(self, rows: Sequence[DraftRow], num_behind: int) -> int:
-        """Return the most drafts of each row now; `num_behind` ids must be computed first."""
+    def length(self, rows: Sequence[DraftRow], count_behind: Callable[[], int]) -> int:
+        """Return the most drafts of each row now; `count_behind` returns how many ids must be computed first."""
         size = len(rows)
         plain_s = _nearest(self._plain_s, size)
         if not plain_s or self._since_plain >= REMEASURE:
@@ -53,7 +57,7 @@ class DraftPace:
             return 0  # measures a plain step
         most = max(row.most for row in rows)
         pass_s = _nearest(self._pass_s, size)
-        behind_s = num_behind * (plain_s / MIN_PREFILL if self._prefill_s is None else self._prefill_s)
+        prefill_s = plain_s / MIN_PREFILL if self._prefill_s is None else self._prefill_s
         if pass_s is not None:
             draft_s = pass_s + size * (_nearest(self._verify_s, size) or 0.0)
             gains = [self._tokens(k) * plain_s / (plain_s + k * draft_s) for k in range(1, most + 1)]
@@ -61,10 +65,11 @@ class DraftPace:
             if self._gain >= MIN_GAIN:
                 self._trial_left = 0
                 saved_s = sum(row.num_left for row in rows) / size * plain_s * (1 - 1 / self._gain)
-                return 1 + gains.index(self._gain) if behind_s < saved_s else 0
+                return 1 + gains.index(self._gain) if count_behind() * prefill_s < saved_s else 0
         if not self._trial_left:
-            cost_s = behind_s + TRIAL_STEPS * TRIAL_LENGTH * (pass_s or plain_s)
-            if self._lost_s + cost_s > FIRST_LOSS * plain_s + LOSS_SHARE * self._total_s:
+            left_s = FIRST_LOSS * plain_s + LOSS_SHARE * self._total_s - self._lost_s
+            left_s -= TRIAL_STEPS * TRIAL_LENGTH * (pass_s or FIRST_PASS * plain_s)
+            if left_s < 0 or count_behind() * prefill_s > left_s:
                 return 0
             self._trial_left = TRIAL_STEPS
         self._trial_left -= 1
@@ -78,6 +83,7 @@ class DraftPace:
         """Learn the times of passes of the draft model: tokens and seconds of each."""
         for tokens, seconds in passes:
             self._spent_s += seconds
+            self.draft_s += seconds
             if tokens <= 2 * num_rows:
                 _learn(self._pass_s, num_rows, seconds)
             elif tokens >= MIN_PREFILL:
@@ -115,7 +121,9 @@ class DraftPace:
             if plan.slots[row] in slots and plan.num_drafts[row] and count:
                 outcomes = [1.0] * (count - 1) + [0.0] * (count <= plan.num_drafts[row])
                 for outcome in outcomes:
-                    self.acceptance += LEARNING_ACCEPTANCE * (outcome - self.acceptance)
+                    self._num_outcomes += 1
+                    weight = max(LEARNING_ACCEPTANCE, 1 / (FIRST_DRAFTS + self._num_outcomes))
+                    self.acceptance += weight * (outcome - self.acceptance)
         return sum(counts)
 
     def report(self) -> dict[str, object]:
@@ -126,6 +134,7 @@ class DraftPace:
             "is_drafting": self._gain >= MIN_GAIN,
             "num_drafting_steps": self.num_drafting_steps,
             "num_plain_steps": self.num_plain_steps,
+            "draft_s": self.draft_s,
             "draft_pass_s": dict(sorted(self._pass_s.items())),
             "plain_step_s": dict(sorted(self._plain_s.items())),
         }

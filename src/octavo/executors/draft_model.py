@@ -5,7 +5,8 @@ Does not: verify drafts (the target does), decide when drafts pay (engine.draft_
 A lane follows its sequence by position: ids that differ from its own are overwritten, and positions from there on are
 computed again. So rejected drafts, preemption and resumed requests need no message. A new sequence gets the lane that
 shares the longest prefix with it. Drafts are drawn with the request's own parameters, seed and positions, so that the
-two models' draws agree whenever their distributions nearly do.
+two models' draws agree whenever their distributions nearly do. For rejection sampling they are drawn with another seed,
+and the distributions of the latest drafts are kept until the next ones.
 """
 
 from __future__ import annotations
@@ -13,26 +14,33 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from octavo.core.plan import ROW_SAMPLE, Events, NewSequence, StepFailure, StepPlan, StepResult
-from octavo.core.proposals import DraftRow
+from octavo.core.proposals import DraftRow, may_reject
 from octavo.core.request import Request
-from octavo.executors.protocol import Capacity, Executor
+from octavo.executors.protocol import Capacity, Executor, Ticket
+
+if TYPE_CHECKING:  # an engine without a draft model loads this module before torch
+    from torch import Tensor
+
+    from octavo.sampling.rejection import FindDistribution
 
 _LOG = logging.getLogger(__name__)
+DRAFT_SEED = 0x5851F42D4C957F2D  # makes the seed of draws that rejection sampling verifies
+SOURCES = ("model", "ngram")
 SHARED = 16  # ids of a common prefix for which a lane is preferred to the one that was unused for longest
 
 
 class Pace(Protocol):
     """Decides how many drafts to make (engine.draft_pace.DraftPace)."""
 
-    def length(self, rows: Sequence[DraftRow], num_behind: int) -> int:
-        """Return the most drafts of each row now; `num_behind` ids must be computed first."""
+    def length(self, rows: Sequence[DraftRow], count_behind: Callable[[], int]) -> int:
+        """Return the most drafts of each row now; `count_behind` returns how many ids must be computed first."""
         ...
 
     def drafted(self, num_rows: int, passes: list[tuple[int, float]]) -> None:
@@ -45,6 +53,23 @@ class Pace(Protocol):
 
     def report(self) -> dict[str, object]:
         """Return what was learned, for statistics."""
+        ...
+
+
+@runtime_checkable
+class RejectionExecutor(Protocol):
+    """What an executor has that makes or verifies drafts by rejection sampling."""
+
+    def verify_by_rejection(self, find_distribution: FindDistribution | None) -> None:
+        """Verify drafts by rejection sampling from now on; without `find_distribution`, no model drew them."""
+        ...
+
+    def keep_distributions(self, num_ids: int) -> None:
+        """Draw only ids below `num_ids` from now on, and keep the distributions that they are drawn from."""
+        ...
+
+    def distributions(self, ticket: Ticket) -> list[Tensor]:
+        """Return the distributions that a collected step's ids were drawn from, one row for each sampling row."""
         ...
 
 
@@ -96,26 +121,40 @@ class DraftModel:
         self._free = list(range(min(capacity.num_blocks)))
         self._next = StepPlan(0, 0.0)
         self._clock = 0
-        self._slots: frozenset[int] = frozenset()  # of the target, with drafts in the latest plan
+        self._slots: set[int] = set()  # of the target, with drafts in a plan in flight
+        self._num_drafted = dict.fromkeys(SOURCES, 0)
+        self._num_accepted = dict.fromkeys(SOURCES, 0)
         self._failure: str | None = None
+        self._rejection: RejectionExecutor | None = None  # the executor, if drafts are for rejection sampling
+        self._probs: list[Tensor] = []  # distributions of the latest pass
+        self._drawn_from: dict[int, tuple[int, list[Tensor]]] = {}  # slot of the target -> first position, and from it
+
+    def draw_for_rejection(self) -> None:
+        """Draw drafts that rejection sampling verifies."""
+        assert isinstance(self._executor, RejectionExecutor), "an executor that keeps distributions"
+        self._rejection = self._executor
+        self._rejection.keep_distributions(self._vocab_size)
+
+    def distribution(self, slot: int, position: int) -> Tensor | None:
+        """Return the distribution of the latest draft for this slot of the target at this position; None if unknown."""
+        first, drawn_from = self._drawn_from.get(slot, (0, []))
+        return drawn_from[position - first] if 0 <= position - first < len(drawn_from) else None
 
     def propose(self, rows: list[DraftRow]) -> list[array[int]]:
         """Return drafts for each row, or none if they do not pay or the draft model has failed."""
         found = [array("i") for _ in rows]
-        self._slots = frozenset()
-        if self._failure is not None or len(rows) > len(self._lanes):
+        self._drawn_from = {}
+        if not rows or self._failure is not None or len(rows) > len(self._lanes):
             return found
-        lanes = self._choose_lanes(rows)
-        behind = [len(row.token_ids) - self._num_reused(lane, row) - 1 for lane, row in zip(lanes, rows, strict=True)]
-        length = self._pace.length(rows, sum(behind))
+        length = self._pace.length(rows, lambda: self._num_behind(rows))
         if length:
             try:
-                self._draft(rows, lanes, length, found)
+                self._draft(rows, self._choose_lanes(rows), length, found)
             except (MemoryError, RuntimeError) as error:  # generation goes on without drafts
                 self._failure = f"{type(error).__name__}: {error}"
                 _LOG.exception("the draft model failed and is switched off")
                 return [array("i") for _ in rows]
-            self._slots = frozenset(row.slot for row, ids in zip(rows, found, strict=True) if ids)
+            self._slots |= {row.slot for row, ids in zip(rows, found, strict=True) if ids}
         return found
 
     # --- the sink of the loop's events ----------------------------------------------------------------
@@ -127,19 +166,36 @@ class DraftModel:
         """Do nothing."""
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Learn from a step of the target."""
+        """Learn from a step of the target, and count its drafts."""
+        own = frozenset(self._slots.intersection(plan.slots))
+        self._slots -= own
         if isinstance(outcome, StepResult):
-            self._pace.stepped(plan, outcome, self._slots)
+            self._pace.stepped(plan, outcome, own)
+            if plan.num_drafts:
+                self._count(plan, outcome, own)
+
+    def _count(self, plan: StepPlan, result: StepResult, own: frozenset[int]) -> None:
+        sampling = _sampling(plan)
+        for row, count in zip(sampling, result.num_token_ids or [1] * len(sampling), strict=True):
+            source = SOURCES[plan.slots[row] not in own]
+            self._num_drafted[source] += plan.num_drafts[row]
+            self._num_accepted[source] += max(0, count - 1)
 
     def report(self) -> dict[str, object]:
-        """Return what the pace learned, and why the draft model is off if it failed."""
-        return {**self._pace.report(), "failure": self._failure}
+        """Return what the pace learned, the drafts by source, and why the draft model is off if it failed."""
+        counts = {"drafted_tokens": dict(self._num_drafted), "accepted_tokens": dict(self._num_accepted)}
+        return {**self._pace.report(), **counts, "failure": self._failure}
 
     def close(self) -> None:
         """Close the executor. Idempotent."""
         self._executor.close()
 
     # --- lanes ----------------------------------------------------------------------------------------
+
+    def _num_behind(self, rows: list[DraftRow]) -> int:
+        """Return how many ids the rows' lanes lack, beside the last id of each."""
+        lanes = self._choose_lanes(rows)
+        return sum(len(row.token_ids) - self._num_reused(lane, row) - 1 for lane, row in zip(lanes, rows, strict=True))
 
     def _choose_lanes(self, rows: list[DraftRow]) -> list[_Lane]:
         """Return each row's lane; a row without one gets that with the longest common prefix, or the least used."""
@@ -167,6 +223,9 @@ class DraftModel:
         ids, size = row.token_ids, min(len(lane.ids), len(row.token_ids))
         return next((at for at in range(min(lane.num_committed, size), size) if lane.ids[at] != ids[at]), size)
 
+    def _is_rejected(self, row: DraftRow) -> bool:
+        return self._rejection is not None and may_reject(row.request.params)
+
     def _follow(self, lane: _Lane, row: DraftRow) -> None:
         """Give the lane the row's known ids; the next plan has the changes."""
         ids, first = row.token_ids, self._first_difference(lane, row)
@@ -181,7 +240,8 @@ class DraftModel:
             lane.request, lane.choice, lane.ids = row.request, row.choice, ids[:]
             params = row.request.params
             # the target returns the log-probabilities, and obeys the grammar
-            params = replace(params, logprobs=None, prompt_logprobs=None, grammar="", n=1, best_of=None)
+            seed = (params.seed or 0) ^ DRAFT_SEED if self._is_rejected(row) else params.seed
+            params = replace(params, logprobs=None, prompt_logprobs=None, grammar="", n=1, best_of=None, seed=seed)
             name, ends = row.request.request_id, row.request.eos_token_ids
             num_prompt = row.request.num_prompt_tokens
             self._next.new_sequences += (NewSequence(lane.slot, name, row.choice, num_prompt, ids[:], params, ends),)
@@ -231,12 +291,14 @@ class DraftModel:
         sampled = self._run(passes)
         while active:
             more = []
-            for index, token in zip(active, sampled, strict=True):
+            for at, (index, token) in enumerate(zip(active, sampled, strict=True)):
                 lane, row = lanes[index], rows[index]
                 if token is None or token >= self._vocab_size:
                     continue
                 found[index].append(token)
                 lane.ids.append(token)
+                if self._is_rejected(row):
+                    self._drawn_from.setdefault(row.slot, (len(row.token_ids), []))[1].append(self._probs[at])
                 if len(found[index]) < min(length, row.most):
                     more.append(index)
                     _add(self._next, lane, 1, ROW_SAMPLE)
@@ -250,8 +312,11 @@ class DraftModel:
         if plan.is_empty:
             return []
         plan.num_query_tokens, started_at = sum(plan.counts), time.perf_counter()
-        result = self._executor.collect(self._executor.submit(plan))
+        ticket = self._executor.submit(plan)
+        result = self._executor.collect(ticket)
         passes.append((plan.num_query_tokens, time.perf_counter() - started_at))
+        if self._rejection is not None and result.token_ids:
+            self._probs = self._rejection.distributions(ticket)
         bad = {row for row, _ in (*result.errors, *result.dead_ends)}
         ids = iter(result.token_ids or ())
         return [next(ids) if row not in bad else (next(ids), None)[1] for row in _sampling(plan)]

@@ -125,7 +125,6 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
     last_token_N = first_token_N + counts_N - 1
     if has_forks:
         last_token_N = last_token_N[_source_rows(counts_N, flags_N)]
-
     position_T = starts_N[of_T]
     if not is_plain:
         position_T += np.arange(first_A1[-1]) - first_token_N[of_T]
@@ -134,7 +133,8 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
     contexts_A = ends_N[order_A]
     wanted = int(np.bitwise_or.reduce(flags_N))  # flags that at least one row has
     sample_rows, remaining_R, drafts = _sampled(plan, (flags_N & ROW_SAMPLE).nonzero()[0])
-    sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - remaining_R)
+    expected_R = None if drafts is None else drafts.expected_R
+    sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - remaining_R, expected_R)
     token_index_T, positions_T, row_start_A1, context_len_A, last_R, target_R, *paged = upload(
         slots.ids_SW.device,
         slot_T * width + position_T,

@@ -45,9 +45,10 @@ from octavo.nn.parallel import Parallel
 from octavo.ops.attention import AttentionBackend, KVPool, LayerAttention, ReferenceAttention
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
-from octavo.sampling.columns import SamplingRows, upload
+from octavo.sampling.columns import upload
 from octavo.sampling.processors import TokenMasks
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.rejection import FindDistribution, Rejection
+from octavo.sampling.sampler import Sampled, Sampler
 
 
 def fastest_attention(pool: KVPool, layers: Sequence[LayerAttention]) -> AttentionBackend:
@@ -296,14 +297,13 @@ class TorchExecutor:
         beams, rows = inputs.beams, inputs.sampling
         others = np.delete(np.arange(len(inputs.sample_rows)), beams)
         beams_B, others_R = upload(self._device, beams, others)
-        beam_rows = SamplingRows(rows.slots[beams], rows.positions[beams])
+        beam_rows = rows.take(beams)
         counts = self._sampler.columns.num_candidates[beam_rows.slots]
         ids_BC, logprobs_BC = self._sampler.candidates(logits_RV.index_select(0, beams_B), beam_rows)
         outputs.candidates = Candidates(beams, counts, ids_BC, logprobs_BC)
         if len(others):
-            rest = SamplingRows(rows.slots[others], rows.positions[others])
             masks = None if masks is None else masks.among(others)
-            sampled = self._sampler.sample(logits_RV.index_select(0, others_R), rest, masks)
+            sampled = self._sampler.sample(logits_RV.index_select(0, others_R), rows.take(others), masks)
             targets_R = inputs.sample_target_R.index_select(0, others_R)
             self._slots.flat_ids.index_copy_(0, targets_R, sampled.ids_R.int())
             outputs.sampled, outputs.sampled_rows = sampled, others
@@ -343,6 +343,21 @@ class TorchExecutor:
             raise
         result.timings = clock.timings
         return result
+
+    def verify_by_rejection(self, find_distribution: FindDistribution | None) -> None:
+        """Verify drafts by rejection sampling from now on; without `find_distribution`, no model drew them."""
+        self._sampler.rejection = Rejection(find_distribution)
+
+    def keep_distributions(self, num_ids: int) -> None:
+        """Draw only ids below `num_ids` from now on, and keep the distributions that they are drawn from."""
+        self._sampler.num_proposed = num_ids
+
+    def distributions(self, ticket: Ticket) -> list[Tensor]:
+        """Return the distributions that a collected step's ids were drawn from, one row for each sampling row."""
+        assert isinstance(ticket, tuple), "a ticket comes from submit"
+        sampled: Sampled | None = ticket[0].sampled
+        assert sampled is not None and sampled.probs_RV is not None, "see keep_distributions"
+        return list(sampled.probs_RV)
 
     def load_adapter(self, adapter_id: int, path: str, max_rank: int) -> None:
         """Load an adapter, between steps; sequences name it by its id. Raises ModelFileError, EngineError."""

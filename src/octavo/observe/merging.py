@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_GREATEST = {"p50", "p90", "p99", "max", "median_s", "max_step_tokens", "ratio", "wasted_share"}
+_GREATEST = {
+    "p50", "p90", "p99", "max", "median_s", "max_step_tokens", "ratio", "wasted_share", "acceptance", "expected_gain",
+}  # fmt: skip
 _COUNTS = ("resumed_requests", "moved_requests", "inexact_requests")  # of a supervisor's report
 
 

@@ -27,10 +27,18 @@ NO_IDS: Ints = np.zeros(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class SamplingRows:
-    """The rows of one step that sample: their slots, and the index of each sampled token in its sequence."""
+    """The rows of one step that sample: their slots, and the index of each sampled token in its sequence.
+
+    `drafts` has each row's draft of the sampled token, or -1; None if no row has one.
+    """
 
     slots: Ints
     positions: Ints
+    drafts: Ints | None = None
+
+    def take(self, rows: Ints) -> SamplingRows:
+        """Return some of the rows."""
+        return SamplingRows(self.slots[rows], self.positions[rows], None if self.drafts is None else self.drafts[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ class SamplingColumns:
         self.prompt_logprobs: Ints = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
         self.num_candidates: Ints = np.zeros(num_slots, dtype=np.int64)  # candidates that a beam's row must return
         self.has_grammar: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # its rows sample only with a mask
+        self.may_reject: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # see core.proposals
         self.wants_more: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # more than an id from unedited logits
 
     def put(self, slot: int, params: SamplingParams, ids: SequenceIds, has_edits: bool, has_rare_draw: bool) -> None:

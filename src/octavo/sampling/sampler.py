@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import TokenLogprobs
+from octavo.core.proposals import may_reject
 from octavo.core.request import SamplingParams
 from octavo.ops import sample_kernel
 from octavo.ops.sample_kernel import SampleColumns, SampleKernel
 from octavo.sampling.columns import NO_IDS, NO_LOGPROBS, Ints, SamplingColumns, SamplingRows, SequenceIds, upload
 from octavo.sampling.mirostat import Mirostat
 from octavo.sampling.processors import LogitsProcessors, TokenMasks
-from octavo.sampling.selection import SelectionColumns, draw, is_rare, sorted_candidates
+from octavo.sampling.rejection import Rejection
+from octavo.sampling.selection import SelectionColumns, distribution, draw, is_rare, sorted_candidates
 
 _RANKED_TOGETHER = 1 << 18  # logits per pass; their sum as int64 takes 2 MiB
 
@@ -95,20 +97,26 @@ class Sampled:
     """The result of a step: ids of all rows; each row's best raw logit; log-probabilities of some rows.
 
     A row whose best logit is not finite is unusable: -inf means that every id is banned; any other value means that the
-    model's logits were not finite.
+    model's logits were not finite. `probs_RV`: the distributions that the ids were drawn from, if they are kept.
     """
 
     ids_R: Tensor
     best_R: Tensor
     logprob_rows: Ints
     logprobs: SampledLogprobs | None
+    probs_RV: Tensor | None = None
 
 
 class Sampler:
     """Samples a step's rows with the parameters of their slots: by the C++ kernel on CPUs, else by its torch twin.
 
-    `ids_SW` is the executor's buffer of known ids, one row per slot.
+    `ids_SW` is the executor's buffer of known ids, one row per slot. With `rejection`, drafts are verified by
+    rejection sampling. If `num_proposed` is not 0, the sampler is a draft model's: it draws ids below
+    this number, and keeps the distributions that it draws from.
     """
+
+    rejection: Rejection | None = None
+    num_proposed = 0
 
     def __init__(self, num_slots: int, ids_SW: Tensor, vocab_size: int) -> None:
         self.columns = SamplingColumns(num_slots)
@@ -127,6 +135,7 @@ class Sampler:
         self.selection.put(slot, params, choice)
         self.mirostat.put(slot, params, ids, choice)
         self.columns.put(slot, params, ids, self.processors.put(slot, params, ids), is_rare(params))
+        self.columns.may_reject[slot] = may_reject(params)
 
     def release(self, slot: int) -> None:
         """Drop a slot's state. Idempotent."""
@@ -136,9 +145,11 @@ class Sampler:
     def sample(self, logits_RV: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
         """Sample one id per row. `logits_RV` (float32) is edited in place after log-probabilities are taken."""
         wants_more = bool(self.columns.wants_more[rows.slots].any())
+        if self.num_proposed:
+            logits_RV[:, self.num_proposed :] = float("-inf")
         if not wants_more and masks is None:
             ids_R, best_R = self._choose(logits_RV, rows, may_be_rare=False)
-            return Sampled(ids_R, best_R, NO_IDS, None)
+            return Sampled(ids_R, best_R, NO_IDS, None, self._probs(logits_RV, rows))
         wanted = np.flatnonzero(self.columns.logprobs[rows.slots] != NO_LOGPROBS) if wants_more else NO_IDS
         raw = None
         if len(wanted):
@@ -155,9 +166,10 @@ class Sampler:
             best_R = torch.where(best_R == float("-inf"), best_R, raw_best_R)
         if wants_more:
             self.processors.record(ids_R, rows)
+        probs_RV = self._probs(logits_RV, rows)
         if raw is None:
-            return Sampled(ids_R, best_R, wanted, None)
-        return Sampled(ids_R, best_R, wanted, raw.columns(ids_R[upload(ids_R.device, wanted)[0]]))
+            return Sampled(ids_R, best_R, wanted, None, probs_RV)
+        return Sampled(ids_R, best_R, wanted, raw.columns(ids_R[upload(ids_R.device, wanted)[0]]), probs_RV)
 
     def distribution(self, logits_RV: Tensor, num_top: Ints) -> RawDistribution:
         """Return the raw logits' distribution; the next call overwrites it. `num_top`: best ids needed per row."""
@@ -198,7 +210,7 @@ class Sampler:
             ids, best = self._kernel.sample(logits_RV, rows.slots, rows.positions)
             ids_R, best_R = torch.from_numpy(ids), torch.from_numpy(best)
             if not may_be_rare:
-                return ids_R, best_R
+                return self._verify(logits_RV, rows, ids_R, best_R), best_R
             is_drawn &= columns.is_rare[rows.slots]  # the kernel drew the other rows
         else:
             best_R, ids_R = logits_RV.max(dim=1)  # NaN wins a maximum, ties go to the lowest id
@@ -208,12 +220,29 @@ class Sampler:
             (np.flatnonzero(is_drawn & is_mirostat), True),
         ):
             if len(drawn):
-                some = SamplingRows(rows.slots[drawn], rows.positions[drawn])
+                some = rows.take(drawn)
                 some_RV, draws = _take(logits_RV, drawn), columns.draws(some.slots, some.positions)
                 new_R = self.mirostat.draw(some_RV, some, draws) if is_kind_mirostat else draw(some_RV, draws)
                 at = upload(logits_RV.device, drawn)[0]
                 ids_R = ids_R.index_copy(0, at, torch.where(best_R[at].isfinite(), new_R, ids_R[at]))
-        return ids_R, best_R
+        return self._verify(logits_RV, rows, ids_R, best_R), best_R
+
+    def _verify(self, logits_RV: Tensor, rows: SamplingRows, ids_R: Tensor, best_R: Tensor) -> Tensor:
+        """Return the ids; with rejection sampling, those of rows with a draft are replaced."""
+        if self.rejection is None or rows.drafts is None:
+            return ids_R
+        verified = np.flatnonzero((rows.drafts >= 0) & self.columns.may_reject[rows.slots])
+        if not len(verified):
+            return ids_R
+        new_R = self.rejection.verify(_take(logits_RV, verified), rows.take(verified), self.selection)
+        at = upload(logits_RV.device, verified)[0]
+        return ids_R.index_copy(0, at, torch.where(best_R[at].isfinite(), new_R, ids_R[at]))
+
+    def _probs(self, logits_RV: Tensor, rows: SamplingRows) -> Tensor | None:
+        """Return the distributions that the rows were drawn from, if they are kept."""
+        if not self.num_proposed:
+            return None
+        return distribution(logits_RV, self.selection.draws(rows.slots, rows.positions))
 
 
 def _take(logits_RV: Tensor, rows: Ints) -> Tensor:

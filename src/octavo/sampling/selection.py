@@ -1,8 +1,8 @@
 """Pick one token per row from edited logits: temperature, top-n-sigma, top-k, top-p, min-p, typical-p, XTC, a draw.
 
-Owns: the parameters of selection, the random numbers, the definition of a draw, and the torch twin of the C++ kernel
-(ops/sample_kernel.py), which gives the same ids. Does not: edit logits. A draw is a function of (seed, choice,
-position), equal on every device and in every batch, so a preempted or resumed row draws the same id.
+Owns: the parameters of selection, the random numbers, the definition of a draw, its distribution, and the torch twin of
+the C++ kernel (ops/sample_kernel.py), which gives the same ids. Does not: edit logits. A draw is a function of (seed,
+choice, position), equal on every device and in every batch, so a preempted or resumed row draws the same id.
 Definition, with R rows, V vocabulary, K candidates: scaled = (logit - best) * inverse temperature, in float32. weight =
 e^scaled by `_exponential`, rounded to a multiple of 2^-34, in float64, so sums over at most 2^19 ids are exact in any
 order. Candidates are sorted by (logit descending, id ascending). top_k keeps the first k; top_p keeps those preceded by
@@ -32,6 +32,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _XTC = np.uint64(0xD6E8FEB86659FD93)  # makes a seed's second sequence of numbers
+_ACCEPT = np.uint64(0x2545F4914F6CDD1D)  # its third, for rejection.py
 _BITS = 48  # bits of a draw: u <= 1 - 2**-48, so that u * total stays below total in float64
 
 
@@ -100,6 +101,10 @@ class SelectionColumns:
             uniforms(self.seed[slots] ^ _XTC, self.choice[slots], positions) < self.xtc_probability[slots],
             uniforms(self.seed[slots], self.choice[slots], positions),
         )
+
+    def acceptances(self, slots: Ints, positions: Ints) -> Floats:
+        """Return the uniform numbers with which drafts at these positions are accepted or not (rejection.py)."""
+        return uniforms(self.seed[slots] ^ _ACCEPT, self.choice[slots], positions)
 
 
 def is_rare(params: SamplingParams) -> bool:
@@ -205,7 +210,7 @@ def draw_in_id_order(logits_RV: Tensor, draws: Draws) -> Tensor:
     scaled_RV = scale(logits_RV, draws)
     weights_RV = weigh(scaled_RV)
     floor_R1, uniform_R1 = _column(logits_RV, draws.floor), _column(logits_RV, draws.uniform)
-    return _first_above(weights_RV.masked_fill_(scaled_RV < floor_R1, 0.0), uniform_R1)[:, 0]
+    return first_above(weights_RV.masked_fill_(scaled_RV < floor_R1, 0.0), uniform_R1)[:, 0]
 
 
 def draw_from_best(logits_RV: Tensor, draws: Draws) -> Tensor:
@@ -238,6 +243,25 @@ def draw_from_all(logits_RV: Tensor, draws: Draws) -> Tensor:
     if (draws.top_n_sigma > 0).any():
         weights_RV.masked_fill_(~_is_within_sigma(logits_RV, _column(logits_RV, draws.top_n_sigma)), 0.0)
     return _draw_from(sorted_whole(logits_RV), scaled_RV, weights_RV, draws)[0]
+
+
+def distribution(logits_RV: Tensor, draws: Draws) -> Tensor:
+    """Return the probability with which `draw` draws each id, float64 [R, V]. A row without a finite logit has NaN."""
+    size, scaled_RV = logits_RV.shape[1], scale(logits_RV, draws)
+    weights_RV = weigh(scaled_RV)
+    if (draws.top_n_sigma > 0).any():
+        weights_RV.masked_fill_(~_is_within_sigma(logits_RV, _column(logits_RV, draws.top_n_sigma)), 0.0)
+    kept_RV = weights_RV.masked_fill(scaled_RV < _column(logits_RV, draws.floor), 0.0)
+    left = np.flatnonzero((draws.top_k > 0) | (draws.top_p < 1) | draws.is_rare)
+    needs_all = draws.is_rare.any() or not logits_RV.is_cpu
+    for width in [*(w for w in WIDTHS if w < size // 2 and not needs_all), size]:
+        if len(left):
+            rows = upload(logits_RV.device, left)[0]
+            values_RK, ids_RK = _best(logits_RV[rows], width)
+            part_RK, is_settled_R = _keep((values_RK, ids_RK), scaled_RV[rows], weights_RV[rows], draws.take(left))
+            kept_RV[rows] = torch.zeros_like(kept_RV[rows]).scatter_(1, ids_RK, part_RK)
+            left = left[~is_settled_R.numpy()] if width < size else left[:0]
+    return kept_RV / kept_RV.sum(dim=1, keepdim=True)
 
 
 def _is_within_sigma(logits_RV: Tensor, sigma_R1: Tensor) -> Tensor:
@@ -292,8 +316,8 @@ def _column(like: Tensor, values: NDArray[np.float32] | Floats | Ints) -> Tensor
     return upload(like.device, values[:, None])[0]
 
 
-def _first_above(weights_RK: Tensor, uniform_R1: Tensor) -> Tensor:
-    """Find the first entry whose cumulative weight exceeds uniform * total; uniform is below 1."""
+def first_above(weights_RK: Tensor, uniform_R1: Tensor) -> Tensor:
+    """Return the first entry whose cumulative weight exceeds uniform * total; uniform is below 1."""
     cumulative_RK = weights_RK.cumsum(dim=1)
     index_R1 = torch.searchsorted(cumulative_RK, uniform_R1 * cumulative_RK[:, -1:], right=True)
     return index_R1.clamp_(max=weights_RK.shape[1] - 1)  # a row of NaN finds none
@@ -302,7 +326,16 @@ def _first_above(weights_RK: Tensor, uniform_R1: Tensor) -> Tensor:
 def _draw_from(
     candidates: tuple[Tensor, Tensor], scaled_RV: Tensor, weights_RV: Tensor, draws: Draws
 ) -> tuple[Tensor, Tensor]:
-    """Draw from the best candidates; also return which rows' candidates include every id that may be drawn.
+    """Draw from the best candidates; also return which rows are settled (see _keep)."""
+    kept_RK, is_settled_R = _keep(candidates, scaled_RV, weights_RV, draws)
+    index_R1 = first_above(kept_RK, _column(kept_RK, draws.uniform))
+    return candidates[1].gather(1, index_R1)[:, 0], is_settled_R
+
+
+def _keep(
+    candidates: tuple[Tensor, Tensor], scaled_RV: Tensor, weights_RV: Tensor, draws: Draws
+) -> tuple[Tensor, Tensor]:
+    """Return the candidates' weights, 0 for those cut off, and which rows' candidates include every id to be drawn.
 
     For a row with a rare parameter, the candidates must be the whole vocabulary.
     """
@@ -322,15 +355,14 @@ def _draw_from(
     if draws.has_xtc.any():
         threshold_R1 = _column(ids_RK, np.where(draws.has_xtc, draws.xtc_threshold, np.inf))
         is_kept_RK &= ~_is_top_choice(weights_RK.masked_fill(~is_kept_RK, 0.0), threshold_R1)
-    index_R1 = _first_above(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, draws.uniform))
-    drawn_R = ids_RK.gather(1, index_R1)[:, 0]
+    kept_RK = weights_RK.masked_fill(~is_kept_RK, 0.0)
     if width == size:
-        return drawn_R, torch.ones(len(ids_RK), dtype=torch.bool, device=ids_RK.device)
+        return kept_RK, torch.ones(len(ids_RK), dtype=torch.bool, device=ids_RK.device)
     # settled: the cut is among candidates strictly above the last candidate, so no tie is missed
     is_above_RK = values_RK > values_RK[:, -1:]
     has_mass_R = ((cumulative_RK >= mass_R1) & is_above_RK).any(dim=1) & is_whole_R1[:, 0]
     has_count_R = is_above_RK.sum(dim=1) >= limit_R1[:, 0]
-    return drawn_R, has_mass_R | has_count_R
+    return kept_RK, has_mass_R | has_count_R
 
 
 def _is_typical(probs_RK: Tensor, mass_R1: Tensor) -> Tensor:

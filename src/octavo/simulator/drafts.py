@@ -47,7 +47,7 @@ class SimulatedDrafts:
 
     def propose(self, rows: list[DraftRow]) -> list[array[int]]:
         """Return as many drafts as the pace wants."""
-        length = self._pace.length(rows, 0)
+        length = self._pace.length(rows, lambda: 0) if rows else 0
         found = [array("i", [UNKNOWN]) * min(length, row.most) for row in rows]
         self._slots = frozenset(row.slot for row, drafts in zip(rows, found, strict=True) if drafts)
         return found
