@@ -176,3 +176,12 @@ def test_without_the_extra_one_line_names_it(monkeypatch: Any, script: str, caps
     assert talk(monkeypatch, script, "hello\n", "--mcp", "a=run") == 2
     said = capsys.readouterr().err
     assert said == "error: MCP servers need the package mcp; install it with: pip install 'octavo[mcp]'\n"
+
+
+@pytest.mark.parametrize(("server", "message"), [("run it", "NAME=COMMAND"), ("a=run", "pip install 'octavo[mcp]'")])
+def test_serve_names_a_mistake_before_it_starts(
+    monkeypatch: Any, script: str, capsys: Any, server: str, message: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["serve", script, "--port", "0", "--mcp", server]) == 2
+    assert message in capsys.readouterr().err

@@ -47,6 +47,7 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "tools": ({}, [GET_TIME], prompt(lambda text: "get_time" in text)),
     "tool_choice": ({"tools": [GET_TIME]}, "required", lambda q, _: "get_time" in q.params.grammar),
     "parallel_tool_calls": ({"tools": [GET_TIME]}, False, echoed("parallel_tool_calls", False)),
+    "max_tool_calls": ({}, 3, echoed("max_tool_calls", 3)),
     "text": (
         {},
         {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}, "verbosity": "medium"},

@@ -30,6 +30,7 @@ from octavo.config.sources import Resolved
 from octavo.errors import ConfigError, InvariantError, OctavoError
 from octavo.fleet.model_configs import ServedModelConfig, served_models
 from octavo.frontend.api_supervisor import READY, ApiSupervisor, ChildSpec
+from octavo.mcp import read_specs
 from octavo.observe.log import close_log, print_notice, set_up_log, stderr_of_children
 from octavo.observe.otel import check_endpoint
 from octavo.observe.recording.recorder import prepare_folder
@@ -92,6 +93,7 @@ def check_config(resolved: Resolved) -> Config:
         names = " ".join(config.model.served_model_name)  # the user may have meant the last name as MODEL
         raise UsageError(f"MODEL is missing; give it first: octavo serve MODEL --served-model-name {names}")
     check_endpoint(config.telemetry.otlp_traces_endpoint)
+    read_specs(config.mcp, needs_names=True)
     return config
 
 

@@ -20,6 +20,7 @@ from octavo.core.request import sampling_defaults
 from octavo.errors import ConfigError
 from octavo.fleet.served_models import OnDemandModel
 from octavo.frontend.adapters import STORE_FILE, Adapter, AdapterClient, AdapterRegistry
+from octavo.mcp import McpServers, read_specs
 from octavo.observe.metrics.prometheus import RequestMetrics, cache_info
 from octavo.observe.otel import Tracer
 from octavo.sandbox.pool import Sandbox
@@ -80,6 +81,7 @@ class Context:
     dialect: Dialect
     responses: ResponseStore
     background: Background
+    mcp: McpServers
     grammars: GrammarReader
     batches: BatchService
     adapters: AdapterRegistry
@@ -178,6 +180,7 @@ def build_context(
         images=images,
         responses=ResponseStore(config.responses),
         background=Background(runs, lifecycle),
+        mcp=McpServers(read_specs(config.mcp, needs_names=True), config.mcp.mcp_timeout_s),
         adapters=_adapter_registry(sessions, config),
         batches=BatchService(config.batch, keys, own["queue"].num_slots),
         tracer=Tracer(config.telemetry.otlp_traces_endpoint),

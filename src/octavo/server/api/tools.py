@@ -6,6 +6,7 @@ Owns: the types, names and bounds of these fields. Does not: show tools to a mod
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
@@ -162,25 +163,25 @@ def read_tools(fields: dict[str, object]) -> dict[str, object]:
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return fields
-    usable = drop_hosted_tools(tools, "function", fields.get("tool_choice"))
+    usable = drop_hosted_tools(tools, ("function",), fields.get("tool_choice"))
     return {**fields, "tools": [_read_tool(tool, f"tools[{i}].") for i, tool in usable]}
 
 
-def drop_hosted_tools(tools: list[Any], usable: str, choice: object) -> list[tuple[int, Any]]:
-    """Return the usable tools with their indices, without hosted tools (all whose type is not `usable`).
+def drop_hosted_tools(tools: list[Any], usable: Sequence[str], choice: object) -> list[tuple[int, Any]]:
+    """Return the usable tools with their indices, without hosted tools (all whose type is not in `usable`).
 
     Hosted tools are ignored and reported, unless `choice` requires a call. Raises ApiError if it does.
     """
     kept: list[tuple[int, Any]] = []
     for index, tool in enumerate(tools[: MAX_TOOLS + 1]):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if not isinstance(kind, str) or kind == usable:
+        if not isinstance(kind, str) or kind in usable:
             kept.append((index, tool))
         elif choice != "required":  # later checks refuse an object that names no function
             ignore(f"tools[{index}].type.{kind[:64]}", is_known=True)
         else:
             where = f"tools[{index}].type"
-            message = f"{where} is {kind[:64]!r}; this server runs no tools itself: give tools of type {usable!r}"
+            message = f"{where} is {kind[:64]!r}; this server runs no tools itself: give tools of type {usable[0]!r}"
             raise bad_field(where, f"{message}, or tool_choice 'auto'", "unsupported_field")
     return kept
 

@@ -77,6 +77,7 @@ class HttpServer:
             if self._ending is not None:
                 await self._ending
             await self._context.runs.close()  # runs in the journal stay open there, for the next server
+            await self._context.mcp.close()
             await self._context.sandbox.close()
             await self._context.images.close()
             await warming

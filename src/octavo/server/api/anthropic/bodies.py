@@ -132,7 +132,7 @@ def _supported(fields: dict[str, object], body: type[MessagesBody]) -> dict[str,
     tools, thinking, output, choice = (kept.get(name) for name in ("tools", "thinking", "output_config", "tool_choice"))
     if isinstance(tools, list):
         mode = "required" if isinstance(choice, dict) and choice.get("type") == "any" else choice
-        usable = drop_hosted_tools(tools, "custom", mode)
+        usable = drop_hosted_tools(tools, ("custom",), mode)
         kept["tools"] = [
             reject_unsupported_in(tool, {}, AnthropicTool, f"tools[{i}].", _IGNORED_TOOL) for i, tool in usable
         ]

@@ -12,6 +12,19 @@ import msgspec
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from octavo.server.api.fields import Body, Refused, ignore, reject_unsupported, reject_unsupported_in, validate
+from octavo.server.api.responses.mcp import (
+    IGNORED_MCP,
+    MCP_ITEMS,
+    REFUSED_MCP,
+    McpApprovalRequest,
+    McpApprovalResponse,
+    McpCallItem,
+    McpChoice,
+    McpItem,
+    McpServerField,
+    ServerTools,
+    plain_items,
+)
 from octavo.server.api.sampling import SamplingBody, check_stream_options
 from octavo.server.api.tools import IGNORED_IN_TOOLS, MAX_TOOLS, drop_hosted_tools
 from octavo.server.http.errors import ApiError, Spelling, bad_field
@@ -38,7 +51,6 @@ NOT_HERE: Refused = {
 }
 IGNORED_RESPONSES: Mapping[str, str] = {
     "prompt_cache_retention": "the prefix cache evicts by use",
-    "max_tool_calls": "counts calls of built-in tools, of which there are none",
 }
 _REFUSED_REASONING: Refused = {"context": ("auto",), "mode": ("standard",)}
 _REFUSED_TOOL: Refused = {
@@ -113,7 +125,7 @@ class AllowedTools(Body):
     tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools | McpChoice
 
 
 class ResponsesBody(SamplingBody):
@@ -127,9 +139,10 @@ class ResponsesBody(SamplingBody):
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
     include: list[str] = Field([], max_length=16)
-    tools: list[FunctionTool] = Field([], max_length=MAX_TOOLS)
+    tools: list[FunctionTool | McpServerField] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = Field(None, ge=1, description="calls of tools of MCP servers; default 16, at most 128")
     text: TextConfig = TextConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
     truncation: Literal["auto", "disabled"] = Field(
@@ -185,7 +198,7 @@ def _read_parts(fields: dict[str, object]) -> None:
         fields["reasoning"] = reject_unsupported(reasoning, _REFUSED_REASONING, ReasoningConfig, "reasoning.")
     tools = fields.get("tools")
     if isinstance(tools, list):
-        usable = drop_hosted_tools(tools, "function", fields.get("tool_choice"))
+        usable = drop_hosted_tools(tools, ("function", "mcp"), fields.get("tool_choice"))
         fields["tools"] = [_tool(tool, f"tools[{index}].") for index, tool in usable]
     if "tool_choice" in fields:
         fields["tool_choice"] = _choice(fields["tool_choice"])
@@ -207,12 +220,16 @@ def _choice(value: object) -> object:
         return checked(NamedTool, value, {}, "tool_choice")
     if isinstance(value, dict) and kind == "allowed_tools":
         return checked(AllowedTools, value, {}, "tool_choice")
+    if isinstance(value, dict) and kind == "mcp":
+        return checked(McpChoice, value, {}, "tool_choice")
     shown = f"of type {str(kind)[:64]!r}" if isinstance(value, dict) else repr(value)[:64]
-    message = f"tool_choice is {shown}; give {', '.join(words)}, or an object of type function or allowed_tools"
+    message = f"tool_choice is {shown}; give {', '.join(words)}, or an object of type function, allowed_tools or mcp"
     raise bad_field("tool_choice", message, "unsupported_field" if isinstance(kind, str) else "invalid_value")
 
 
 def _tool(value: object, where: str) -> object:
+    if isinstance(value, dict) and value.get("type") == "mcp":
+        return checked(McpServerField, value, REFUSED_MCP, where.removesuffix("."), IGNORED_MCP)
     return reject_unsupported_in(value, _REFUSED_TOOL, FunctionTool, where, IGNORED_IN_TOOLS)
 
 
@@ -300,6 +317,7 @@ _KINDS: Mapping[str, tuple[type[Body], Refused]] = {
     "function_call_output": (_CallOutput, _REFUSED_CALL),
     "reasoning": (_Reasoning, {}),
     "item_reference": (_Reference, {}),
+    **MCP_ITEMS,
 }
 
 
@@ -331,9 +349,11 @@ def _item(value: object, where: str, takes_images: bool) -> Item:
     return _full(item, where, takes_images)
 
 
-def checked(body: type[B], value: Mapping[str, object], refused: Refused, where: str) -> B:
+def checked(
+    body: type[B], value: Mapping[str, object], refused: Refused, where: str, ignored: Mapping[str, str] = _IGNORED
+) -> B:
     """Check one object of the body. Raises ApiError with the object's place."""
-    fields = reject_unsupported(value, refused, body, f"{where}.", _IGNORED)
+    fields = reject_unsupported(value, refused, body, f"{where}.", ignored)
     try:
         return validate(body, fields)
     except ApiError as error:
@@ -345,6 +365,10 @@ def _full(item: Body, where: str, takes_images: bool) -> Item:
         kinds = _TEXTS[item.role]
         kinds = (*kinds, _IMAGE) if takes_images and item.role == "user" else kinds
         return _message(item.role, _contents(item.content, kinds, f"{where}.content"), item.id)
+    if isinstance(item, McpItem | McpApprovalResponse):
+        if isinstance(item, McpCallItem | McpApprovalRequest):
+            _check_arguments(item.arguments, f"{where}.arguments")
+        return item.model_dump(exclude={"id"} if item.id is None else None)
     if isinstance(item, _Call):
         _check_arguments(item.arguments, f"{where}.arguments")
         made: Item = {"type": "function_call", "status": "completed", "name": item.name}
@@ -426,7 +450,7 @@ SPELLING: Spelling = (
 )
 
 
-def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, object]:
+def chat_fields(body: ResponsesBody, items: Sequence[Item], servers: ServerTools) -> dict[str, object]:
     """Return the fields of the same request as a ChatBody. `items` are all items, earlier responses first."""
     given = body.model_dump(exclude_unset=True, by_alias=True, include=set(SamplingBody.model_fields) - _OWN)
     fields: dict[str, object] = {**given, "messages": chat_messages(body.instructions, items)}
@@ -439,7 +463,7 @@ def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, object]
         fields["reasoning_effort"] = body.reasoning.effort
     if body.chat_template_kwargs:
         fields["chat_template_kwargs"] = body.chat_template_kwargs
-    tools, choice = _tools(body)
+    tools, choice = _tools(body, servers)
     if tools:
         fields |= {"tools": [_chat_tool(tool) for tool in tools], "tool_choice": choice}
         fields["parallel_tool_calls"] = body.parallel_tool_calls
@@ -454,7 +478,7 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Messa
     """
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     calls: set[str] = set()
-    for item in items:
+    for item in plain_items(items):
         kind = item["type"]
         if kind == "function_call" and item["status"] == "incomplete":
             continue  # the call was cut before its arguments were complete, so it has no output
@@ -523,21 +547,34 @@ def _chat_tool(tool: FunctionTool) -> Message:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-def _tools(body: ResponsesBody) -> tuple[Sequence[FunctionTool], object]:
-    """Return the functions, and tool_choice in a chat's form."""
-    choice, tools = body.tool_choice, body.tools
+def _tools(body: ResponsesBody, servers: ServerTools) -> tuple[Sequence[FunctionTool], object]:
+    """Return the functions, those of MCP servers too, and tool_choice in a chat's form."""
+    choice, tools = body.tool_choice, [tool for tool in body.tools if isinstance(tool, FunctionTool)]
+    for name, tool in servers.tools.items():
+        function = FunctionTool(type="function", name=name, description=tool.description, parameters=dict(tool.schema))
+        tools.append(function)
     names = {tool.name for tool in tools}
     if isinstance(choice, NamedTool):
         _check_known(choice, names, "tool_choice.name")
         return tools, {"type": "function", "function": {"name": choice.name}}
     if isinstance(choice, AllowedTools):
-        for index, tool in enumerate(choice.tools):
-            _check_known(tool, names, f"tool_choice.tools[{index}].name")
-        allowed = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
-        return tools, {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": allowed}}
+        for index, named in enumerate(choice.tools):
+            _check_known(named, names, f"tool_choice.tools[{index}].name")
+        return tools, _allowed(choice.mode, [named.name for named in choice.tools])
+    if isinstance(choice, McpChoice):
+        chosen = servers.named(choice)
+        if not chosen:
+            message = "tool_choice names no tool that tools has: give a server_label of tools, and a name of its tools"
+            raise bad_field("tool_choice", message)
+        return tools, _allowed("required", chosen)
     if choice == "required" and not tools:
         raise bad_field("tool_choice", "tool_choice is 'required', but there are no tools; give tools")
     return tools, choice
+
+
+def _allowed(mode: str, names: Sequence[str]) -> Message:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def _check_known(tool: NamedTool, names: set[str], where: str) -> None:

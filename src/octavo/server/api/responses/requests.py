@@ -27,10 +27,23 @@ from octavo.server.api.responses.bodies import (
     NOT_HERE,
     REFUSED_RESPONSES,
     SPELLING,
+    AllowedTools,
+    FunctionTool,
     Item,
     ResponsesBody,
     chat_fields,
     read_responses,
+)
+from octavo.server.api.responses.mcp import (
+    DEFAULT_CALLS,
+    MAX_SERVER_CALLS,
+    McpPlan,
+    McpRun,
+    McpServerField,
+    RunStream,
+    ServerTools,
+    approved_calls,
+    find_tools,
 )
 from octavo.server.api.responses.store import InputItems, Stored, StoredTurn
 from octavo.server.context import Context, context_of
@@ -40,6 +53,8 @@ from octavo.server.http.body import OFF_LOOP_BYTES, parse_off_loop, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError, bad_field, rename_field
 from octavo.server.http.keys import KeyInfo
+from octavo.server.http.lifecycle import ClientGoneError
+from octavo.server.http.middleware import CLIENT_CLOSED_REQUEST
 from octavo.server.idempotency import IdempotentRequest, RetryKey, StartedRun, key_of
 from octavo.server.reply import EventStream, body_hash, open_run, reply
 
@@ -87,29 +102,40 @@ async def _fits(context: Context, body: ChatBody, room: int) -> bool:
 
 
 _ITEM_CHARACTERS = 64  # counted for each item in addition to its text
-_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
+_PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "mcp_approval_response": "mcprs_",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseConversation:
-    """A conversation to answer: its ChatBody, and the items that are stored with the answer.
+    """A conversation to answer: its ChatBody, all its items, and the new ones, which are stored with the answer.
 
     `echo` has the fields of the request that the answer repeats, each as JSON: they may be long, and are sent often.
     """
 
     chat: ChatBody
+    items: Sequence[Item]
     given: InputItems
     echo: dict[str, str]
 
 
 @dataclass(kw_only=True)
 class ResponseRequest(ChatRequest):
-    """The request of a Responses body. `keep` stores a response; Background stores the ones in the background."""
+    """The request of a Responses body. `keep` stores a response; Background stores the ones in the background.
+
+    With a `plan`, it is the first round of a response with tools of MCP servers.
+    """
 
     response_id: str
     echo: Mapping[str, str]
     keep: Callable[[Json], None]
     is_kept: bool
+    plan: McpPlan | None = None
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
         """Return the token ids of the rendered conversation."""
@@ -135,14 +161,14 @@ class ResponseRequest(ChatRequest):
 
 async def response_request(context: Context, tenant: str, body: ResponsesBody) -> ResponseRequest:
     """Return the request of a Responses body. Raises ApiError."""
-    if body.store and "store" in body.model_fields_set and not context.responses.is_on:
-        raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
-    is_kept = body.store and context.responses.is_on
-    if body.background and not is_kept:
-        raise bad_field("background", "background is true, but the response is not stored; let it be, with store")
+    is_kept = _is_kept(context, body)
     previous = previous_of(context, tenant, body)
     response_id = ID_PREFIX + uuid.uuid4().hex
-    conversation = await read_conversation(context, tenant, body, previous, response_id)
+    fields = [(index, tool) for index, tool in enumerate(body.tools) if isinstance(tool, McpServerField)]
+    own = {tool.name for tool in body.tools if isinstance(tool, FunctionTool)}
+    servers = await find_tools(context, fields, own) if fields else ServerTools()
+    conversation = await read_conversation(context, tenant, body, previous, (response_id, servers))
+    approved = approved_calls(conversation.items, len(body.items), servers)
 
     def keep(response: Json) -> None:
         context.responses.put(tenant, response, conversation.given, previous)
@@ -151,25 +177,78 @@ async def response_request(context: Context, tenant: str, body: ResponsesBody) -
         assert isinstance(encoder, ResponseEncoder)
         encoder.keep = keep
 
+    async def request_of(chat: ChatBody, name: str) -> ResponseRequest:
+        try:
+            return await ResponseRequest.of(
+                context,
+                await fitted(context, chat) if body.truncation == "auto" else chat,
+                "response",
+                "resp",
+                name=name,
+                session=body.prompt_cache_key or "",
+                prompt_param="input",
+                can_continue=False,
+                response_id=response_id,
+                echo=conversation.echo,
+                keep=keep,
+                is_kept=is_kept,
+                prepare=keep_answer if is_kept and not body.background else None,
+            )
+        except ApiError as error:
+            raise rename_field(error, SPELLING) from None
+
+    first = await request_of(conversation.chat, response_id)
+    if not fields:
+        return first
+
+    async def next_round(number: int, output: Sequence[Item], may_call: bool, num_tokens: int) -> ResponseRequest:
+        if not output:
+            return first
+        items = [*conversation.items, *output]
+        tools = servers if may_call else ServerTools()
+        chat = await parse_off_loop(lambda: _read_chat(context, _later(body, num_tokens), items, tools), _size(items))
+        return await request_of(chat, f"{response_id}-{number}")
+
+    first.plan = McpPlan(
+        tools=servers,
+        approved=approved,
+        shown={item["server_label"] for item in conversation.items if item["type"] == "mcp_list_tools"},
+        max_calls=min(DEFAULT_CALLS if body.max_tool_calls is None else body.max_tool_calls, MAX_SERVER_CALLS),
+        max_tokens=body.max_output_tokens,
+        next_round=next_round,
+    )
+    return first
+
+
+def _read_chat(context: Context, body: ResponsesBody, items: Sequence[Item], servers: ServerTools) -> ChatBody:
+    """Return the ChatBody of a conversation. Raises ApiError."""
     try:
-        chat = await fitted(context, conversation.chat) if body.truncation == "auto" else conversation.chat
-        return await ResponseRequest.of(
-            context,
-            chat,
-            "response",
-            "resp",
-            name=response_id,
-            session=body.prompt_cache_key or "",
-            prompt_param="input",
-            can_continue=False,
-            response_id=response_id,
-            echo=conversation.echo,
-            keep=keep,
-            is_kept=is_kept,
-            prepare=keep_answer if is_kept and not body.background else None,
-        )
+        return read_chat(chat_fields(body, items, servers), context.dialect.takes_images)
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
+
+
+def _is_kept(context: Context, body: ResponsesBody) -> bool:
+    """Return True if the response will be stored. Raises ApiError."""
+    if body.store and "store" in body.model_fields_set and not context.responses.is_on:
+        raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
+    is_kept = body.store and context.responses.is_on
+    if body.background and not is_kept:
+        raise bad_field("background", "background is true, but the response is not stored; let it be, with store")
+    return is_kept
+
+
+def _later(body: ResponsesBody, num_tokens: int) -> ResponsesBody:
+    """Return the body for a later round: the choice of tools forces the first round only, and tokens add up."""
+    choice = body.tool_choice
+    if isinstance(choice, AllowedTools):
+        choice = choice.model_copy(update={"mode": "auto"})
+    elif choice != "none":
+        choice = "auto"
+    most = body.max_output_tokens
+    return body.model_copy(
+        update={"tool_choice": choice, "max_output_tokens": None if most is None else most - num_tokens}
+    )
 
 
 def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | None:
@@ -186,9 +265,13 @@ def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | 
 
 
 async def read_conversation(
-    context: Context, tenant: str, body: ResponsesBody, previous: Stored | None, seed: str
+    context: Context, tenant: str, body: ResponsesBody, previous: Stored | None, made: tuple[str, ServerTools]
 ) -> ResponseConversation:
-    """Assemble all items, including the input. `seed` makes the ids of items without one. Raises ApiError."""
+    """Assemble all items, including the input. Raises ApiError.
+
+    `made` are the response's id, which makes the ids of items without one, and the tools of MCP servers.
+    """
+    seed, servers = made
     wanted = {item["id"] for item in body.items if item["type"] == "item_reference"}
     history = previous.history() if previous is not None else ()
     turns = context.responses.turns(tenant, wanted)
@@ -198,12 +281,9 @@ async def read_conversation(
         known = _linked_items(turns, wanted)
         own = [known[item["id"]] if item["type"] == "item_reference" else item for item in body.items]
         own = [item if "id" in item else _named(item, f"{seed[len(ID_PREFIX) :]}i{i}") for i, item in enumerate(own)]
-        try:
-            chat = read_chat(chat_fields(body, before + own), context.dialect.takes_images)
-        except ApiError as error:
-            raise rename_field(error, SPELLING) from None
+        chat = _read_chat(context, body, before + own, servers)
         ids = tuple(item["id"] for item in own)
-        return ResponseConversation(chat, InputItems(msgspec.json.encode(own), ids), _echo(body))
+        return ResponseConversation(chat, before + own, InputItems(msgspec.json.encode(own), ids), _echo(body))
 
     size = _size(body.items) + sum(map(len, history)) + sum(turn.num_bytes for turn in turns)
     size += len(body.instructions or "")
@@ -225,7 +305,7 @@ def _size(items: Sequence[Item]) -> int:
     """Return the approximate number of characters to parse."""
     size = 0
     for item in items:
-        content: Any = item.get("content", item.get("output", ""))
+        content: Any = item.get("content", item.get("output")) or ""
         size += _ITEM_CHARACTERS + len(item.get("arguments", ""))
         parts = (
             [content]
@@ -250,7 +330,7 @@ def _echo(body: ResponsesBody) -> dict[str, str]:
         "background": body.background,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
@@ -285,7 +365,44 @@ async def create(request: Request) -> Response:
     )
     context = context.for_model(body.model)
     wanted = await response_request(context, _tenant(request), body)
+    if wanted.plan is not None:
+        return await _with_servers(request, wanted, wanted.plan, is_background=body.background)
     return await _in_background(request, wanted) if body.background else await reply(request, wanted)
+
+
+async def _with_servers(request: Request, wanted: ResponseRequest, plan: McpPlan, *, is_background: bool) -> Response:
+    """Start a response with tools of MCP servers; return it, its first state or its events."""
+    context, tenant = wanted.context, _tenant(request)
+    if key_of(request)[0] is not None:
+        message = "Idempotency-Key: calls of MCP servers cannot be repeated for a retry; leave the key out"
+        raise bad_field("Idempotency-Key", message)
+    run = McpRun(request, context, plan)
+    await run.start()
+    if is_background:
+        run.is_detached = True
+        context.background.start_calls(tenant, run, _kept_while_stored(context, tenant, wanted))
+        return RunStream(run, context) if wanted.stream else _json(msgspec.json.encode(run.encoder.in_progress()))
+    if wanted.is_kept:
+        run.encoder.keep = wanted.keep
+    if wanted.stream:
+        return RunStream(run, context)
+    try:
+        return _json(msgspec.json.encode(await context.lifecycle.supervise(run.finished(), request.receive)))
+    except ClientGoneError:
+        context.metrics.failed("client_disconnected")
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        await run.close()
+
+
+def _kept_while_stored(context: Context, tenant: str, wanted: ResponseRequest) -> Callable[[Json], None]:
+    """Return the function that stores a background response's states until it is deleted."""
+
+    def keep(response: Json) -> None:
+        if response["status"] == "in_progress" or context.responses.has(tenant, response["id"]):
+            wanted.keep(response)
+
+    return keep
 
 
 async def _in_background(request: Request, wanted: ResponseRequest) -> Response:
@@ -299,18 +416,13 @@ async def _in_background(request: Request, wanted: ResponseRequest) -> Response:
     else:
         retry = RetryKey(tenant, key, await body_hash(wanted))
     replay = await open_run(request, wanted, retry)
-
-    def keep(response: Json) -> None:
-        if response["status"] == "in_progress" or context.responses.has(tenant, response["id"]):
-            wanted.keep(response)
-
     encoder = replay.encoder
     assert isinstance(encoder, ResponseEncoder)
     in_progress = encoder.in_progress()
     if context.responses.has(tenant, encoder.response_id):
         await replay.close()  # a retry of the same request
     else:
-        context.background.start(retry, replay, keep)
+        context.background.start(retry, replay, _kept_while_stored(context, tenant, wanted))
     if wanted.stream:
         return await _events(context, retry, -1)
     if context.responses.has(tenant, encoder.response_id):
@@ -358,6 +470,8 @@ async def retrieve(request: Request) -> Response:
     context, stored = _found(request)
     if stream == "false":
         return _json(stored.response())
+    if (run := context.background.run_of(_tenant(request), stored.response_id)) is not None:
+        return RunStream(run, context, int(behind or -1))
     retry = context.background.key_of(_tenant(request), stored.response_id)
     if retry is None:
         raise bad_field("stream", "stream: only the events of a response in the background are kept; leave it out")

@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from octavo.errors import OctavoError
 from octavo.server.api.responses.answers import ResponseEncoder
-from octavo.server.http.errors import ApiError, bad_field, cancelled_error, from_exception
+from octavo.server.http.errors import ApiError, bad_field, cancelled_error, draining_error, from_exception
 from octavo.server.http.limits import largest_user
 
 if TYPE_CHECKING:
@@ -255,17 +255,44 @@ class ResponseStore:
         self._sweep()
 
 
+MAX_DETACHED, MAX_DETACHED_BYTES = 256, 32 << 20  # runs with their own events, among them ended ones
 MAX_RESUMABLE = 10_000  # remembered runs; above this, runs that are no longer kept are dropped
+
+
+class DetachedRun(Protocol):
+    """A running response with events of its own: one with calls of MCP servers."""
+
+    name: str
+    unread_bytes: int
+    encoder: ResponseEncoder
+    events: list[bytes]
+    failure: ApiError | None
+
+    def read(self, behind: int = -1) -> AsyncGenerator[bytes, None]:
+        """Yield the events after event number `behind`, as they come, until the end."""
+        ...
+
+    async def finished(self) -> Json:
+        """Wait for the end and return the response. Raises ApiError."""
+        ...
+
+    def cancel(self, why: ApiError) -> None:
+        """End it with this error."""
+        ...
+
+    async def close(self) -> None:
+        """Stop reading."""
+        ...
 
 
 @dataclass(slots=True)
 class _BackgroundRun:
-    """One running response. `keep` replaces it in the store."""
+    """One running response. `keep` replaces it in the store; `finish` waits for its end, and `end` causes it."""
 
-    key: RetryKey
-    replay: ResumableStream
     encoder: ResponseEncoder
     keep: Callable[[Json], None]
+    finish: Callable[[], Coroutine[object, object, Json]]
+    end: Callable[[ApiError], None]
     is_cancelled: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -279,6 +306,7 @@ class Background:
         self._jobs: dict[tuple[str, str], _BackgroundRun] = {}
         self._keys: dict[tuple[str, str], RetryKey] = {}
         self._max_keys = MAX_RESUMABLE
+        self._detached: OrderedDict[tuple[str, str], DetachedRun] = OrderedDict()  # also some that have ended
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -289,12 +317,52 @@ class Background:
         encoder = replay.encoder
         assert isinstance(encoder, ResponseEncoder)
         name = (key.tenant, encoder.response_id)
-        keep(encoder.in_progress())
-        self._jobs[name] = job = _BackgroundRun(key, replay, encoder, keep)
         self._keys[name] = key
         if len(self._keys) > self._max_keys:
             self._keys = {name: each for name, each in self._keys.items() if self._runs.has(each)}
             self._max_keys = MAX_RESUMABLE + 2 * len(self._keys)
+
+        async def finish() -> Json:
+            try:
+                return encoder.whole(await replay.collect())
+            finally:
+                await replay.close()
+
+        self._start(name, _BackgroundRun(encoder, keep, finish, lambda why: self._runs.give_up(key, why)))
+
+    def start_calls(self, tenant: str, run: DetachedRun, keep: Callable[[Json], None]) -> None:
+        """Follow a run that has its own events to its end and store its response."""
+        name = (tenant, run.encoder.response_id)
+        self._detached[name] = run
+
+        async def finish() -> Json:
+            try:
+                return await run.finished()
+            except asyncio.CancelledError:  # the server stops
+                run.cancel(draining_error())
+                raise
+
+        self._start(name, _BackgroundRun(run.encoder, keep, finish, run.cancel))
+
+    def key_of(self, tenant: str, response_id: str) -> RetryKey | None:
+        """Return the RetryKey of a response's run; None if unknown."""
+        return self._keys.get((tenant, response_id))
+
+    def run_of(self, tenant: str, response_id: str) -> DetachedRun | None:
+        """Return a response's run that has its own events; None if unknown."""
+        return self._detached.get((tenant, response_id))
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        """End a running response and wait until its end is stored. Do nothing if it has ended."""
+        job = self._jobs.get((tenant, response_id))
+        if job is not None:
+            job.is_cancelled = True
+            job.end(cancelled_error())
+            await job.ended.wait()
+
+    def _start(self, name: tuple[str, str], job: _BackgroundRun) -> None:
+        job.keep(job.encoder.in_progress())
+        self._jobs[name] = job
         is_open = ExitStack()
         is_open.enter_context(self._lifecycle.opened())
         task = asyncio.create_task(self._follow(name, job))
@@ -302,23 +370,10 @@ class Background:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: is_open.close())
 
-    def key_of(self, tenant: str, response_id: str) -> RetryKey | None:
-        """Return the RetryKey of a response's run; None if unknown."""
-        return self._keys.get((tenant, response_id))
-
-    async def cancel(self, tenant: str, response_id: str) -> None:
-        """End a running response and wait until its end is stored. Do nothing if it has ended."""
-        job = self._jobs.get((tenant, response_id))
-        if job is not None:
-            job.is_cancelled = True
-            self._runs.give_up(job.key, cancelled_error())
-            await job.ended.wait()
-
     async def _follow(self, name: tuple[str, str], job: _BackgroundRun) -> None:
         encoder = job.encoder
         try:
-            choices = await self._lifecycle.supervise(job.replay.collect(), _never_disconnects)
-            job.keep(encoder.whole(choices))
+            job.keep(await self._lifecycle.supervise(job.finish(), _never_disconnects))
         except (ApiError, OctavoError) as error:
             failure = from_exception(error)
             job.keep({**encoder.ended(failure), "status": "cancelled", "error": None} if job.is_cancelled else
@@ -326,7 +381,17 @@ class Background:
         finally:
             del self._jobs[name]
             job.ended.set()
-            await job.replay.close()
+            self._forget_events()
+
+    def _forget_events(self) -> None:
+        """Drop the events of ended runs beyond the bounds, the oldest first."""
+        num_bytes = {name: sum(map(len, run.events)) for name, run in self._detached.items()}
+        total = sum(num_bytes.values())
+        for name in [name for name in self._detached if name not in self._jobs]:
+            if len(self._detached) <= MAX_DETACHED and total <= MAX_DETACHED_BYTES:
+                return
+            del self._detached[name]
+            total -= num_bytes[name]
 
 
 async def _never_disconnects() -> Message:
