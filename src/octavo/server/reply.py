@@ -36,7 +36,7 @@ from octavo.frontend.outputs import MAX_SLICE, TextDelta
 from octavo.frontend.sessions import OutputClient, Session
 from octavo.server.admission import AdmissionRequest
 from octavo.server.context import Context
-from octavo.server.encoding import ENCODERS, REASONS, AnswerEncoder, AnswerSpec, Choice, StreamFormat
+from octavo.server.encoding import ENCODERS, REASONS, AnswerEncoder, AnswerSpec, Choice
 from octavo.server.feed import Feed, Watcher
 from octavo.server.generation import Generation, GenerationRequest, failure_of, start
 from octavo.server.http.auth import KEY
@@ -259,29 +259,18 @@ class StreamedResponse(Response, ABC):
 class AnswerStream(StreamedResponse):
     """A response that streams one answer in the format of an API."""
 
-    def __init__(self, source: Readable, stream_format: StreamFormat, context: Context) -> None:
-        self._format = stream_format
+    def __init__(self, source: Readable, encoder: AnswerEncoder, context: Context) -> None:
+        self._format = encoder.stream_format
         super().__init__(self._format.media_type, context.lifecycle, context.limits)
-        self._readable = source
+        self._source = source
+        self._encoder = encoder
         self._metrics = context.metrics
         self._last_event = self._format.done
-
-    async def _write_all(self, send: Send) -> None:
-        ticker = asyncio.create_task(self._keep_alive(send))
-        try:
-            await self._write_events(send)
-        finally:
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
-
-    @abstractmethod
-    async def _write_events(self, send: Send) -> None:
-        """Write all events with `_write`."""
 
     def _failure_event(self, error: Exception) -> bytes:
         """Return the error event. The client gets the error; the log has the details."""
         if not isinstance(error, (ApiError, OctavoError)):
-            _log.exception("request %s failed in mid-stream", self._readable.name)
+            _log.exception("request %s failed in mid-stream", self._source.name)
         failure = from_exception(error)
         self._metrics.failed(failure.code)
         return self._format.error(failure)
@@ -292,13 +281,34 @@ class AnswerStream(StreamedResponse):
         return self._format.error(slow) + self._format.done
 
     def _is_behind(self) -> bool:
-        return self._readable.unread_bytes > self._limits.max_unread_bytes
+        return self._source.unread_bytes > self._limits.max_unread_bytes
 
     def _note(self, code: str) -> None:
         self._metrics.failed(code)
 
     async def _close(self) -> None:
-        await self._readable.close()
+        await self._source.close()
+
+
+class EventStream(AnswerStream):
+    """The response that streams the deltas of one answer."""
+
+    _source: DeltaSource
+
+    async def _write_all(self, send: Send) -> None:
+        ticker = asyncio.create_task(self._keep_alive(send))
+        try:
+            if head := self._encoder.head:
+                await self._write(send, head)
+            async with aclosing(self._source.deltas()) as deltas:
+                async for index, delta in deltas:
+                    if chunk := self._encoder.chunk(index, delta):
+                        await self._write(send, chunk)
+            if last := self._encoder.last():
+                await self._write(send, last)
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
 
     async def _keep_alive(self, send: Send) -> None:
         """Write a keep-alive whenever `keep_alive_s` passed without a write."""
@@ -307,25 +317,6 @@ class AnswerStream(StreamedResponse):
             await asyncio.sleep(self._limits.keep_alive_s)
             if self._num_writes == seen and self._format.keep_alive:
                 await send({"type": "http.response.body", "body": self._format.keep_alive, "more_body": True})
-
-
-class EventStream(AnswerStream):
-    """The response that streams the deltas of one answer."""
-
-    def __init__(self, source: DeltaSource, encoder: AnswerEncoder, context: Context) -> None:
-        super().__init__(source, encoder.stream_format, context)
-        self._source = source
-        self._encoder = encoder
-
-    async def _write_events(self, send: Send) -> None:
-        if head := self._encoder.head:
-            await self._write(send, head)
-        async with aclosing(self._source.deltas()) as deltas:
-            async for index, delta in deltas:
-                if chunk := self._encoder.chunk(index, delta):
-                    await self._write(send, chunk)
-        if last := self._encoder.last():
-            await self._write(send, last)
 
 
 class FeedResponse(StreamedResponse):

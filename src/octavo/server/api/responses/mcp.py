@@ -354,8 +354,8 @@ class McpRun:
             self._generation = await self._begin(wanted)
         self._task = asyncio.create_task(self._run())
 
-    async def read(self, behind: int = -1) -> AsyncGenerator[bytes, None]:
-        """Yield the events after event number `behind`, as they come, until the end."""
+    async def read(self, behind: int, quiet_s: float) -> AsyncGenerator[bytes, None]:
+        """Yield the events after event number `behind` until the end, and b"" after `quiet_s` without any."""
         number = behind + 1
         while True:
             if number < len(self.events):
@@ -365,7 +365,11 @@ class McpRun:
                 return
             else:
                 self._changed.clear()  # other readers that wait were woken when it was set
-                await self._changed.wait()
+                try:
+                    async with asyncio.timeout(quiet_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    yield b""
 
     async def finished(self) -> Json:
         """Wait for the end and return the response. Raises ApiError if it failed."""
@@ -494,13 +498,13 @@ class RunStream(AnswerStream):
     """The response that streams the events of an McpRun, after event number `behind`."""
 
     def __init__(self, run: DetachedRun, context: Context, behind: int = -1) -> None:
-        super().__init__(run, run.encoder.stream_format, context)
+        super().__init__(run, run.encoder, context)
         self._run = run
         self._behind = behind
 
-    async def _write_events(self, send: Send) -> None:
-        async with aclosing(self._run.read(self._behind)) as parts:
+    async def _write_all(self, send: Send) -> None:
+        async with aclosing(self._run.read(self._behind, self._limits.keep_alive_s)) as parts:
             async for part in parts:
-                await self._write(send, part)
+                await self._write(send, part or self._format.keep_alive)
         if self._run.failure is not None:
             self._note(self._run.failure.code)

@@ -268,8 +268,8 @@ class DetachedRun(Protocol):
     events: list[bytes]
     failure: ApiError | None
 
-    def read(self, behind: int = -1) -> AsyncGenerator[bytes, None]:
-        """Yield the events after event number `behind`, as they come, until the end."""
+    def read(self, behind: int, quiet_s: float) -> AsyncGenerator[bytes, None]:
+        """Yield the events after event number `behind` until the end, and b"" after `quiet_s` without any."""
         ...
 
     async def finished(self) -> Json:
