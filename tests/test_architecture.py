@@ -91,12 +91,12 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("media",): 500,
     ("observe",): 3_650,
     ("simulator",): 3_990,
-    ("server",): 11_500,
-    ("cli",): 5_816,
+    ("server",): 12_070,
+    ("cli",): 5_818,
     ("bench",): 2_900,
     ("config",): 1_247,
 }
-ALL_CODE_LINES, ALL_FILES = 63_685, 423  # of src
+ALL_CODE_LINES, ALL_FILES = 64_323, 424  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
