@@ -232,3 +232,19 @@ def test_P07_greedy_requests_and_those_with_choices_draw_as_without_drafts(param
     rig, logits_RV = Rig(**params), logits_of(TARGET).repeat(COUNT, 1)
     plain = rig.verify(logits_RV, rig.starts, None)
     assert rig.verify(logits_RV, rig.starts, np.full(COUNT, 3)).tolist() == plain.tolist()
+
+
+def test_P07_rows_together_have_the_ids_of_rows_one_by_one() -> None:
+    """Up to the first rejected draft of each sequence, which is where the rows one by one end."""
+    rig, size, sequences = Rig(rejection.MANY_IDS, top_k=6), rejection.MANY_IDS, 60
+    positions = (rig.starts[:sequences, None] + np.arange(3)).reshape(-1)
+    drafts = rig.propose(logits_of(DRAFT, 1, size).repeat(len(positions), 1), positions)
+    logits_RV = (logits_of(TARGET, 1, size) / 4 + logits_of(DRAFT, 1, size)).repeat(len(positions), 1)
+    ids = rig.verify(logits_RV, positions, drafts).reshape(sequences, 3)
+    rows = SamplingRows(np.zeros_like(positions), positions, drafts)
+    assert rig.target.rejection is not None
+    together = rig.target.rejection._verify(logits_RV, rows, rig.target.selection).numpy().reshape(sequences, 3)
+    is_accepted = together == drafts.reshape(sequences, 3)
+    is_kept = np.concatenate([np.ones((sequences, 1), bool), np.cumprod(is_accepted, axis=1)[:, :2] > 0], axis=1)
+    assert (together == ids)[is_kept].all()
+    assert 10 < is_accepted.sum() < 170

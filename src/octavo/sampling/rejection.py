@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from octavo.sampling.selection import SelectionColumns, distribution, first_abov
 
 # (slot, position) -> the distribution that the position's draft was drawn from, [V of the draft model], or None
 FindDistribution = Callable[[int, int], Tensor | None]
+MANY_IDS = 2048  # from here on a pass over the vocabulary takes longer than a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,25 @@ class Rejection:
     find_distribution: FindDistribution | None = None
 
     def verify(self, logits_RV: Tensor, rows: SamplingRows, columns: SelectionColumns) -> Tensor:
-        """Return the id of each row, all of which have drafts. It is arbitrary if the best logit is not finite."""
+        """Return the id of each row, all of which have drafts.
+
+        It is arbitrary if the best logit is not finite, and after a rejected draft of the same sequence.
+        """
+        assert rows.drafts is not None
+        if not logits_RV.is_cpu or logits_RV.shape[1] < MANY_IDS:
+            return self._verify(logits_RV, rows, columns)
+        # one row at a time: each costs a pass over V, and what follows a rejected draft is dropped
+        ids_R, is_lost = torch.from_numpy(rows.drafts.copy()), False
+        for row, (slot, position) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
+            is_next = row > 0 and slot == rows.slots[row - 1] and position == rows.positions[row - 1] + 1
+            if not (is_lost and is_next):
+                one = np.array([row])
+                ids_R[row] = self._verify(logits_RV[row : row + 1], rows.take(one), columns)[0]
+                is_lost = bool(ids_R[row] != rows.drafts[row])
+        return ids_R
+
+    def _verify(self, logits_RV: Tensor, rows: SamplingRows, columns: SelectionColumns) -> Tensor:
+        """Verify the rows together, without waiting for the device."""
         assert rows.drafts is not None
         find, drawn_from = self.find_distribution, list[Tensor | None]()
         for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
@@ -53,15 +73,19 @@ def accept_or_draw(
     device, size = probs_RV.device, probs_RV.shape[1]
     drafts_R1 = upload(device, drafts[:, None])[0]
     accept_R1, uniform_R1 = upload(device, numbers[0][:, None], numbers[1][:, None])
-    residual_RV, certain_R1 = probs_RV.clone(), torch.ones_like(accept_R1)
-    residual_RV.scatter_(1, drafts_R1, 0.0)
+    certain_R1 = torch.ones_like(accept_R1)
     for row, (token, other_V) in enumerate(zip(drafts.tolist(), drawn_from, strict=True)):
+        if other_V is not None:
+            certain_R1[row] = other_V[token]
+    is_accepted_R1 = accept_R1 * certain_R1 < probs_RV.gather(1, drafts_R1)
+    if probs_RV.is_cpu and bool(is_accepted_R1.all()):
+        return drafts_R1[:, 0]
+    residual_RV = probs_RV.scatter(1, drafts_R1, 0.0)
+    for row, other_V in enumerate(drawn_from):
         if other_V is not None:
             residual_RV[row] = probs_RV[row]
             residual_RV[row, : len(other_V)] -= other_V[:size]
-            certain_R1[row] = other_V[token]
     residual_RV.clamp_(min=0.0)
-    is_accepted_R1 = accept_R1 * certain_R1 < probs_RV.gather(1, drafts_R1)
     # equal distributions may differ by rounding, and then leave no residual
     is_accepted_R1 |= residual_RV.amax(dim=1, keepdim=True) <= 0
     return torch.where(is_accepted_R1, drafts_R1, first_above(residual_RV, uniform_R1))[:, 0]
