@@ -87,3 +87,20 @@ def test_an_image_needs_no_text_and_a_file_that_is_none_is_refused(chat: Chat) -
     chat.page.wait_for_selector("#attached img")
     chat.page.click("#send")
     assert "I see an image." in chat.ended(0).inner_text()
+
+
+def test_a_model_without_images_has_no_button_for_them(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps({"rules": [{"contains": "", "say": "Hello."}]}))
+    with RealServer(f"scripted:{path}", tmp_path / "log") as server, watched(browser, server.url) as (page, watch):
+        chat = Chat(page, watch)
+        page.wait_for_selector("#attach", state="hidden")
+        give(chat, "paste", file_of(make_image(40, 60)))
+        page.wait_for_selector("text=This model takes no images.")
+        assert page.locator("#attached img").count() == 0 and "Hello." in chat.say("hi").inner_text()
+        assert not watch.problems
+
+
+def test_the_button_is_there_for_a_model_with_images(chat: Chat) -> None:
+    chat.page.wait_for_function("document.querySelectorAll('#model option').length > 0")
+    assert chat.page.is_visible("#attach")

@@ -62,7 +62,7 @@ def _text(template=True):
 
 
 def _words(words, stdin, *, raw=False, system=None, is_named=False):
-    return read_words(words, argparse.Namespace(raw=raw, system=system), stdin, is_named=is_named)
+    return read_words(words, argparse.Namespace(raw=raw, system=system, image=[]), stdin, is_named=is_named)
 
 
 def test_one_word_is_the_prompt_two_are_model_and_prompt() -> None:
@@ -138,7 +138,7 @@ def test_a_prompt_that_looks_like_a_model_is_remarked(here, capsys, monkeypatch,
 def test_a_model_alone_becomes_a_conversation(here, monkeypatch) -> None:
     seen = []
     monkeypatch.setattr(sys, "stdin", Terminal())
-    monkeypatch.setattr("octavo.cli.run.converse", lambda args, config: seen.append((args, config)) or 0)
+    monkeypatch.setattr("octavo.cli.run.converse", lambda args, config, _: seen.append((args, config)) or 0)
     assert cli.main(["run", "tiny.gguf", "--system", "Be brief."]) == 0
     ((args, config),) = seen
     assert (args.system, args.max_tokens, config.model.model) == ("Be brief.", None, "tiny.gguf")
@@ -190,7 +190,7 @@ def test_flags_beat_the_models_config_beats_the_default() -> None:
 
 
 def _answerer(session, text=None):
-    async def submit(ids, params):
+    async def submit(ids, params, **_):
         session.prompt_ids = ids
         return session
 

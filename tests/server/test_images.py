@@ -245,3 +245,42 @@ async def test_the_orientation_of_a_photo_is_applied_and_transparency_dropped(se
     assert answer.status_code == 200, answer.text
     photo, flat = served.sent[0][1]
     assert photo.size == (40, 10) and flat.data[:3] == bytes((200, 10, 20))
+
+
+SOUND = base64.b64encode(b"RIFF\0\0\0\0WAVE").decode()
+AUDIO = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+
+
+@pytest.mark.parametrize("has_images", [True, False])
+async def test_audio_is_refused_by_name_in_every_api(tmp_path: Path, has_images: bool) -> None:
+    url = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{SOUND}"}}
+    chats = [[{"role": "user", "content": [TEXT, part]}] for part in (AUDIO, url)]
+    block = {"type": "audio", "source": {"type": "base64", "media_type": "audio/wav", "data": SOUND}}
+    async with serving(tmp_path, images=has_images) as server:
+        for path, body, where in (
+            ("/v1/chat/completions", {"messages": chats[0]}, "messages[0].content[1]"),
+            ("/v1/chat/completions", {"messages": chats[1]}, "messages[0].content[1]"),
+            ("/v1/chat/completions", {"messages": chats[0], "modalities": ["text", "audio"]}, "modalities"),
+            ("/v1/responses", {"input": [{"role": "user", "content": [AUDIO]}]}, "input[0].content[0]"),
+            ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [block]}]}, "messages[0]"),
+            ("/api/chat", {"messages": [{"role": "user", "content": "x", "audio": [SOUND]}]}, "audio"),
+            ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": [SOUND]}]}, "messages[0].images"),
+            ("/api/generate", {"prompt": "x", "audio": [SOUND]}, "audio"),
+            ("/tokenize", {"messages": chats[0]}, "messages[0].content[1]"),
+        ):
+            answer = await server.post(path, **body)
+            assert answer.status_code == 400 and where in answer.text, (path, body, answer.text)
+            assert "audio" in answer.text or "images" in where, (path, body, answer.text)
+        assert not server.sent
+
+
+@pytest.mark.parametrize("has_images", [True, False])
+async def test_the_descriptions_of_a_model_tell_what_it_takes(tmp_path: Path, has_images: bool) -> None:
+    async with serving(tmp_path, images=has_images) as server:
+        model = server.app.state.context.model
+        cards = [(await server.http.get(path)).json() for path in ("/v1/models", f"/v1/models/{model}", "/props")]
+        modalities = ["text", "image"] if has_images else ["text"]
+        assert cards[0]["data"][0]["input_modalities"] == cards[1]["input_modalities"] == modalities
+        assert cards[2]["modalities"] == {"vision": has_images, "audio": False}
+        shown = (await server.post("/api/show", model=model)).json()
+        assert ("vision" in shown["capabilities"]) == has_images

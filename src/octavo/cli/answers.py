@@ -7,7 +7,9 @@ an answer. Does not: know the conversation beyond its messages.
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
@@ -15,15 +17,17 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.artifacts.adapter import adapter_id, find_adapter
 from octavo.cli.flags import UsageError, whole
 from octavo.cli.terminal import loading, reason_of, warn_limits
 from octavo.config import Config
-from octavo.core.request import FinishReason, SamplingParams, sampling_defaults
+from octavo.core.request import FinishReason, SamplingParams, Span, sampling_defaults
 from octavo.engine.adapters import read_lora_modules
 from octavo.errors import EngineError, OctavoError
+from octavo.media.item import MediaItem
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin
 from octavo.text.answer_reader import AnswerReader
 from octavo.text.dialect import Dialect, read_dialect, text_arguments
@@ -38,6 +42,8 @@ MAX_TOKENS = 512
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 600.0
 _FLAGS = ("temperature", "top_p", "top_k", "max_tokens")
+IMAGE_TYPES = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp", "gif": "gif", "bmp": "bmp"}
+MAX_IMAGE_BYTES = 20 << 20
 Messages = Sequence[Mapping[str, Any]]
 Functions = Sequence[Mapping[str, Any]]  # OpenAI's `tools`
 
@@ -52,6 +58,22 @@ def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None 
     group.add_argument("--top-k", type=int, metavar="N", help="most likely tokens [the model's, else all]")
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
+
+
+def image_part(path: str) -> dict[str, Any]:
+    """Return the part of a message that has the image of a file. Raises UsageError."""
+    file = Path(path).expanduser()
+    kind = IMAGE_TYPES.get(file.suffix.lower().removeprefix("."))
+    if kind is None:
+        raise UsageError(f"the image {path!r} has no known suffix; give a file of {', '.join(IMAGE_TYPES)}")
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"the image {path!r} cannot be read ({error.strerror or error})") from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise UsageError(f"the image {path!r} has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are taken")
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def params_given(args: argparse.Namespace) -> dict[str, float | int]:
@@ -143,8 +165,15 @@ class LocalAnswerer:
     ) -> AsyncGenerator[str, None]:
         """Submit messages, or a text without a chat template. Cancel the request if the reader stops."""
         text = self.engine.text
+        spans: tuple[Span, ...] = ()
+        media: tuple[MediaItem, ...] = ()
         if isinstance(prompt, str):
             ids = text.tokenizer.encode(prompt)
+        elif any(isinstance(message.get("content"), list) for message in prompt):
+            self.check_images()
+            from octavo.frontend.images import read_conversation  # Pillow is an extra
+
+            ids, spans, media = read_conversation(text, prompt, tools=self.tools or None)
         else:
             ids = text.prompt_ids_from_messages(prompt, tools=self.tools or None)
         merged = replace(self.defaults, **(params or {}))  # type: ignore[arg-type]  # checked by SamplingParams
@@ -153,7 +182,7 @@ class LocalAnswerer:
             merged = replace(merged, shown_special_ids=self.dialect.shown_ids(True, text.tokenizer))
             reader = AnswerReader(self._format(ids), secrets.token_hex(8))
         self.calls = []
-        session = await self.engine.sessions.submit(ids, merged)
+        session = await self.engine.sessions.submit(ids, merged, spans=spans, media=media)
         try:
             async for delta in session:
                 parts = reader.push(delta.text) + (reader.finish() if delta.finish_reason is not None else [])
@@ -172,6 +201,13 @@ class LocalAnswerer:
                     self.note = _note(usage.completion_tokens, usage.e2e_s - usage.ttft_s, usage.ttft_s, is_cut)
         finally:
             await session.cancel()
+
+    def check_images(self) -> None:
+        """Raise UsageError if the model takes no images."""
+        if "image" not in self.engine.capacity.media:
+            raise UsageError(f"{self.name or self.engine.text.name} takes no images; leave them out")
+        if importlib.util.find_spec("PIL") is None:
+            raise UsageError("images cannot be decoded here; pip install 'octavo[vision]'")
 
     def _format(self, prompt: Sequence[int]) -> AnswerFormat:
         dialect = self.dialect

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.answers import Answerer, LocalAnswerer, RemoteAnswerer, add_answer_arguments, params_given, print_text
+from octavo.cli.answers import (
+    Answerer,
+    LocalAnswerer,
+    RemoteAnswerer,
+    add_answer_arguments,
+    image_part,
+    params_given,
+    print_text,
+)
 from octavo.cli.chat_tools import MAX_ROUNDS, NO_TOOLS, STOPPED, ChatTools
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
 from octavo.cli.servers import add_server_arguments, named_url
@@ -47,6 +55,7 @@ HELP = """\
 /params [A=X ...] show or set sampling parameters, such as /params temperature=0.2 max_tokens=100; A= resets one
 /undo             remove the last message and its answer
 /retry            answer the last message again
+/image PATH       add an image to the next message; without PATH remove those that were added
 /tools            list the tools that the model may call (--mcp)
 /save FILE        save the conversation as JSON
 /load FILE        continue a saved conversation
@@ -268,6 +277,7 @@ class ChatSession:
     is_over: bool = False
     wants_answer: bool = False
     tools: ChatTools | None = None
+    images: list[dict[str, Any]] = field(default_factory=list)  # of the next message
 
     def prompt(self) -> list[dict[str, Any]]:
         """Return the messages to send, the system message first."""
@@ -276,8 +286,9 @@ class ChatSession:
 
     def say(self, text: str) -> None:
         """Add the user's next message."""
-        self.messages.append({"role": "user", "content": text})
-        self.wants_answer = True
+        content: object = [*self.images, {"type": "text", "text": text}] if self.images else text
+        self.messages.append({"role": "user", "content": content})
+        self.images, self.wants_answer = [], True
 
     def answer(self, text: str) -> None:
         """Add the whole answer or its printed part. If it is empty, remove the question, unless tools were called."""
@@ -297,6 +308,7 @@ class ChatSession:
             "params": self._params,
             "undo": self._undo,
             "retry": self._retry,
+            "image": self._image,
             "tools": lambda _: NO_TOOLS if self.tools is None else self.tools.listing(),
             "save": self._save,
             "load": self._load,
@@ -305,7 +317,9 @@ class ChatSession:
             "quit": self._exit,
         }
         if name not in does:
-            raise CommandError(unknown("command", f"/{name}", [f"/{known}" for known in does]))
+            raise CommandError(
+                unknown("command", f"/{name}", [f"/{known}" for known in does if known not in ("exit", "quit")])
+            )
         return does[name](rest.strip())
 
     def _reset(self, _: str) -> str:
@@ -351,6 +365,10 @@ class ChatSession:
         self.wants_answer = True
         return ""
 
+    def _image(self, path: str) -> str:
+        self.images = [*self.images, image_part(path)] if path else []
+        return f"the next message has {len(self.images)} image{'s' * (len(self.images) != 1)}"
+
     def _exit(self, _: str) -> str:
         self.is_over = True
         return ""
@@ -383,7 +401,8 @@ class ChatSession:
         messages = saved.get("messages") if isinstance(saved, dict) else None
         roles = ("user", "assistant", "system", "tool")
         is_fine = isinstance(messages, list) and all(
-            isinstance(m, dict) and m.get("role") in roles and isinstance(m.get("content"), str) for m in messages
+            isinstance(m, dict) and m.get("role") in roles and isinstance(m.get("content"), str | list)
+            for m in messages
         )
         if not is_fine or not isinstance(saved, dict) or messages is None:
             raise CommandError(f"{path} is not a conversation; it needs messages, each with role and content")

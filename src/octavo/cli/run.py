@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from octavo.artifacts.resolve import DEFAULT_MODEL, SHORT_NAMES, check_here, names_model, read_reference
-from octavo.cli.answers import MAX_TOKENS, LocalAnswerer, Messages, add_answer_arguments, print_text
-from octavo.cli.chat import converse
+from octavo.cli.answers import MAX_TOKENS, LocalAnswerer, Messages, add_answer_arguments, image_part, print_text
+from octavo.cli.chat import ChatSession, converse
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
 from octavo.cli.terminal import say
 from octavo.config import ENGINE_SECTIONS
@@ -34,6 +34,7 @@ class RunRequest:
     model: str | None
     raw: bool
     system: str | None
+    images: tuple[str, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answer")
     add_answer_arguments(group)
     parser.set_defaults(max_tokens=None)  # default: MAX_TOKENS for one answer, no limit in a conversation
+    group.add_argument(
+        "--image", action="append", default=[], metavar="PATH", help="an image before the prompt; may be repeated"
+    )
     group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     add_settings(parser, (*ENGINE_SECTIONS, "adapters"))
 
@@ -58,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
     request = read_words(args.words, args, sys.stdin, is_named=is_named)
     config = config_from(args, model=request.model)
     if request.prompt is None:
-        return converse(args, config)
+        conversation = ChatSession(system=args.system)
+        for path in request.images:
+            conversation.command(f"/image {path}")
+        return converse(args, config, conversation)
     if len(args.words) == 1 and not is_named and not args.quiet:
         say(*_lookalike(request.prompt))
     args.max_tokens = MAX_TOKENS if args.max_tokens is None else args.max_tokens
@@ -89,15 +96,15 @@ def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *,
         head = f"{words[0]} " if names_model(words[0]) else ""
         prompt = " ".join(words[1:] if head else words)
         raise UsageError(f'{len(words)} words are given; put the prompt in quotes: octavo run {head}"{prompt}"')
-    if args.raw and args.system is not None:
-        raise UsageError("--system needs the chat template; leave out --raw")
+    if args.raw and (args.system is not None or args.image):
+        raise UsageError(f"{'--image' if args.image else '--system'} needs the chat template; leave out --raw")
     model = words[0] if len(words) == 2 else None
     prompt = words[-1] if words else "-"
     if len(words) == 1 and not is_named and names_model(prompt):
         model, prompt = prompt, "-"
         check_here(model)
         if stdin.isatty() and not args.raw:
-            return RunRequest(None, model, False, args.system)
+            return RunRequest(None, model, False, args.system, tuple(args.image))
     if prompt == "-":
         prompt = "" if stdin.isatty() else stdin.read()
         if not prompt.strip() and model is not None:
@@ -106,7 +113,7 @@ def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *,
             raise UsageError('the prompt is missing: octavo run "Why is the sky blue?"')
     if not prompt.strip():
         raise UsageError("the prompt is empty; give some text")
-    return RunRequest(prompt, model, args.raw, args.system)
+    return RunRequest(prompt, model, args.raw, args.system, tuple(args.image))
 
 
 def _lookalike(prompt: str) -> Iterator[str]:
@@ -122,8 +129,10 @@ def prompt_of(text: TextModel, request: RunRequest) -> str | Messages:
     """Return messages for the chat template, or the text itself if the user wants raw or the model has no template."""
     prompt = request.prompt or ""
     if request.raw or text.chat_template is None:
-        if request.system is not None:
-            raise UsageError("this model has no chat template, so --system cannot be given; leave it out")
+        for name, value in (("--system", request.system), ("--image", request.images)):
+            if value:
+                raise UsageError(f"this model has no chat template, so {name} cannot be given; leave it out")
         return prompt
     system = [] if request.system is None else [{"role": "system", "content": request.system}]
-    return [*system, {"role": "user", "content": prompt}]
+    images = [image_part(path) for path in request.images]
+    return [*system, {"role": "user", "content": [*images, {"type": "text", "text": prompt}] if images else prompt}]

@@ -29,7 +29,6 @@ from octavo.frontend.outputs import (
 )
 from octavo.frontend.scoring import TextPairs, likeliest
 from octavo.frontend.sessions import Prompt, Session, Sessions, TextDelta, check_stream
-from octavo.media.placeholders import unique_items
 from octavo.observe.metrics.export import Table, save_json_lines
 
 _IMAGES = "images"  # of a prompt that chat_prompt returns
@@ -185,11 +184,10 @@ class AsyncEngine:
         if text.spec.vision is None or not any(isinstance(message.get("content"), Sequence) for message in listed):
             ids: Sequence[int] = text.prompt_ids_from_messages([*map(dict, listed)], **options)
             return ids
-        from octavo.frontend.images import take_images  # Pillow is an extra
+        from octavo.frontend.images import read_conversation  # Pillow is an extra
 
-        taken, images = take_images(listed, text.spec.vision)
-        ids, spans = text.prompt_with_images(taken, images, **options)
-        return {"prompt_token_ids": ids, _IMAGES: (spans, unique_items(images))}
+        ids, *images = read_conversation(text, listed, **options)
+        return {"prompt_token_ids": ids, _IMAGES: tuple(images)}
 
     async def statistics(self) -> Mapping[str, object]:
         """Return engine counters and gauges as plain JSON values."""

@@ -15,10 +15,13 @@ from typing import Any
 from PIL import Image
 
 from octavo.artifacts.vision_spec import VisionSpec
+from octavo.core.request import Span
 from octavo.errors import InvalidRequestError
 from octavo.media.decode import check_size, decode_image, to_rgb
 from octavo.media.item import MediaItem
+from octavo.media.placeholders import unique_items
 from octavo.media.processors import process_image
+from octavo.text.text_model import TextModel
 
 MAX_PIXELS = 128 << 20
 _KINDS = ("image_url", "image_pil", "image", "input_image")
@@ -42,6 +45,19 @@ def take_images(
             message = {**message, "content": parts}
         taken.append(dict(message))
     return taken, images
+
+
+def read_conversation(
+    text: TextModel, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> tuple[list[int], tuple[Span, ...], tuple[MediaItem, ...]]:
+    """Return a conversation's ids, the spans of its images, and each image once. Raises InvalidRequestError.
+
+    `options` are those of TextModel.prompt_with_images; the model takes images.
+    """
+    assert text.spec.vision is not None
+    taken, images = take_images(messages, text.spec.vision)
+    ids, spans = text.prompt_with_images(taken, images, **options)
+    return ids, spans, unique_items(images)
 
 
 def _value_of(part: Mapping[str, Any]) -> object:

@@ -14,7 +14,11 @@ export const addressOf = (path) => new URL(path, document.baseURI).href;
 export async function listModels() {
   const response = await send("v1/models", {});
   const { data } = await response.json();
-  return data.map((card) => ({ id: card.id, maxModelLen: card.max_model_len ?? null }));
+  return data.map((card) => ({
+    id: card.id,
+    maxModelLen: card.max_model_len ?? null,
+    takesImages: card.input_modalities?.includes("image") ?? true,
+  }));
 }
 
 /** Return the explanation of a request, whose `text` is a sentence; null if the server does not know it. Throws ServerError. */

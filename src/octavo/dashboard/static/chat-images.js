@@ -17,6 +17,7 @@ export class Attachments {
     this.place = place;
     this.report = report;
     this.urls = [];
+    this.isTaken = true; // by the model
   }
 
   /** Take images from pastes, drops on the page and the picker. */
@@ -33,6 +34,10 @@ export class Attachments {
   /** Add the images among these files. */
   async add(files) {
     for (const file of [...files].filter((one) => one.type.startsWith("image/"))) {
+      if (!this.isTaken) {
+        this.report("This model takes no images.");
+        return;
+      }
       if (this.urls.length >= MAX_IMAGES) {
         this.report(`A message can have at most ${MAX_IMAGES} images.`);
         break;

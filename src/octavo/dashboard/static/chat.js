@@ -115,6 +115,7 @@ class Chat {
     this.store.all.set(this.current.id, this.current);
     this.store.currentId = this.current.id;
     this.settings.set(this.current.settings);
+    this.#showAttach();
     this.draw();
     this.messages.toEnd();
     this.panels.closeDrawers();
@@ -292,6 +293,7 @@ class Chat {
   #settingsChanged(settings, isReset = false) {
     this.current.settings = settings;
     if (isReset) this.settings.set(settings);
+    this.#showAttach();
     this.store.save(this.current, false);
   }
 
@@ -378,6 +380,12 @@ class Chat {
     $("context").textContent = words;
   }
 
+  /** Show the button for images if the chosen model takes them. */
+  #showAttach() {
+    this.attachments.isTaken = this.models.find((one) => one.id === $("model").value)?.takesImages ?? true;
+    $("attach").hidden = !this.attachments.isTaken;
+  }
+
   async #askServer() {
     try {
       this.models = await listModels();
@@ -386,6 +394,7 @@ class Chat {
       select.replaceChildren(...this.models.map(({ id }) => make("option", { value: id, selected: id === wanted }, id)));
       this.usesKey = document.cookie.includes(SIGNED_IN);
       $("sign-out").hidden = !this.usesKey;
+      this.#showAttach();
       this.draw();
     } catch (error) {
       if (error.status === 401) location.reload();

@@ -31,7 +31,7 @@ class Unsupported:
 
 _ADAPTER = "another model's weights"
 _FORM = "a form that the answer must have; give response_format or structured_outputs"
-_MEDIA = "this server takes and gives text only"
+_MEDIA = "images are parts of messages; no audio or video is taken, and answers are text"
 _STATE = "a conversation kept by the server; send the messages themselves"
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "adapter": Unsupported(_ADAPTER),

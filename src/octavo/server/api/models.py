@@ -24,7 +24,6 @@ from octavo.server.http.endpoints import Endpoint, Limit
 
 if TYPE_CHECKING:
     from octavo.artifacts.model_spec import ModelSpec
-    from octavo.text.dialect import Dialect
 
 _NEVER = "9999-12-31T00:00:00Z"  # the time when the model is unloaded
 
@@ -108,13 +107,18 @@ def ollama_show(context: Context, name: str) -> Json:
             f"{family}.rope.freq_base": spec.rope_theta,
             f"{family}.vocab_size": spec.vocab_size,
         },
-        "capabilities": _capabilities(context.dialect) if spec.encoder is None else ["embedding"],
+        "capabilities": _capabilities(context) if spec.encoder is None else ["embedding"],
     }
 
 
-def _capabilities(dialect: Dialect) -> list[str]:
-    tools = ["tools"] if dialect.calls is not None else []
-    return ["completion", "embedding", *tools, *(["thinking"] if dialect.reasoning is not None else [])]
+def _capabilities(context: Context) -> list[str]:
+    dialect = context.dialect
+    has = {
+        "vision": dialect.takes_images,
+        "tools": dialect.calls is not None,
+        "thinking": dialect.reasoning is not None,
+    }
+    return ["completion", "embedding", *(name for name, is_true in has.items() if is_true)]
 
 
 def _details(context: Context) -> Json:
@@ -152,6 +156,7 @@ def _card(context: Context, name: str) -> dict[str, object]:
         "root": context.text.name if context.adapter is None else context.adapter.path,
         "parent": context.parent,
         "max_model_len": context.max_model_len,
+        "input_modalities": ["text", *(["image"] if context.dialect.takes_images else [])],
     }
 
 
@@ -193,7 +198,7 @@ async def get_props(request: Request) -> Response:
             "total_slots": 0 if capacity is None else capacity.num_slots,
             "model_alias": context.model,
             "model_path": text.name,
-            "modalities": {"vision": text.spec.vision is not None, "audio": False},
+            "modalities": {"vision": context.dialect.takes_images, "audio": False},
             "chat_template": "" if text.chat_template is None else text.chat_template.source,
             "bos_token": tokens.get("bos_token", ""),
             "eos_token": tokens.get("eos_token", ""),
