@@ -81,7 +81,7 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 4_975,
-    ("engine", "frontend"): 5_755,
+    ("engine", "frontend"): 5_761,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 7_896,
     ("executors",): 3_400,
@@ -91,17 +91,17 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("media",): 500,
     ("observe",): 3_650,
     ("simulator",): 3_990,
-    ("server",): 12_070,
-    ("cli",): 5_818,
+    ("server",): 12_075,
+    ("cli",): 5_875,
     ("bench",): 2_900,
     ("config",): 1_247,
 }
-ALL_CODE_LINES, ALL_FILES = 64_341, 424  # of src
+ALL_CODE_LINES, ALL_FILES = 64_393, 424  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
 # Imports of octavo inside functions.
-LOCAL_IMPORTS = {"assembly": 9, "bench": 8, "cli": 6, "frontend": 2, "planning": 3}
+LOCAL_IMPORTS = {"assembly": 9, "bench": 8, "cli": 7, "frontend": 2, "planning": 3}
 REPEATED_CLASSES = {"rebuilt": 0, "all": 0}  # public names that two classes have: within REBUILT, and in all of src
 STATE_TOUCHES = 0  # places outside core that reach past the scheduler's verbs
 
