@@ -27,27 +27,27 @@ void prepare_int8(const float* x, int64_t inputs, void* out) { prepare_codes<int
 
 void int8_panels(const Weight& weight, const LinearJob& job, int64_t begin, int64_t end) {
     if (weight.group == kGroup)
-        run_panels<Int8<1>>(weight, job, begin, end);
+        run_panels<Int8<1>, UnpackedInt8<1>>(weight, job, begin, end);
     else
-        run_panels<Int8<2>>(weight, job, begin, end);
+        run_panels<Int8<2>, UnpackedInt8<2>>(weight, job, begin, end);
 }
 
 void table_panels(const Weight& weight, const LinearJob& job, int64_t begin, int64_t end) {
     if (weight.kind != kMxfp4)
-        run_panels<Table<1, false>>(weight, job, begin, end);
+        run_panels<Table<1, false>, UnpackedTable<1, false>>(weight, job, begin, end);
     else if (weight.group == kGroup)
-        run_panels<Table<1, true>>(weight, job, begin, end);
+        run_panels<Table<1, true>, UnpackedTable<1, true>>(weight, job, begin, end);
     else
-        run_panels<Table<2, true>>(weight, job, begin, end);
+        run_panels<Table<2, true>, UnpackedTable<2, true>>(weight, job, begin, end);
 }
 
 }  // namespace
 
 const LinearKernels kAvx2Linear[5] = {
-    {floats_bytes, prepare_floats, run_panels<Floats<float>>},
-    {floats_bytes, prepare_floats, run_panels<Floats<Bfloat16>>},
+    {floats_bytes, prepare_floats, run_panels<Floats<true>>},
+    {floats_bytes, prepare_floats, run_panels<Floats<false>, UnpackedFloats>},
     {codes_bytes<int16_t>, prepare_int8, int8_panels},
-    {codes_bytes<int8_t>, prepare_int4, run_panels<Int4>},
+    {codes_bytes<int8_t>, prepare_int4, run_panels<Int4, UnpackedInt4>},
     {codes_bytes<int8_t>, prepare_int4, table_panels},
 };
 

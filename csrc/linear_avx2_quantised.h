@@ -10,8 +10,6 @@
 
 namespace {
 
-constexpr int64_t kInt4Unpacked = 640;  // bytes of a group: codes [8][16][4], then scales and mins as floats
-constexpr int kAhead = 2048;            // bytes to prefetch ahead of a single row's reading
 
 INLINE __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 
@@ -34,8 +32,17 @@ INLINE __m256 broadcast_float(const uint8_t* from) {
 // Keeps a sum where it is: GCC would bring all products of a loop's sums about at once, and spill them.
 INLINE void pin(__m256i& sum) { __asm__("" : "+x"(sum)); }
 
-INLINE void prefetch_record(const uint8_t* at, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 3);
+// The codes behind the scales of a panel.
+INLINE const uint8_t* codes_of(const octavo::Weight& weight, const uint8_t* panel) {
+    return panel + octavo::scale_bytes(weight.inputs, weight.group);
+}
+
+template <int R, int P>
+INLINE void load_sums(const float* sums, __m256 (&sum)[P][R][2]) {
+    for (int p = 0; p < P; ++p)
+        for (int r = 0; r < R; ++r)
+            for (int half = 0; half < 2; ++half)
+                sum[p][r][half] = _mm256_loadu_ps(sums + (p * R + r) * octavo::kPanel + half * 8);
 }
 
 template <int R, int P>
@@ -47,8 +54,8 @@ INLINE void store_sums(const __m256 (&sum)[P][R][2], float* sums) {
 }
 
 struct Int4 {
-    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 4;
-    static constexpr int64_t kBlockSteps = 24, kScratchBytes = kBlockSteps * kInt4Unpacked;
+    static constexpr int kRows = 4, kSums = 4, kStreams = 2;
+    static constexpr int64_t kStepBytes = octavo::kInt4Record, kUnpackedBytes = 0;
     static constexpr int64_t kRowGroup = group_bytes<int8_t>();
 
     static int64_t steps(const octavo::Weight& weight) { return weight.inputs / octavo::kGroup; }
@@ -86,22 +93,31 @@ struct Int4 {
     }
 
     template <int R, int P>
-    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows,
-                       int64_t stride, float* sums) {
-        __m256 sum[P][R][2] = {};
-        for (int64_t group = steps(weight); group > 0; --group, panel += octavo::kInt4Record, rows += kRowGroup)
+    static void tile(const Tile& tile) {
+        const uint8_t* panel = tile.panel + tile.first * kStepBytes;
+        const uint8_t *rows = tile.rows + tile.first * kRowGroup, *ahead = tile.ahead;
+        __m256 sum[P][R][2];
+        load_sums<R, P>(tile.sums, sum);
+        for (int64_t group = tile.count; group > 0; --group, panel += kStepBytes, rows += kRowGroup) {
             for (int p = 0; p < P; ++p) {
-                prefetch_record(panel + p * gap + kAhead, octavo::kInt4Record);
-                direct_group<R>(panel + p * gap, rows, stride, sum[p]);
+                prefetch(ahead + p * tile.gap, tile.ahead_bytes);
+                direct_group<R>(panel + p * tile.gap, rows, tile.stride, sum[p]);
             }
-        store_sums<R, P>(sum, sums);
+            ahead += tile.ahead_bytes;
+        }
+        store_sums<R, P>(sum, tile.sums);
     }
 
-    static const uint8_t* unpack(const octavo::Weight&, const uint8_t* panel, int64_t first, int64_t count,
-                                 uint8_t* scratch) {
+};
+
+// Unpacked: codes [8][16][4], then scales and mins as floats.
+struct UnpackedInt4 : Int4 {
+    static constexpr int64_t kUnpackedBytes = 640;
+
+    static void unpack(const Tile& tile, uint8_t* to) {
         const __m256i low = _mm256_set1_epi8(15);
-        panel += first * octavo::kInt4Record;
-        for (uint8_t* to = scratch; count > 0; --count, to += kInt4Unpacked, panel += octavo::kInt4Record) {
+        const uint8_t* panel = tile.panel + tile.first * kStepBytes;
+        for (int64_t step = tile.count; step > 0; --step, to += kUnpackedBytes, panel += kStepBytes) {
             for (int i = 0; i < 8; ++i) {
                 const __m256i both = load(panel + octavo::kNibblesOffset + i * 32);
                 _mm256_store_si256(reinterpret_cast<__m256i*>(to + i * 32), _mm256_and_si256(both, low));
@@ -111,15 +127,17 @@ struct Int4 {
             for (int i = 0; i < 4; ++i)
                 _mm256_store_ps(reinterpret_cast<float*>(to + 512) + i * 8, halves(panel + i * 16));
         }
-        return scratch;
     }
 
-    template <int R>
-    INLINE void tile(const octavo::Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
-                     int64_t stride, float* sums, Ahead ahead) {
-        rows += first * kRowGroup;
-        for (; count > 0; --count, unpacked += kInt4Unpacked, rows += kRowGroup) {
-            prefetch_step<3>(ahead);
+    template <int R, int>
+    static void tile(const Tile& tile) {
+        const uint8_t *unpacked = tile.panel, *ahead = tile.ahead;
+        const uint8_t* rows = tile.rows + tile.first * kRowGroup;
+        const int64_t stride = tile.stride;
+        float* sums = tile.sums;
+        for (int64_t step = tile.count; step > 0; --step, unpacked += kUnpackedBytes, rows += kRowGroup) {
+            prefetch(ahead, tile.ahead_bytes);
+            ahead += tile.ahead_bytes;
             __m256i pairs[R][2];
 #pragma GCC unroll 8
             for (int quad = 0; quad < 8; ++quad) {
@@ -146,9 +164,8 @@ struct Int4 {
 // kParts: scales within 32 inputs.
 template <int kParts>
 struct Int8 {
-    static constexpr int64_t kUnpacked = 1024 + 64 * kParts;  // codes [16 pairs][16][2], then scales as floats
-    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 4;
-    static constexpr int64_t kBlockSteps = 16, kScratchBytes = kBlockSteps * kUnpacked;
+    static constexpr int kRows = 4, kSums = 4, kStreams = 2;
+    static constexpr int64_t kStepBytes = octavo::kInt8Codes, kUnpackedBytes = 0;
     static constexpr int64_t kRowGroup = group_bytes<int16_t>();
     static constexpr int kPartPairs = 16 / kParts;
 
@@ -185,50 +202,60 @@ struct Int8 {
     }
 
     template <int R, int P>
-    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows,
-                       int64_t stride, float* sums) {
-        const uint8_t* weights = panel + octavo::scale_bytes(weight.inputs, weight.group);
-        __m256 sum[P][R][2] = {};
-        for (int64_t group = steps(weight); group > 0; --group, rows += kRowGroup)
-            for (int part = 0; part < kParts; ++part, panel += 32, weights += kPartPairs * 32)
-                for (int p = 0; p < P; ++p) {
-                    prefetch_record(weights + p * gap + kAhead, kPartPairs * 32);
-                    direct_part<R>(weights + p * gap, panel + p * gap, rows, stride, part, sum[p]);
-                }
-        store_sums<R, P>(sum, sums);
+    static void tile(const Tile& tile) {
+        const uint8_t* weights = codes_of(tile.weight, tile.panel) + tile.first * kStepBytes;
+        const uint8_t* scales = tile.panel + tile.first * kParts * 32;
+        const uint8_t *rows = tile.rows + tile.first * kRowGroup, *ahead = tile.ahead;
+        __m256 sum[P][R][2];
+        load_sums<R, P>(tile.sums, sum);
+        for (int64_t group = tile.count; group > 0; --group, rows += kRowGroup, ahead += tile.ahead_bytes) {
+            for (int p = 0; p < P; ++p) prefetch(ahead + p * tile.gap, tile.ahead_bytes);
+            for (int part = 0; part < kParts; ++part, scales += 32, weights += kPartPairs * 32)
+                for (int p = 0; p < P; ++p)
+                    direct_part<R>(weights + p * tile.gap, scales + p * tile.gap, rows, tile.stride, part, sum[p]);
+        }
+        store_sums<R, P>(sum, tile.sums);
     }
 
-    static const uint8_t* unpack(const octavo::Weight& weight, const uint8_t* panel, int64_t first, int64_t count,
-                                 uint8_t* scratch) {
+};
+
+// Unpacked: codes [16 pairs][16][2], then scales as floats.
+template <int kParts>
+struct UnpackedInt8 : Int8<kParts> {
+    using Base = Int8<kParts>;
+    static constexpr int64_t kUnpackedBytes = 1024 + 64 * kParts;
+
+    static void unpack(const Tile& tile, uint8_t* to) {
         const __m256i low = _mm256_set1_epi16(255);
-        const uint8_t* weights = panel + octavo::scale_bytes(weight.inputs, weight.group);
-        weights += first * octavo::kInt8Codes;
-        panel += first * 32 * kParts;
-        for (uint8_t* to = scratch; count > 0; --count, to += kUnpacked, weights += octavo::kInt8Codes) {
+        const uint8_t* weights = codes_of(tile.weight, tile.panel) + tile.first * Base::kStepBytes;
+        const uint8_t* scales = tile.panel + tile.first * kParts * 32;
+        for (int64_t step = tile.count; step > 0; --step, to += kUnpackedBytes, weights += Base::kStepBytes) {
             for (int i = 0; i < 16; ++i) {
                 const __m256i both = load(weights + i * 32);
                 uint8_t* pair = to + i / 2 * 128 + i % 2 * 32;
                 _mm256_store_si256(reinterpret_cast<__m256i*>(pair), _mm256_and_si256(both, low));
                 _mm256_store_si256(reinterpret_cast<__m256i*>(pair + 64), _mm256_srli_epi16(both, 8));
             }
-            for (int i = 0; i < 2 * kParts; ++i, panel += 16)
-                _mm256_store_ps(reinterpret_cast<float*>(to + 1024) + i * 8, halves(panel));
+            for (int i = 0; i < 2 * kParts; ++i, scales += 16)
+                _mm256_store_ps(reinterpret_cast<float*>(to + 1024) + i * 8, halves(scales));
         }
-        return scratch;
     }
 
-    template <int R>
-    INLINE void tile(const octavo::Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
-                     int64_t stride, float* sums, Ahead ahead) {
-        rows += first * kRowGroup;
-        for (; count > 0; --count, unpacked += kUnpacked, rows += kRowGroup)
+    template <int R, int>
+    static void tile(const Tile& tile) {
+        const uint8_t *unpacked = tile.panel, *ahead = tile.ahead;
+        const uint8_t* rows = tile.rows + tile.first * Base::kRowGroup;
+        const int64_t stride = tile.stride;
+        float* sums = tile.sums;
+        for (int64_t step = tile.count; step > 0; --step, unpacked += kUnpackedBytes, rows += Base::kRowGroup) {
+            prefetch(ahead, tile.ahead_bytes);
+            ahead += tile.ahead_bytes;
             for (int part = 0; part < kParts; ++part) {
-                prefetch_step<4 / kParts>(ahead);
                 __m256i dot[R][2];
-                for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = start(rows + r * stride, part);
+                for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = Base::start(rows + r * stride, part);
 #pragma GCC unroll 16
-                for (int i = 0; i < kPartPairs; ++i) {
-                    const int pair = part * kPartPairs + i;
+                for (int i = 0; i < Base::kPartPairs; ++i) {
+                    const int pair = part * Base::kPartPairs + i;
                     const __m256i left = load(unpacked + pair * 64), right = load(unpacked + pair * 64 + 32);
                     for (int r = 0; r < R; ++r) {
                         const __m256i codes = broadcast32(rows + r * stride + sizeof(octavo::GroupHead) + pair * 4);
@@ -241,19 +268,20 @@ struct Int8 {
                 for (int half = 0; half < 2; ++half)
                     for (int r = 0; r < R; ++r) {
                         float* sum = sums + r * octavo::kPanel + half * 8;
-                        _mm256_store_ps(sum, add(_mm256_load_ps(sum), dot[r][half], _mm256_load_ps(scales + half * 8),
-                                                 rows + r * stride));
+                        _mm256_store_ps(
+                            sum, Base::add(_mm256_load_ps(sum), dot[r][half], _mm256_load_ps(scales + half * 8),
+                                           rows + r * stride));
                     }
             }
+        }
     }
 };
 
 // Kinds with a table. Of a small one, no value is above 12.
 template <int kParts, bool kIsSmall>
 struct Table {
-    static constexpr int64_t kUnpacked = 1024 + 64 * kParts;  // [8 quads][2 halves]: values, magnitudes; then scales
-    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 4;
-    static constexpr int64_t kBlockSteps = 16, kScratchBytes = kBlockSteps * kUnpacked;
+    static constexpr int kRows = 4, kSums = 4, kStreams = 2;
+    static constexpr int64_t kStepBytes = octavo::kHalfCodes, kUnpackedBytes = 0;
     static constexpr int64_t kRowGroup = group_bytes<int8_t>();
     static constexpr int kPartQuads = 8 / kParts;
 
@@ -308,67 +336,80 @@ struct Table {
     }
 
     template <int R, int P>
-    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows,
-                       int64_t stride, float* sums) {
-        const uint8_t* weights = panel + octavo::scale_bytes(weight.inputs, weight.group);
-        const __m256i values = values_of(weight), magnitudes = _mm256_abs_epi8(values);
-        __m256 sum[P][R][2] = {};
-        for (int64_t group = steps(weight); group > 0; --group, rows += kRowGroup, weights += octavo::kHalfCodes)
+    static void tile(const Tile& tile) {
+        const uint8_t* weights = codes_of(tile.weight, tile.panel) + tile.first * kStepBytes;
+        const uint8_t* scales = tile.panel + tile.first * kParts * 32;
+        const uint8_t *rows = tile.rows + tile.first * kRowGroup, *ahead = tile.ahead;
+        const __m256i values = values_of(tile.weight), magnitudes = _mm256_abs_epi8(values);
+        __m256 sum[P][R][2];
+        load_sums<R, P>(tile.sums, sum);
+        for (int64_t group = tile.count; group > 0; --group, rows += kRowGroup, weights += kStepBytes) {
             for (int p = 0; p < P; ++p) {
-                prefetch_record(weights + p * gap + kAhead, octavo::kHalfCodes);
-                for (int part = 0; part < kParts; ++part) {
-                    const uint8_t* scales = panel + p * gap + ((steps(weight) - group) * kParts + part) * 32;
-                    direct_part<R>(weights + p * gap, scales, values, magnitudes, rows, stride, part, sum[p]);
-                }
+                prefetch(ahead + p * tile.gap, tile.ahead_bytes);
+                for (int part = 0; part < kParts; ++part)
+                    direct_part<R>(weights + p * tile.gap, scales + p * tile.gap + part * 32, values, magnitudes, rows,
+                                   tile.stride, part, sum[p]);
             }
-        store_sums<R, P>(sum, sums);
+            scales += kParts * 32, ahead += tile.ahead_bytes;
+        }
+        store_sums<R, P>(sum, tile.sums);
     }
 
-    static const uint8_t* unpack(const octavo::Weight& weight, const uint8_t* panel, int64_t first, int64_t count,
-                                 uint8_t* scratch) {
-        const uint8_t* weights = panel + octavo::scale_bytes(weight.inputs, weight.group);
-        const __m256i values = values_of(weight), magnitudes = _mm256_abs_epi8(values);
-        weights += first * octavo::kHalfCodes;
-        panel += first * 32 * kParts;
-        for (uint8_t* to = scratch; count > 0; --count, to += kUnpacked, weights += octavo::kHalfCodes) {
+};
+
+// Unpacked: [8 quads][2 halves]: values, magnitudes; then scales as floats.
+template <int kParts, bool kIsSmall>
+struct UnpackedTable : Table<kParts, kIsSmall> {
+    using Base = Table<kParts, kIsSmall>;
+    static constexpr int64_t kUnpackedBytes = 1024 + 64 * kParts;
+
+    static void unpack(const Tile& tile, uint8_t* to) {
+        const uint8_t* weights = codes_of(tile.weight, tile.panel) + tile.first * Base::kStepBytes;
+        const uint8_t* scales = tile.panel + tile.first * kParts * 32;
+        const __m256i values = Base::values_of(tile.weight), magnitudes = _mm256_abs_epi8(values);
+        for (int64_t step = tile.count; step > 0; --step, to += kUnpackedBytes, weights += Base::kStepBytes) {
             for (int i = 0; i < 16; ++i) {
-                const __m256i codes = selected(weights, i / 2, i % 2);
+                const __m256i codes = Base::selected(weights, i / 2, i % 2);
                 __m256i* pair = reinterpret_cast<__m256i*>(to + i * 64);
                 _mm256_store_si256(pair, _mm256_shuffle_epi8(values, codes));
                 _mm256_store_si256(pair + 1, _mm256_shuffle_epi8(magnitudes, codes));
             }
-            for (int i = 0; i < 2 * kParts; ++i, panel += 16)
-                _mm256_store_ps(reinterpret_cast<float*>(to + 1024) + i * 8, halves(panel));
+            for (int i = 0; i < 2 * kParts; ++i, scales += 16)
+                _mm256_store_ps(reinterpret_cast<float*>(to + 1024) + i * 8, halves(scales));
         }
-        return scratch;
     }
 
-    template <int R>
-    INLINE void tile(const octavo::Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
-                     int64_t stride, float* sums, Ahead ahead) {
-        rows += first * kRowGroup;
-        for (; count > 0; --count, unpacked += kUnpacked, rows += kRowGroup)
+    template <int R, int>
+    static void tile(const Tile& tile) {
+        const uint8_t *unpacked = tile.panel, *ahead = tile.ahead;
+        const uint8_t* rows = tile.rows + tile.first * Base::kRowGroup;
+        const int64_t stride = tile.stride;
+        float* sums = tile.sums;
+        for (int64_t step = tile.count; step > 0; --step, unpacked += kUnpackedBytes, rows += Base::kRowGroup) {
+            prefetch(ahead, tile.ahead_bytes);
+            ahead += tile.ahead_bytes;
             for (int part = 0; part < kParts; ++part) {
-                prefetch_step<4 / kParts>(ahead);
                 __m256i dot[R][2];
 #pragma GCC unroll 8
-                for (int i = 0; i < kPartQuads; ++i)
+                for (int i = 0; i < Base::kPartQuads; ++i)
                     for (int half = 0; half < 2; ++half) {
-                        const int quad = part * kPartQuads + i;
+                        const int quad = part * Base::kPartQuads + i;
                         const uint8_t* pair = unpacked + (quad * 2 + half) * 64;
                         const __m256i value = load(pair), magnitude = load(pair + 32);
                         for (int r = 0; r < R; ++r)
-                            add_quad(dot[r][half], value, magnitude,
+                            Base::add_quad(dot[r][half], value, magnitude,
                                      rows + r * stride + sizeof(octavo::GroupHead) + quad * 4, i == 0);
                     }
                 const float* scales = reinterpret_cast<const float*>(unpacked + 1024) + part * octavo::kPanel;
                 for (int half = 0; half < 2; ++half)
                     for (int r = 0; r < R; ++r) {
                         float* sum = sums + r * octavo::kPanel + half * 8;
-                        _mm256_store_ps(sum, add(_mm256_load_ps(sum), dot[r][half], _mm256_load_ps(scales + half * 8),
-                                                 rows + r * stride));
+                        _mm256_store_ps(
+                            sum, Base::add(_mm256_load_ps(sum), dot[r][half], _mm256_load_ps(scales + half * 8),
+                                           rows + r * stride));
                     }
             }
+        }
     }
 };
 

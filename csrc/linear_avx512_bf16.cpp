@@ -26,41 +26,14 @@ namespace octavo {
 namespace {
 
 struct Pairs {
-    static constexpr int kTile = 12, kDirectRows = 4, kDirectPanels = 4;
-    static constexpr int64_t kBlockSteps = 256, kScratchBytes = 64;
+    static constexpr int kParts = 1;
 
     static int64_t steps(const Weight& weight) { return (weight.inputs + 1) / 2; }
 
-    INLINE __m512 add(__m512 sum, const uint8_t* weights, const uint8_t* row) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)load(weights), (__m512bh)broadcast32(row));
-    }
+    INLINE __m512i weights(const uint8_t* line, int) { return load(line); }
 
-    template <int R, int P>
-    INLINE void direct(const Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows, int64_t stride,
-                       float* sums) {
-        __m512 sum[P][R] = {};
-        for (int64_t k = steps(weight); k > 0; --k, panel += 64, rows += 4)
-            for (int p = 0; p < P; ++p) {
-                __builtin_prefetch(panel + p * gap + kAhead, 0, 3);
-                for (int r = 0; r < R; ++r) sum[p][r] = add(sum[p][r], panel + p * gap, rows + r * stride);
-            }
-        store_sums<R, P>(sum, sums);
-    }
-
-    static const uint8_t* unpack(const Weight&, const uint8_t* panel, int64_t first, int64_t, uint8_t*) {
-        return panel + first * 64;
-    }
-
-    template <int R>
-    INLINE void tile(const Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
-                     int64_t stride, float* sums, Ahead ahead) {
-        __m512 sum[R];
-        load_sums<R>(sums, sum);
-        for (rows += first * 4; count > 0; --count, unpacked += 64, rows += 4) {
-            prefetch_step<1>(ahead);
-            for (int r = 0; r < R; ++r) sum[r] = add(sum[r], unpacked, rows + r * stride);
-        }
-        keep_sums<R>(sum, sums);
+    INLINE __m512 add(__m512 sum, __m512i weights, const uint8_t* x) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)broadcast32(x));
     }
 };
 
@@ -74,7 +47,7 @@ void prepare(const float* x, int64_t inputs, void* out) {
 
 }  // namespace
 
-const LinearKernels kBf16Linear = {bytes, prepare, run_panels<Pairs>};
+const LinearKernels kBf16Linear = {bytes, prepare, run_panels<Lines<Pairs>>};
 
 }  // namespace octavo
 

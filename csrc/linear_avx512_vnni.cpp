@@ -16,6 +16,7 @@
 
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own header
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 #include "linear_blocks.h"
@@ -30,14 +31,13 @@ INLINE __m512 halves(const uint8_t* from) {
 
 enum class Form { kInt8, kInt4, kTable };
 
-// kParts: number of scales within 32 inputs. Unpacked: codes [8][16][4], then scales (and mins for int4) as floats.
+// kParts: number of scales within 32 inputs. The integer sums stay in registers, the float sums in memory.
 template <Form kForm, int kParts>
 struct Quantised {
     static constexpr bool kIsInt4 = kForm == Form::kInt4, kIsInt8 = kForm == Form::kInt8;
-    static constexpr int64_t kCodes = kIsInt8 ? kInt8Codes : kHalfCodes;  // bytes of a group
-    static constexpr int64_t kUnpacked = 512 + 64 * (kIsInt4 ? 2 : kParts);
-    static constexpr int kTile = 8, kDirectRows = 4, kDirectPanels = 4;
-    static constexpr int64_t kBlockSteps = 24, kScratchBytes = kBlockSteps * kUnpacked;
+    static constexpr int kRows = 8, kSums = 16, kStreams = 2;
+    static constexpr int64_t kStepBytes = kIsInt4 ? kInt4Record : (kIsInt8 ? kInt8Codes : kHalfCodes);
+    static constexpr int64_t kUnpackedBytes = 0;
     static constexpr int64_t kRowGroup = group_bytes<int8_t>();
     static constexpr int kPartQuads = 8 / kParts;
 
@@ -48,106 +48,76 @@ struct Quantised {
         return broadcast32(head + (kParts == 1 ? 4 : 8 + part * 4));
     }
 
-    // Compute one part of a group for R rows. For int4 the order of operations is that of linear_portable.cpp.
-    template <int R>
-    INLINE void part_of(const __m512i (&weights)[kPartQuads], __m512 scale, __m512 min, const uint8_t* rows,
-                        int64_t stride, int part, __m512 (&sum)[R]) {
-        __m512i dot[R];
-        for (int r = 0; r < R; ++r) dot[r] = start(rows + r * stride, part);
-#pragma GCC unroll 8
-        for (int quad = 0; quad < kPartQuads; ++quad)
-            for (int r = 0; r < R; ++r) {
-                const uint8_t* codes = rows + r * stride + sizeof(GroupHead) + (part * kPartQuads + quad) * 4;
-                dot[r] = _mm512_dpbusd_epi32(dot[r], weights[quad], broadcast32(codes));
-            }
-        for (int r = 0; r < R; ++r) {
-            const uint8_t* head = rows + r * stride;
-            sum[r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[r]), scale), broadcast_float(head), sum[r]);
-            if (kIsInt4) sum[r] = _mm512_fmadd_ps(min, broadcast_float(head + 4), sum[r]);
-        }
-    }
-
     INLINE __m512i table(const Weight& weight) {
         if (kForm != Form::kTable) return _mm512_setzero_si512();
         return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table_of(weight.kind))));
     }
 
-    // Load the codes of a group's part from their packed form: whole bytes for int8, else half bytes.
-    INLINE void packed_codes(const uint8_t* group, int part, __m512i table, __m512i (&weights)[kPartQuads]) {
-        const __m512i low = _mm512_set1_epi32(0x0f0f0f0f);
-        for (int i = 0; i < kPartQuads; ++i) {
-            const int quad = part * kPartQuads + i;
-            weights[i] = load(group + (kIsInt8 ? quad : quad % 4) * 64);
-            if (kIsInt8) continue;
-            weights[i] = _mm512_and_si512(quad < 4 ? weights[i] : _mm512_srli_epi16(weights[i], 4), low);
-            if (!kIsInt4) weights[i] = _mm512_shuffle_epi8(table, weights[i]);
+    // A quad of a group's codes from their packed form: whole bytes for int8, else half bytes.
+    INLINE __m512i quad_of(const uint8_t* group, int quad, __m512i table) {
+        const __m512i packed = load(group + (kIsInt8 ? quad : quad % 4) * 64);
+        if (kIsInt8) return packed;
+        const __m512i codes =
+            _mm512_and_si512(quad < 4 ? packed : _mm512_srli_epi16(packed, 4), _mm512_set1_epi32(0x0f0f0f0f));
+        return kIsInt4 ? codes : _mm512_shuffle_epi8(table, codes);
+    }
+
+    // Add one part of a group. For int4 the order of operations is that of linear_portable.cpp.
+    template <int R, int P>
+    INLINE void add_part(const uint8_t* group, const uint8_t* scales, int64_t gap, __m512i table, const uint8_t* rows,
+                         int64_t stride, int part, float* sums) {
+        __m512i dot[P][R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) dot[p][r] = start(rows + r * stride, part);
+#pragma GCC unroll 8
+        for (int quad = part * kPartQuads; quad < (part + 1) * kPartQuads; ++quad) {
+            __m512i weights[P];
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) weights[p] = quad_of(group + p * gap, quad, table);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m512i codes = broadcast32(rows + r * stride + sizeof(GroupHead) + quad * 4);
+#pragma GCC unroll 4
+                for (int p = 0; p < P; ++p) dot[p][r] = _mm512_dpbusd_epi32(dot[p][r], weights[p], codes);
+            }
         }
-    }
-
-    // The addresses of a panel's codes of group `group`, and of its scales of the group's part `part`.
-    INLINE const uint8_t* codes_at(const Weight& weight, const uint8_t* panel, int64_t group) {
-        if (kIsInt4) return panel + group * kInt4Record + kNibblesOffset;
-        return panel + scale_bytes(weight.inputs, weight.group) + group * kCodes;
-    }
-
-    INLINE const uint8_t* scales_at(const uint8_t* panel, int64_t group, int part) {
-        return panel + (kIsInt4 ? group * kInt4Record : (group * kParts + part) * 32);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
+            const __m512 scale = halves(scales + p * gap);
+            const __m512 min = kIsInt4 ? halves(scales + p * gap + kMinsOffset) : scale;
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const uint8_t* head = rows + r * stride;
+                float* to = sums + (p * R + r) * kPanel;
+                const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(dot[p][r]), scale);
+                __m512 sum = _mm512_fmadd_ps(scaled, broadcast_float(head), _mm512_loadu_ps(to));
+                if (kIsInt4) sum = _mm512_fmadd_ps(min, broadcast_float(head + 4), sum);
+                _mm512_storeu_ps(to, sum);
+            }
+        }
     }
 
     template <int R, int P>
-    INLINE void direct(const Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows, int64_t stride,
-                       float* sums) {
-        const __m512i values = table(weight);
-        __m512 sum[P][R] = {};
-        for (int64_t group = 0; group < steps(weight); ++group, rows += kRowGroup)
-            for (int p = 0; p < P; ++p)
-                for (int part = 0; part < kParts; ++part) {
-                    const uint8_t* from = codes_at(weight, panel + p * gap, group);
-                    prefetch_record(from + part * kCodes / kParts + kAhead, kIsInt4 ? kInt4Record : kCodes / kParts);
-                    __m512i weights[kPartQuads];
-                    packed_codes(from, part, values, weights);
-                    const uint8_t* scales = scales_at(panel + p * gap, group, part);
-                    const __m512 min = kIsInt4 ? halves(scales + kMinsOffset) : _mm512_setzero_ps();
-                    part_of<R>(weights, halves(scales), min, rows, stride, part, sum[p]);
-                }
-        store_sums<R, P>(sum, sums);
-    }
-
-    static const uint8_t* unpack(const Weight& weight, const uint8_t* panel, int64_t first, int64_t count,
-                                 uint8_t* scratch) {
-        const __m512i values = table(weight);
-        uint8_t* to = scratch;
-        for (int64_t group = first; group < first + count; ++group, to += kUnpacked)
-            for (int part = 0; part < kParts; ++part) {
-                __m512i weights[kPartQuads];
-                packed_codes(codes_at(weight, panel, group), part, values, weights);
-                for (int quad = 0; quad < kPartQuads; ++quad)
-                    _mm512_storeu_si512(to + (part * kPartQuads + quad) * 64, weights[quad]);
-                const uint8_t* scales = scales_at(panel, group, part);
-                float* floats = reinterpret_cast<float*>(to + 512);
-                _mm512_storeu_ps(floats + part * kPanel, halves(scales));
-                if (kIsInt4) _mm512_storeu_ps(floats + kPanel, halves(scales + kMinsOffset));
-            }
-        return scratch;
-    }
-
-    template <int R>
-    INLINE void tile(const Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
-                     int64_t stride, float* sums, Ahead ahead) {
-        __m512 sum[R];
-        load_sums<R>(sums, sum);
-        for (rows += first * kRowGroup; count > 0; --count, unpacked += kUnpacked, rows += kRowGroup) {
-            prefetch_step<4>(ahead);
-            const float* scales = reinterpret_cast<const float*>(unpacked + 512);
-            for (int part = 0; part < kParts; ++part) {
-                __m512i weights[kPartQuads];
-                for (int quad = 0; quad < kPartQuads; ++quad)
-                    weights[quad] = load(unpacked + (part * kPartQuads + quad) * 64);
-                const __m512 min = kIsInt4 ? _mm512_loadu_ps(scales + kPanel) : _mm512_setzero_ps();
-                part_of<R>(weights, _mm512_loadu_ps(scales + part * kPanel), min, rows, stride, part, sum);
-            }
+    static void tile(const Tile& tile) {
+        const __m512i values = table(tile.weight);
+        const int64_t codes_offset = kIsInt4 ? kNibblesOffset : scale_bytes(tile.weight.inputs, tile.weight.group);
+        constexpr int64_t kPartScales = kIsInt4 ? kInt4Record : 32;
+        const uint8_t* group = tile.panel + codes_offset + tile.first * kStepBytes;
+        const uint8_t* scales = tile.panel + tile.first * kParts * kPartScales;
+        const uint8_t *ahead = tile.ahead, *rows = tile.rows + tile.first * kRowGroup;
+        const int64_t gap = tile.gap, stride = tile.stride, ahead_bytes = tile.ahead_bytes;
+        float* sums = tile.sums;
+        for (int64_t step = tile.count; step > 0; --step) {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) prefetch(ahead + p * gap, R <= 4 ? kStepBytes : ahead_bytes);
+            for (int part = 0; part < kParts; ++part, scales += kPartScales)
+                add_part<R, P>(group, scales, gap, values, rows, stride, part, sums);
+            group += kStepBytes, ahead += ahead_bytes, rows += kRowGroup;
+            // Else GCC would keep copies of many float sums too, and spill them.
+            if (R * P > 8) __asm__ volatile("" ::: "memory");
         }
-        keep_sums<R>(sum, sums);
     }
 };
 

@@ -89,12 +89,17 @@ INLINE void prepare_floats(const float* x, int64_t inputs, void* out) {
 INLINE void finish_row(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t panel, int64_t row,
                        const float* sums) {
     const int64_t first = panel * octavo::kPanel;
-    const int64_t count = weight.outputs - first < octavo::kPanel ? weight.outputs - first : octavo::kPanel;
     float* out = job.out + row * job.out_stride + first;
-    for (int64_t i = 0; i < count; ++i) {
-        const float sum = weight.bias == nullptr ? sums[i] : sums[i] + weight.bias[first + i];
-        out[i] = job.accumulate ? out[i] + sum : sum;
-    }
+    const auto finish = [&](int64_t count) {
+        float sum[octavo::kPanel];
+        const float* bias = weight.bias;
+        for (int64_t i = 0; i < count; ++i) sum[i] = bias == nullptr ? sums[i] : sums[i] + bias[first + i];
+        for (int64_t i = 0; i < count; ++i) out[i] = job.accumulate ? out[i] + sum[i] : sum[i];
+    };
+    if (weight.outputs - first >= octavo::kPanel)
+        finish(octavo::kPanel);  // a constant, so that vectors are used
+    else
+        finish(weight.outputs - first);
 }
 
 }  // namespace
