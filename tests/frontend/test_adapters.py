@@ -145,7 +145,7 @@ def request_of(name: str, adapter_id: int, max_tokens: int = 10) -> Request:
     return Request(name, array("i", PROMPT), params, adapter_id=adapter_id)
 
 
-async def test_E02_requests_with_adapters_go_on_after_a_kill_of_the_engine(
+async def test_requests_with_adapters_go_on_after_a_kill_of_the_engine(
     folder: Path, texts: dict[str | None, list[int]]
 ) -> None:
     config = config_of(folder, f"a={folder / 'a'}")
