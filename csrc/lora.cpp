@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int kTile = 4;  // rows that read a weight together
-constexpr int64_t kAhead = 2048;  // values to fetch ahead
+constexpr int64_t kAhead = 2048;  // values to fetch ahead, also of what an adapter's next phase reads
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t WideLanes __attribute__((vector_size(kLanes * 4)));
@@ -35,18 +35,14 @@ INLINE Lanes load(const Bfloat16* from) {
     return lanes;
 }
 
-// Fetch the `bytes` that are read soon: the hardware's own prefetching begins anew on each page.
-INLINE void fetch(const void* from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
-}
-
 // 16 ranks of R rows: even and odd inputs have sums of their own.
 template <typename T, int R>
 INLINE void down_tile(const T* a, int64_t inputs, const float* const* rows, float* const* hidden) {
     Lanes even[R] = {}, odd[R] = {};
     int64_t k = 0;
     for (; k + 1 < inputs; k += 2) {
-        fetch(a + k * kLanes + kAhead, 2 * kLanes * sizeof(T));
+        __builtin_prefetch(a + k * kLanes + kAhead, 0, 2);
+        if (sizeof(T) == 4) __builtin_prefetch(a + (k + 1) * kLanes + kAhead, 0, 2);
         const Lanes first = load(a + k * kLanes), second = load(a + (k + 1) * kLanes);
         for (int r = 0; r < R; ++r) {
             even[r] += first * rows[r][k];
@@ -123,8 +119,6 @@ INLINE void down_share(const LoraStep& s, int64_t linear, int thread, int thread
     int64_t item = 0;
     for (int64_t g = 0; g < s.num_groups && item < own.end; ++g) {
         const LoraWeight& weight = s.weights[g][linear];
-        if (g + 1 < s.num_groups && s.weights[g + 1][linear].rank > 0)
-            fetch(s.weights[g + 1][linear].a, 512);
         const int64_t first = s.group_starts[g], end = s.group_starts[g + 1];
         for (int64_t block = 0; block < weight.rank / kLanes; ++block)
             for (int64_t at = first; at < end; at += kTile, ++item) {

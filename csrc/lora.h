@@ -17,7 +17,7 @@ struct LoraPiece {
     const void* b;  // [panel of 16 outputs][rank][16], the last panel padded
 };
 
-// The adapter of one linear layer: the ranks of its pieces are stacked. Float32 or bfloat16; 64-byte aligned.
+// The adapter of one linear layer: the ranks of its pieces are stacked. Float32 or bfloat16.
 struct LoraWeight {
     int64_t is_bfloat16, rank, inputs, num_pieces;  // rank: a multiple of 16; 0: the layer has no adapter
     const void* a;                                  // [block of 16 ranks][input][16]

@@ -92,26 +92,26 @@ class NativeAdapters:
 
 
 class _PackedAdapter:
-    """One adapter's weights [layers * 4] as the kernels read them."""
+    """One adapter's weights [layers * 4] as the kernels read them: in one buffer, in the order of a step."""
 
     def __init__(self, adapter: Adapter, num_layers: int, is_bfloat16: bool) -> None:
         self._held: list[object] = []
         self._is_bfloat16 = is_bfloat16
         self.max_rank = _LANES
-        places = ((layer, linear) for layer in range(num_layers) for linear in LINEARS)
-        packed = [self._weight(adapter.get(place, ())) for place in places]
+        places = [adapter.get((layer, linear), ()) for layer in range(num_layers) for linear in LINEARS]
+        self._room = empty_buffer(sum(self._num_bytes(parts) for parts in places))
+        self._held.append(self._room)
+        packed = [self._weight(parts) for parts in places]
         self.weights = (_Weight * len(packed))(*packed)
 
     def _weight(self, parts: Sequence[LoraPart]) -> _Weight:
         if not parts:
             return _Weight()
-        inputs = parts[0].a_RE.shape[1]
-        ranks = [len(part.a_RE) for part in parts]
-        rank = -(-sum(ranks) // _LANES) * _LANES
+        inputs, rank, ranks = parts[0].a_RE.shape[1], _rank(parts), [len(part.a_RE) for part in parts]
         self.max_rank = max(self.max_rank, rank)
         a_RE = np.zeros((rank, inputs), np.float32)
         a_RE[: sum(ranks)] = np.concatenate([part.a_RE for part in parts])
-        firsts = np.cumsum([0, *ranks])
+        a, firsts = self._keep(_panels(a_RE)), np.cumsum([0, *ranks])
         pieces = (_Piece * len(parts))(
             *(
                 _Piece(int(first), len(part.a_RE), part.first_output, len(part.b_FR), self._keep(_panels(part.b_FR)))
@@ -119,26 +119,35 @@ class _PackedAdapter:
             )
         )
         self._held.append(pieces)
-        return _Weight(
-            self._is_bfloat16, rank, inputs, len(parts), self._keep(_panels(a_RE)),
-            ctypes.cast(pieces, POINTER(_Piece)),
-        )  # fmt: skip
+        return _Weight(self._is_bfloat16, rank, inputs, len(parts), a, ctypes.cast(pieces, POINTER(_Piece)))
+
+    def _num_bytes(self, parts: Sequence[LoraPart]) -> int:
+        size = 2 if self._is_bfloat16 else 4
+        a = _rank(parts) * parts[0].a_RE.shape[1] if parts else 0
+        return size * (a + sum(_round_up(len(part.b_FR)) * len(part.a_RE) for part in parts))
 
     def _keep(self, values: Values) -> int:
-        """Store values in the adapter's type, aligned; return their address."""
+        """Store values, whole panels, in the adapter's type in the room that is left; return their address."""
         stored: Any = torch.from_numpy(values)
         stored = (stored.to(torch.bfloat16).view(torch.int16) if self._is_bfloat16 else stored).numpy().reshape(-1)
         data: Bytes = stored.view(np.uint8)
-        buffer = empty_buffer(len(data))
-        buffer[:] = data
-        self._held.append(buffer)
-        return int(buffer.ctypes.data)
+        kept, self._room = self._room[: len(data)], self._room[len(data) :]
+        kept[:] = data
+        return int(kept.ctypes.data)
+
+
+def _rank(parts: Sequence[LoraPart]) -> int:
+    return _round_up(sum(len(part.a_RE) for part in parts))
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _LANES) * _LANES
 
 
 def _panels(rows: Values) -> Values:
     """Return a matrix as [panel of 16 rows][column][16], padded with zeros."""
     count, columns = rows.shape
-    padded = np.zeros((-(-count // _LANES) * _LANES, columns), np.float32)
+    padded = np.zeros((_round_up(count), columns), np.float32)
     padded[:count] = rows
     return np.ascontiguousarray(padded.reshape(-1, _LANES, columns).swapaxes(1, 2))
 
