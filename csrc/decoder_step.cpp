@@ -23,10 +23,7 @@ enum AdaptedLinear : int64_t { kQkv = 0, kOutput = 1, kGateUp = 2, kDown = 3, kN
 // Bytes of the largest prepared row of any weight of the model.
 int64_t largest_prepared(const Model& model) {
     int64_t most = 0;
-    const auto look = [&most](const Multiplication& m) {
-        for (int64_t i = 0; i < m.num_parts; ++i)
-            most = std::max(most, prepared_bytes(m.parts[i].kind, m.parts[i].inputs));
-    };
+    const auto look = [&most](const Multiplication& m) { most = std::max(most, largest_prepared(m)); };
     for (int64_t l = 0; l < model.num_layers; ++l) {
         const Layer& layer = model.layers[l];
         look(layer.qkv), look(layer.output), look(layer.gate_up), look(layer.down);
@@ -162,29 +159,17 @@ class Runner {
                   bool accumulate) {
         const LoraStep* lora = adapted == kHead ? nullptr : lora_;
         const bool is_private = tokens_ <= kPrivateRows && lora == nullptr;
-        float* const first_out = out;
-        char* prepared = is_private ? own_prepared_ : w_.prepared;
-        const Share own = is_private ? Share(tokens_, 0, 1) : Share(tokens_, thread_, threads_);
-        for (int64_t p = 0; p < m.num_parts; ++p) {
-            const Weight& weight = m.parts[p];
-            const int64_t bytes = prepared_bytes(weight.kind, weight.inputs);
-            if (p == 0 || weight.kind != m.parts[p - 1].kind) {
-                if (p > 0 && !is_private) barrier_.wait();  // other threads still read the previous form
-                for (int64_t t = own.first; t < own.end; ++t) {
-                    const float* x = row(t);
-                    prepare_row(weight.kind, x, weight.inputs, prepared + t * bytes);
-                    if (lora != nullptr && p == 0 && lora->adapters[t] >= 0)
-                        std::copy(x, x + weight.inputs, lora->inputs + t * lora->max_inputs);
-                }
-                if (!is_private) barrier_.wait();
-            }
-            linear(weight, prepared, tokens_, out, stride, accumulate, thread_, threads_);
-            out += weight.outputs;
-        }
-        if (lora == nullptr) return;
+        const Multiplier multiplier{barrier_, thread_, threads_, is_private ? own_prepared_ : w_.prepared, is_private};
+        if (lora == nullptr) return multiplier.multiply(m, tokens_, row, out, stride, accumulate);
+        const auto kept = [&](int64_t t) {
+            const float* x = row(t);
+            if (lora->adapters[t] >= 0) std::copy(x, x + m.parts->inputs, lora->inputs + t * lora->max_inputs);
+            return x;
+        };
+        multiplier.multiply(m, tokens_, kept, out, stride, accumulate);
         lora_down(*lora, layer_ * kNumAdapted + adapted, thread_, threads_);
         barrier_.wait();
-        lora_up(*lora, layer_ * kNumAdapted + adapted, first_out, stride, thread_, threads_);
+        lora_up(*lora, layer_ * kNumAdapted + adapted, out, stride, thread_, threads_);
     }
 
     // stream += row(t) times the weight, normed first if the family has a norm there. Ends with a barrier.

@@ -8,16 +8,10 @@
 
 #include "attention.h"
 #include "experts.h"
-#include "linear.h"
 #include "lora.h"
+#include "multiply.h"
 
 namespace octavo {
-
-// One multiplication: weights over consecutive runs of outputs, with the same inputs.
-struct Multiplication {
-    const Weight* parts;
-    int64_t num_parts;
-};
 
 // A norm that a family lacks has no weight; `bias` may be null (and is, for kRmsNorm).
 struct Norm {

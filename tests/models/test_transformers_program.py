@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.models.transformers_fusion import Multiple, Operation, fused, name_of
+from octavo.models.transformers_fusion import Multiple, Operation, fused
 from octavo.models.transformers_program import NoProgramError, merged
 from octavo.ops import cpu
 from tests.models.zoo import ROWS
@@ -35,7 +35,7 @@ def test_a_program_gives_the_bits_of_the_modules(model_type: str, tmp_path: Path
 
 def test_a_llama_layer_is_nine_calls(tmp_path: Path) -> None:
     served = _served("llama", tmp_path)
-    steps = [getattr(step[0], "__name__", "") for step in served._decoder._program._steps]
+    steps = [getattr(step[0], "__name__", "") for step in served._decoder._program.steps]
     assert steps.count("attend_product") == 2 and steps.count("add_norm") == 4 and steps.count("multiply") == 8
     assert not {"narrow", "silu", "cat"} & set(steps[20:])
     served.close()
@@ -60,4 +60,4 @@ def test_numbers_of_two_lengths_are_equal_or_multiples() -> None:
 def test_nothing_is_fused_where_an_operation_writes() -> None:
     operations = [Operation(torch.Tensor.add_, (1, 2), {}, (0,)), Operation(torch.Tensor.neg, (), {}, (1,))]
     assert fused(operations, 2, 1) == (operations, 2)
-    assert [name_of(one) for one in fused(operations[1:], 2, 1)[0]] == ["neg"]
+    assert [one.name for one in fused(operations[1:], 2, 1)[0]] == ["neg"]

@@ -26,18 +26,14 @@ from octavo.models.native_mixture import PANEL, MixtureDescriptor, NativeMixture
 from octavo.models.native_weights import NativeLayer, NativeWeights, Vector
 from octavo.models.step_extras import StepExtras
 from octavo.nn.lora import Adapter
-from octavo.nn.packed_weight import PackedWeight, WeightDescriptor, most_frequent_code
+from octavo.nn.packed_weight import Multiplication, PackedWeight, WeightDescriptor, most_frequent_code
 from octavo.ops import cpu
-from octavo.ops.attention import AttentionBackend, GroupedAttention
-from octavo.ops.attention_kernel import MAX_HEAD_DIM, AttentionLayer, KernelAttention
+from octavo.ops.attention import AttentionBackend
+from octavo.ops.attention_kernel import MAX_HEAD_DIM, AttentionLayer, PoolLayers
 from octavo.ops.gated_mul import ACTIVATION_KINDS
 
 _NORM_KINDS = {"rms": 0, "layer": 1}  # enum NormKind of csrc/rows.h
 _NORMS = ("attention_norm", "mlp_norm", "after_attention", "after_mlp", "q_norm", "k_norm")
-
-
-class _Multiplication(Structure):
-    _fields_ = (("parts", POINTER(WeightDescriptor)), ("num_parts", c_int64))
 
 
 class _Norm(Structure):
@@ -46,7 +42,7 @@ class _Norm(Structure):
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Multiplication) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, Multiplication) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _Norm) for name in _NORMS),
         ("rope_table", c_void_p),
         ("mixture", POINTER(MixtureDescriptor)),
@@ -63,14 +59,10 @@ class _Model(Structure):
         *((name, c_int64) for name in ("intermediate_size", "activation", "is_gated", "is_parallel")),
         *((name, c_double) for name in ("norm_eps", "stream_eps", "embedding_scale", "logits_scale", "logits_cap")),
         ("layers", POINTER(_Layer)),
-        ("embedding", _Multiplication),
-        ("head", _Multiplication),
+        ("embedding", Multiplication),
+        ("head", Multiplication),
         ("final_norm", _Norm),
     )
-
-
-class _StepGroup(Structure):
-    _fields_ = (("attention", c_void_p), ("slot_mapping", c_void_p))
 
 
 class _Step(Structure):
@@ -100,12 +92,10 @@ class NativeDecoder:
         self._model = self._describe()
         self._step = _Step()
         self._adapters = NativeAdapters(spec)
-        self._backend: AttentionBackend | None = None
-        self._backends: tuple[KernelAttention, ...] = ()
-        self._groups = (_StepGroup * 1)()
+        self._pool_layers: PoolLayers | None = None
         self._hidden = torch.empty(0)
         self._logits = torch.empty(0)
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._workspace = cpu.Workspace()
         self._run_step = _function("octavo_decoder_step", c_void_p, c_void_p, c_int32)
         self._run_logits = _function(
             "octavo_decoder_logits", c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int32
@@ -124,17 +114,13 @@ class NativeDecoder:
         self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend, extras: StepExtras | None = None
     ) -> Tensor:
         """Return the hidden states after the final norm, float32 [T, E]. `backend.begin` was called for this step."""
-        if backend is not self._backend:
-            self._bind(backend)
-        backends = self._backends
-        num_tokens, threads = token_ids_T.shape[0], self._threads()
+        pool_layers = self._begin(backend)
+        num_tokens, threads = token_ids_T.shape[0], cpu.team_size()
         hidden_TE = self._buffer("_hidden", num_tokens, self.spec.hidden_size)
-        for group, attention in zip(self._groups, backends, strict=True):
-            group.attention, group.slot_mapping = attention.step_address, attention.slot_mapping_address
         step = self._step
         step.num_tokens = num_tokens
         step.token_ids, step.positions = token_ids_T.data_ptr(), positions_T.data_ptr()
-        step.groups = ctypes.addressof(self._groups)
+        step.groups = pool_layers.groups_address
         step.hidden, step.workspace = hidden_TE.data_ptr(), self._work(num_tokens, threads)
         step.expert_bytes = 0
         kept = self._add_extras(extras)
@@ -163,7 +149,7 @@ class NativeDecoder:
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return float32 logits [N, V] of gathered rows of `forward`'s result; 4 * N * V bytes."""
-        count, threads = hidden_NE.shape[0], self._threads()
+        count, threads = hidden_NE.shape[0], cpu.team_size()
         logits_NV = self._buffer("_logits", count, self.spec.vocab_size)
         hidden_NE = hidden_NE.contiguous()
         self._run_logits(
@@ -249,10 +235,10 @@ class NativeDecoder:
             **{role: _norm(layer.vectors, role) for role in _NORMS},
         )
 
-    def _multiplication(self, parts: Sequence[PackedWeight]) -> _Multiplication:
+    def _multiplication(self, parts: Sequence[PackedWeight]) -> Multiplication:
         descriptors = (WeightDescriptor * len(parts))(*(part.descriptor() for part in parts))
         self._kept.append(descriptors)
-        return _Multiplication(ctypes.cast(descriptors, POINTER(WeightDescriptor)), len(parts))
+        return Multiplication(ctypes.cast(descriptors, POINTER(WeightDescriptor)), len(parts))
 
     def _mixture(self, layer: NativeLayer) -> Any:
         if layer.mixture is None or self.spec.mixture is None:
@@ -261,20 +247,15 @@ class NativeDecoder:
         self._kept.append(descriptor)
         return ctypes.pointer(descriptor)
 
-    def _bind(self, backend: AttentionBackend) -> None:
-        """Point each layer at its KV pool: the backend's only pool, or the pool of the layer's cache group."""
-        pools = [(backend, layer) for layer in range(self.spec.num_layers)]
-        if isinstance(backend, GroupedAttention):
-            pools = [backend.places[layer] for layer in range(self.spec.num_layers)]
-        backends: list[KernelAttention] = []
-        for layer, (group, index) in zip(self._layers, pools, strict=True):
-            assert isinstance(group, KernelAttention), "the native decoder needs KernelAttention"
-            if group not in backends:
-                backends.append(group)
-            layer.group = backends.index(group)
-            layer.attention = group.layers[index]
-        self._backend, self._backends = backend, tuple(backends)
-        self._groups = (_StepGroup * len(backends))()
+    def _begin(self, backend: AttentionBackend) -> PoolLayers:
+        """Return the layers' pools for the step, at which the layers point."""
+        found = PoolLayers.begin(backend, self.spec.num_layers, self._pool_layers)
+        assert found is not None, "the native decoder needs KernelAttention"
+        if found is not self._pool_layers:
+            self._pool_layers = found
+            for layer, (group, structure) in zip(self._layers, found.places, strict=True):
+                layer.group, layer.attention = group, structure
+        return found
 
     def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
         """Return rows of a reused buffer, which grows as needed: page faults of a new one cost more than the work."""
@@ -285,13 +266,7 @@ class NativeDecoder:
         return held[:rows]
 
     def _work(self, rows: int, threads: int) -> int:
-        needed = self._workspace_bytes(ctypes.addressof(self._model), rows, threads) + 64
-        if self._workspace.numel() < needed:
-            self._workspace = torch.empty(needed, dtype=torch.uint8)
-        return -(-self._workspace.data_ptr() // 64) * 64
-
-    def _threads(self) -> int:
-        return torch.get_num_threads() if cpu.status().is_parallel else 1
+        return self._workspace.address(self._workspace_bytes(ctypes.addressof(self._model), rows, threads))
 
 
 def unsupported_reason(spec: ModelSpec, dtype: str) -> str | None:

@@ -34,6 +34,7 @@ STEPS = (
 )
 _BLOCK = 4
 
+MakeAttention = Callable[[KVPool, Sequence[LayerAttention]], AttentionBackend]
 Forward = Callable[[Tensor, Tensor, AttentionBackend], Tensor]
 
 
@@ -48,6 +49,7 @@ def check_steps(
     attention: Sequence[LayerAttention],
     vocab_size: int,
     tolerance: float,
+    make_attention: MakeAttention = ReferenceAttention,
 ) -> None:
     """Compare the expected logits with those of `steps`, a decoder's forward and logits.
 
@@ -55,7 +57,7 @@ def check_steps(
     """
     forward, logits = steps
     sequences, device = _sequences(vocab_size), expected_TV.device
-    grouped, backends = _attention(attention, device)
+    grouped, backends = _attention(attention, device, make_attention)
     found = []
     for rows in STEPS:
         batch = _batch(rows, device)
@@ -84,14 +86,14 @@ def _sequences(vocab_size: int) -> list[Tensor]:
 
 
 def _attention(
-    attention: Sequence[LayerAttention], device: torch.device
-) -> tuple[GroupedAttention, list[ReferenceAttention]]:
+    attention: Sequence[LayerAttention], device: torch.device, make_attention: MakeAttention
+) -> tuple[GroupedAttention, list[AttentionBackend]]:
     """Return attention over one small pool a layer."""
     num_blocks = sum(-(-size // _BLOCK) for size in LENGTHS)
     backends = []
     for layer in attention:
         shape = PoolShape(1, num_blocks, _BLOCK, layer.num_kv_heads, layer.head_dim, layer.value_dim, torch.float32)
-        backends.append(ReferenceAttention(KVPool(shape, device), (layer,)))
+        backends.append(make_attention(KVPool(shape, device), (layer,)))
     return GroupedAttention({index: (backend, 0) for index, backend in enumerate(backends)}), backends
 
 

@@ -10,6 +10,7 @@ Shapes: T tokens of the step, N rows that sample, E hidden size, V vocabulary.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -38,7 +39,8 @@ from octavo.models.transformers_program import NoProgramError, Program, record
 from octavo.nn.packed_weight import most_frequent_code
 from octavo.nn.packing import WantedTensor
 from octavo.nn.weights import open_weights
-from octavo.ops.attention import AttentionBackend, LayerAttention
+from octavo.ops.attention import AttentionBackend, KVPool, LayerAttention, ReferenceAttention
+from octavo.ops.attention_kernel import KernelAttention, PoolLayers, has_kernel
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 _ROUNDED_TOLERANCE = 0.05  # kernels that round activations may round them the other way
@@ -73,6 +75,7 @@ class TransformersDecoder:
             self._config, min(spec.max_model_len, max_model_len or spec.max_model_len)
         )
         self._program: Program | None = None
+        self._pool_layers: PoolLayers | None = None
         self.no_program = ""  # why the modules' own code runs
         self._packer = None if wanted is None else ModulePacker(files.root, wanted)
         try:
@@ -86,7 +89,9 @@ class TransformersDecoder:
     ) -> Tensor:
         """Return the hidden states after the final norm, [T, E]. `backend.begin` was called for this step."""
         assert extras is None, "requests whose rows have extras are refused before this decoder is chosen"
-        running.step = PagedStep(backend)
+        if self._program is not None:
+            self._pool_layers = PoolLayers.begin(backend, len(self.attention), self._pool_layers)
+        running.step = PagedStep(backend, self._pool_layers)
         try:
             if self._program is not None:
                 return self._program.run(token_ids_T.long().unsqueeze(0), positions_T.unsqueeze(0)).squeeze(0)
@@ -185,9 +190,15 @@ class TransformersDecoder:
             return
         try:
             self._program = record(self._base, self.spec.vocab_size)
-            check_steps(expected_TV, steps, self.attention, self.spec.vocab_size, tolerance)
+            for make_attention in (ReferenceAttention, _kernel_attention):
+                check_steps(expected_TV, steps, self.attention, self.spec.vocab_size, tolerance, make_attention)
         except (NoProgramError, UnfitModelError, *_RUN_ERRORS) as error:
             self._program, self.no_program = None, str(error)
+
+
+def _kernel_attention(pool: KVPool, layers: Sequence[LayerAttention]) -> AttentionBackend:
+    """Return attention by the kernels where they can read the pool."""
+    return (KernelAttention if has_kernel(pool, layers) else ReferenceAttention)(pool, layers)
 
 
 class _HiddenStates(nn.Module):

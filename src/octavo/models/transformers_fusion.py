@@ -46,25 +46,36 @@ class Operation:
     results: tuple[int, ...]
     is_tuple: bool = False
 
+    @property
+    def name(self) -> str:
+        """The name of its function."""
+        return str(getattr(self.call, "__name__", ""))
 
-def registers_of(operation: Operation) -> list[int]:
-    """Return the registers that an operation reads."""
-    found: list[int] = []
-    pending: list[Any] = [operation.arguments, operation.options]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, Register):
-            found.append(part.index)
-        elif isinstance(part, (tuple, list)):
-            pending.extend(part)
-        elif isinstance(part, dict):
-            pending.extend(part.values())
-        elif isinstance(part, slice):
-            pending.extend((part.start, part.stop, part.step))
-    return found
+    @property
+    def reads(self) -> list[int]:
+        """The registers that it reads."""
+        found: list[int] = []
+        pending: list[Any] = [self.arguments, self.options]
+        while pending:
+            part = pending.pop()
+            if isinstance(part, Register):
+                found.append(part.index)
+            elif isinstance(part, (tuple, list)):
+                pending.extend(part)
+            elif isinstance(part, dict):
+                pending.extend(part.values())
+            elif isinstance(part, slice):
+                pending.extend((part.start, part.stop, part.step))
+        return found
+
+    @property
+    def writes(self) -> bool:
+        """True if it writes to an argument."""
+        is_in_place = self.name.endswith("_") and not self.name.endswith("__")
+        return not self.results or is_in_place or self.name.startswith("__i") or "out" in self.options
 
 
-_ADD, _MUL, _NEG = {"add", "__add__", "__radd__"}, {"mul", "__mul__", "__rmul__"}, {"neg", "__neg__"}
+ADD, MUL, _NEG = {"add", "__add__", "__radd__"}, {"mul", "__mul__", "__rmul__"}, {"neg", "__neg__"}
 
 
 class _Maker:
@@ -78,21 +89,9 @@ class _Maker:
         if not isinstance(part, Register):
             return None
         maker = self.makers.get(part.index)
-        if maker is None or name_of(maker) not in names or maker.options or len(maker.arguments) != num_arguments:
+        if maker is None or maker.name not in names or maker.options or len(maker.arguments) != num_arguments:
             return None
         return maker
-
-
-def name_of(operation: Operation) -> str:
-    """Return the name of an operation's function."""
-    return str(getattr(operation.call, "__name__", ""))
-
-
-def writes(operation: Operation) -> bool:
-    """Return True if an operation writes to an argument."""
-    name = name_of(operation)
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    return not operation.results or is_in_place or name.startswith("__i") or "out" in operation.options
 
 
 def fused(operations: list[Operation], num_registers: int, result: int) -> tuple[list[Operation], int]:
@@ -100,12 +99,18 @@ def fused(operations: list[Operation], num_registers: int, result: int) -> tuple
 
     Where an operation writes to a tensor, nothing is fused: a register then is not one value.
     """
-    if any(writes(one) for one in operations):
+    if any(one.writes for one in operations):
         return operations, num_registers
+    operations = [one for one in operations if not _returns_its_argument(one)]
     operations, num_registers = _share_products(_share_views(operations), num_registers)
     operations, num_registers = _fuse_rotations(operations, num_registers)
     operations = _fuse_norms(_fuse_attention(_fuse_gates(operations)))
     return _live(operations, result), num_registers
+
+
+def _returns_its_argument(operation: Operation) -> bool:
+    """Return True for x.to(its own dtype), x.contiguous() of contiguous x, and the like."""
+    return set(operation.results) <= set(operation.reads)
 
 
 def _share_views(operations: list[Operation]) -> list[Operation]:
@@ -115,8 +120,8 @@ def _share_views(operations: list[Operation]) -> list[Operation]:
     found = []
     for one in operations:
         one = replace(one, arguments=_renamed(one.arguments, same), options=_renamed(one.options, same))
-        if name_of(one) in ("unsqueeze", "transpose") and isinstance(one.arguments[0], Register) and not one.options:
-            key = (one.arguments[0].index, (name_of(one), *one.arguments[1:]))
+        if one.name in ("unsqueeze", "transpose") and isinstance(one.arguments[0], Register) and not one.options:
+            key = (one.arguments[0].index, (one.name, *one.arguments[1:]))
             if key in made:
                 same[one.results[0]] = made[key]
                 continue
@@ -179,15 +184,15 @@ def _fuse_rotations(operations: list[Operation], num_registers: int) -> tuple[li
 
 
 def _rotation(maker: _Maker, one: Operation) -> tuple[Register, Register, Register] | None:
-    if name_of(one) not in _ADD or len(one.arguments) != 2 or one.options:
+    if one.name not in ADD or len(one.arguments) != 2 or one.options:
         return None
-    plain, turned = (maker.of(part, _MUL) for part in one.arguments)
+    plain, turned = (maker.of(part, MUL) for part in one.arguments)
     if plain is None or turned is None:
         return None
     (x, cos), (pair, sin) = plain.arguments, turned.arguments
     joined = maker.of(pair, {"cat"}, 1) or maker.of(pair, {"cat"})
     if joined is None and isinstance(pair, Register) and (held := maker.makers.get(pair.index)) is not None:
-        joined = held if name_of(held) == "cat" else None
+        joined = held if held.name == "cat" else None
     if joined is None or not all(isinstance(part, Register) for part in (x, cos, sin)):
         return None
     parts = joined.arguments[0]
@@ -212,12 +217,12 @@ def _fuse_gates(operations: list[Operation]) -> list[Operation]:
     maker, found = _Maker(operations), []
     for one in operations:
         product = _gated_product(maker, one)
-        found.append(one if product is None else Operation(gate_of(product[1]), (product[0],), {}, one.results))
+        found.append(one if product is None else Operation(Gate(product[1]), (product[0],), {}, one.results))
     return found
 
 
 def _gated_product(maker: _Maker, one: Operation) -> tuple[Register, str] | None:
-    if name_of(one) not in _MUL or len(one.arguments) != 2:
+    if one.name not in MUL or len(one.arguments) != 2:
         return None
     for left, right in (one.arguments, one.arguments[::-1]):
         activation = maker.makers.get(left.index) if isinstance(left, Register) else None
@@ -236,9 +241,9 @@ def _gated_product(maker: _Maker, one: Operation) -> tuple[Register, str] | None
 
 
 def _activation(one: Operation) -> str | None:
-    if name_of(one) == "silu":
+    if one.name == "silu":
         return "silu"
-    if name_of(one) == "gelu" and one.options.get("approximate") == "tanh":
+    if one.name == "gelu" and one.options.get("approximate") == "tanh":
         return "gelu_tanh"
     return None
 
@@ -247,7 +252,7 @@ def _fuse_attention(operations: list[Operation]) -> list[Operation]:
     """Rotate queries and keys in one call, where they and the values are all columns of one product."""
     maker, found = _Maker(operations), []
     for one in operations:
-        match = _attended_product(maker, one.arguments[1:]) if name_of(one) == PAGED else None
+        match = _attended_product(maker, one.arguments[1:]) if one.name == PAGED else None
         found.append(one if match is None else Operation(attend_product, (one.arguments[0], *match), {}, one.results))
     return found
 
@@ -298,14 +303,14 @@ def _fuse_norms(operations: list[Operation]) -> list[Operation]:
     added: dict[int, Operation] = {}
     for one in operations:
         if isinstance(one.call, KernelNorm):
-            addition = maker.of(one.arguments[0], _ADD)
+            addition = maker.of(one.arguments[0], ADD)
             if addition is not None and all(isinstance(part, Register) for part in addition.arguments):
                 added.setdefault(addition.results[0], one)
     norms, found = {id(one) for one in added.values()}, []
     for one in operations:
-        norm = added.get(one.results[0]) if len(one.results) == 1 and name_of(one) in _ADD else None
+        norm = added.get(one.results[0]) if len(one.results) == 1 and one.name in ADD else None
         if norm is not None and isinstance(norm.call, KernelNorm):
-            found.append(Operation(norm.call.add, one.arguments, {}, (*norm.results, *one.results), True))
+            found.append(Operation(norm.call.add_norm, one.arguments, {}, (*norm.results, *one.results), True))
         elif id(one) not in norms:
             found.append(one)
     return found
@@ -315,10 +320,10 @@ def _live(operations: list[Operation], result: int) -> list[Operation]:
     """Drop operations whose results nothing reads, and dropout, which does nothing when a model serves."""
     needed, found = {result}, []
     for one in reversed(operations):
-        if name_of(one) in (PAGED, "attend_product") or needed & set(one.results):
-            if name_of(one) == "dropout":
+        if one.name in (PAGED, "attend_product") or needed & set(one.results):
+            if one.name == "dropout":
                 one = replace(one, call=_same, arguments=one.arguments[:1], options={})
-            needed |= set(registers_of(one))
+            needed |= set(one.reads)
             found.append(one)
     return found[::-1]
 
@@ -337,19 +342,10 @@ def attend_product(
     layer: int, product: Tensor, rope_rows_T2D: Tensor, counts: tuple[int, int, int], head_dim: int
 ) -> Tensor:
     """Attend in a layer whose queries, keys and values are the columns of `product` [1, T, F]; return [1, T, H, D]."""
-    step = running.step
-    assert isinstance(step, PagedStep), "a program runs outside of a step"
-    tokens, queries = product.shape[1], counts[0]
-    rotated = queries + counts[1]
-    heads_THD = product.view(tokens, -1, head_dim)
-    turned_THD = heads_THD.narrow(1, 0, rotated).clone(memory_format=torch.contiguous_format)
-    _rotate()(turned_THD.data_ptr(), rope_rows_T2D.data_ptr(), tokens, rotated, head_dim, head_dim, 0)
-    return step.attend_heads(
-        layer,
-        turned_THD.narrow(1, 0, queries),
-        turned_THD.narrow(1, queries, counts[1]),
-        heads_THD.narrow(1, rotated, counts[2]),
-    ).unsqueeze(0)
+    queries, rotated = counts[0], counts[0] + counts[1]
+    heads = product.view(*product.shape[:2], -1, head_dim).transpose(1, 2)
+    turned = rotate(heads[:, :rotated], rope_rows_T2D)
+    return attend_paged(layer, turned[:, :queries], turned[:, queries:], heads[:, rotated : sum(counts)])
 
 
 class TracedStep:
@@ -377,11 +373,16 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-@cache
-def gate_of(kind: str) -> Callable[[Tensor], Tensor]:
-    """Return the gated activation of rows [1, T, 2 * I]."""
-    gate = activate_rows(kind, True)
-    return lambda x: gate(x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+class Gate:
+    """The gated activation of rows [1, T, 2 * I]."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._activate = activate_rows(kind, True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [1, T, I]."""
+        return self._activate(x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 def rope_rows(cos: Tensor, sin: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from octavo.nn.packed_weight import PackedWeight, WeightKind
 from octavo.nn.packing import WantedTensor, pack_matrices
 from octavo.nn.segments import PackedLinear, PackedTable
 from octavo.nn.weights import Weights
-from octavo.ops.rms_norm import add_norm_of, add_rms_norm
+from octavo.ops.rms_norm import add_rms_norm
 
 _FLOAT32 = WantedTensor("none", WeightKind.FLOAT32)
 _ATOL = 1e-5  # between a norm and its replacement, on values around 1
@@ -194,7 +194,6 @@ class KernelNorm:
         self.weight = weight_E
         self.eps = self.variance_epsilon = eps
         self._size = weight_E.shape[0]
-        self.add = add_norm_of(weight_E, eps)  # (x, residual) to (the sum's norm, the sum)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [..., E] normalised."""
@@ -202,6 +201,12 @@ class KernelNorm:
             recorded: Tensor = running.recorder.leaf(self, x)
             return recorded
         return add_rms_norm(x.reshape(-1, self._size), None, self.weight, self.eps)[0].view(x.shape)
+
+    def add_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, both [..., E], and the sum."""
+        rows = x.reshape(-1, self._size), residual.reshape(-1, self._size)
+        normed, total = add_rms_norm(*rows, self.weight, self.eps)
+        return normed.view(x.shape), total.view(x.shape)
 
     @classmethod
     def of(cls, module: nn.Module) -> KernelNorm | None:

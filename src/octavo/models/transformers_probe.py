@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.ops.attention import AttentionBackend, LayerAttention
+from octavo.ops.attention_kernel import PoolLayers
 
 SERVED, PROBED = "octavo", "octavo_probe"  # names of attention implementations
 PROBE_TOKENS = 8
@@ -99,10 +100,11 @@ def register(library: Any) -> None:
 class PagedStep:
     """A step on paged attention: the calls of attention are the model's layers, in order."""
 
-    __slots__ = ("_index", "attend_heads")
+    __slots__ = ("_index", "attend_heads", "layers")
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: AttentionBackend, layers: PoolLayers | None = None) -> None:
         self.attend_heads = backend.attend
+        self.layers = layers  # for kernels that attend by themselves
         self._index = 0
 
     def attend(

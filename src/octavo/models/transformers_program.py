@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from octavo.models.transformers_fusion import Multiple, Operation, Register, TracedStep, fused, registers_of
-from octavo.models.transformers_probe import running
+from octavo.models.transformers_fusion import Multiple, Operation, Register, TracedStep, fused
+from octavo.models.transformers_probe import PagedStep, running
+from octavo.models.transformers_runs import with_runs
 
 LENGTHS = (13, 17)  # primes, which are no sizes of parts of a model
 # What reads a tensor's values into Python, or makes sizes of them: the operations after it may depend on them.
@@ -79,6 +80,14 @@ class ProgramRecorder(TorchFunctionMode):
             raise NoProgramError("the result is no recorded tensor")
         return self._registers[id(tensor)]
 
+    def row_tails(self, length: int) -> dict[int, tuple[int, ...]]:
+        """Return the tails of the registers that hold float32 rows [1, length, *tail]."""
+        return {
+            index: tuple(tensor.shape[2:])
+            for index, tensor in enumerate(self._kept)
+            if tensor.dtype is torch.float32 and tensor.shape[:2] == (1, length)
+        }
+
     def _record(self, call: Callable[..., Any], args: Any, options: Mapping[str, Any], found: Any) -> None:
         is_tuple = isinstance(found, (tuple, list))
         tensors = [part for part in (found if is_tuple else (found,)) if isinstance(part, Tensor)]
@@ -134,17 +143,29 @@ def _merged_number(first: Any, second: Any) -> Any:
     raise NoProgramError(f"{first} differs from {second} between {LENGTHS[0]} and {LENGTHS[1]} tokens")
 
 
-class Program:
-    """A recorded model: `run` replays it. Registers are freed after their last use."""
+Steps = list[tuple[Any, ...]]
 
-    def __init__(self, operations: list[Operation], num_registers: int, result: int) -> None:
+
+class Program:
+    """A recorded model: `run` replays it.
+
+    `with_runs` are the same operations with runs of kernels, for steps whose layers attend by the kernels.
+    """
+
+    def __init__(
+        self, operations: list[Operation], with_runs: list[Operation], num_registers: int, result: int
+    ) -> None:
         self._num_registers = num_registers
         self._result = result
-        last: dict[int, int] = {}
+        self.steps, self.steps_with_runs = self._prepared(operations), self._prepared(with_runs)
+
+    def _prepared(self, operations: list[Operation]) -> Steps:
+        """Return what `run` needs of each operation. Registers are freed after their last use."""
+        result, last = self._result, dict[int, int]()
         for index, operation in enumerate(operations):
-            for register in (*registers_of(operation), *operation.results):
+            for register in (*operation.reads, *operation.results):
                 last[register] = index
-        self._steps = [
+        return [
             (
                 operation.call,
                 list(operation.arguments),
@@ -153,11 +174,7 @@ class Program:
                 operation.options,
                 operation.results,
                 operation.is_tuple,
-                [
-                    register
-                    for register in set(registers_of(operation))
-                    if last[register] == index and register != result
-                ],
+                [register for register in set(operation.reads) if last[register] == index and register != result],
             )
             for index, operation in enumerate(operations)
         ]
@@ -167,7 +184,9 @@ class Program:
         registers: list[Any] = [None] * self._num_registers
         registers[0], registers[1] = ids_BT, positions_BT
         num_tokens = ids_BT.shape[1]
-        for call, template, fills, nested, options, results, is_tuple, unused in self._steps:
+        has_kernels = isinstance(running.step, PagedStep) and running.step.layers is not None
+        steps = self.steps_with_runs if has_kernels else self.steps
+        for call, template, fills, nested, options, results, is_tuple, unused in steps:
             arguments = template.copy()
             for at, register in fills:
                 arguments[at] = registers[register]
@@ -212,7 +231,10 @@ def record(base: nn.Module, vocab_size: int) -> Program:
             raise NoProgramError(f"{one.call} differs from {two.call} between two lengths")
         arguments, options = merged(one.arguments, two.arguments), merged(one.options, two.options)
         operations.append(Operation(one.call, arguments, options, one.results, one.is_tuple))
-    return Program(*fused(operations, first.num_registers, result), result)
+    operations, num_registers = fused(operations, first.num_registers, result)
+    other_tails = second.row_tails(LENGTHS[1])
+    tails = {index: tail for index, tail in first.row_tails(LENGTHS[0]).items() if other_tails.get(index) == tail}
+    return Program(operations, with_runs(operations, tails, result), num_registers, result)
 
 
 def _is_nested(part: Any) -> bool:

@@ -76,6 +76,12 @@ class WeightDescriptor(ctypes.Structure):
     )
 
 
+class Multiplication(ctypes.Structure):
+    """struct Multiplication of csrc/multiply.h."""
+
+    _fields_ = (("parts", ctypes.POINTER(WeightDescriptor)), ("num_parts", c_int64))
+
+
 @dataclass(frozen=True, slots=True)
 class Codes:
     """Rows of a weight before packing: value_FE = codes_FE * scales_FG + minima_FG; `group` inputs share a scale.

@@ -22,13 +22,13 @@ from octavo.nn.layers import Linear
 from octavo.nn.packed_weight import PackedWeight
 from octavo.nn.parallel import Collective, tree_sum
 from octavo.ops import cpu
-from octavo.ops.packed_linear import Product, multiply, single_product
+from octavo.ops.packed_linear import Product, multiply
 
 
 class PackedLinear:
     """y_TF = x_TE W_FE^T + b_F over packed weights, which have consecutive outputs. Float32, on the CPU."""
 
-    __slots__ = ("_held", "_products", "_single", "nbytes", "num_outputs", "num_weights")
+    __slots__ = ("_held", "_products", "nbytes", "num_outputs", "num_weights")
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
         self._products, self.num_outputs = [], 0
@@ -40,17 +40,16 @@ class PackedLinear:
             self.num_outputs += weight.outputs
         self.num_weights = sum(weight.outputs * weight.inputs for weight in weights)
         self.nbytes = sum(weight.nbytes for weight in weights)
-        self._single = None
-        if len(self._products) == 1:
-            address, kind, inputs = self._products[0][:3]
-            self._single = single_product(address, kind, inputs, self.num_outputs)
+
+    @property
+    def weights(self) -> list[PackedWeight]:
+        """The weights, in the order of their outputs."""
+        return [weight for weight, _ in self._held]
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return a new tensor [T, F]."""
-        if self._single is not None:
-            return self._single(x_TE, _num_threads())
         out_BTF = torch.empty(1, x_TE.shape[0], self.num_outputs)
-        multiply(self._products, x_TE, out_BTF, _num_threads())
+        multiply(self._products, x_TE, out_BTF, cpu.team_size())
         return out_BTF[0]
 
 
@@ -86,13 +85,9 @@ class PackedProducts:
         if not self._products:
             return None
         out_BTF = torch.empty(self._num_buffers, x_TE.shape[0], self._num_outputs)
-        multiply(self._products, x_TE, out_BTF, _num_threads())
+        multiply(self._products, x_TE, out_BTF, cpu.team_size())
         buffers = out_BTF.unbind(0)
         return tree_sum([None if index is None else buffers[index] for index in self._pairs])
-
-
-def _num_threads() -> int:
-    return torch.get_num_threads() if cpu.status().is_parallel else 1
 
 
 class OutputSegments:

@@ -12,17 +12,17 @@ read. Queries and results are float32 inside, for any dtype of pool and model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import addressof, byref, c_int32, c_int64, c_void_p
+from ctypes import Structure, addressof, byref, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from octavo.ops import cpu
-from octavo.ops.attention import AttentionBatch, KVPool, LayerAttention
+from octavo.ops.attention import AttentionBackend, AttentionBatch, GroupedAttention, KVPool, LayerAttention
 from octavo.ops.attention_plan import AttentionLayer, AttentionPlan
 
-__all__ = ["MAX_HEAD_DIM", "AttentionLayer", "KernelAttention", "has_kernel", "is_faster"]
+__all__ = ["MAX_HEAD_DIM", "AttentionLayer", "KernelAttention", "PoolLayers", "has_kernel", "is_faster"]
 
 MAX_HEAD_DIM = 256  # kMaxSize of csrc/attention.h
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -99,7 +99,7 @@ class KernelAttention:
         shape = self._pool.shape
         elements = int(batch.contexts @ batch.counts) * shape.num_kv_heads * shape.head_dim
         self._num_threads = cpu.num_threads(elements)
-        self.plan.begin(batch, torch.get_num_threads() if cpu.status().is_parallel else 1)
+        self.plan.begin(batch, cpu.team_size())
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor) -> Tensor:
         """Write the step's keys and values into the pool, then attend every token. Returns a new tensor."""
@@ -119,6 +119,40 @@ class KernelAttention:
             output_THV.stride(0), threads,
         )  # fmt: skip
         return output_THV.to(q_THD.dtype)
+
+
+class StepGroup(Structure):
+    """struct StepGroup of csrc/decoder_step.h."""
+
+    _fields_ = (("attention", c_void_p), ("slot_mapping", c_void_p))
+
+
+class PoolLayers:
+    """Where a decoder's layers attend in kernels: `places` has each layer's group and its structure in the pool."""
+
+    def __init__(self, backend: AttentionBackend, places: Sequence[tuple[KernelAttention, int]]) -> None:
+        self._backend = backend
+        self._groups = list(dict.fromkeys(group for group, _ in places))
+        self.places = [(self._groups.index(group), group.layers[index]) for group, index in places]
+        self._step_groups = (StepGroup * len(self._groups))()
+        self.groups_address = addressof(self._step_groups)
+
+    @classmethod
+    def begin(cls, backend: AttentionBackend, num_layers: int, held: PoolLayers | None) -> PoolLayers | None:
+        """Return the layers in the backend's pool, or in those of its groups, for the step that it began.
+
+        They are `held` if that was made for this backend. Returns None if not all layers attend in kernels.
+        """
+        if held is None or held._backend is not backend:
+            alone = {layer: (backend, layer) for layer in range(num_layers)}
+            places = backend.places if isinstance(backend, GroupedAttention) else alone
+            found = [(one, at) for one, at in map(places.__getitem__, alone) if isinstance(one, KernelAttention)]
+            held = cls(backend, found)
+        if len(held.places) < num_layers:
+            return None
+        for step, group in zip(held._step_groups, held._groups, strict=True):
+            step.attention, step.slot_mapping = group.step_address, group.slot_mapping_address
+        return held
 
 
 def _per_head(numbers_H: Tensor | None) -> Tensor | None:

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-ABI = 10
+ABI = 11
 ISA_NAMES = ("portable", "avx2", "avx512")
 LIBRARY_PATH = Path(os.environ.get("OCTAVO_KERNELS") or Path(__file__).with_name("libkernels.so"))  # for developers
+CACHE_LINE = 64  # bytes
 MIN_ELEMENTS_PER_THREAD = 32_768  # with fewer, waking a second thread costs more than it saves
 
 
@@ -96,6 +97,24 @@ def num_threads(num_elements: int) -> int:
     if count > 1 and num_elements >= count * MIN_ELEMENTS_PER_THREAD and _load()[1].is_parallel:
         return count
     return 1
+
+
+def team_size() -> int:
+    """Return the number of threads of a parallel region that computes work of any size, as a whole step: all."""
+    return torch.get_num_threads() if status().is_parallel else 1
+
+
+class Workspace:
+    """Memory for the intermediate values of one kernel at a time, which grows as needed."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def address(self, num_bytes: int) -> int:
+        """Return the address of this many bytes, aligned to cache lines."""
+        if self._memory.numel() < num_bytes + CACHE_LINE:
+            self._memory = torch.empty(num_bytes + CACHE_LINE, dtype=torch.uint8)
+        return -(-self._memory.data_ptr() // CACHE_LINE) * CACHE_LINE
 
 
 def use_isa(name: str) -> str:

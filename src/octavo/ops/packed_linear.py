@@ -88,27 +88,6 @@ def multiply(products: Sequence[Product], x_TE: Tensor, out_BTF: Tensor, num_thr
         run(address, to, num_rows, target, width, is_added, num_threads)
 
 
-def single_product(address: int, kind: int, inputs: int, outputs: int) -> Callable[[Tensor, int], Tensor]:
-    """Return the product with one weight: of float32 rows [T, E] and a number of threads, [T, F].
-
-    It costs half of what `multiply` with one product costs, which counts where a step has one row.
-    """
-    size, prepare_rows, run = _kernels()
-    width = size(kind, inputs)
-
-    def product(x_TE: Tensor, num_threads: int) -> Tensor:
-        assert x_TE.dtype is torch.float32 and x_TE.stride(1) == 1, "float32 rows"
-        num_rows = x_TE.shape[0]
-        prepared = torch.empty(num_rows * width + _ALIGNMENT, dtype=torch.uint8)
-        to = -(-prepared.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        out_TF = torch.empty(num_rows, outputs)
-        prepare_rows(kind, x_TE.data_ptr(), x_TE.stride(0), num_rows, inputs, to, num_threads)
-        run(address, to, num_rows, out_TF.data_ptr(), outputs, 0, num_threads)
-        return out_TF
-
-    return product
-
-
 def linear_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, kind: int) -> Tensor:
     """Compute the kernels' result in float64. For quantised kinds, round the activations to codes first."""
     seen_TE = round_activations(x_TE) if kind >= _FIRST_QUANTISED else x_TE

@@ -59,28 +59,6 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps
     return normed_TE, sum_TE
 
 
-def add_norm_of(weight_E: Tensor, eps: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return `add_rms_norm` for one float32 weight and rows with any leading dimensions: (normed, sum).
-
-    It costs half of `add_rms_norm`, which counts where a step has one row.
-    """
-    kernel, address, width = _kernel(torch.float32), weight_E.data_ptr(), weight_E.shape[0]
-
-    def add_norm(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        is_plain = x.dtype is torch.float32 and residual.dtype is torch.float32 and x.shape == residual.shape
-        if kernel is None or not (is_plain and x.is_contiguous() and residual.is_contiguous()):
-            return add_rms_norm(x, residual, weight_E, eps)
-        normed, total = torch.empty_like(x), torch.empty_like(x)
-        num_rows = x.numel() // width
-        kernel(
-            x.data_ptr(), width, residual.data_ptr(), width, address, eps, normed.data_ptr(), width,
-            total.data_ptr(), width, num_rows, width, cpu.num_threads(num_rows * width),
-        )  # fmt: skip
-        return normed, total
-
-    return add_norm
-
-
 @cache
 def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
     name = _KERNELS.get(dtype)
