@@ -1,8 +1,9 @@
 """Compare the transformers decoder's speed with the native decoder's on one model folder: CPU time of a step's layers.
 
 Steps of the two decoders alternate, on one thread, and the lower quartile of each counts. The logits' largest
-difference is printed too. A GGUF model is first written as a folder: give --from.
-Usage: python -m tools.transformers_speed FOLDER [--from MODEL] [--quantization none|int8|int4]
+difference is printed too. A GGUF model is first written as a folder: give --from. With --engine, whole engines generate
+in turns on all cores instead, and the median of their output tokens a second counts.
+Usage: python -m tools.transformers_speed FOLDER [--from MODEL] [--quantization none|int8|int4] [--engine]
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from octavo import LLM, SamplingParams
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import DEFAULT_MODEL, resolve_model
@@ -26,12 +29,14 @@ from octavo.ops.attention import AttentionBatch, KVPool, PoolShape
 from octavo.ops.attention_kernel import KernelAttention
 
 BLOCK = 16
+ENGINE_TOKENS, ENGINE_ROUNDS = 64, 9  # the first round warms up
 CASES = ((1, 1, 200), (8, 1, 200), (32, 1, 200), (1, 256, 256))  # rows, tokens of each, context
 
 
+@torch.inference_mode()
 def write_folder(name: str, folder: Path) -> None:
     """Write a Llama-like GGUF model as a folder of bfloat16 weights."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
     files = resolve_model(name)
     spec = read_model_spec(files)
@@ -47,6 +52,9 @@ def write_folder(name: str, folder: Path) -> None:
         for tensor_name, tensor in model.named_parameters():
             weights.read_into(tensor_name, tensor)
     model.to(torch.bfloat16).save_pretrained(folder)
+    (weights_file,) = files.weights
+    tokenizer: Any = AutoTokenizer
+    tokenizer.from_pretrained(files.root, gguf_file=weights_file.name).save_pretrained(folder)
 
 
 def batch_of(rows: int, count: int, context: int) -> AttentionBatch:
@@ -63,6 +71,7 @@ def batch_of(rows: int, count: int, context: int) -> AttentionBatch:
     )  # fmt: skip
 
 
+@torch.inference_mode()
 def compare(decoders: dict[str, tuple[Any, KernelAttention]], spec: ModelSpec, case: tuple[int, int, int]) -> Any:
     """Return one case's milliseconds, their ratio, and the logits' largest difference."""
     rows, count, _ = case
@@ -82,17 +91,43 @@ def compare(decoders: dict[str, tuple[Any, KernelAttention]], spec: ModelSpec, c
             "ratio": round(other / native, 2), "difference": difference}  # fmt: skip
 
 
-@torch.inference_mode()
+def compare_engines(folder: Path, quantization: str, num_requests: int) -> Any:
+    """Return the output tokens a second of both engines with this many requests at once, and the ratio of times."""
+    params = SamplingParams(max_tokens=ENGINE_TOKENS, ignore_eos=True, temperature=0.0)
+    rates: dict[str, list[float]] = {"native": [], "transformers": []}
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                LLM(str(folder), decoder=name, quantization=quantization, max_num_seqs=num_requests,
+                    enable_prefix_caching=False, kv_cache_memory_bytes="1G")
+            )
+            for name in rates
+        }  # fmt: skip
+        for _ in range(ENGINE_ROUNDS):
+            for name, engine in engines.items():
+                begin = time.perf_counter()
+                engine.generate([f"Story {index} begins in" for index in range(num_requests)], params)
+                rates[name].append(num_requests * ENGINE_TOKENS / (time.perf_counter() - begin))
+    native, other = (round(float(np.median(found[1:])), 1) for found in rates.values())
+    return {"requests": num_requests, "native_tokens_per_s": native, "transformers_tokens_per_s": other,
+            "ratio": round(native / other, 2)}  # fmt: skip
+
+
 def main() -> None:
     """Print one JSON object per case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--from", dest="source", default=DEFAULT_MODEL)
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--engine", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     if not (options.folder / "config.json").exists():
         write_folder(options.source, options.folder)
+    if options.engine:
+        for num_requests in (1, 16):
+            print(json.dumps(compare_engines(options.folder, options.quantization, num_requests)), flush=True)
+        return
+    torch.set_num_threads(1)
     files = resolve_model(str(options.folder))
     spec = read_model_spec(files)
     decoders: dict[str, tuple[Any, KernelAttention]] = {}
