@@ -26,7 +26,7 @@ from octavo.models.native_mixture import PANEL, MixtureDescriptor, NativeMixture
 from octavo.models.native_weights import NativeLayer, NativeWeights, Vector
 from octavo.models.step_extras import StepExtras
 from octavo.nn.lora import Adapter
-from octavo.nn.packed_weight import Multiplication, PackedWeight, WeightDescriptor, most_frequent_code
+from octavo.nn.packed_weight import MultiplicationDescriptor, PackedWeight, WeightDescriptor, most_frequent_code
 from octavo.ops import cpu
 from octavo.ops.attention import AttentionBackend
 from octavo.ops.attention_kernel import MAX_HEAD_DIM, AttentionLayer, PoolLayers
@@ -42,7 +42,7 @@ class _Norm(Structure):
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, Multiplication) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, MultiplicationDescriptor) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _Norm) for name in _NORMS),
         ("rope_table", c_void_p),
         ("mixture", POINTER(MixtureDescriptor)),
@@ -59,8 +59,8 @@ class _Model(Structure):
         *((name, c_int64) for name in ("intermediate_size", "activation", "is_gated", "is_parallel")),
         *((name, c_double) for name in ("norm_eps", "stream_eps", "embedding_scale", "logits_scale", "logits_cap")),
         ("layers", POINTER(_Layer)),
-        ("embedding", Multiplication),
-        ("head", Multiplication),
+        ("embedding", MultiplicationDescriptor),
+        ("head", MultiplicationDescriptor),
         ("final_norm", _Norm),
     )
 
@@ -114,7 +114,12 @@ class NativeDecoder:
         self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend, extras: StepExtras | None = None
     ) -> Tensor:
         """Return the hidden states after the final norm, float32 [T, E]. `backend.begin` was called for this step."""
-        pool_layers = self._begin(backend)
+        pool_layers = PoolLayers.begin(backend, self.spec.num_layers, self._pool_layers)
+        assert pool_layers is not None, "the native decoder needs KernelAttention"
+        if pool_layers is not self._pool_layers:
+            self._pool_layers = pool_layers
+            for layer, (group, structure) in zip(self._layers, pool_layers.places, strict=True):
+                layer.group, layer.attention = group, structure
         num_tokens, threads = token_ids_T.shape[0], cpu.team_size()
         hidden_TE = self._buffer("_hidden", num_tokens, self.spec.hidden_size)
         step = self._step
@@ -235,10 +240,10 @@ class NativeDecoder:
             **{role: _norm(layer.vectors, role) for role in _NORMS},
         )
 
-    def _multiplication(self, parts: Sequence[PackedWeight]) -> Multiplication:
+    def _multiplication(self, parts: Sequence[PackedWeight]) -> MultiplicationDescriptor:
         descriptors = (WeightDescriptor * len(parts))(*(part.descriptor() for part in parts))
         self._kept.append(descriptors)
-        return Multiplication(ctypes.cast(descriptors, POINTER(WeightDescriptor)), len(parts))
+        return MultiplicationDescriptor(ctypes.cast(descriptors, POINTER(WeightDescriptor)), len(parts))
 
     def _mixture(self, layer: NativeLayer) -> Any:
         if layer.mixture is None or self.spec.mixture is None:
@@ -246,16 +251,6 @@ class NativeDecoder:
         descriptor = layer.mixture.describe(self.spec.mixture, ACTIVATION_KINDS[self.spec.activation])
         self._kept.append(descriptor)
         return ctypes.pointer(descriptor)
-
-    def _begin(self, backend: AttentionBackend) -> PoolLayers:
-        """Return the layers' pools for the step, at which the layers point."""
-        found = PoolLayers.begin(backend, self.spec.num_layers, self._pool_layers)
-        assert found is not None, "the native decoder needs KernelAttention"
-        if found is not self._pool_layers:
-            self._pool_layers = found
-            for layer, (group, structure) in zip(self._layers, found.places, strict=True):
-                layer.group, layer.attention = group, structure
-        return found
 
     def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
         """Return rows of a reused buffer, which grows as needed: page faults of a new one cost more than the work."""

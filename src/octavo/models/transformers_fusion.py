@@ -217,7 +217,7 @@ def _fuse_gates(operations: list[Operation]) -> list[Operation]:
     maker, found = _Maker(operations), []
     for one in operations:
         product = _gated_product(maker, one)
-        found.append(one if product is None else Operation(Gate(product[1]), (product[0],), {}, one.results))
+        found.append(one if product is None else Operation(GatedActivation(product[1]), (product[0],), {}, one.results))
     return found
 
 
@@ -373,7 +373,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-class Gate:
+class GatedActivation:
     """The gated activation of rows [1, T, 2 * I]."""
 
     def __init__(self, kind: str) -> None:

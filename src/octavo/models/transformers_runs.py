@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.models.transformers_fusion import ADD, MUL, Gate, Operation, Register, attend_product
+from octavo.models.transformers_fusion import ADD, MUL, GatedActivation, Operation, Register, attend_product
 from octavo.models.transformers_layers import KernelNorm, SharedProduct
 from octavo.models.transformers_probe import PagedStep, running
-from octavo.nn.packed_weight import Multiplication, WeightDescriptor
+from octavo.nn.packed_weight import MultiplicationDescriptor, WeightDescriptor
 from octavo.ops import cpu
 from octavo.ops.attention_kernel import PoolLayers
 from octavo.ops.gated_mul import ACTIVATION_KINDS
@@ -39,7 +39,7 @@ class _Kernel(Structure):
         *((name, c_int64) for name in ("kind", "x", "other", "out", "sum", "size", "activation")),
         ("number", c_double),
         ("weight", c_void_p),
-        ("product", Multiplication),
+        ("product", MultiplicationDescriptor),
         ("attention", c_void_p),
         ("group", c_int64),
     )
@@ -170,13 +170,13 @@ def _kernel_of_rows(one: Operation, registers: list[int], tail: tuple[int, ...],
         tails[result] = (owner.num_outputs,)
         kernel, weights = _Kernel(_MULTIPLY, x, -1, result, -1), owner.linear.weights
         kernel.weights = parts = (WeightDescriptor * len(weights))(*(weight.descriptor() for weight in weights))
-        kernel.product = Multiplication(cast(parts, POINTER(WeightDescriptor)), len(parts))
+        kernel.product = MultiplicationDescriptor(cast(parts, POINTER(WeightDescriptor)), len(parts))
         return kernel
     norm = call if isinstance(call, KernelNorm) else owner
     if isinstance(norm, KernelNorm) and tail[-1:] == norm.weight.shape:
         other, total = (-1, -1) if norm is call else (registers[1], one.results[1])
         return _Kernel(_NORM, x, other, result, total, tail[-1], 0, norm.eps, norm.weight.data_ptr())
-    if isinstance(call, Gate) and len(tail) == 1:
+    if isinstance(call, GatedActivation) and len(tail) == 1:
         return _Kernel(_ACTIVATE, x, -1, result, -1, 0, ACTIVATION_KINDS[call.kind])
     if one.name in ADD and len(registers) == 2:
         return _Kernel(_ADD, x, registers[1], -1, result)

@@ -76,7 +76,7 @@ class WeightDescriptor(ctypes.Structure):
     )
 
 
-class Multiplication(ctypes.Structure):
+class MultiplicationDescriptor(ctypes.Structure):
     """struct Multiplication of csrc/multiply.h."""
 
     _fields_ = (("parts", ctypes.POINTER(WeightDescriptor)), ("num_parts", c_int64))

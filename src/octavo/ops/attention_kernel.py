@@ -130,10 +130,15 @@ class StepGroup(Structure):
 class PoolLayers:
     """Where a decoder's layers attend in kernels: `places` has each layer's group and its structure in the pool."""
 
-    def __init__(self, backend: AttentionBackend, places: Sequence[tuple[KernelAttention, int]]) -> None:
-        self._backend = backend
-        self._groups = list(dict.fromkeys(group for group, _ in places))
-        self.places = [(self._groups.index(group), group.layers[index]) for group, index in places]
+    def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
+        self._backend, self._groups = backend, list[KernelAttention]()
+        self.places: list[tuple[int, AttentionLayer]] = []
+        for layer in range(num_layers):
+            group, index = backend.places[layer] if isinstance(backend, GroupedAttention) else (backend, layer)
+            if isinstance(group, KernelAttention):
+                if group not in self._groups:
+                    self._groups.append(group)
+                self.places.append((self._groups.index(group), group.layers[index]))
         self._step_groups = (StepGroup * len(self._groups))()
         self.groups_address = addressof(self._step_groups)
 
@@ -144,10 +149,7 @@ class PoolLayers:
         They are `held` if that was made for this backend. Returns None if not all layers attend in kernels.
         """
         if held is None or held._backend is not backend:
-            alone = {layer: (backend, layer) for layer in range(num_layers)}
-            places = backend.places if isinstance(backend, GroupedAttention) else alone
-            found = [(one, at) for one, at in map(places.__getitem__, alone) if isinstance(one, KernelAttention)]
-            held = cls(backend, found)
+            held = cls(backend, num_layers)
         if len(held.places) < num_layers:
             return None
         for step, group in zip(held._step_groups, held._groups, strict=True):
