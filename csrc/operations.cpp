@@ -1,7 +1,9 @@
 // A run of operations over the rows of one step, in one parallel region.
 //
 // Owns: the barriers between operations, the layout of the workspace. Does not: allocate, or choose what is run.
-// Invariants: a token's result depends on its row of the batch alone, bit for bit, as in decoder_step.cpp.
+// Invariants: a token's result depends on its row of the batch alone, bit for bit, as in decoder_step.cpp. Only
+// multiplication and attention have barriers: of the other operations, and of preparing rows, each thread does its share
+// of the tokens; with few tokens it does all of them by itself, in buffers of its own.
 
 #include "operations.h"
 
@@ -14,40 +16,73 @@
 namespace octavo {
 namespace {
 
-// The addresses of a step's buffers; `bytes` is the size of those in the workspace. Of these, one is used again as soon
-// as no operation reads it any more.
-struct RunMemory {
-    std::vector<float*> buffers;
+// The addresses of a step's buffers; `bytes` is the size of those in the workspace. Of these, one is used again after
+// its last reader. If all threads read all of it, which is so for products, a barrier must come between: that of the next
+// multiplication.
+class RunMemory {
+  public:
+    const bool is_private;  // few tokens: each thread has its own copy of what is no product
+    float* attended;
     char *prepared, *own_prepared;
     int64_t prepared_bytes = 0, bytes;
 
     RunMemory(const Run& run, int64_t tokens, int64_t threads, float* const* tensors, void* workspace)
-        : buffers(run.num_buffers) {
-        if (tensors != nullptr) std::copy(tensors, tensors + run.num_tensors, buffers.begin());
+        : is_private(tokens <= kPrivateRows), run_(run), buffers_(threads * run.num_buffers) {
         Buffers taken(workspace);
-        std::vector<int64_t> last(run.num_buffers), spare;
+        int64_t attended_width = 0;
+        std::vector<int64_t> last(run.num_buffers), unread, spare;
+        std::vector<bool> is_by_rows(run.num_buffers);  // each thread writes and reads its rows, or copy
         for (int64_t i = 0; i < run.num_operations; ++i) {
             const Operation& o = run.operations[i];
             prepared_bytes = std::max(prepared_bytes, largest_prepared(o.product));
+            if (o.kind == kAttendRows) attended_width = std::max(attended_width, run.widths[o.out]);
             for (const int64_t b : {o.x, o.other, o.out, o.sum})
                 if (b >= 0) last[b] = i;
+            for (const int64_t b : {o.out, o.sum})
+                if (b >= 0) is_by_rows[b] = o.kind != kMultiplyRows;
         }
+        const auto take = [&](int64_t b) {
+            const bool is_own = is_private && is_by_rows[b];
+            for (int64_t thread = 0; thread < threads; ++thread) {
+                float*& buffer = buffers_[thread * run.num_buffers + b];
+                if (thread > 0 && !is_own) buffer = at(0, b);
+                else if (thread == 0 && b < run.num_tensors) buffer = tensors == nullptr ? nullptr : tensors[b];
+                else buffer = taken.take<float>(tokens * run.widths[b]);
+            }
+        };
+        for (int64_t b = 0; b < run.num_tensors; ++b) take(b);
         for (int64_t i = 0; i < run.num_operations; ++i) {
             const Operation& o = run.operations[i];
             for (const int64_t b : {o.out, o.sum}) {
                 if (b < run.num_tensors) continue;
-                const auto same = [&](int64_t other) { return run.widths[other] == run.widths[b]; };
-                const auto found = std::find_if(spare.begin(), spare.end(), same);
-                buffers[b] = found == spare.end() ? taken.take<float>(tokens * run.widths[b]) : buffers[*found];
-                if (found != spare.end()) spare.erase(found);
+                const auto found = std::find_if(spare.begin(), spare.end(), [&](int64_t other) {
+                    return run.widths[other] == run.widths[b] && is_by_rows[other] == is_by_rows[b];
+                });
+                if (found == spare.end()) {
+                    take(b);
+                    continue;
+                }
+                for (int64_t first = 0; first < threads * run.num_buffers; first += run.num_buffers)
+                    buffers_[first + b] = buffers_[first + *found];
+                spare.erase(found);
             }
             for (const int64_t b : {o.x, o.other, o.out, o.sum})
-                if (b >= run.num_tensors && last[b] == i) spare.push_back(b), last[b] = -1;
+                if (b >= run.num_tensors && last[b] == i) (is_by_rows[b] ? spare : unread).push_back(b), last[b] = -1;
+            if (o.kind != kMultiplyRows) continue;
+            spare.insert(spare.end(), unread.begin(), unread.end());
+            unread.clear();
         }
-        prepared = taken.take<char>(tokens * prepared_bytes);
-        own_prepared = taken.take<char>(threads * kPrivateRows * prepared_bytes);
+        attended = taken.take<float>(is_private ? tokens * attended_width : 0);
+        prepared = taken.take<char>(is_private ? 0 : tokens * prepared_bytes);
+        own_prepared = taken.take<char>(is_private ? threads * kPrivateRows * prepared_bytes : 0);
         bytes = taken.bytes();
     }
+
+    float* at(int64_t thread, int64_t buffer) const { return buffers_[thread * run_.num_buffers + buffer]; }
+
+  private:
+    const Run& run_;
+    std::vector<float*> buffers_;  // [thread, buffer]
 };
 
 // One thread's part of a run.
@@ -56,18 +91,16 @@ class OperationRunner {
     OperationRunner(const Run& run, const RunStep& step, const RunMemory& memory, Barrier& barrier, int thread,
                     int threads)
         : run_(run), step_(step), memory_(memory), barrier_(barrier), rows_(row_kernels()), thread_(thread),
-          threads_(threads), own_(step.num_tokens, thread, threads) {}
+          threads_(threads), split_(step.num_tokens, thread, threads),
+          own_(memory.is_private ? Share(step.num_tokens, 0, 1) : split_) {}
 
     void run() {
-        for (int64_t i = 0; i < run_.num_operations; ++i) {
-            apply(run_.operations[i]);
-            barrier_.wait();
-        }
+        for (int64_t i = 0; i < run_.num_operations; ++i) apply(run_.operations[i]);
     }
 
   private:
     int64_t width(int64_t buffer) const { return run_.widths[buffer]; }
-    float* row(int64_t buffer, int64_t t) const { return memory_.buffers[buffer] + t * run_.widths[buffer]; }
+    float* row(int64_t buffer, int64_t t) const { return memory_.at(thread_, buffer) + t * run_.widths[buffer]; }
 
     void apply(const Operation& o) {
         if (o.kind == kMultiplyRows) return multiply(o);
@@ -96,28 +129,37 @@ class OperationRunner {
     }
 
     void multiply(const Operation& o) {
-        const bool is_private = step_.num_tokens <= kPrivateRows;
-        char* prepared = is_private ? memory_.own_prepared + thread_ * kPrivateRows * memory_.prepared_bytes
+        char* prepared = memory_.is_private ? memory_.own_prepared + thread_ * kPrivateRows * memory_.prepared_bytes
                                     : memory_.prepared;
-        const Multiplier multiplier{barrier_, thread_, threads_, prepared, is_private};
+        const Multiplier multiplier{barrier_, thread_, threads_, prepared, memory_.is_private};
         multiplier.multiply(
             o.product, step_.num_tokens, [&](int64_t t) { return row(o.x, t); }, row(o.out, 0), width(o.out), false);
+        barrier_.wait();
     }
 
     void attend_rows(const Operation& o) {
         const AttentionLayer& layer = *o.attention;
         const StepGroup& group = step_.groups[o.group];
         const int64_t size = layer.num_heads * layer.head_dim, kv_size = layer.num_kv_heads * layer.head_dim;
-        for (int64_t t = own_.first; t < own_.end; ++t)
+        for (int64_t t = split_.first; t < split_.end; ++t)
             for (int64_t i = 0; i < size + kv_size; i += layer.head_dim)
                 rows_.rotate(row(o.x, t) + i, row(o.other, t), layer.head_dim, false);
         const float* keys = row(o.x, 0) + size;
-        write_kv(layer, group.slot_mapping, own_.first, own_.end, {keys, keys + kv_size, width(o.x), width(o.x)});
+        write_kv(layer, group.slot_mapping, split_.first, split_.end, {keys, keys + kv_size, width(o.x), width(o.x)});
         barrier_.wait();
-        attend(layer, *group.attention, row(o.x, 0), width(o.x), row(o.out, 0), size, thread_, threads_);
-        if (group.attention->num_joins == 0) return;
+        const AttentionStep& step = *group.attention;
+        float* out = row(o.out, 0);
+        float* attended = memory_.is_private ? memory_.attended : out;
+        attend(layer, step, row(o.x, 0), width(o.x), attended, size, thread_, threads_);
         barrier_.wait();
-        attend_join(layer, *group.attention, row(o.out, 0), size, thread_, threads_);
+        if (memory_.is_private) {  // each thread joins all tokens for itself
+            for (int64_t t = 0; t < step_.num_tokens; ++t)
+                if (step.first_slots[t] == kDirect) std::copy_n(attended + t * size, size, out + t * size);
+            attend_join(layer, step, out, size, 0, 1);
+        } else if (step.num_joins > 0) {
+            attend_join(layer, step, out, size, thread_, threads_);
+            barrier_.wait();
+        }
     }
 
     const Run& run_;
@@ -126,7 +168,7 @@ class OperationRunner {
     Barrier& barrier_;
     const RowKernels& rows_;
     const int thread_, threads_;
-    const Share own_;
+    const Share split_, own_;  // this thread's share of the tokens; those that it computes, all of few
 };
 
 }  // namespace

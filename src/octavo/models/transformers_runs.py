@@ -119,7 +119,8 @@ class _RunBuilder:
             kernel = _kernel_of(one, self._tails)
             if kernel is None or not self._tails.keys() >= set(one.results):
                 return False
-            if kernel.kind == _ATTEND and (kernel.x not in self.made or self._uses[kernel.x] > 1):
+            products = {own.out for own in self._kernels if own.kind == _MULTIPLY}
+            if kernel.kind == _ATTEND and (kernel.x not in products or self._uses[kernel.x] > 1):
                 return False  # it rotates in place
             if kernel.kind in (_ADD, _SCALE) and not self.made & set(one.reads):
                 return False  # it may belong to what torch computes next, as a rotation's cosines
