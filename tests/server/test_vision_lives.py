@@ -14,18 +14,18 @@ import pytest
 
 pytest.importorskip("transformers")
 from tests.fake_server import RealServer
-from tests.models.vision_chat import ChattingModel, Messages
+from tests.models.vision_chat import CHATS, ChattingModel, Messages
 from tests.server.test_vision_chats import OTHER, PICTURE, THIRD, sent
 
 pytestmark = pytest.mark.slow  # two starts of an engine that imports transformers
 FLAGS = ("--dtype", "float32", "--threads", "1", "--max-num-seqs", "5")
-LENGTH = 120  # tokens of an answer: the engine is killed before the first one ends
+LENGTH = 120  # tokens of an answer, if they fit: the engine is killed before the first one ends
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+@pytest.fixture(scope="module", params=CHATS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     folder = tmp_path_factory.mktemp("served")
-    ChattingModel("qwen2_vl", folder / "model")
+    ChattingModel(request.param, folder / "model")
     with RealServer(str(folder / "model"), folder / "log", *FLAGS) as server:
         yield server
 
@@ -78,5 +78,5 @@ async def test_row_01_E02_streams_with_images_go_on_after_a_kill_of_the_engine(s
     assert num_open > 4 and counted["restarts"] == 1 and counted["resumed_requests"] == num_open
     assert [stream.ids for stream in cut] == [stream.ids for stream in whole]
     for stream in cut:
-        assert {len(ids) for ids in stream.ids.values()} == {LENGTH}
+        assert all(80 < len(ids) <= LENGTH for ids in stream.ids.values())  # LLaVA's images leave less room
         assert stream.reasons == ["length"] * stream.body.get("n", 1)
