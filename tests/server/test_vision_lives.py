@@ -67,11 +67,12 @@ async def test_row_01_E02_streams_with_images_go_on_after_a_kill_of_the_engine(s
         whole = [Stream(body) for body in bodies()]
         for stream in whole:
             await stream.read(http)
+        engine = await asyncio.to_thread(server.pid, "engine")
         cut = [Stream(body) for body in bodies()]
         reading = [asyncio.create_task(stream.read(http)) for stream in cut]
         while sum(bool(stream.ids) for stream in cut) < 3:
             await asyncio.sleep(0.002)
-        os.kill(await asyncio.to_thread(server.pid, "engine"), signal.SIGKILL)
+        os.kill(engine, signal.SIGKILL)
         num_open = sum(not task.done() for task in reading)
         await asyncio.gather(*reading)
     counted = (await asyncio.to_thread(server.status))["engine"]
