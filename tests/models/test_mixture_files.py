@@ -255,6 +255,6 @@ def test_figures_of_the_decoders_count_chosen_experts(folder):
 def test_bits_of_a_mixture_do_not_depend_on_threads(folder, monkeypatch):
     prompts = [make_prompt(length, length) for length in (60, 1, 17, 2)]
     one = Probe(folder("qwen2_moe"), "native", quantization="int8").all_logits(prompts)
-    monkeypatch.setattr(NativeDecoder, "_threads", lambda self: 3)
+    monkeypatch.setattr(cpu, "team_size", lambda: 3)
     three = Probe(folder("qwen2_moe"), "native", quantization="int8").all_logits(prompts)
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))

@@ -104,7 +104,7 @@ def test_bits_do_not_depend_on_company_or_chunks(family: str, quantization: str,
 def test_bits_do_not_depend_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_model("gemma3", tmp_path, head_dim=32)
     one = Probe(folder, "native").all_logits(prompts())
-    monkeypatch.setattr(NativeDecoder, "_threads", lambda self: 3)
+    monkeypatch.setattr(cpu, "team_size", lambda: 3)
     three = Probe(folder, "native").all_logits(prompts())
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
@@ -117,7 +117,7 @@ def test_decodes_cut_over_threads_have_the_same_bits(
     folder = make_tiny_model("smollm2", tmp_path, head_dim=32)
     found = []
     for threads in (1, 2, 3):
-        monkeypatch.setattr(NativeDecoder, "_threads", lambda self, threads=threads: threads)
+        monkeypatch.setattr(cpu, "team_size", lambda threads=threads: threads)
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         probe = Probe(folder, "native")
         for slot in range(number):

@@ -22,6 +22,7 @@ export class Attachments {
 
   /** Take images from pastes, drops on the page and the picker. */
   listen(text, opener, picker) {
+    this.opener = opener;
     opener.addEventListener("click", () => picker.click());
     picker.addEventListener("change", () => {
       this.add(picker.files).then(() => (picker.value = ""));
@@ -29,6 +30,12 @@ export class Attachments {
     text.addEventListener("paste", (event) => this.#from(event, event.clipboardData));
     document.addEventListener("dragover", (event) => event.dataTransfer?.types.includes("Files") && event.preventDefault());
     document.addEventListener("drop", (event) => this.#from(event, event.dataTransfer));
+  }
+
+  /** Show the button for images if the chosen one of the models takes them. */
+  offerTo(models, chosen) {
+    this.isTaken = models.find((one) => one.id === chosen)?.takesImages ?? true;
+    this.opener.hidden = !this.isTaken;
   }
 
   /** Add the images among these files. */

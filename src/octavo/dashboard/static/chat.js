@@ -115,7 +115,6 @@ class Chat {
     this.store.all.set(this.current.id, this.current);
     this.store.currentId = this.current.id;
     this.settings.set(this.current.settings);
-    this.#showAttach();
     this.draw();
     this.messages.toEnd();
     this.panels.closeDrawers();
@@ -175,6 +174,7 @@ class Chat {
     this.list.show(this.store.list().filter((one) => one.messages.length || one.title || one === current), current.id, new Set(this.runs.keys()));
     document.title = `${titleOf(current)} · Octavo`;
     $("to-end").hidden = this.messages.isAtEnd;
+    this.attachments.offerTo(this.models, $("model").value);
     const hadFocus = document.activeElement === $("send") || document.activeElement === $("stop");
     $("send").hidden = run !== null;
     $("stop").hidden = run === null;
@@ -293,7 +293,7 @@ class Chat {
   #settingsChanged(settings, isReset = false) {
     this.current.settings = settings;
     if (isReset) this.settings.set(settings);
-    this.#showAttach();
+    this.attachments.offerTo(this.models, $("model").value);
     this.store.save(this.current, false);
   }
 
@@ -380,12 +380,6 @@ class Chat {
     $("context").textContent = words;
   }
 
-  /** Show the button for images if the chosen model takes them. */
-  #showAttach() {
-    this.attachments.isTaken = this.models.find((one) => one.id === $("model").value)?.takesImages ?? true;
-    $("attach").hidden = !this.attachments.isTaken;
-  }
-
   async #askServer() {
     try {
       this.models = await listModels();
@@ -394,7 +388,6 @@ class Chat {
       select.replaceChildren(...this.models.map(({ id }) => make("option", { value: id, selected: id === wanted }, id)));
       this.usesKey = document.cookie.includes(SIGNED_IN);
       $("sign-out").hidden = !this.usesKey;
-      this.#showAttach();
       this.draw();
     } catch (error) {
       if (error.status === 401) location.reload();
