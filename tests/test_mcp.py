@@ -23,6 +23,7 @@ from octavo.mcp import McpError, McpServers, McpServerSpec, McpTool, function_na
 from tests.ports import free_port
 
 SCRIPT = Path(__file__).parent / "mcp_servers.py"
+OWN = f"of-{os.getpid()}"  # in the command lines of this process's servers: other tests start the same ones
 MOST_STALLED_S = 1.0  # of the event loop, while a server misbehaves; some 0.05 s on a quiet machine
 
 
@@ -32,7 +33,7 @@ def sdk() -> None:
 
 
 def stdio(mode: str, **env: str) -> McpServerSpec:
-    return McpServerSpec(name="it", command=sys.executable, args=(str(SCRIPT), mode), env=env)
+    return McpServerSpec(name="it", command=sys.executable, args=(str(SCRIPT), mode, OWN), env=env)
 
 
 @contextlib.asynccontextmanager
@@ -275,7 +276,7 @@ async def test_a_hostile_server_gives_one_line(sdk: None, mode: str, monkeypatch
         await servers.close()
     assert not process
     listed = subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True, check=True).stdout
-    assert f"{SCRIPT} {mode}" not in listed, "the server and its children have ended"
+    assert f"{SCRIPT} {mode} {OWN}" not in listed, "the server and its children have ended"
 
 
 async def test_what_a_dying_server_wrote_is_for_the_operator(sdk: None) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,9 +40,13 @@ class AgentProcess:
 
     @property
     def engine_pid(self) -> int:
-        """The engine's process id, as of the last line that has one."""
-        found = [match[1] for line in self.lines if (match := re.search(r"\(process (\d+)\)", line))]
-        return int(found[-1])
+        """The engine's process id, as of the last line that has one; waits for the first."""
+        end = time.monotonic() + 10.0
+        while True:
+            found = [match[1] for line in self.lines if (match := re.search(r"\(process (\d+)\)", line))]
+            if found or time.monotonic() > end:
+                return int(found[-1])
+            time.sleep(0.01)
 
     def signal(self, number: int) -> None:
         """Signal the agent."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from tests.models.zoo_checks import random_model
 from tests.reliability.deaths import follow, keeping, until
 from tests.tiny_models import make_tiny_model, write_tiny_tokenizer
 
-from octavo import LLM, LoRARequest, cli
+from octavo import LLM, LoRARequest
 from octavo.config import AdapterConfig, Config, ExecutionConfig, ModelConfig
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
@@ -99,17 +101,20 @@ def test_an_engine_without_adapters_says_so(folder: Path) -> None:
         llm.generate([PROMPT], GREEDY, lora_request="a")
 
 
-@pytest.mark.parametrize(
-    ("options", "decoder"), [({"tensor_parallel_size": 2}, "sharded"), ({"decoder": "transformers"}, "transformers")]
-)
-def test_decoders_without_adapters_refuse_them_by_name(folder: Path, options: dict[str, Any], decoder: str) -> None:
-    with pytest.raises(ConfigError, match=f"this engine's is {decoder}: leave out --enable-lora"):
-        LLM(str(folder / "base"), dtype="float32", threads=1, enable_lora=True, **options)
+def test_a_decoder_without_adapters_refuses_them_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="this engine's is transformers: leave out --enable-lora"):
+        LLM(str(folder / "base"), dtype="float32", threads=1, enable_lora=True, decoder="transformers")
 
 
-def test_fleets_refuse_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["fleet", str(folder / "base"), "--replicas", "2", "--enable-lora"]) == 2
-    assert "adapters are for the one engine of octavo serve" in capsys.readouterr().err
+def test_ranks_and_fleets_refuse_adapters(folder: Path) -> None:
+    """In a process of its own: a rank group is one per process."""
+    for words, reason in (
+        (["serve", "--port", "0", "--tensor-parallel-size", "2"], "this engine's is sharded: leave out --enable-lora"),
+        (["fleet", "--replicas", "2"], "adapters are for the one engine of octavo serve"),
+    ):
+        command = [sys.executable, "-m", "octavo", words[0], str(folder / "base"), *words[1:], "--enable-lora"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode != 0 and reason in done.stderr
 
 
 def test_a_mixture_of_experts_has_adapters_of_its_attention_only(tmp_path: Path) -> None:
