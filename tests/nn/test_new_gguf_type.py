@@ -1,4 +1,4 @@
-"""A GGUF type is an entry of two files: Q5_0 is removed, then added with its bits kept, coded anew, and as floats."""
+"""A GGUF type is an entry of two files: Q5_0 is removed, then added: bits kept, quantised again, and as floats."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_without_its_entry_it_is_refused(tiny: tuple[Path, dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "entry", [ENTRY, GGUFType(nearest=WeightKind.INT8), GGUFType()], ids=["bits kept", "coded anew", "floats"]
+    "entry", [ENTRY, GGUFType(nearest=WeightKind.INT8), GGUFType()], ids=["bits kept", "quantised again", "floats"]
 )
 def test_one_entry_reads_it(
     tiny: tuple[Path, dict[str, torch.Tensor]], entry: GGUFType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -16,7 +16,7 @@ from pathlib import Path
 from octavo.errors import UnknownModelError
 
 # The order of preference if the user names no type: first types of good answers whose codes the kernels read, from 4
-# bits up; then those that are coded anew, which take 8 bits; then floats; then fewer bits, best answers first.
+# bits up; then those that are quantised again, which take 8 bits; then floats; then fewer bits, best answers first.
 ORDER = (
     *("Q4_K_M", "Q4_K_XL", "Q4_K_L", "Q4_K", "Q4_K_S", "IQ4_XS", "IQ4_NL", "IQ4_NL_XL", "MXFP4", "MXFP4_MOE", "NVFP4"),
     *("Q8_0", "Q6_K", "Q6_K_XL", "Q6_K_L", "Q8_K_XL", "Q8_0_L", "Q4_1", "Q4_0", "Q5_0"),

@@ -15,7 +15,7 @@ from octavo.text.tokenizer import Tokenizer
 
 
 def check_rejection(config: Config, files: ModelFiles) -> None:
-    """Raise ConfigError if drafts are to be verified by rejection sampling, and cannot be."""
+    """Raise ConfigError if rejection sampling is configured and this engine does not support it."""
     speculation, num_ranks = config.speculation, config.parallel.num_ranks
     if speculation.speculate_sampling == "exact":
         return

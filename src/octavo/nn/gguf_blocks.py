@@ -41,7 +41,7 @@ class BlockCodes:
 
 @dataclass(frozen=True, slots=True)
 class GGUFType:
-    """A type that can be read. Without `codes`, its values are coded anew as `nearest`, or stay floats without that.
+    """A type that can be read. Without `codes`, values are quantised again as `nearest`, or stay floats without that.
 
     `dequantize` returns the values of blocks [B, N]; None means the gguf package's function.
     """
@@ -80,7 +80,7 @@ class RawMatrix:
 
     @property
     def is_kept(self) -> bool:
-        """Return True if `codes` preserves the blocks' bits, False if the values are to be coded anew."""
+        """Return True if `codes` preserves the blocks' bits, False if the values are to be quantised again."""
         return GGUF_TYPES[self.type].codes is not None
 
     def codes(self, first_row: int, num_rows: int) -> Codes | None:

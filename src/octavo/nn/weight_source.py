@@ -34,7 +34,7 @@ class CodedMatrix(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """Return True if `codes` gives the files' codes, False if the values are to be coded anew as `kind`."""
+        """Return True if `codes` gives the files' codes, False if the values are to be quantised again as `kind`."""
         ...
 
     def codes(self, first_row: int, num_rows: int) -> Codes | None:

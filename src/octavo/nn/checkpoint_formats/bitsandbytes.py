@@ -3,7 +3,7 @@
 4 bits: `weight` has two consecutive values of the flattened matrix in a byte, the first in the high half;
 `weight.absmax` the largest magnitude of each block; `weight.quant_map` 16 values; `weight.quant_state.*` the shape and
 the block size, in JSON. If the maxima are quantised too, `weight.absmax` has bytes, which stand for values of
-`weight.nested_quant_map`. NF4 is kept with a table of rounded values; FP4 is coded anew as int8.
+`weight.nested_quant_map`. NF4 is kept with a table of rounded values; FP4 is quantised again as int8.
 8 bits: `weight` int8 [F, E] and `SCB` [F], the largest magnitude of each row.
 """
 

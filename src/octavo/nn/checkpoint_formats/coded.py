@@ -46,7 +46,7 @@ class Grid:
     """Integers on a grid: value_FE = (codes_FE - zeros_FG) * scales_FG; E / G inputs share a scale.
 
     `zeros` is an integer if all are equal. `order` has each input's group if groups are no runs of inputs; such a
-    matrix is coded anew.
+    matrix is quantised again.
     """
 
     integers: npt.NDArray[np.generic]
@@ -118,7 +118,7 @@ class Floats:
         return self.floats
 
     def codes(self, kind: Kind) -> Codes | None:
-        """Never called: such a matrix is coded anew."""
+        """Never called: such a matrix is quantised again."""
         raise AssertionError("values have no codes")
 
 
@@ -188,7 +188,7 @@ def grid_kind(
 ) -> tuple[Kind | None, bool]:
     """Return the kind of a grid of unsigned codes, and whether packing keeps the codes.
 
-    Codes less zeros are int8 except for 8 bits with zeros of any size, which are coded anew.
+    Codes less zeros are int8 except for 8 bits with zeros of any size, which are quantised again.
     """
     group = num_inputs // num_groups
     if num_inputs % GROUP:

@@ -2,8 +2,8 @@
 
 `weight` [F, E] has the numbers. Its scales are one number, one a row, or one a block of rows and columns; a value is
 the number times its scale, also where the scales are named `weight_scale_inv`. No kernel reads 8-bit floats: values
-are coded anew as int8 with a scale per 32 inputs, which has half the memory of bfloat16. On normal weights this adds
-less than a tenth of the error that the 8-bit floats made (tests/nn/test_checkpoint_formats.py).
+are quantised again as int8 with a scale per 32 inputs, which has half the memory of bfloat16. On normal weights this
+adds less than a tenth of the error that the 8-bit floats made (tests/nn/test_checkpoint_formats.py).
 """
 
 from __future__ import annotations

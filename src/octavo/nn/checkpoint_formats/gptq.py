@@ -3,7 +3,7 @@
 `qweight` [E * bits / 32, F] has codes of consecutive inputs in words; `qzeros` [G, F * bits / 32] zero points of
 consecutive outputs, less one unless the checkpoint is of version 2; `scales` [G, F]; `g_idx` [E] each input's group.
 If inputs were quantised in the order of their activations, groups are no runs of inputs, so that no kernel of ours can
-keep the codes: the values are coded anew as int8.
+keep the codes: the values are quantised again as int8.
 """
 
 from __future__ import annotations
