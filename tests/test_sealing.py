@@ -121,7 +121,8 @@ def test_random_bytes_never_pass() -> None:
             [(dialler, proof), (listener, proof), (Handshake(TOKEN, "a", is_dialler=True), challenge)]
         )
         cut = draw.randrange(len(true))
-        noise = true[:cut] + draw.randbytes(draw.randrange(1, 200))
+        different = true[cut] ^ draw.randrange(1, 256)  # what is all of the truth does pass, and is not noise
+        noise = true[:cut] + bytes([different]) + draw.randbytes(draw.randrange(200))
         try:
             _, frames = victim.feed(noise)
         except SealError:
