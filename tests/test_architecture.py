@@ -92,11 +92,11 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("observe",): 3_650,
     ("simulator",): 3_990,
     ("server",): 12_075,
-    ("cli",): 5_875,
-    ("bench",): 2_900,
+    ("cli",): 5_878,
+    ("bench",): 2_912,
     ("config",): 1_247,
 }
-ALL_CODE_LINES, ALL_FILES = 64_608, 425  # of src
+ALL_CODE_LINES, ALL_FILES = 64_636, 425  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

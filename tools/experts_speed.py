@@ -1,7 +1,7 @@
 """Compare a mixture of experts with llama.cpp's on the same GGUF file, in turns.
 
-Usage: python tools/experts_speed.py [--kind Q4_0] [--bench LLAMA_BATCHED_BENCH] [--rounds 3] [--file PATH]
-Writes a Qwen3-MoE of random weights (1.8 billion, of which 0.3 are active) unless the file exists. LLAMA_BATCHED_BENCH
+Usage: python tools/experts_speed.py [--kind Q4_0] [--bench LLAMA_BATCHED_BENCH] [--rounds 3] [--folder FOLDER]
+Writes tools.model_folder's qwen3-moe into the folder unless it exists there. LLAMA_BATCHED_BENCH
 is llama.cpp's program of that name; without it, only Octavo is measured. The last line is one JSON object: tokens/s of
 prefill and decoding by rows, the medians of the rounds, and the ratios of Octavo to llama.cpp.
 """
@@ -17,13 +17,12 @@ import time
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.executors.driver import Driver, make_prompt
+from tools.model_folder import gguf_path, write_model
 
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
@@ -36,60 +35,6 @@ from octavo.executors.torch_executor import TorchExecutor
 ROWS = (1, 8)
 PROMPT, STEPS = 256, 32
 SPEC = ExecutorSpec(max_sequences=8, max_batch_tokens=2048, block_size=16, num_blocks=200, max_model_len=512)
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 1024, 24, 16, 4, 64, 32_000
-EXPERTS, TOP_K, SIZE = 64, 8, 384
-
-
-def write_model(path: Path, kind: GGMLQuantizationType) -> None:
-    """Write the model: matrices of random blocks, all with one scale."""
-    writer = GGUFWriter(path, "qwen3moe")
-    writer.add_vocab_size(VOCABULARY)
-    writer.add_tokenizer_model("none")
-    writer.add_context_length(512)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(4 * HIDDEN)
-    writer.add_expert_feed_forward_length(SIZE)
-    writer.add_expert_count(EXPERTS)
-    writer.add_expert_used_count(TOP_K)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
-    random = np.random.default_rng(0)
-    size, size_bytes = GGML_QUANT_SIZES[kind]
-
-    def matrix(name: str, *shape: int) -> None:
-        blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // size, size_bytes), np.uint8)
-        blocks[..., :2] = np.frombuffer(np.float16(0.0002 if kind.name == "Q8_0" else 0.004).tobytes(), np.uint8)
-        writer.add_tensor(f"{name}.weight", blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
-
-    def norm(name: str, length: int) -> None:
-        writer.add_tensor(f"{name}.weight", np.ones(length, np.float32))
-
-    matrix("token_embd", VOCABULARY, HIDDEN)
-    matrix("output", VOCABULARY, HIDDEN)
-    norm("output_norm", HIDDEN)
-    for layer in range(LAYERS):
-        prefix = f"blk.{layer}."
-        for name, length in (("attn_norm", HIDDEN), ("ffn_norm", HIDDEN), ("attn_q_norm", HEAD_DIM),
-                             ("attn_k_norm", HEAD_DIM)):  # fmt: skip
-            norm(prefix + name, length)
-        matrix(f"{prefix}attn_q", HEADS * HEAD_DIM, HIDDEN)
-        matrix(f"{prefix}attn_k", KV_HEADS * HEAD_DIM, HIDDEN)
-        matrix(f"{prefix}attn_v", KV_HEADS * HEAD_DIM, HIDDEN)
-        matrix(f"{prefix}attn_output", HIDDEN, HEADS * HEAD_DIM)
-        router = random.standard_normal((EXPERTS, HIDDEN)).astype(np.float32) / np.float32(HIDDEN**0.5)
-        writer.add_tensor(f"{prefix}ffn_gate_inp.weight", router)
-        matrix(f"{prefix}ffn_gate_exps", EXPERTS, SIZE, HIDDEN)
-        matrix(f"{prefix}ffn_up_exps", EXPERTS, SIZE, HIDDEN)
-        matrix(f"{prefix}ffn_down_exps", EXPERTS, HIDDEN, SIZE)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def open_driver(path: Path, threads: int) -> Driver:
@@ -138,11 +83,10 @@ def main() -> int:
     parser.add_argument("--bench")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--file", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qwen3-moe")
     arguments = parser.parse_args()
-    path = arguments.file or Path(tempfile.mkdtemp()) / f"qwen3moe-{arguments.kind}.gguf"
-    if not path.exists():
-        write_model(path, GGMLQuantizationType[arguments.kind])
+    write_model("qwen3-moe", arguments.folder, [arguments.kind])
+    path = gguf_path(arguments.folder, arguments.kind)
     driver = open_driver(path, arguments.threads)
     measure(driver, 1)
     own: dict[int, list[tuple[float, float]]] = {rows: [] for rows in ROWS}

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tools.model_folder import write_folder
 
 from octavo import LLM, SamplingParams
 from octavo.artifacts.model_spec import ModelSpec
@@ -24,37 +25,12 @@ from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import DEFAULT_MODEL, resolve_model
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.executors.loading import DecoderChoice
-from octavo.nn.weights import open_weights
 from octavo.ops.attention import AttentionBatch, KVPool, PoolShape
 from octavo.ops.attention_kernel import KernelAttention
 
 BLOCK = 16
 ENGINE_TOKENS, ENGINE_ROUNDS = 64, 9  # the first round warms up
 CASES = ((1, 1, 200), (8, 1, 200), (32, 1, 200), (1, 256, 256))  # rows, tokens of each, context
-
-
-@torch.inference_mode()
-def write_folder(name: str, folder: Path) -> None:
-    """Write a Llama-like GGUF model as a folder of bfloat16 weights."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-
-    files = resolve_model(name)
-    spec = read_model_spec(files)
-    config = LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim, max_position_embeddings=spec.max_model_len, rms_norm_eps=spec.rms_norm_eps,
-        rope_theta=spec.rope_theta, tie_word_embeddings=spec.tie_word_embeddings, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    weights = open_weights(files, spec)
-    with torch.no_grad():
-        for tensor_name, tensor in model.named_parameters():
-            weights.read_into(tensor_name, tensor)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    (weights_file,) = files.weights
-    tokenizer: Any = AutoTokenizer
-    tokenizer.from_pretrained(files.root, gguf_file=weights_file.name).save_pretrained(folder)
 
 
 def batch_of(rows: int, count: int, context: int) -> AttentionBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,7 @@ LLAMA: dict[str, Any] = {
 def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray], arch: str = "llama") -> Path:
     """Write metadata (python values; lists become arrays) and tensors."""
     writer = gguf.GGUFWriter(path, arch)
-    for key, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
+    add_metadata(writer, metadata)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -42,6 +33,23 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarr
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Add python values and arrays of numbers."""
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, np.ndarray):
+            writer.add_array(key, value.tolist())
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
 
 
 def write_llama(path: Path, arch: str = "llama", tensors: tuple[str, ...] = (), **overrides: Any) -> Path:

@@ -7,7 +7,9 @@ import ast
 import asyncio
 import io
 import json
+import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from octavo import cli
 from octavo.bench import peer_host, peers
 from octavo.bench.comparison import Comparison, ComparisonTask, make_comparison_report, show_comparison
 from octavo.bench.peers import EnginePeer, PeerRun, PeerSetup, ServerPeer
+from octavo.bench.processes import BusyNeighbour
 from octavo.bench.workload import draw_workload
 from octavo.cli.bench_servers import add_compare_arguments, make_peers, read_task
 from octavo.cli.flags import Parser
@@ -56,8 +59,30 @@ class FakePeer:
         return 2**30
 
 
-def _compare(peers, rounds=2):
-    tasks = [ComparisonTask(draw_workload(5, 6, 4, 90, 0), 3)]
+class FakeNeighbour:
+    """Halves the speed of the peers while it is thawed."""
+
+    def __init__(self, peers, log):
+        self.peers, self.log, self.is_thawed = peers, log, False
+
+    def thaw(self):
+        self.is_thawed = True
+        for peer in self.peers:
+            peer.speed /= 2
+
+    def freeze(self):
+        if self.is_thawed:
+            self.is_thawed = False
+            for peer in self.peers:
+                peer.speed *= 2
+
+    def end(self):
+        assert not self.is_thawed
+        self.log.append(("neighbour", "end"))
+
+
+def _compare(peers, rounds=2, neighbours=(False,)):
+    tasks = [ComparisonTask(draw_workload(5, 6, 4, 90, 0), 3, neighbour) for neighbour in neighbours]
     comparison = Comparison(peers, tasks, rounds)
     told = []
     asyncio.run(comparison.run(told.append))
@@ -102,6 +127,39 @@ def test_a_peer_that_fails_is_left_out_and_ended() -> None:
     assert report["peers"][1]["error"] == "vllm broke"
     assert report["peers"][1]["workloads"] == {}
     assert len([entry for entry in log if entry[:2] == ("octavo", "run")]) == 3
+
+
+@pytest.mark.parametrize("fails_at", [None, 3])
+def test_rounds_beside_a_busy_neighbour_follow_those_alone(monkeypatch, fails_at) -> None:
+    log = []
+    fakes = [FakePeer("octavo", 4.0, log), FakePeer("vllm", 2.0, log, fails_at=fails_at)]
+    monkeypatch.setattr("octavo.bench.comparison.BusyNeighbour", lambda: FakeNeighbour(fakes, log))
+    report, _, _ = _compare(fakes, neighbours=(False, True))
+    assert log[-1] == ("neighbour", "end")
+    alone, beside = (report["peers"][0]["workloads"][name] for name in report["workloads"])
+    assert (alone["output_tokens_per_s"], beside["output_tokens_per_s"]) == pytest.approx((1.2, 0.6))
+    assert beside["of_alone"] == {"median": 0.5, "min": 0.5, "max": 0.5} and "of_alone" not in alone
+    assert len(report["peers"][1]["workloads"]) == (2 if fails_at is None else 1)
+    out = io.StringIO()
+    show_comparison(Console(file=out, width=140), report)
+    assert "busy neighbour" in out.getvalue()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_busy_neighbour_uses_one_core_while_it_is_thawed() -> None:
+    neighbour = BusyNeighbour()
+    try:
+        pid = neighbour.process.pid
+        assert os.sched_getaffinity(pid) == {max(os.sched_getaffinity(0))}
+        for act, states in ((neighbour.freeze, "T"), (neighbour.thaw, "R"), (neighbour.freeze, "T")):
+            act()
+            deadline = time.monotonic() + 20
+            while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) not in states:
+                assert time.monotonic() < deadline, state
+                time.sleep(0.01)
+    finally:
+        neighbour.end()
+    assert neighbour.returncode is not None
 
 
 def test_runs_add_up_over_groups() -> None:

@@ -1,6 +1,6 @@
-"""Tiny models of native types as GGUF files in float32, converted as llama.cpp converts them.
+"""Saved models of native types as GGUF files, converted as llama.cpp converts them.
 
-Owns: `write_gguf`. Does not: quantise (tests/tiny_gguf.py does), or write a tokenizer.
+Owns: `write_gguf` of a tiny model in float32, `convert_folder` of any saved model. Does not: read a folder's tokenizer.
 Invariants: the names are those of the gguf package's tables. What the conversion changes beside names is stated here,
 not taken from Octavo's families: rows of q and k in rotary pairs, norms with their offset, stacked experts.
 """
@@ -8,15 +8,18 @@ not taken from Octavo's families: rows of q and k in rotary pairs, norms with th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
-from safetensors.torch import load_file
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+from safetensors import safe_open
 
+from tests.artifacts.gguf_writing import add_metadata
 from tests.models.zoo_checks import TinyModel
 from tests.tiny_gguf import write_out
 
@@ -54,41 +57,63 @@ _VALUES = {
 
 
 def write_gguf(tiny: TinyModel, path: Path) -> None:
-    """Write a saved tiny model as one file."""
-    model_type, config = tiny.row.model_type, tiny.model.config
+    """Write a saved tiny model as one file in float32."""
+    convert_folder(tiny.folder, tiny.model.config, path, rope_factors=_rope_factors(tiny.model))
+
+
+def convert_folder(
+    folder: Path,
+    config: Any,
+    path: Path,
+    kind: str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+    rope_factors: np.ndarray[Any, Any] | None = None,
+) -> None:
+    """Write a saved model as one file: matrices as `kind`, vectors and routers in float32. `metadata` is added."""
+    model_type = config.model_type
     arch = ARCHITECTURES[model_type]
-    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch], use_temp_file=True)  # else all tensors are kept in memory
     _add_metadata(writer, model_type, config)
+    add_metadata(writer, metadata or {})
     names = get_tensor_name_map(arch, config.num_hidden_layers)
-    tensors = {name: tensor for file in tiny.folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    if config.rope_parameters.get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _rope_factors(tiny.model, config))
-    for name, tensor in _stacked(tensors):
-        if model_type in PLUS_ONE and name.endswith("norm.weight"):
-            tensor = tensor + 1.0
-        if model_type in PAIRS and re.search(r"\.[qk]_proj\.", name):
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert gguf_name is not None, name
-        writer.add_tensor(gguf_name, np.ascontiguousarray(tensor.numpy()))
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors)
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
+        for name, tensor in _stacked(
+            {name: partial(file.get_tensor, name) for file in files for name in file.offset_keys()}
+        ):
+            if model_type in PLUS_ONE and name.endswith("norm.weight"):
+                tensor = tensor + 1.0
+            if model_type in PAIRS and re.search(r"\.[qk]_proj\.", name):
+                heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert gguf_name is not None, name
+            is_plain = tensor.dim() == 1 or gguf_name.endswith("gate_inp.weight")
+            qtype = GGMLQuantizationType["F32" if is_plain else kind]
+            raw = quants.quantize(np.ascontiguousarray(tensor.float().numpy()), qtype)
+            writer.add_tensor(gguf_name, raw, raw_dtype=qtype)
     write_out(writer)
 
 
-def _stacked(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _stacked(tensors: Mapping[str, Callable[[], torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors by name, those of a layer's experts as one."""
-    experts: dict[str, dict[int, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
+    experts: dict[str, dict[int, Callable[[], torch.Tensor]]] = {}
+    for name, read in tensors.items():
         if match := _EXPERT.fullmatch(name):
-            experts.setdefault(f"{match[1]}experts.{match[3]}", {})[int(match[2])] = tensor
+            experts.setdefault(f"{match[1]}experts.{match[3]}", {})[int(match[2])] = read
         else:
-            yield name, tensor
+            yield name, read()
     for name, parts in experts.items():
-        yield name, torch.stack([parts[index] for index in sorted(parts)])
+        yield name, torch.stack([parts[index]() for index in sorted(parts)])
 
 
-def _rope_factors(model: Any, config: Any) -> np.ndarray[Any, Any]:
-    """What the model divides its rotary frequencies by."""
+def _rope_factors(model: Any) -> np.ndarray[Any, Any] | None:
+    """What the model divides its rotary frequencies by; None without Llama 3's scaling."""
+    config = model.config
+    if config.rope_parameters.get("rope_type") != "llama3":
+        return None
     scaled = model.model.rotary_emb.inv_freq
     plain = config.rope_parameters["rope_theta"] ** (-torch.arange(len(scaled)) / len(scaled))
     return np.asarray((plain / scaled).numpy(), np.float32)

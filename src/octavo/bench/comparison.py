@@ -1,7 +1,7 @@
 """Compares engines on the same workloads. In each round the engines run one after another, A B A B.
 
-Owns: the rounds; the exclusion of a peer that fails; medians, and ratios within each round; the report of
-`octavo bench compare`. All peers stay loaded, and a peer is frozen while another runs.
+Owns: the rounds; the exclusion of a peer that fails; medians, and ratios within each round; the busy neighbour of a
+task; the report of `octavo bench compare`. All peers stay loaded, and a peer is frozen while another runs.
 Does not: know any peer but this engine.
 Every pass has its own first token id, so that a prefix cache has no hits from an earlier pass.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from octavo.bench.peers import OWN_ENGINE, OWN_SERVER, Peer, PeerRun
+from octavo.bench.processes import BusyNeighbour
 from octavo.bench.report import Report, show_rows
 from octavo.bench.workload import BenchWorkload, Item, salted
 from octavo.errors import OctavoError
@@ -23,19 +24,25 @@ from octavo.errors import OctavoError
 FIGURES = ("output_tokens_per_s", "ttft_ms", "token_ms")
 WARM_UP_TOKENS = 4
 WARM_UP_REQUESTS = 4
-_COLUMNS = ("", "tokens/s", "ratio", "min", "max", "first token ms", "ratio", "ms/token", "ratio")
+_COLUMNS = ("", "tokens/s", "of alone", "ratio", "min", "max", "first token ms", "ratio", "ms/token", "ratio")
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTask:
-    """A workload, and the number of requests that are open at a time."""
+    """A workload, the number of requests that are open at a time, and whether another process keeps one core busy."""
 
     workload: BenchWorkload
     at_once: int
+    has_neighbour: bool = False
 
     @property
     def name(self) -> str:
         """Return the task's name for tables."""
+        return f"{self.name_alone}{', busy neighbour' if self.has_neighbour else ''}"
+
+    @property
+    def name_alone(self) -> str:
+        """Return the name of the same task without a neighbour."""
         return f"{self.workload.name}@{self.at_once}"
 
 
@@ -62,6 +69,7 @@ class Comparison:
         self._tasks = tasks
         self._rounds = rounds
         self._num_passes = 0
+        self._neighbour: BusyNeighbour | None = None
 
     @property
     def num_turns(self) -> int:
@@ -71,6 +79,8 @@ class Comparison:
     async def run(self, advance: Callable[[str], object] = lambda text: None) -> None:
         """Start all peers, run the rounds, and end the peers. A peer that fails is excluded from the later rounds."""
         try:
+            if any(task.has_neighbour for task in self._tasks):
+                self._neighbour = BusyNeighbour()
             for result in self.results:
                 advance(f"{result.peer.name}: starting")
                 await self._start(result)
@@ -83,6 +93,8 @@ class Comparison:
         finally:
             for result in self.results:
                 result.peak_memory_bytes = result.peer.end() or result.peak_memory_bytes
+            if self._neighbour is not None:
+                self._neighbour.end()
 
     async def _start(self, result: PeerResult) -> None:
         first_group = self._tasks[0].workload.groups[0][:WARM_UP_REQUESTS]
@@ -99,19 +111,27 @@ class Comparison:
             return
         result.peer.thaw()
         run = PeerRun()
+        if self._neighbour is not None and task.has_neighbour:
+            self._neighbour.thaw()
         try:
             for group in salted(task.workload, self._num_passes).groups:
                 run.add(await result.peer.run(group, task.at_once))
         except OctavoError as error:
             result.drop(error)
             return
+        finally:
+            if self._neighbour is not None:
+                self._neighbour.freeze()
         result.peer.freeze()
         figures = {**run.figures(), "output_tokens": run.num_output_tokens}
         result.figures.setdefault(task.name, []).append(figures)
 
 
 def make_comparison_report(results: Sequence[PeerResult], tasks: Sequence[ComparisonTask], rounds: int) -> Report:
-    """Return medians for each peer and task, and this engine's ratios to the peer (above 1: this engine is ahead)."""
+    """Return medians for each peer and task, and this engine's ratios to the peer (above 1: this engine is ahead).
+
+    A task with a busy neighbour also has `of_alone`: the peer's throughput divided by that of the round without it.
+    """
     peers = []
     for result in results:
         own = _counterpart(result, results)
@@ -122,6 +142,8 @@ def make_comparison_report(results: Sequence[PeerResult], tasks: Sequence[Compar
                 medians: dict[str, Any] = {name: _median(of_rounds, name) for name in (*FIGURES, "output_tokens")}
                 if own is not None:
                     medians["ratios"] = _ratios(own.figures.get(task.name, []), of_rounds)
+                if task.has_neighbour:
+                    medians["of_alone"] = _ratios(of_rounds, result.figures.get(task.name_alone, []))[FIGURES[0]]
                 workloads[task.name] = medians
         peers.append(
             {
@@ -154,7 +176,8 @@ def _row(peer: dict[str, Any], result: dict[str, Any]) -> tuple[object, ...]:
     speed = ratios.get("output_tokens_per_s", {})
     first, token = (ratios.get(name, {}).get("median", "") for name in ("ttft_ms", "token_ms"))
     spread = speed.get("median", ""), speed.get("min", ""), speed.get("max", "")
-    return peer["name"], result["output_tokens_per_s"], *spread, result["ttft_ms"], first, result["token_ms"], token
+    throughput = result["output_tokens_per_s"], result.get("of_alone", {}).get("median", "")
+    return peer["name"], *throughput, *spread, result["ttft_ms"], first, result["token_ms"], token
 
 
 def _counterpart(result: PeerResult, results: Sequence[PeerResult]) -> PeerResult | None:

@@ -1,7 +1,7 @@
 """Starts and ends processes for a measurement, and waits until a server is ready.
 
 Owns: a command in its own session; freezing, thawing and ending the command and its descendants; a server's log, port
-and readiness. Does not: know which server it starts, or send requests. Without /proc, memory is unknown.
+and readiness; a busy process. Does not: know which server it starts, send requests. Without /proc, memory is unknown.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,6 +113,16 @@ class ProcessTree:
         for pid in sorted({*pids, *(orphans & set(known))}):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
+
+
+class BusyNeighbour(ProcessTree):
+    """A process that keeps one core busy while it is thawed: the highest core that this process may use, on Linux."""
+
+    def __init__(self) -> None:
+        super().__init__([sys.executable, "-S", "-c", "while True: pass"])
+        self.freeze()
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self.process.pid, {max(os.sched_getaffinity(0))})
 
 
 class ServerProcess(ProcessTree):

@@ -171,6 +171,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-requests", type=Number(int, 1), metavar="N", help="only the first N of each group")
     group.add_argument("--max-groups", type=Number(int, 1), metavar="N", help="only the first N groups")
     add_int(group, "--rounds", 3, "turns of each peer at each workload")
+    group.add_argument("--neighbour", action="store_true", help="each workload again beside a busy process")
     add_json(group)
     add_settings(parser, ("model", "chat", "cache", "scheduling", "execution"), is_short=False)
 
@@ -179,7 +180,9 @@ def run_compare(args: argparse.Namespace) -> int:
     """Compare this engine with other engines; return 1 if a peer failed."""
     if not args.workload:
         raise UsageError("no --workload is given; give one or more files, such as a.json b.json@1")
-    tasks = [read_task(word, args.max_requests, args.max_groups) for word in args.workload]
+    alone = [read_task(word, args.max_requests, args.max_groups) for word in args.workload]
+    neighbours = (False, True) if args.neighbour else (False,)
+    tasks = [replace(task, has_neighbour=neighbour) for task in alone for neighbour in neighbours]
     comparison = Comparison(make_peers(args, tasks), tasks, args.rounds)
     with ending_with_this(), progress(comparison.num_turns, "turns", "starting") as advance:
         asyncio.run(comparison.run(partial(advance, 1)))
