@@ -42,7 +42,6 @@ def batch_of(rows: int, count: int, context: int) -> AttentionBatch:
     return AttentionBatch(
         num_tokens=rows * count, num_rows=rows, num_decodes=rows if count == 1 else 0, positions_T=positions_T,
         slot_mapping_T=table_NM[row_T, positions_T // BLOCK] * BLOCK + positions_T % BLOCK,
-        row_start_N1=torch.arange(0, rows * count + 1, count), context_len_N=torch.full((rows,), context),
         block_table_NM=table_NM, counts=np.full(rows, count), contexts=np.full(rows, context),
     )  # fmt: skip
 

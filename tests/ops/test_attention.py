@@ -66,8 +66,6 @@ class Rig:
             num_decodes=int((counts == 1).sum()),
             positions_T=torch.from_numpy(positions),
             slot_mapping_T=torch.from_numpy(slots),
-            row_start_N1=torch.from_numpy(starts),
-            context_len_N=torch.from_numpy(contexts),
             block_table_NM=torch.from_numpy(self.table),
             counts=counts,
             contexts=contexts,

@@ -233,8 +233,6 @@ class AttentionCase:
             num_decodes=int((counts == 1).sum()),
             positions_T=torch.from_numpy(position_T),
             slot_mapping_T=torch.from_numpy(slots_T),
-            row_start_N1=torch.from_numpy(starts),
-            context_len_N=torch.from_numpy(contexts),
             block_table_NM=torch.from_numpy(table),
             counts=counts,
             contexts=contexts,

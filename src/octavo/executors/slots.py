@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from ctypes import Structure, c_int64, c_void_p
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from octavo.core.plan import DROP_BLOCK, NewSequence, StepPlan
 from octavo.sampling.columns import Ints, SequenceIds, upload
@@ -38,6 +40,17 @@ def to_packed(values: NDArray[np.int64]) -> array[int]:
     return packed
 
 
+class SlotMemory(Structure):
+    """Twin of struct SlotMemory (csrc/decode_inputs.cpp): where the ids and tables of all slots are."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        *((name, c_int64) for name in ("ids_width", "table_width", "block_size", "num_groups")),
+        ("tables", c_void_p),
+        ("null_blocks", c_void_p),
+    )
+
+
 class Slots:
     """State of all slots. `faults` maps a slot to the reason why this model cannot run the slot's request.
 
@@ -58,8 +71,15 @@ class Slots:
         self.null_blocks = tuple(null_blocks)
         self.ids_SW = torch.zeros((num_slots, max_model_len + 1), dtype=torch.int32, device=device)
         self.flat_ids = self.ids_SW.view(-1)  # the id of slot s at position p has index s * W + p
+        self._host_ids = self.flat_ids.numpy() if device.type == "cpu" else None  # the same memory
         max_blocks = -(-max_model_len // block_size)
         self.tables: list[Ints] = [np.full((num_slots, max_blocks), null, dtype=np.int64) for null in null_blocks]
+        self._groups = np.array((*(table.ctypes.data for table in self.tables), *null_blocks), dtype=np.int64)
+        where = self._groups.ctypes.data
+        self.memory = SlotMemory(  # of a CPU's slots
+            self.ids_SW.data_ptr(), max_model_len + 1, max_blocks, block_size, len(null_blocks),
+            where, where + self._groups.itemsize * len(null_blocks),
+        )  # fmt: skip
         self.sampler = Sampler(num_slots, self.ids_SW, vocab_size)
         self.faults: dict[int, str] = {}
         self.adapters: dict[int, int] = {}  # of loaded adapters: id -> the decoder's number
@@ -82,6 +102,13 @@ class Slots:
         where, values = upload(self.ids_SW.device, slots * self.ids_SW.shape[1] + positions, ids)
         self.ids_SW.view(-1).index_copy_(0, where, values.int())
         self.sampler.processors.append(slots, ids)
+
+    def write_sampled(self, where_R: Tensor, ids_R: Tensor) -> None:
+        """Write sampled ids at indices of `flat_ids`."""
+        if self._host_ids is None:
+            self.flat_ids.index_copy_(0, where_R, ids_R.int())
+        else:
+            self._host_ids[where_R.numpy()] = ids_R.numpy()
 
     def write_drafts(self, plan: StepPlan) -> None:
         """Write each row's drafts after the row's known ids, as inputs of this step; sampling overwrites them."""

@@ -1,7 +1,8 @@
 """Convert a plan's rows to the tensors of one forward pass.
 
 Owns: the order of rows in the pass; all index arithmetic of a step, vectorised on the host; which sampled positions of
-rows with drafts are accepted. Does not: read or write slots' tensors, compute on the device, or make drafts.
+rows with drafts are accepted. Does not: write slots' tensors, or make drafts. A step that only decodes has a kernel
+(csrc/decode_inputs.cpp), whose slow twin is the arithmetic of any step.
 Shapes: T tokens, N rows, A rows with tokens, M table width, R sampled positions (a row with d drafts has 1 + d).
 
 A row of slot s, positions [a, a + c) becomes c tokens. With W = width of the id buffer, S = block size:
@@ -13,19 +14,24 @@ that order. A row that forks has no tokens: it samples after the last token of t
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from ctypes import addressof, c_int64, c_void_p
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.plan import ROW_BEAM, ROW_FORK, ROW_POOL, ROW_SAMPLE, ROW_SCORE, StepPlan, StepResult
+from octavo.core.plan import ROW_BEAM, ROW_CARRY, ROW_FORK, ROW_POOL, ROW_SAMPLE, ROW_SCORE, StepPlan, StepResult
 from octavo.executors.slots import Slots, from_packed
+from octavo.ops import cpu
 from octavo.ops.attention import AttentionBatch
 from octavo.sampling.columns import Ints, SamplingRows, upload
 
 _NONE: Ints = np.zeros(0, dtype=np.int64)
+_PLAIN = frozenset((ROW_SAMPLE, ROW_SAMPLE | ROW_CARRY))  # flags of rows that only sample one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +84,11 @@ class StepInputs:
     `attention` and `partial_blocks` have one entry per cache group. A block is partial if this step writes the block's
     first position but not its last (see ops.attention); partial blocks are listed only on request. `first_token_N` is
     the index of each plan row's first token in the pass. `sample_rows` has a row once, and once more for each of the
-    row's `drafts`. `beams` are indices into `sample_rows` of the rows that need only candidates.
-    `adapters_T` has each row's adapter; None if no row has one.
+    row's `drafts`. `sample_last_R` is None if each token samples, in order. `beams` are indices into `sample_rows` of
+    the rows that need only candidates. `adapters_T` has each row's adapter; None if no row has one.
     """
 
-    token_index_T: Tensor
+    token_ids_T: Tensor
     attention: list[AttentionBatch]
     partial_blocks: list[Ints]
     first_token_N: Ints
@@ -90,7 +96,7 @@ class StepInputs:
     starts_N: Ints
     counts_N: Ints
     sample_rows: Ints
-    sample_last_R: Tensor
+    sample_last_R: Tensor | None
     sampling: SamplingRows
     sample_target_R: Tensor
     beams: Ints
@@ -102,13 +108,26 @@ class StepInputs:
     @property
     def silent_rows(self) -> Ints:
         """Indices of rows with tokens that sample nothing: chunks of prompts."""
+        if self.drafts is None and len(self.sample_rows) == len(self.slots_N):
+            return _NONE
         is_silent_N = self.counts_N > 0
         is_silent_N[self.sample_rows] = False
         return is_silent_N.nonzero()[0]
 
 
 def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: bool = True) -> StepInputs:
-    """Convert the plan's columns to tensors on the slots' device. Tables must be current; a row must have tokens."""
+    """Convert the plan's columns to tensors on the slots' device. Tables must be current; a row must have tokens.
+
+    Attention kernels want no partial blocks, and take decodes in any order.
+    """
+    inputs = None
+    if plan.is_fast_path and not wants_partial and not plan.num_drafts and _PLAIN.issuperset(plan.flags):
+        inputs = decode_inputs(plan, slots, block_size)
+    return inputs or any_inputs(plan, slots, block_size, wants_partial)
+
+
+def any_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: bool = True) -> StepInputs:
+    """Return the inputs of any step, its decodes in ascending order of context length."""
     slots_N, starts_N, counts_N, flags_N = map(from_packed, (plan.slots, plan.starts, plan.counts, plan.flags))
     ends_N = starts_N + counts_N
     longest = int(ends_N.max())
@@ -135,12 +154,10 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
     sample_rows, remaining_R, drafts = _sampled(plan, (flags_N & ROW_SAMPLE).nonzero()[0])
     expected_R = None if drafts is None else drafts.expected_R
     sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - remaining_R, expected_R)
-    token_index_T, positions_T, row_start_A1, context_len_A, last_R, target_R, *paged = upload(
+    token_index_T, positions_T, last_R, target_R, *paged = upload(
         slots.ids_SW.device,
         slot_T * width + position_T,
         position_T,
-        first_A1,
-        contexts_A,
         last_token_N[sample_rows] - remaining_R,
         sampling.slots * width + sampling.positions,
         *_page(slots, block_size, (slot_T, position_T), (slots_N[order_A], longest)),
@@ -151,8 +168,6 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
         num_decodes=int(np.count_nonzero(counts_N == 1)),
         positions_T=positions_T,
         slot_mapping_T=paged[0],
-        row_start_N1=row_start_A1,
-        context_len_N=context_len_A,
         block_table_NM=paged[1],
         counts=counts_N[order_A],
         contexts=contexts_A,
@@ -160,7 +175,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
     more = zip(paged[2::2], paged[3::2], strict=True)
     groups = [attention, *(replace(attention, slot_mapping_T=to, block_table_NM=table) for to, table in more)]
     return StepInputs(
-        token_index_T=token_index_T,
+        token_ids_T=slots.flat_ids.index_select(0, token_index_T),
         attention=groups,
         partial_blocks=_partial_blocks(slots, block_size, (slots_N, starts_N, ends_N)) if wants_partial else [],
         first_token_N=first_token_N,
@@ -177,6 +192,73 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
         drafts=drafts,
         adapters_T=_adapters(slots, slot_T) if slots.adapters else None,
     )
+
+
+def decode_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs | None:
+    """Return the inputs of a step in which each row computes one token and samples once; None without the kernel.
+
+    The rows are in the plan's order.
+    """
+    kernel = _kernel()
+    if kernel is None or slots.ids_SW.device.type != "cpu":
+        return None
+    num_rows, num_groups = len(plan.slots), len(slots.tables)
+    columns, token_ids_T = np.empty((4 + num_groups, num_rows), dtype=np.int64), np.empty(num_rows, dtype=np.int32)
+    addresses = (column.__array_interface__["data"][0] for column in (columns, token_ids_T))
+    longest = kernel(
+        addressof(slots.memory), plan.slots.buffer_info()[0], plan.starts.buffer_info()[0], num_rows, *addresses
+    )
+    assert longest >= 0, "a row writes past its block table"
+    assert longest <= slots.max_model_len, "a row reaches past max_model_len"
+    slots_N, positions_N, contexts_N, targets_N, *mappings = columns
+    ones_N, rows_N = _ones(num_rows), _range(num_rows)
+    positions_T, width = torch.from_numpy(positions_N), -(-longest // block_size)
+    groups = [
+        AttentionBatch(
+            num_tokens=num_rows,
+            num_rows=num_rows,
+            num_decodes=num_rows,
+            positions_T=positions_T,
+            slot_mapping_T=torch.from_numpy(mapping_T),
+            block_table_NM=torch.from_numpy(table_SM[slots_N, :width]),
+            counts=ones_N,
+            contexts=contexts_N,
+        )
+        for mapping_T, table_SM in zip(mappings, slots.tables, strict=True)
+    ]
+    return StepInputs(
+        token_ids_T=torch.from_numpy(token_ids_T),
+        attention=groups,
+        partial_blocks=[],
+        first_token_N=rows_N,
+        slots_N=slots_N,
+        starts_N=positions_N,
+        counts_N=ones_N,
+        sample_rows=rows_N,
+        sample_last_R=None,
+        sampling=SamplingRows(slots_N, contexts_N),
+        sample_target_R=torch.from_numpy(targets_N),
+        beams=_NONE,
+        score_rows=_NONE,
+        pool_rows=_NONE,
+        adapters_T=_adapters(slots, slots_N) if slots.adapters else None,
+    )
+
+
+@cache
+def _kernel() -> Callable[..., int] | None:
+    addresses = (c_void_p, c_void_p, c_void_p)
+    return cpu.function("octavo_decode_inputs", *addresses, c_int64, c_void_p, c_void_p, result=c_int64, is_short=True)
+
+
+@cache
+def _range(count: int) -> Ints:
+    return np.arange(count)
+
+
+@cache
+def _ones(count: int) -> Ints:
+    return np.ones(count, dtype=np.int64)
 
 
 def _adapters(slots: Slots, slot_T: Ints) -> Tensor | None:

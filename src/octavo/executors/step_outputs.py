@@ -110,11 +110,12 @@ class StepOutputs:
         ids = to_packed(sampled.ids_R.cpu().numpy())
         best_R = sampled.best_R.cpu().numpy()
         is_bad_R = ~np.isfinite(best_R)
-        positions = self.sampled_rows
-        if positions is None:
-            positions = np.arange(len(ids))
+        if self.sampled_rows is None:
             result.token_ids = ids
-        else:
+            if sampled.logprobs is None and not is_bad_R.any():
+                return
+        positions = np.arange(len(ids)) if self.sampled_rows is None else self.sampled_rows
+        if self.sampled_rows is not None:
             for position, token in zip(positions.tolist(), ids, strict=True):
                 result.token_ids[position] = token
         if self.inputs.drafts is not None:  # positions after a rejected draft may be bad

@@ -204,12 +204,11 @@ class TorchExecutor:
         if self._parallel is not None and self._parallel.shard.tensor_size > 1:
             self._vote(self._parallel, inputs)
         clock.lap()
-        token_ids_T = self._slots.flat_ids.index_select(0, inputs.token_index_T)
         if inputs.adapters_T is not None:
             extras = extras or StepExtras()
             extras.adapters_T = inputs.adapters_T
         more = () if extras is None else (extras,)
-        hidden_TE = decoder.forward(token_ids_T, inputs.attention[0].positions_T, self._cache.attention, *more)
+        hidden_TE = decoder.forward(inputs.token_ids_T, inputs.attention[0].positions_T, self._cache.attention, *more)
         clock.lap()
         if not self._samples:
             return outputs, clock
@@ -273,7 +272,8 @@ class TorchExecutor:
         if len(silent := inputs.silent_rows):
             outputs.is_finite_R = are_finite(inputs, silent, hidden_TE)
         if len(inputs.sample_rows):  # last, since another call of logits() may overwrite this call's result
-            logits_RV = logits(hidden_TE.index_select(0, inputs.sample_last_R))
+            last_R = inputs.sample_last_R
+            logits_RV = logits(hidden_TE if last_R is None else hidden_TE.index_select(0, last_R))
             if self._sampler.columns.has_grammar[inputs.sampling.slots].any():
                 outputs.unsampled_RV = logits_RV
             else:
@@ -287,7 +287,7 @@ class TorchExecutor:
             self._sample_beside_beams(logits_RV, outputs, masks)
             return
         sampled = self._sampler.sample(logits_RV, inputs.sampling, masks)
-        self._slots.flat_ids.index_copy_(0, inputs.sample_target_R, sampled.ids_R.int())
+        self._slots.write_sampled(inputs.sample_target_R, sampled.ids_R)
         outputs.sampled = sampled
 
     def _sample_beside_beams(self, logits_RV: Tensor, outputs: StepOutputs, masks: TokenMasks | None) -> None:
@@ -305,7 +305,7 @@ class TorchExecutor:
             masks = None if masks is None else masks.among(others)
             sampled = self._sampler.sample(logits_RV.index_select(0, others_R), rows.take(others), masks)
             targets_R = inputs.sample_target_R.index_select(0, others_R)
-            self._slots.flat_ids.index_copy_(0, targets_R, sampled.ids_R.int())
+            self._slots.write_sampled(targets_R, sampled.ids_R)
             outputs.sampled, outputs.sampled_rows = sampled, others
 
     def supply(self, ticket: Ticket, masks: object) -> None:

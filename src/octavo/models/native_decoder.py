@@ -96,6 +96,7 @@ class NativeDecoder:
         self._hidden = torch.empty(0)
         self._logits = torch.empty(0)
         self._workspace = cpu.Workspace()
+        self._sizes: dict[tuple[int, int], int] = {}  # bytes of workspace by rows and threads
         self._run_step = _function("octavo_decoder_step", c_void_p, c_void_p, c_int32)
         self._run_logits = _function(
             "octavo_decoder_logits", c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int32
@@ -261,7 +262,10 @@ class NativeDecoder:
         return held[:rows]
 
     def _work(self, rows: int, threads: int) -> int:
-        return self._workspace.address(self._workspace_bytes(ctypes.addressof(self._model), rows, threads))
+        size = self._sizes.get((rows, threads))
+        if size is None:
+            size = self._sizes[rows, threads] = self._workspace_bytes(ctypes.addressof(self._model), rows, threads)
+        return self._workspace.address(size)
 
 
 def unsupported_reason(spec: ModelSpec, dtype: str) -> str | None:

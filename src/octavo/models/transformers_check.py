@@ -107,8 +107,7 @@ def _batch(rows: Sequence[tuple[int, int, int]], device: torch.device) -> Attent
     table_NM = tables[[row for row, _, _ in rows]]
     slots_T = table_NM[of_T, positions_T // _BLOCK] * _BLOCK + positions_T % _BLOCK
     on_device = [
-        torch.from_numpy(np.ascontiguousarray(column)).to(device)
-        for column in (positions_T, slots_T, np.concatenate(([0], np.cumsum(counts))), contexts, table_NM)
+        torch.from_numpy(np.ascontiguousarray(column)).to(device) for column in (positions_T, slots_T, table_NM)
     ]
     return AttentionBatch(
         num_tokens=int(counts.sum()),
@@ -116,9 +115,7 @@ def _batch(rows: Sequence[tuple[int, int, int]], device: torch.device) -> Attent
         num_decodes=int((counts == 1).sum()),
         positions_T=on_device[0],
         slot_mapping_T=on_device[1],
-        row_start_N1=on_device[2],
-        context_len_N=on_device[3],
-        block_table_NM=on_device[4],
+        block_table_NM=on_device[2],
         counts=counts,
         contexts=contexts,
     )

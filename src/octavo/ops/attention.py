@@ -4,10 +4,10 @@ Owns: how a layer attends, the KV memory (allocation, null block, copies, cleari
 inputs per step, and ReferenceAttention. Does not: optimise for speed, or know which sequences hold a block (core does).
 Shapes: T tokens of the step, N rows, M table width, H query heads, K KV heads, D size of keys, V size of values,
 L layers, B blocks, S block size, C context of one row, X bytes.
-Invariants: rows of one token are first, in ascending context length, before longer rows. Token t of row n is at
-row_start[n] + t. Its query sees exactly the positions up to its own (and inside the window). Block `null_block` is all
-zero and is never written. A position not written since its block was cleared is zero, so masked values are finite and
-add exactly zero.
+Invariants: rows of one token are first, before longer rows; for backends that read unwritten positions, they are in
+ascending order of context length. A row's tokens are adjacent. A token's query sees exactly the positions up to its own
+(and inside the window). Block `null_block` is all zero and is never written. A position not written since its block was
+cleared is zero, so masked values are finite and add exactly zero.
 """
 
 from __future__ import annotations
@@ -173,9 +173,8 @@ class AttentionBatch:
     """Attention's inputs of one step: device tensors with host copies, so that reading a size needs no sync.
 
     `slot_mapping_T` is block * block_size + offset, the flat pool position of each token's KV.
-    `context_len_N` counts KV positions including this step's. `block_table_NM` holds block numbers. Entries after a
-    row's last block are the pool's null block; entries before a window may be any block of the pool, with any content.
-    Index tensors are int64.
+    `block_table_NM` holds block numbers. Entries after a row's last block are the pool's null block; entries before a
+    window may be any block of the pool, with any content. Index tensors are int64.
     `counts` and `contexts` are host copies per row; rows [0, num_decodes) have one token each. `seen_T`, on the host,
     is how many positions each token sees if some tokens see positions after their own, which are in this step; it
     ascends within a row. None: a token sees the positions up to its own.
@@ -186,8 +185,6 @@ class AttentionBatch:
     num_decodes: int
     positions_T: Tensor
     slot_mapping_T: Tensor
-    row_start_N1: Tensor
-    context_len_N: Tensor
     block_table_NM: Tensor
     counts: HostColumn
     contexts: HostColumn

@@ -80,7 +80,7 @@ class KernelAttention:
             for keys, values, own, per_head in zip(pool.keys, pool.values, layers, self._per_head, strict=False)
         ]  # fmt: skip
         self._batch: AttentionBatch | None = None
-        self._num_threads = 1
+        self._num_threads = 0  # of a layer's call in this step; 0: not known
 
     @property
     def step_address(self) -> int:
@@ -95,10 +95,7 @@ class KernelAttention:
 
     def begin(self, batch: AttentionBatch) -> None:
         """Plan the step for all threads, because the native decoder uses all threads for work of any size."""
-        self._batch = batch
-        shape = self._pool.shape
-        elements = int(batch.contexts @ batch.counts) * shape.num_kv_heads * shape.head_dim
-        self._num_threads = cpu.num_threads(elements)
+        self._batch, self._num_threads = batch, 0
         self.plan.begin(batch, cpu.team_size())
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor) -> Tensor:
@@ -106,6 +103,9 @@ class KernelAttention:
         batch, shape = self._batch, self._pool.shape
         assert batch is not None, "attend before begin"
         k_TKD, v_TKV = _rows(k_TKD), _rows(v_TKV)
+        if not self._num_threads:
+            elements = int(batch.contexts @ batch.counts) * shape.num_kv_heads * shape.head_dim
+            self._num_threads = cpu.num_threads(elements)
         threads, structure = self._num_threads, byref(self.layers[layer])
         slots = batch.slot_mapping_T.data_ptr()
         self._write(

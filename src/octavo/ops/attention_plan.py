@@ -67,7 +67,7 @@ class AttentionPlan:
         self._columns: tuple[Ints, ...] = ()
         self._seen: Ints | None = None
         self._table: object = None  # kept alive, because the structure has its address
-        self._num_items = self._num_joins = 0
+        self._contexts: Ints | None = None  # as well
         self._decodes: tuple[int, bytes] | None = None  # key of the last plan, if it can be reused
         self._grow(64)
 
@@ -84,8 +84,7 @@ class AttentionPlan:
             grain = PART if batch.num_rows > FEW else PART // 8  # a few decodes are divided by positions
             decodes = num_threads, ((batch.contexts + (grain - 1)) // grain).tobytes()
             if decodes == self._decodes:  # equal numbers of parts as in the previous step give equal items
-                rows, _, *others = self._columns
-                self._describe(batch, self._num_items, self._num_joins, (rows, batch.contexts, *others))
+                self._move(batch)
                 return
         self._decodes = None
         if shared or not (self._begin_alike(batch, num_threads) or self._begin_few(batch, num_threads)):
@@ -159,7 +158,6 @@ class AttentionPlan:
         """Fill the structure; keep the columns alive, because the structure has their addresses."""
         table_NM = batch.block_table_NM
         self._columns, self._table = columns, table_NM
-        self._num_items, self._num_joins = num_items, num_joins
         rows, contexts, items, members, costs, slots, joins = [
             column.__array_interface__["data"][0] for column in columns
         ]
@@ -169,6 +167,13 @@ class AttentionPlan:
             batch.num_tokens, batch.num_rows, table_NM.stride(0), table_NM.data_ptr(), rows, contexts, seen, num_items,
             items, members, costs, slots, num_joins, joins, self._partial.__array_interface__["data"][0],
         )  # fmt: skip
+
+    def _move(self, batch: AttentionBatch) -> None:
+        """Describe the previous step's items for other contexts and tables."""
+        step, table_NM = self.step, batch.block_table_NM
+        self._table, self._contexts = table_NM, batch.contexts
+        step.table, step.table_stride = table_NM.data_ptr(), table_NM.stride(0)
+        step.contexts = step.seen = batch.contexts.__array_interface__["data"][0]
 
     def _begin(self, batch: AttentionBatch, num_threads: int, shared: list[tuple[Ints, int, int]]) -> None:
         """Plan any step."""
@@ -273,15 +278,12 @@ class AttentionPlan:
 
     def _shared(self, batch: AttentionBatch) -> list[tuple[Ints, int, int]]:
         """Return groups of decode rows with equal blocks in parts [first, end): (rows, first, end), subgroups last."""
-        short = int(np.searchsorted(batch.contexts[: batch.num_decodes], PART))  # contexts ascend
-        if batch.num_decodes - short < 2:
-            return []
-        table_NM = batch.block_table_NM.numpy()
-        starts = table_NM[short : batch.num_decodes, 0].tolist()
+        contexts_N, table_NM = batch.contexts[: batch.num_decodes], batch.block_table_NM.numpy()
+        starts = table_NM[: batch.num_decodes, 0].tolist()
         if len(set(starts)) == len(starts):
             return []
-        full_N = batch.contexts[: batch.num_decodes] // PART
-        rows = np.arange(short, batch.num_decodes)
+        full_N = contexts_N // PART
+        rows = np.flatnonzero(full_N)
         shared: list[tuple[Ints, int, int]] = []
         waiting = [(rows, 0)]
         while waiting:

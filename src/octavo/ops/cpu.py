@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-ABI = 11
+ABI = 12
 ISA_NAMES = ("portable", "avx2", "avx512")
 LIBRARY_PATH = Path(os.environ.get("OCTAVO_KERNELS") or Path(__file__).with_name("libkernels.so"))  # for developers
 CACHE_LINE = 64  # bytes
@@ -77,12 +77,15 @@ def status() -> KernelStatus:
     return _load()[1]
 
 
-def function(name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any] | None:
-    """Return a kernel, or None without the library. `result` is its C type. Look a kernel up once, not per call."""
+def function(name: str, *argument_types: Any, result: Any = None, is_short: bool = False) -> Callable[..., Any] | None:
+    """Return a kernel, or None without the library. `result` is its C type. Look a kernel up once, not per call.
+
+    A short kernel keeps the interpreter's lock, which another thread could hold for longer than the call takes.
+    """
     library, _ = _load()
     if library is None:
         return None
-    kernel = getattr(library, name)
+    kernel = getattr(ctypes.PyDLL(None, handle=library._handle) if is_short else library, name)
     kernel.argtypes = argument_types
     kernel.restype = result
     return kernel  # type: ignore[no-any-return]

@@ -205,15 +205,15 @@ class Sampler:
         If the best logit is not finite, the id is the lowest id with that logit.
         """
         columns = self.selection
-        is_drawn = columns.inverse_temperature[rows.slots] > 0
         if self._kernel is not None and sample_kernel.fits(logits_RV):
             ids, best = self._kernel.sample(logits_RV, rows.slots, rows.positions)
             ids_R, best_R = torch.from_numpy(ids), torch.from_numpy(best)
             if not may_be_rare:
                 return self._verify(logits_RV, rows, ids_R, best_R), best_R
-            is_drawn &= columns.is_rare[rows.slots]  # the kernel drew the other rows
+            is_drawn = (columns.inverse_temperature > 0)[rows.slots] & columns.is_rare[rows.slots]  # others are drawn
         else:
             best_R, ids_R = logits_RV.max(dim=1)  # NaN wins a maximum, ties go to the lowest id
+            is_drawn = columns.inverse_temperature[rows.slots] > 0
         is_mirostat = self.mirostat.is_on[rows.slots]
         for drawn, is_kind_mirostat in (
             (np.flatnonzero(is_drawn & ~is_mirostat), False),
