@@ -14,7 +14,7 @@ namespace {
 const AttentionKernels& kernels() {
 #if defined(__x86_64__)
     const int32_t isa = octavo_kernels_isa();
-    if (isa == kAvx512) return kAttentionAvx512;
+    if (isa >= kAvx512) return kAttentionAvx512;
     if (isa == kAvx2) return kAttentionAvx2;
 #endif
     return kAttentionPortable;

@@ -34,6 +34,20 @@ INLINE void narrow(float value, Bfloat16& out) {
     out.bits = static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
 }
 
-enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+// Each has all before it. kAmx is kAvx512 with VNNI and tiles, which only linear layers use.
+enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
+
+// Compilers that know AMX; only on Linux, where a process asks for the tiles in a way of its own.
+#if defined(OCTAVO_EMULATED)
+#define OCTAVO_HAS_AMX
+#elif defined(__x86_64__) && defined(__linux__) && defined(__clang__)
+#if __clang_major__ >= 12
+#define OCTAVO_HAS_AMX
+#endif
+#elif defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#if __GNUC__ >= 11
+#define OCTAVO_HAS_AMX
+#endif
+#endif
 
 EXPORT int32_t octavo_kernels_isa();

@@ -12,9 +12,13 @@ const LinearKernels& kernels_for(int64_t kind) {
     if (kind > kIq4) kind = kIq4;
 #if defined(__x86_64__)
     const Isa isa = isa_in_use();
+#if defined(OCTAVO_HAS_AMX)
+    if (kind == kBfloat16 && isa == kAmx) return kAmxLinear;
+    if (kind >= kInt8 && isa == kAmx) return kAmxQuantised[kind - kInt8];
+#endif
     if (kind == kBfloat16 && has_bf16()) return kBf16Linear;
     if (kind >= kInt8 && has_vnni()) return kVnniLinear[kind - kInt8];
-    if (kind < kInt8 && isa == kAvx512) return kAvx512Linear[kind];
+    if (kind < kInt8 && isa >= kAvx512) return kAvx512Linear[kind];
     if (isa >= kAvx2) return kAvx2Linear[kind];
 #endif
     return kPortableLinear[kind];

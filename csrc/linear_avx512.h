@@ -1,4 +1,4 @@
-// Shared code of the AVX-512 files: loading, and the kernel of float weights. A panel is one vector.
+// Shared code of the AVX-512 files: loading, forms of codes, and the kernel of float weights. A panel is one vector.
 //
 // Include it after setting the target. tests/ops/emulated_avx512 runs these files on machines without AVX-512.
 
@@ -18,6 +18,27 @@ INLINE __m512 broadcast_float(const uint8_t* from) {
     float value;
     std::memcpy(&value, from, sizeof value);
     return _mm512_set1_ps(value);
+}
+
+INLINE __m512 halves(const uint8_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+// Of packed codes: whole bytes, half bytes, half bytes that select a value of a table.
+enum class Form { kInt8, kInt4, kTable };
+
+INLINE __m512i load_table(const octavo::Weight& weight) {
+    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(octavo::table_of(weight.kind))));
+}
+
+// A quad of a group's codes from their packed form.
+template <Form kForm>
+INLINE __m512i quad_of(const uint8_t* group, int quad, __m512i table) {
+    const __m512i packed = load(group + (kForm == Form::kInt8 ? quad : quad % 4) * 64);
+    if (kForm == Form::kInt8) return packed;
+    const __m512i codes =
+        _mm512_and_si512(quad < 4 ? packed : _mm512_srli_epi16(packed, 4), _mm512_set1_epi32(0x0f0f0f0f));
+    return kForm == Form::kInt4 ? codes : _mm512_shuffle_epi8(table, codes);
 }
 
 // A kernel of weights without scales. A step is a line of 64 bytes of a panel. M has:

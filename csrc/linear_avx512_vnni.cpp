@@ -25,12 +25,6 @@
 namespace octavo {
 namespace {
 
-INLINE __m512 halves(const uint8_t* from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-
-enum class Form { kInt8, kInt4, kTable };
-
 // kParts: number of scales within 32 inputs. The integer sums stay in registers, the float sums in memory.
 template <Form kForm, int kParts>
 struct Quantised {
@@ -48,20 +42,6 @@ struct Quantised {
         return broadcast32(head + (kParts == 1 ? 4 : 8 + part * 4));
     }
 
-    INLINE __m512i table(const Weight& weight) {
-        if (kForm != Form::kTable) return _mm512_setzero_si512();
-        return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table_of(weight.kind))));
-    }
-
-    // A quad of a group's codes from their packed form: whole bytes for int8, else half bytes.
-    INLINE __m512i quad_of(const uint8_t* group, int quad, __m512i table) {
-        const __m512i packed = load(group + (kIsInt8 ? quad : quad % 4) * 64);
-        if (kIsInt8) return packed;
-        const __m512i codes =
-            _mm512_and_si512(quad < 4 ? packed : _mm512_srli_epi16(packed, 4), _mm512_set1_epi32(0x0f0f0f0f));
-        return kIsInt4 ? codes : _mm512_shuffle_epi8(table, codes);
-    }
-
     // Add one part of a group. For int4 the order of operations is that of linear_portable.cpp.
     template <int R, int P>
     INLINE void add_part(const uint8_t* group, const uint8_t* scales, int64_t gap, __m512i table, const uint8_t* rows,
@@ -75,7 +55,7 @@ struct Quantised {
         for (int quad = part * kPartQuads; quad < (part + 1) * kPartQuads; ++quad) {
             __m512i weights[P];
 #pragma GCC unroll 4
-            for (int p = 0; p < P; ++p) weights[p] = quad_of(group + p * gap, quad, table);
+            for (int p = 0; p < P; ++p) weights[p] = quad_of<kForm>(group + p * gap, quad, table);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const __m512i codes = broadcast32(rows + r * stride + sizeof(GroupHead) + quad * 4);
@@ -101,7 +81,7 @@ struct Quantised {
 
     template <int R, int P>
     static void tile(const Tile& tile) {
-        const __m512i values = table(tile.weight);
+        const __m512i values = kForm == Form::kTable ? load_table(tile.weight) : _mm512_setzero_si512();
         const int64_t codes_offset = kIsInt4 ? kNibblesOffset : scale_bytes(tile.weight.inputs, tile.weight.group);
         constexpr int64_t kPartScales = kIsInt4 ? kInt4Record : 32;
         const uint8_t* group = tile.panel + codes_offset + tile.first * kStepBytes;

@@ -31,4 +31,15 @@ extern const LinearKernels kAvx512Linear[2];  // float32, and bfloat16 widened
 extern const LinearKernels kVnniLinear[3];    // from int8 on: AVX512_VNNI
 extern const LinearKernels kBf16Linear;       // bfloat16: AVX512_BF16
 
+#if defined(OCTAVO_HAS_AMX)
+extern const LinearKernels kAmxLinear;        // bfloat16: AMX-BF16
+extern const LinearKernels kAmxQuantised[3];  // from int8 on: AMX-INT8, and kVnniLinear for few rows
+
+// Compute small products with these kernels and in plain C++; return True if all bits are equal. Takes about 1 ms.
+bool amx_bfloat16_agrees();
+bool amx_quantised_agrees();
+
+inline bool amx_agrees() { return amx_bfloat16_agrees() && amx_quantised_agrees(); }
+#endif
+
 }  // namespace octavo

@@ -181,7 +181,7 @@ DEFINE_LORA(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,pr
 void lora_down(const LoraStep& step, int64_t linear, int thread, int threads) {
 #if defined(__x86_64__)
     const int32_t isa = octavo_kernels_isa();
-    if (isa == kAvx512) return down_avx512(step, linear, thread, threads);
+    if (isa >= kAvx512) return down_avx512(step, linear, thread, threads);
     if (isa == kAvx2) return down_avx2(step, linear, thread, threads);
 #endif
     down_portable(step, linear, thread, threads);
@@ -190,7 +190,7 @@ void lora_down(const LoraStep& step, int64_t linear, int thread, int threads) {
 void lora_up(const LoraStep& step, int64_t linear, float* out, int64_t stride, int thread, int threads) {
 #if defined(__x86_64__)
     const int32_t isa = octavo_kernels_isa();
-    if (isa == kAvx512) return up_avx512(step, linear, out, stride, thread, threads);
+    if (isa >= kAvx512) return up_avx512(step, linear, out, stride, thread, threads);
     if (isa == kAvx2) return up_avx2(step, linear, out, stride, thread, threads);
 #endif
     up_portable(step, linear, out, stride, thread, threads);

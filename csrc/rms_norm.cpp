@@ -85,7 +85,7 @@ template <typename T>
 auto choose_norm_row() {
 #if defined(__x86_64__)
     const Isa isa = octavo::isa_in_use();
-    if (isa == kAvx512) return norm_row_avx512<T>;
+    if (isa >= kAvx512) return norm_row_avx512<T>;
     if (isa == kAvx2) return norm_row_avx2<T>;
 #endif
     return norm_row_portable<T>;

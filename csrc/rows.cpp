@@ -192,7 +192,7 @@ DEFINE_ROW_KERNELS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx5
 const RowKernels& row_kernels() {
 #if defined(__x86_64__)
     const int32_t isa = octavo_kernels_isa();
-    if (isa == kAvx512) return avx512_kernels;
+    if (isa >= kAvx512) return avx512_kernels;
     if (isa == kAvx2) return avx2_kernels;
 #endif
     return portable_kernels;

@@ -201,7 +201,7 @@ DEFINE_PASSES(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"
 const SamplingPasses& sampling_passes() {
 #if defined(__x86_64__)
     const int32_t isa = octavo_kernels_isa();
-    if (isa == kAvx512) return avx512_passes;
+    if (isa >= kAvx512) return avx512_passes;
     if (isa == kAvx2) return avx2_passes;
 #endif
     return portable_passes;

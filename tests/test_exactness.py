@@ -28,6 +28,7 @@ from tests.exactness import Run, assert_equal, limits_of, run
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_smollm2.json").read_text())
 FEW = [0, 8, 10, 16, 18, 29]  # a chat, prose, code, Russian, Spanish, one token
 FEW_TOKENS = 24
+HAS_AVX512 = cpu.status().isa in ("avx512", "amx")
 
 # Scenarios: changes to the limits, rounds on one prefix cache.
 SCENARIOS: dict[str, tuple[dict[str, object], int]] = {
@@ -61,7 +62,7 @@ def model() -> Iterator[tuple[Executor, Capacity]]:
 @pytest.fixture(scope="module")
 def rounded() -> Iterator[tuple[Executor, Capacity]]:
     """The default model in bfloat16, with the kernel that keeps a row's bits, also where torch would be faster."""
-    if cpu.status().isa not in ("avx2", "avx512"):
+    if cpu.status().isa not in ("avx2", "avx512", "amx"):
         pytest.skip(f"attention runs in torch here ({cpu.status()}), which keeps bits only within one chunking")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_executor, "is_faster", lambda: True)
@@ -185,7 +186,7 @@ def _run_variant(rounded: tuple[Executor, Capacity], indices: list[int], num_tok
     return got
 
 
-@pytest.mark.skipif(cpu.status().isa != "avx512", reason="bfloat16 is slow on this CPU; `make test-all` has it")
+@pytest.mark.skipif(not HAS_AVX512, reason="bfloat16 is slow on this CPU; `make test-all` has it")
 def test_P02_bfloat16_bits_do_not_depend_on_the_schedule(rounded: tuple[Executor, Capacity]) -> None:
     first, *others = [_run_variant(rounded, FEW, 12, name) for name in FEW_VARIANTS]
     for name, got in zip(FEW_VARIANTS[1:], others, strict=True):
@@ -195,7 +196,7 @@ def test_P02_bfloat16_bits_do_not_depend_on_the_schedule(rounded: tuple[Executor
 @pytest.fixture(scope="module")
 def plain(rounded: tuple[Executor, Capacity]) -> tuple[int, Run]:
     """All prompts in one batch, to compare with; fewer tokens where bfloat16 is slow."""
-    num_tokens = 64 if cpu.status().isa == "avx512" else 16
+    num_tokens = 64 if HAS_AVX512 else 16
     return num_tokens, _run_variant(rounded, list(range(len(GOLDEN))), num_tokens, "batched")
 
 

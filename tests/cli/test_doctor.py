@@ -11,6 +11,7 @@ import pytest
 from octavo import cli, machine
 from octavo.artifacts.resolve import find_wheel_model
 from octavo.cli import doctor
+from octavo.ops import cpu
 
 HERE = machine.Machine(
     system="Linux 6",
@@ -64,6 +65,17 @@ def test_missing_torch_fails_with_the_command(monkeypatch) -> None:
     assert "pip install" in finding.remedy
     assert doctor._device(HERE).state == "fail"
     assert doctor._kernels(HERE).state == "fail"
+
+
+def test_unused_tiles_are_named(monkeypatch) -> None:
+    if not cpu.status().is_parallel:
+        pytest.skip(f"no parallel kernels: {cpu.status().reason}")
+    tiles = ("amx_tile",)
+    for isa, features, is_named in (("avx512", tiles, True), ("amx", tiles, False), ("avx2", (), False)):
+        monkeypatch.setattr(cpu, "status", lambda isa=isa: cpu.KernelStatus(True, True, isa, ""))
+        finding = doctor._kernels(dataclasses.replace(HERE, features=features))
+        assert finding.state == "ok" and finding.detail.startswith(isa)
+        assert ("AMX is not used" in finding.detail) == is_named
 
 
 def test_old_torch_warns(monkeypatch) -> None:

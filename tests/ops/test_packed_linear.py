@@ -89,7 +89,7 @@ def test_rows_for_bfloat16_weights_are_as_they_are_or_rounded_to_nearest_even(is
     x_TE[:, :16] = 1 + torch.arange(16) * 2.0**-8  # every second one is a tie
     prepared = packed_linear.prepare(x_TE, WeightKind.BFLOAT16)
     if rounds_to_bfloat16():
-        assert isa == "avx512"
+        assert isa in ("avx512", "amx")
         assert torch.equal(prepared[:, : 576 * 2].view(torch.bfloat16), x_TE.bfloat16())
     else:
         assert torch.equal(prepared[:, : 576 * 4].view(torch.float32), x_TE)
@@ -143,36 +143,144 @@ def test_accumulating_adds_and_nothing_beside_the_outputs_is_written(kind, group
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """A library whose AVX-512 files are compiled over plain functions instead of the instructions."""
+    """A library whose AVX-512 and AMX files are compiled over plain functions instead of the instructions."""
     compiler = shutil.which("g++")
-    if compiler is None or not (ROOT / "csrc").is_dir() or not cpu.status().isa.startswith("avx"):
+    if compiler is None or not (ROOT / "csrc").is_dir() or cpu.status().isa in ("", "portable"):
         pytest.skip("needs g++, the sources and an x86-64 machine")
     here, target = Path(__file__).parent / "emulated_avx512", tmp_path_factory.mktemp("emulated") / "library.so"
     sources = sorted((ROOT / "csrc").glob("linear*.cpp"))
     flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fvisibility=hidden", "-w"]
     includes = ["-DOCTAVO_EMULATED", f"-I{here}", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *flags, *includes, *sources, here / "features.cpp", "-o", target], check=True)
+    sources += [here / "features.cpp", here / "tiles.cpp"]
+    subprocess.run([compiler, *flags, *includes, *sources, "-o", target], check=True)
     return ctypes.CDLL(str(target))
 
 
-@pytest.mark.parametrize(("kind", "group"), KINDS)
-@pytest.mark.parametrize("extensions", [False, True])
-def test_avx512_by_emulation(kind, group, extensions, emulated, monkeypatch):
-    packed, x_TE = weight(kind, group, 50, 576), rows(70, 576)
-    native = outputs_of(packed, x_TE)
+@pytest.fixture
+def use_emulated(emulated, monkeypatch):
+    """Return a function that makes packed_linear call the emulated library, with the instruction set of a name."""
 
     def function(name, *argument_types, result=None):
         kernel = getattr(emulated, name)
         kernel.argtypes, kernel.restype = argument_types, result
         return kernel
 
-    monkeypatch.setattr(packed_linear.cpu, "function", function)
-    monkeypatch.setattr(packed_linear, "_kernels", packed_linear._kernels.__wrapped__)
-    emulated.octavo_use_extensions(int(extensions))
+    look_up = packed_linear._kernels.__wrapped__
+
+    def use(isa):
+        monkeypatch.setattr(packed_linear.cpu, "function", function)
+        monkeypatch.setattr(packed_linear, "_kernels", look_up)
+        emulated.octavo_use_extensions(int(isa != "avx512 alone"))
+        emulated.octavo_plant_fault(0)
+        used = emulated.octavo_try_amx() if isa == "amx" else emulated.octavo_kernels_use_isa(2)
+        assert cpu.ISA_NAMES[used] == isa.split()[0]
+
+    return use
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize("emulated_isa", ["avx512 alone", "avx512", "amx"])
+def test_avx512_and_amx_by_emulation(kind, group, emulated_isa, use_emulated):
+    packed, x_TE = weight(kind, group, 50, 576), rows(70, 576)
+    native = outputs_of(packed, x_TE)
+    use_emulated(emulated_isa)
     out_TF = outputs_of(packed, x_TE)
     if group:
         assert torch.equal(out_TF, native)
-    assert rounds_to_bfloat16() == extensions
+    assert rounds_to_bfloat16() == (emulated_isa != "avx512 alone")
     assert error_of(packed, x_TE, out_TF) <= BOUND
     for count in (1, 2, 3, 4, 5, 12, 13, 23):
         assert torch.equal(outputs_of(packed, x_TE[:count]), out_TF[:count])
+
+
+def zeros_for_subnormals(values):
+    return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), values), values)
+
+
+def specified_amx(packed, x_TE):
+    """Return what Intel's manual says of TDPBF16PS, for inputs 32 at a time: even and odd ones are summed apart.
+
+    A float64 holds a product of bfloat16 numbers exactly, and its sum with a float32 number of a similar size.
+    """
+    weight_FE = packed.dequantize().numpy()
+    steps = -(-packed.inputs // 32)
+    x_TKD, weight_FKD = (
+        zeros_for_subnormals(np.pad(values, ((0, 0), (0, steps * 32 - packed.inputs)))).reshape(len(values), steps, 32)
+        for values in (x_TE.bfloat16().float().numpy(), weight_FE)
+    )
+    out_TF = np.zeros((len(x_TE), packed.outputs), np.float32)
+    for step in range(steps):
+        sums = [np.zeros_like(out_TF), np.zeros_like(out_TF)]  # of even inputs and of odd ones
+        for i in range(32):
+            products_TF = np.multiply.outer(x_TKD[:, step, i].astype(float), weight_FKD[:, step, i].astype(float))
+            sums[i % 2] = zeros_for_subnormals((sums[i % 2].astype(float) + products_TF).astype(np.float32))
+        out_TF = zeros_for_subnormals(out_TF + zeros_for_subnormals(sums[0] + sums[1]))
+    return torch.from_numpy(out_TF + packed.bias)
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (50, 576), (33, 70), (117, 37), (5, 1), (40, 1000)])
+def test_amx_sums_bfloat16_in_the_specified_order_for_any_number_of_rows(shape, use_emulated):
+    packed, x_TE = weight(WeightKind.BFLOAT16, 0, *shape), rows(100, shape[1])
+    use_emulated("amx")
+    expected = specified_amx(packed, x_TE)
+    for count in (*range(1, 36), 40, 48, 49, 63, 64, 65, 100):
+        for num_threads in (1, 2) if count % 8 == 1 else (1,):
+            assert torch.equal(outputs_of(packed, x_TE[-count:], num_threads), expected[-count:])
+
+
+@pytest.mark.parametrize(("shape", "count"), [((40, 33), 300), ((17, 21_000), 70)])
+def test_amx_gives_a_row_the_same_bits_in_any_block_of_rows(shape, count, use_emulated):
+    packed, x_TE = weight(WeightKind.BFLOAT16, 0, *shape), rows(count, shape[1])
+    use_emulated("amx")
+    whole = outputs_of(packed, x_TE)
+    for first in (0, count // 2, count - 1):
+        assert torch.equal(outputs_of(packed, x_TE[first : first + 1]), whole[first : first + 1])
+
+
+@pytest.mark.parametrize("scale", [2.0**-64, 2.0**-70, 2.0**-128])
+def test_amx_takes_subnormal_numbers_as_zeros(scale, use_emulated):
+    codes = (np.random.default_rng(1).standard_normal((20, 64)).astype(np.float32) * 2.0**-60).view(np.uint32) >> 16
+    packed = PackedWeight.pack(Codes(WeightKind.BFLOAT16, 0, codes.astype(np.uint16)), np.zeros(20, np.float32))
+    x_TE = rows(18, 64) * scale
+    use_emulated("amx")
+    out_TF = outputs_of(packed, x_TE)
+    assert torch.equal(out_TF, specified_amx(packed, x_TE))
+    assert out_TF.any() == (scale == 2.0**-64)  # products of 2^-130 are lost
+
+
+def test_amx_keeps_rows_apart_and_writes_nothing_else(use_emulated, emulated):
+    packed, x_TE = weight(WeightKind.BFLOAT16, 0, 50, 570), rows(23, 570)
+    use_emulated("amx")
+    clean, wide = outputs_of(packed, x_TE), torch.full((23, 64), 3.0)
+    packed_linear.linear(packed.descriptor(), packed_linear.prepare(x_TE, packed.kind), wide[:, :50], accumulate=True)
+    assert torch.equal(wide[:, :50], clean + 3.0) and (wide[:, 50:] == 3.0).all()
+    x_TE[3, 5], x_TE[4, 569], x_TE[5, 0] = float("inf"), float("nan"), -float("inf")
+    out_TF = outputs_of(packed, x_TE)
+    assert not out_TF[3:6].isfinite().any()
+    assert torch.equal(out_TF[:3], clean[:3]) and torch.equal(out_TF[6:], clean[6:])
+    assert not emulated.octavo_tiles_are_configured()
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS[2:])
+@pytest.mark.parametrize(
+    ("shape", "counts"), [((50, 1568), range(1, 50)), ((17, 64), (255, 256, 300)), ((17, 20_992), (70,))]
+)
+def test_amx_gives_quantised_kinds_the_bits_of_every_instruction_set(kind, group, shape, counts, use_emulated):
+    packed, x_TE = weight(kind, group, *shape), rows(max(counts), shape[1])
+    native = outputs_of(packed, x_TE)
+    use_emulated("amx")
+    for count in counts:
+        for num_threads in (1, 2) if count % 8 == 1 else (1,):
+            assert torch.equal(outputs_of(packed, x_TE[-count:], num_threads), native[-count:])
+
+
+@pytest.mark.parametrize("fault", [1, 2, 3, 4])  # EmulatedFault of emulated_avx512/tiles.h
+def test_amx_is_refused_if_its_sums_differ_by_a_bit(fault, use_emulated, emulated):
+    packed, x_TE = weight(WeightKind.BFLOAT16, 0, 33, 96), rows(20, 96)
+    use_emulated("amx")
+    by_amx = outputs_of(packed, x_TE)
+    use_emulated("avx512")
+    by_avx512 = outputs_of(packed, x_TE)
+    emulated.octavo_plant_fault(fault)
+    assert cpu.ISA_NAMES[emulated.octavo_try_amx()] == "avx512"
+    assert torch.equal(outputs_of(packed, x_TE), by_avx512) and not torch.equal(by_amx, by_avx512)

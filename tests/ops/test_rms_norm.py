@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.ops import cpu
 from octavo.ops.rms_norm import add_rms_norm, rms_norm_reference
 
@@ -160,6 +161,20 @@ def test_a_second_openmp_pool_makes_the_kernels_serial(monkeypatch):
     with pytest.warns(RuntimeWarning, match="one thread"):
         library, status = cpu._load.__wrapped__()
     assert library is not None and not status.is_parallel
+
+
+def test_the_variable_octavo_isa_restricts_the_kernels(monkeypatch):
+    best = cpu.status().isa
+    if not best:
+        pytest.skip("no C++ kernels were built")
+    monkeypatch.setattr(cpu, "MAX_ISA", "portable")
+    try:
+        assert cpu._load.__wrapped__()[1].isa == "portable"
+    finally:
+        cpu.use_isa(best)
+    monkeypatch.setattr(cpu, "MAX_ISA", "avx3")
+    with pytest.raises(ConfigError, match="OCTAVO_ISA must be one of portable, avx2, avx512, amx, got 'avx3'"):
+        cpu._load.__wrapped__()
 
 
 def test_a_missing_library_leaves_the_twin(monkeypatch, tmp_path):

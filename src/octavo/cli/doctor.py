@@ -151,6 +151,8 @@ def _kernels(here: Machine) -> Finding:
         remedy = "two OpenMP pools compete for the cores: load one libgomp (is one preloaded, or another package's?)"
         return Finding("warn", status.reason, remedy)
     detail = f"{status.isa}, {'one OpenMP pool with torch' if status.is_parallel else status.reason}"
+    if "amx_tile" in here.features and status.isa != "amx":
+        detail += "; the processor's AMX is not used: the system or OCTAVO_ISA forbids it, or its sums have other bits"
     if not status.is_parallel:
         return Finding("warn", detail, "reinstall octavo with a compiler that has OpenMP (libgomp)")
     return Finding("ok", detail)

@@ -50,7 +50,7 @@ def is_faster() -> bool:
     1.7 / 4.1; 32 x 1000 7.3 / 18.9; a prompt of 512 5.9 / 10.9; 32 rows that share 384 of 500 positions 1.4 / 8.4
     (bench/kernel_attention.py). The portable instruction set was not measured.
     """
-    return cpu.status().isa in ("avx2", "avx512")
+    return cpu.status().isa in ("avx2", "avx512", "amx")
 
 
 class KernelAttention:

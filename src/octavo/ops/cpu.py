@@ -19,8 +19,11 @@ from typing import Any
 
 import torch
 
+from octavo.errors import ConfigError
+
 ABI = 12
-ISA_NAMES = ("portable", "avx2", "avx512")
+ISA_NAMES = ("portable", "avx2", "avx512", "amx")  # each has all before it
+MAX_ISA = os.environ.get("OCTAVO_ISA") or ISA_NAMES[-1]  # the best one to use where the machine has it
 LIBRARY_PATH = Path(os.environ.get("OCTAVO_KERNELS") or Path(__file__).with_name("libkernels.so"))  # for developers
 CACHE_LINE = 64  # bytes
 MIN_ELEMENTS_PER_THREAD = 32_768  # with fewer, waking a second thread costs more than it saves
@@ -48,7 +51,9 @@ def _load() -> tuple[ctypes.CDLL | None, KernelStatus]:
     if abi != ABI:
         reason = f"{LIBRARY_PATH.name} has ABI {abi}, this code needs {ABI}; reinstall"
         return None, _warned(KernelStatus(False, False, "", reason))
-    isa = ISA_NAMES[library.octavo_kernels_isa()]
+    if MAX_ISA not in ISA_NAMES:
+        raise ConfigError(f"OCTAVO_ISA must be one of {', '.join(ISA_NAMES)}, got {MAX_ISA!r}")
+    isa = ISA_NAMES[library.octavo_kernels_use_isa(ISA_NAMES.index(MAX_ISA))]
     if not library.octavo_kernels_has_openmp():
         return library, KernelStatus(True, False, isa, "built without OpenMP")
     pools = mapped_openmp_pools()

@@ -1,5 +1,6 @@
-// The AVX-512 intrinsics that csrc/linear_avx512*.cpp and csrc/attention_avx512.cpp use, as plain functions: for
-// machines without the instructions. Found before the compiler's own header, which it includes.
+// The AVX-512 intrinsics that csrc/linear_avx512*.cpp, csrc/linear_amx*.cpp and csrc/attention_avx512.cpp use, as plain
+// functions: for machines without the instructions. Found before the compiler's own header, which it includes. Those of
+// AMX are in tiles.h.
 // Source: Intel's intrinsics guide.
 
 #pragma once
@@ -264,3 +265,5 @@ EMULATED_INLINE __m256i emulated_loadu_si256(const void* from) {
 }
 #define _mm256_loadu_si256 emulated_loadu_si256
 #endif
+
+#include "tiles.h"
