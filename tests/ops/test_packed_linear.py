@@ -141,41 +141,82 @@ def test_accumulating_adds_and_nothing_beside_the_outputs_is_written(kind, group
     assert torch.equal(wide[:, :50], plain + 3.0) and (wide[:, 50:] == 3.0).all()
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    """A library whose AVX-512 and AMX files are compiled over plain functions instead of the instructions."""
+EMULATION = Path(__file__).parent / "emulated_avx512"
+
+
+def compiled(target, flags, names, extras):
+    """Compile files of csrc, by names or a pattern, with files beside the emulated intrinsics."""
     compiler = shutil.which("g++")
     if compiler is None or not (ROOT / "csrc").is_dir() or cpu.status().isa in ("", "portable"):
         pytest.skip("needs g++, the sources and an x86-64 machine")
-    here, target = Path(__file__).parent / "emulated_avx512", tmp_path_factory.mktemp("emulated") / "library.so"
-    sources = sorted((ROOT / "csrc").glob("linear*.cpp"))
-    flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fvisibility=hidden", "-w"]
-    includes = ["-DOCTAVO_EMULATED", f"-I{here}", f"-I{ROOT / 'csrc'}"]
-    sources += [here / "features.cpp", here / "tiles.cpp"]
-    subprocess.run([compiler, *flags, *includes, *sources, "-o", target], check=True)
+    sources = [path for name in names for path in sorted((ROOT / "csrc").glob(name))]
+    sources += [EMULATION / name for name in extras]
+    always = ["-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fvisibility=hidden", "-w", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([compiler, *flags, *always, *sources, "-o", target], check=True)
     return ctypes.CDLL(str(target))
 
 
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """A library whose AVX-512 and AMX files are compiled over plain functions instead of the instructions."""
+    target = tmp_path_factory.mktemp("emulated") / "library.so"
+    flags = ["-O1", "-DOCTAVO_EMULATED", f"-I{EMULATION}"]
+    return compiled(target, flags, ["linear*.cpp"], ["features.cpp", "tiles.cpp"])
+
+
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory):
+    """A library with the AMX files as setup.py compiles them; a signal handler executes the instructions of AMX."""
+    if not {"avx512", "amx"} & {cpu.status().isa}:
+        pytest.skip("needs AVX-512")
+    target = tmp_path_factory.mktemp("trapped") / "library.so"
+    names = ["linear.cpp", "linear_amx*.cpp", "linear_pack.cpp", "linear_portable.cpp"]
+    flags = ["-O3", "-fno-math-errno", "-fno-trapping-math"]
+    return compiled(target, flags, names, ["features.cpp", "tiles.cpp", "trapped_tiles.cpp"])
+
+
 @pytest.fixture
-def use_emulated(emulated, monkeypatch):
-    """Return a function that makes packed_linear call the emulated library, with the instruction set of a name."""
-
-    def function(name, *argument_types, result=None):
-        kernel = getattr(emulated, name)
-        kernel.argtypes, kernel.restype = argument_types, result
-        return kernel
-
+def call(monkeypatch):
+    """Return a function that makes packed_linear call another library."""
     look_up = packed_linear._kernels.__wrapped__
 
-    def use(isa):
+    def call(library):
+        def function(name, *argument_types, result=None):
+            kernel = getattr(library, name)
+            kernel.argtypes, kernel.restype = argument_types, result
+            return kernel
+
         monkeypatch.setattr(packed_linear.cpu, "function", function)
         monkeypatch.setattr(packed_linear, "_kernels", look_up)
+
+    return call
+
+
+@pytest.fixture
+def use_emulated(emulated, call):
+    """Return a function that makes packed_linear call the emulated library, with the instruction set of a name."""
+
+    def use(isa):
+        call(emulated)
         emulated.octavo_use_extensions(int(isa != "avx512 alone"))
         emulated.octavo_plant_fault(0)
         used = emulated.octavo_try_amx() if isa == "amx" else emulated.octavo_kernels_use_isa(2)
         assert cpu.ISA_NAMES[used] == isa.split()[0]
 
     return use
+
+
+@pytest.fixture
+def use_trapped(trapped, call):
+    """Return a function that makes packed_linear call the library whose AMX instructions are trapped."""
+
+    def use():
+        call(trapped)
+        assert cpu.ISA_NAMES[trapped.octavo_try_amx()] == "amx"
+
+    trapped.octavo_trap_tiles()
+    yield use
+    trapped.octavo_untrap_tiles()
 
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)
@@ -272,6 +313,24 @@ def test_amx_gives_quantised_kinds_the_bits_of_every_instruction_set(kind, group
     for count in counts:
         for num_threads in (1, 2) if count % 8 == 1 else (1,):
             assert torch.equal(outputs_of(packed, x_TE[-count:], num_threads), native[-count:])
+
+
+@pytest.mark.parametrize("shape", [(50, 800), (33, 70), (117, 37)])
+def test_compiled_amx_instructions_sum_bfloat16_as_specified(shape, use_trapped):
+    packed, x_TE = weight(WeightKind.BFLOAT16, 0, *shape), rows(70, shape[1])
+    use_trapped()
+    expected = specified_amx(packed, x_TE)
+    for count in (1, 9, 16, 17, 33, 64, 70):
+        assert torch.equal(outputs_of(packed, x_TE[-count:]), expected[-count:])
+
+
+@pytest.mark.parametrize("kind", [WeightKind.INT8, WeightKind.INT4, WeightKind.IQ4, WeightKind.MXFP4, WeightKind.NF4])
+def test_compiled_amx_instructions_give_quantised_kinds_their_bits(kind, use_trapped):
+    packed, x_TE = weight(kind, 32, 50, 1568), rows(70, 1568)
+    native = outputs_of(packed, x_TE)
+    use_trapped()
+    for count in (9, 16, 17, 33, 64, 70):
+        assert torch.equal(outputs_of(packed, x_TE[-count:]), native[-count:])
 
 
 @pytest.mark.parametrize("fault", [1, 2, 3, 4])  # EmulatedFault of emulated_avx512/tiles.h

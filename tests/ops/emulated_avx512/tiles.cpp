@@ -1,6 +1,6 @@
 // The door of tests to the emulated tiles.
 
-#include <immintrin.h>
+#include "tiles.h"
 
 #include "linear_kernels.h"
 

@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include "emulated.h"
+
 // What a planted fault changes in TDPBF16PS; the last one in TDPBSUD.
 enum EmulatedFault { kNoFault, kOneSum, kKeptSubnormals, kOneBit, kOneBitOfCodes };
 inline int emulated_fault = kNoFault;
