@@ -33,13 +33,6 @@ def from_packed(column: array[int]) -> NDArray[np.int64]:
     return np.frombuffer(column, dtype=np.int32).astype(np.int64)
 
 
-def to_packed(values: NDArray[np.int64]) -> array[int]:
-    """Copy values into a packed column."""
-    packed = array("i")
-    packed.frombytes(values.astype(np.int32).tobytes())
-    return packed
-
-
 class SlotMemory(Structure):
     """Twin of struct SlotMemory (csrc/decode_inputs.cpp): where the ids and tables of all slots are."""
 
@@ -108,7 +101,8 @@ class Slots:
         if self._host_ids is None:
             self.flat_ids.index_copy_(0, where_R, ids_R.int())
         else:
-            self._host_ids[where_R.numpy()] = ids_R.numpy()
+            for where, token in zip(where_R.tolist(), ids_R.tolist(), strict=True):  # no cold code for a few ids
+                self._host_ids[where] = token
 
     def write_drafts(self, plan: StepPlan) -> None:
         """Write each row's drafts after the row's known ids, as inputs of this step; sampling overwrites them."""

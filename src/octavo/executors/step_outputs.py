@@ -18,7 +18,7 @@ from torch.nn import functional
 from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.core.request import FinishError
 from octavo.errors import ErrorKind
-from octavo.executors.slots import Slots, to_packed
+from octavo.executors.slots import Slots
 from octavo.executors.step_inputs import StepInputs
 from octavo.sampling.columns import Ints, upload
 from octavo.sampling.sampler import RawDistribution, Sampled, SampledLogprobs
@@ -83,7 +83,10 @@ class StepOutputs:
         if self.faults:
             slots = enumerate(self.inputs.slots_N.tolist())
             errors = {row: self.faults[slot] for row, slot in slots if slot in self.faults}
-        result.token_ids = array("i", bytes(4 * len(self.inputs.sample_rows)))
+        if self.sampled is not None and self.sampled_rows is None:
+            result.token_ids = array("i", self.sampled.ids_R.tolist())
+        else:
+            result.token_ids = array("i", bytes(4 * len(self.inputs.sample_rows)))
         if self.sampled is not None:
             self._fetch_sampled(self.sampled, result, errors, dead_ends)
         if self.candidates is not None:
@@ -97,8 +100,8 @@ class StepOutputs:
                 scores.append((row, first, entries))
         result.scores = tuple(scores)
         self._fetch_states(result, errors)
-        result.errors = tuple(sorted(errors.items()))
-        result.dead_ends = tuple(sorted(dead_ends.items()))
+        if errors or dead_ends:
+            result.errors, result.dead_ends = tuple(sorted(errors.items())), tuple(sorted(dead_ends.items()))
         if self.inputs.drafts is not None:
             self.inputs.drafts.keep_accepted(result)
         return result
@@ -107,17 +110,17 @@ class StepOutputs:
         self, sampled: Sampled, result: StepResult, errors: dict[int, str], dead_ends: dict[int, FinishError]
     ) -> None:
         assert self.inputs is not None and result.token_ids is not None
-        ids = to_packed(sampled.ids_R.cpu().numpy())
         best_R = sampled.best_R.cpu().numpy()
-        is_bad_R = ~np.isfinite(best_R)
+        is_good_R = np.isfinite(best_R)
         if self.sampled_rows is None:
-            result.token_ids = ids
-            if sampled.logprobs is None and not is_bad_R.any():
+            if sampled.logprobs is None and np.count_nonzero(is_good_R) == len(best_R):
                 return
-        positions = np.arange(len(ids)) if self.sampled_rows is None else self.sampled_rows
-        if self.sampled_rows is not None:
-            for position, token in zip(positions.tolist(), ids, strict=True):
+            positions = np.arange(len(best_R))
+        else:
+            positions = self.sampled_rows
+            for position, token in zip(positions.tolist(), sampled.ids_R.tolist(), strict=True):
                 result.token_ids[position] = token
+        is_bad_R = ~is_good_R
         if self.inputs.drafts is not None:  # positions after a rejected draft may be bad
             is_bad_R &= self.inputs.drafts.accepted(result.token_ids)[positions]
         if is_bad_R.any():

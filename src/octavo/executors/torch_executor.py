@@ -274,7 +274,7 @@ class TorchExecutor:
         if len(inputs.sample_rows):  # last, since another call of logits() may overwrite this call's result
             last_R = inputs.sample_last_R
             logits_RV = logits(hidden_TE if last_R is None else hidden_TE.index_select(0, last_R))
-            if self._sampler.columns.has_grammar[inputs.sampling.slots].any():
+            if np.count_nonzero(self._sampler.columns.has_grammar[inputs.sampling.slots]):
                 outputs.unsampled_RV = logits_RV
             else:
                 self._sample(logits_RV, outputs)

@@ -144,7 +144,7 @@ class Sampler:
 
     def sample(self, logits_RV: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
         """Sample one id per row. `logits_RV` (float32) is edited in place after log-probabilities are taken."""
-        wants_more = bool(self.columns.wants_more[rows.slots].any())
+        wants_more = bool(np.count_nonzero(self.columns.wants_more[rows.slots]))
         if self.num_proposed:
             logits_RV[:, self.num_proposed :] = float("-inf")
         if not wants_more and masks is None:
