@@ -32,11 +32,12 @@ from octavo.artifacts.script import read_script
 from octavo.config import SETTINGS, Config
 from octavo.config.sources import config_from_keywords
 from octavo.core.limits import Limits
+from octavo.core.proposals import DraftSource
 from octavo.core.request import Want
 from octavo.core.scheduler import Scheduler
 from octavo.engine.adapters import EngineAdapters
-from octavo.engine.draft_checks import check_draft_model, check_rejection
-from octavo.engine.draft_pace import DraftPace
+from octavo.engine.draft_checks import check_draft_model, check_rejection, is_paced, looks_up
+from octavo.engine.draft_pace import DraftPace, PacedLookups
 from octavo.engine.limits import configured_limits, read_tenant_weights
 from octavo.engine.loop import Clock, EngineLoop
 from octavo.engine.parent import end_with_parent
@@ -203,7 +204,8 @@ def open_engine(
     adapters = _open_adapters(config, executor, capacity)
     sizes = limits(config, capacity, device)
     clock = Clock()
-    scheduler, recorder = _open_scheduler(config, sizes, capacity, clock, draft_model)
+    lookups = PacedLookups(DraftPace()) if sizes.has_paced_lookup else None
+    scheduler, recorder = _open_scheduler(config, sizes, capacity, clock, draft_model or lookups)
     load = load_tokenizer or partial(_load_tokenizer, config, files)
     vocabulary = Vocabulary(load, capacity.vocab_size)
     bank = GrammarBank(vocabulary) if capacity.has_masks else None
@@ -219,10 +221,7 @@ def open_engine(
         loop.warm_up = partial(warm_up, sizes, executor, capacity.has_masks, clock.now, wants)
     if capacity.media:
         loop.sections["media"] = cast(MediaExecutor, executor).media_report
-    if draft_model is not None:
-        loop.watch(draft_model)
-        loop.closers.append(draft_model.close)
-        loop.sections["draft_model"] = draft_model.report
+    _watch_drafts(loop, draft_model, lookups)
     if recorder is not None:
         loop.closers.append(recorder.close)
         loop.sections["recording"] = recorder.status
@@ -233,6 +232,17 @@ def open_engine(
     read_pools = partial(pool_use, scheduler) if config.statistics.memory_analysis else None
     observe_engine(loop, scheduler, config.statistics, name, capacity.device, read_pools)
     return loop, capacity
+
+
+def _watch_drafts(loop: EngineLoop, draft_model: DraftModel | None, lookups: PacedLookups | None) -> None:
+    """Let the sources of drafts learn from steps, and report what they learned."""
+    if draft_model is not None:
+        loop.watch(draft_model)
+        loop.closers.append(draft_model.close)
+        loop.sections["draft_model"] = draft_model.report
+    if lookups is not None:
+        loop.watch(lookups)
+        loop.sections["lookups"] = lookups.report
 
 
 def _open_adapters(config: Config, executor: Executor, capacity: Capacity) -> EngineAdapters | None:
@@ -261,11 +271,11 @@ def _read_baseline(config: Config) -> DriftMonitor | None:
 
 
 def _open_scheduler(
-    config: Config, sizes: Limits, capacity: Capacity, clock: Clock, draft_model: DraftModel | None
+    config: Config, sizes: Limits, capacity: Capacity, clock: Clock, drafts: DraftSource | None
 ) -> tuple[Scheduler, Recorder | None]:
     """Return a scheduler, and with --record the recorder of its calls. Raises ConfigError."""
     if config.recording.record is None:
-        return Scheduler(sizes, drafts=draft_model), None
+        return Scheduler(sizes, drafts=drafts), None
     from octavo.observe.recording import Header
     from octavo.observe.recording.recorder import open_recorder
 
@@ -283,7 +293,7 @@ def _open_scheduler(
         settings={key: value for key, value in values.items() if value is not None},
     )
     recorder = open_recorder(config.recording, header, clock.now)
-    return Scheduler(sizes, recorder, drafts=draft_model), recorder
+    return Scheduler(sizes, recorder, drafts=drafts), recorder
 
 
 def _fingerprint(config: Config, capacity: Capacity, digests: tuple[str, str]) -> Fingerprint:
@@ -489,6 +499,7 @@ def executor_spec(config: Config, device: str) -> ExecutorSpec:
 def limits(config: Config, capacity: Capacity, device: str) -> Limits:
     """Return the scheduler's limits for an opened executor."""
     speculation = config.speculation
+    has_drafts = speculation.draft_model is not None or looks_up(config, capacity)
     sizes = Limits(
         block_size=capacity.block_size,
         num_blocks=capacity.num_blocks,
@@ -502,9 +513,10 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
         encoder_cache=capacity.encoder_cache,
         whole_span_tokens=capacity.whole_span_tokens,
         adapter_slots=config.adapters.max_loras if config.adapters.is_enabled else 0,
-        max_draft_tokens=speculation.speculate_max_tokens if speculation.speculate != "off" else 0,
+        max_draft_tokens=speculation.speculate_max_tokens if has_drafts else 0,
         max_draft_rows=speculation.speculate_max_rows,
         has_draft_model=speculation.draft_model is not None,
+        has_paced_lookup=is_paced(config, capacity),
         num_stages=config.parallel.pipeline_parallel_size,
         tenant_weights=read_tenant_weights(config.serving.tenant_weight),
     )

@@ -317,11 +317,12 @@ class SpeculationConfig:
     """Speculative decoding: a step verifies draft tokens, so that the same text takes fewer steps."""
 
     speculate: str = option(
-        "off",
+        "auto",
         "source of draft tokens: ngram (what followed the same tokens earlier in the sequence), a smaller model with "
-        "the same tokenizer (a name or path, as for --model), or ngram+MODEL",
+        "the same tokenizer (a name or path, as for --model), ngram+MODEL, or none; auto: ngram on one CPU rank whose "
+        "answers it cannot change",
         "--speculate",
-        brief="ngram, or a draft MODEL: guess tokens",
+        brief="auto, none, ngram, or a draft MODEL: guess tokens",
     )
     speculate_quantization: str = option(
         "auto",
@@ -346,14 +347,14 @@ class SpeculationConfig:
 
     @property
     def has_ngrams(self) -> bool:
-        """True if earlier text is a source of drafts."""
+        """True if earlier text is a source of drafts, whatever the engine."""
         return self.speculate.split("+")[0] == "ngram"
 
     @property
     def draft_model(self) -> str | None:
         """The name or path of the draft model, or None."""
         name = self.speculate.removeprefix("ngram+")
-        return None if name in ("off", "ngram") else name
+        return None if name in ("auto", "none", "off", "ngram") else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core.ngrams import MAX_MATCH, MIN_MATCH, DraftHistory
+from octavo.core.ngrams import MIN_MATCH, NO_LOOKUP, DraftHistory, Lookup
 from octavo.core.plan import DROP_BLOCK, ROW_SAMPLE
 from octavo.core.proposals import DraftRow, DraftSource
 from octavo.core.request import Request
@@ -21,49 +21,50 @@ from octavo.core.state import State
 from octavo.core.step import Step
 
 CATCH_UP = 1024  # most ids of a sequence indexed in one plan; a long prompt takes several plans
-QUIET = 8  # tokens for which a row without proposals of the draft model does not wait for commits
+QUIET = 8  # tokens for which a row that a source gave no drafts does not wait for commits
 
 
 class Drafter:
-    """Proposes drafts: the ids that followed the same ids earlier in the sequence, or those of a DraftSource.
+    """Proposes drafts: the ids that followed the same ids earlier in the sequence, or a DraftSource's."""
 
-    With both, a row has the source's drafts unless its last MAX_MATCH ids occurred before.
-    """
-
-    __slots__ = ("_has_ngrams", "_source")
+    __slots__ = ("_min_match", "_source")
 
     def __init__(self, source: DraftSource | None = None) -> None:
         self._source = source
-        self._has_ngrams = source is None or source.beside_ngrams
+        self._min_match = MIN_MATCH if source is None else source.min_match
 
     def knows(self, request: Request) -> bool:
         """Return True if drafts can be proposed: the request's ids are known, or the source needs only lengths."""
         return request.prompt_token_ids is not None or (self._source is not None and self._source.knows_lengths)
 
-    def propose(self, rows: list[tuple[Sequence, int]]) -> list[array[int]]:
-        """Return, for each sequence, up to as many ids as given that may follow its committed ids."""
-        found = [self._look_up(*row) if self._has_ngrams else array("i") for row in rows]
-        if self._source is None:
-            return found
-        rest = [index for index, ids in enumerate(found) if not ids and rows[index][1] > 0]
-        wanted = [_draft_row(*rows[index]) for index in rest]
-        for index, ids in zip(rest, self._source.propose(wanted), strict=True):
-            found[index] = ids
-        return found
+    def propose(self, rows: list[tuple[Sequence, int]], num_rows: int) -> list[array[int]]:
+        """Return, for each sequence, up to as many ids as given that may follow its committed ids.
 
-    def _look_up(self, sequence: Sequence, count: int) -> array[int]:
+        The plan has `num_rows` rows, others included.
+        """
+        found = [self._look_up(*row) if self._min_match else NO_LOOKUP for row in rows]
+        if self._source is None:
+            return [lookup.ids for lookup in found]
+        drafts = [array("i")] * len(rows)
+        wanted = [index for index, (_, count) in enumerate(rows) if count > 0]
+        made = self._source.propose([_draft_row(*rows[index], found[index]) for index in wanted], num_rows)
+        for index, ids in zip(wanted, made, strict=True):
+            drafts[index] = ids
+        return drafts
+
+    def _look_up(self, sequence: Sequence, count: int) -> Lookup:
         history, ids = sequence.draft_history, sequence.token_ids
         assert history is not None and ids is not None
         assert len(ids) == sequence.num_scheduled, "drafts continue ids that the host knows"
         if not history.index.add(ids, CATCH_UP) or count < 1:
-            return array("i")
-        return history.index.draft(ids, count, MIN_MATCH if self._source is None else MAX_MATCH)
+            return NO_LOOKUP
+        return history.index.draft(ids, count, self._min_match)
 
 
-def _draft_row(sequence: Sequence, count: int) -> DraftRow:
+def _draft_row(sequence: Sequence, count: int, lookup: Lookup) -> DraftRow:
     request = sequence.request.request
     ids = array("i") if sequence.token_ids is None else sequence.token_ids
-    return DraftRow(request, sequence.slot, sequence.choice, ids, count, sequence.limit - sequence.num_known)
+    return DraftRow(request, sequence.slot, sequence.choice, ids, count, sequence.limit - sequence.num_known, lookup)
 
 
 def allows(request: Request) -> bool:
@@ -108,24 +109,27 @@ def add_drafts(step: Step, drafter: Drafter) -> None:
     """Add drafts to decode rows whose ids the host knows, within what is left of the plan's budgets."""
     if not 0 < len(step.rows) <= step.state.limits.max_draft_rows:
         return
-    indices, wanted = [], []
+    limits, indices, wanted = step.state.limits, [], []
+    has_source = limits.has_draft_model or limits.has_paced_lookup
     for index, sequence in enumerate(step.rows):
         request = sequence.request
         is_plain = step.counts[index] == 1 and step.flags[index] == ROW_SAMPLE and request.is_decoding
         if is_plain and request.may_draft and sequence.num_outputs and _is_due(sequence):
             if sequence.draft_history is None:
                 sequence.draft_history = DraftHistory()
-            most = sequence.draft_history.num_wanted(step.state.limits.max_draft_tokens)
+            most = limits.max_draft_tokens
+            if not limits.has_paced_lookup:
+                most = sequence.draft_history.num_wanted(most)
             indices.append(index)
             wanted.append((sequence, min(most, _num_that_fit(step, sequence))))
     if not indices:
         return
-    for index, proposed in zip(indices, drafter.propose(wanted), strict=True):
+    for index, proposed in zip(indices, drafter.propose(wanted, len(step.rows)), strict=True):
         sequence = step.rows[index]
         drafts = _cut(proposed, _num_that_fit(step, sequence), sequence)
         if drafts:
             step.add_drafts(index, drafts)
-        elif step.state.limits.has_draft_model and sequence.draft_history is not None:
+        elif has_source and sequence.draft_history is not None:
             sequence.draft_history.wait_at = sequence.num_known + QUIET
 
 
@@ -153,7 +157,7 @@ def take_result(state: State, sequence: Sequence, start: int, num_drafted: int, 
     """Drop the KV of rejected drafts, before the row's ids (accepted drafts and one draw) are appended."""
     sequence.num_pending += num_ids - 1
     assert sequence.draft_history is not None
-    sequence.draft_history.learn(num_drafted, num_ids - 1, sequence.num_known)
+    sequence.draft_history.learn(num_drafted, num_ids - 1, sequence.num_known, not state.limits.has_paced_lookup)
     if sequence.request.status != Status.RUNNING:
         return  # preempted in flight: its blocks are released, and its ids are kept
     sequence.num_drafts = 0

@@ -60,9 +60,10 @@ class Limits:
     step has only prefills or only decodes, and at most `max_prefill_run` prefill steps run in a row while a request
     decodes. `tenant_weights` are shares under the fair policy; a tenant not named has weight 1. `find_shared_prefixes`
     fills the plan's shared_prefixes. A row gets at most `max_draft_tokens` drafts (0 = no speculation), and no drafts
-    in a plan of more than `max_draft_rows` rows. With `has_draft_model` drafts are inputs, which a replay takes from
-    the recording. With `num_stages` pipeline stages, a decoding sequence has no row while its last id is in flight,
-    and a plan has at most that share of the running requests, so that as many plans can be in flight.
+    in a plan of more than `max_draft_rows` rows. With `has_draft_model`, and with `has_paced_lookup` (measured times
+    decide which lookups become drafts), drafts are inputs, which a replay takes from the recording. With `num_stages`
+    pipeline stages, a decoding sequence has no row while its last id is in flight, and a plan has at most that share of
+    the running requests, so that as many plans can be in flight.
     """
 
     block_size: int
@@ -97,6 +98,7 @@ class Limits:
     max_draft_tokens: int = 0
     max_draft_rows: int = 8
     has_draft_model: bool = False
+    has_paced_lookup: bool = False
     num_stages: int = 1
 
     def __post_init__(self) -> None:

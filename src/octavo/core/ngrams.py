@@ -10,15 +10,27 @@ Source: Saxena, "Prompt Lookup Decoding", 2023. Equal pairs are chained, newest 
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 MIN_MATCH = 2  # least ids that must match
-MAX_MATCH = 4  # most ids compared; a longer match predicts no better
+MAX_MATCH = 4  # most ids compared to choose a match
+MAX_COUNTED = 8  # most ids of the chosen match that are counted; longer ones are no likelier to continue
 MAX_LOOKS = 32
 FIRST_RATE = 0.5  # assumed share of accepted drafts for a new sequence
 PROBE_RATE = 0.3  # assumed share of accepted drafts after a pause
 WORTH = 0.2  # below this share of accepted drafts, drafts cost more than they save
 LEARNING = 0.3  # weight of the latest result
 PAUSES = (16, 512)  # tokens without drafts, the first time and at most; each failed probe doubles them
+
+
+class Lookup(NamedTuple):
+    """Ids that followed a match of the last ids, and how many ids matched (at most MAX_COUNTED)."""
+
+    ids: array[int]
+    num_matched: int
+
+
+NO_LOOKUP = Lookup(array("i"), 0)
 
 
 class NgramIndex:
@@ -44,19 +56,22 @@ class NgramIndex:
             newest[pair] = position
         return len(before) >= len(ids) - 1
 
-    def draft(self, ids: array[int], count: int, least: int = MIN_MATCH) -> array[int]:
+    def draft(self, ids: array[int], count: int, least: int = MIN_MATCH) -> Lookup:
         """Return `count` ids that followed the longest earlier match of the last ids; of equal matches, the newest.
 
         Return no ids if fewer than `least` match. If the match overlaps the end, the draft repeats itself periodically.
         """
         at = self._find(ids, least)
         if at is None:
-            return array("i")
+            return NO_LOOKUP
         draft = ids[at + 1 : at + 1 + count]
         period = len(draft)
         for position in range(period, count):
             draft.append(draft[position - period])
-        return draft
+        last, match = len(ids) - 1, MIN_MATCH
+        while match < MAX_COUNTED and match <= at and ids[at - match] == ids[last - match]:
+            match += 1
+        return Lookup(draft, match)
 
     def _find(self, ids: array[int], least: int) -> int | None:
         """Return the last position of the best match of at least `least` ids."""
@@ -97,12 +112,12 @@ class DraftHistory:
         """Return the number of drafts to make, which grows with the share of recently accepted drafts."""
         return min(most, 1 + int(self.rate * most))
 
-    def learn(self, num_drafted: int, num_accepted: int, num_known: int) -> None:
+    def learn(self, num_drafted: int, num_accepted: int, num_known: int, may_pause: bool = True) -> None:
         """Record how many drafts were accepted; after too many rejections, pause drafting for this sequence."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.rate += (num_accepted / num_drafted - self.rate) * LEARNING
-        if self.rate < WORTH:
+        if self.rate < WORTH and may_pause:
             self.resume_at = num_known + self.pause
             self.pause = min(2 * self.pause, PAUSES[1])
             self.rate = PROBE_RATE

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple, Protocol
 
+from octavo.core.ngrams import NO_LOOKUP, Lookup
 from octavo.core.request import Request, SamplingParams
 
 
@@ -16,7 +17,7 @@ class DraftRow(NamedTuple):
     """A row that may have up to `most` drafts. `token_ids` are all ids that the host knows (empty
     if it knows only lengths): neither change nor keep them.
 
-    `num_left` bounds how many more tokens the sequence can get.
+    `num_left` bounds how many more tokens the sequence can get. `lookup` has up to `most` ids that prompt lookup found.
     """
 
     request: Request
@@ -25,16 +26,20 @@ class DraftRow(NamedTuple):
     token_ids: array[int]
     most: int
     num_left: int
+    lookup: Lookup = NO_LOOKUP
 
 
 class DraftSource(Protocol):
     """Proposes drafts. Proposals are inputs of the scheduler, as results are, so they may depend on anything."""
 
-    beside_ngrams: bool  # prompt lookup proposes drafts too
+    min_match: int  # ids that must match for a row to have a lookup; 0 = rows have none
     knows_lengths: bool  # it also proposes for requests of which only lengths are known
 
-    def propose(self, rows: list[DraftRow]) -> list[array[int]]:
-        """Return up to `most` ids for each row, possibly none. Called for each plan with drafts, maybe without rows."""
+    def propose(self, rows: list[DraftRow], num_rows: int) -> list[array[int]]:
+        """Return up to `most` ids for each row, possibly none, for a plan of `num_rows` rows, maybe none of these.
+
+        Called for each plan that may have drafts.
+        """
         ...
 
 

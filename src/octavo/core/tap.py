@@ -158,6 +158,6 @@ class GivenDrafts(Drafter):
         """Return True if the source may have drafts for the request."""
         return self._given.can_draft(request)
 
-    def propose(self, rows: list[tuple[Sequence, int]]) -> list[array[int]]:
+    def propose(self, rows: list[tuple[Sequence, int]], num_rows: int) -> list[array[int]]:
         """Return the source's drafts."""
         return [self._given.drafts(sequence.request.name, sequence.slot, count) for sequence, count in rows]

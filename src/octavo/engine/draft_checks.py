@@ -11,6 +11,7 @@ from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.config import Config
 from octavo.errors import ConfigError, UnknownModelError
+from octavo.executors.protocol import Capacity
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -20,7 +21,7 @@ def check_rejection(config: Config, files: ModelFiles) -> None:
     if speculation.speculate_sampling == "exact":
         return
     value = f"speculate_sampling is {speculation.speculate_sampling!r}"
-    if speculation.speculate == "off":
+    if not speculation.has_ngrams and speculation.draft_model is None:
         raise ConfigError(f"{value}, but there are no drafts; give --speculate too, or leave it out")
     if files.kind == "scripted":
         raise ConfigError(f"{value}, but a scripted model has no probabilities; give exact")
@@ -28,6 +29,23 @@ def check_rejection(config: Config, files: ModelFiles) -> None:
         raise ConfigError(f"{value}, but the engine has {num_ranks} ranks; give exact, or leave out the ranks")
     if read_model_spec(files).encoder is not None:
         raise ConfigError(f"{value}, but an encoder generates nothing; leave it out")
+
+
+def looks_up(config: Config, capacity: Capacity) -> bool:
+    """Return True if earlier text is a source of drafts in an opened engine.
+
+    By default it is where drafts can change no bit of an answer and steps are timed: in the native decoder. Plans that
+    overlap would wait for each other, so --pipeline-depth switches it off too.
+    """
+    if config.speculation.speculate != "auto":
+        return config.speculation.has_ngrams
+    return capacity.decoder == "native" and config.execution.depth == 1
+
+
+def is_paced(config: Config, capacity: Capacity) -> bool:
+    """Return True if measured times decide which lookups are verified: on a CPU, where steps have their own times."""
+    has_times = capacity.device == "cpu" and capacity.decoder != ""
+    return has_times and config.speculation.draft_model is None and looks_up(config, capacity)
 
 
 def check_draft_model(config: Config, files: ModelFiles) -> ModelFiles | None:

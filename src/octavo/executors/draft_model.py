@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
+from octavo.core.ngrams import MAX_MATCH
 from octavo.core.plan import ROW_SAMPLE, Events, NewSequence, StepFailure, StepPlan, StepResult
 from octavo.core.proposals import DraftRow, may_reject
 from octavo.core.request import Request
@@ -41,6 +42,10 @@ class Pace(Protocol):
 
     def length(self, rows: Sequence[DraftRow], count_behind: Callable[[], int]) -> int:
         """Return the most drafts of each row now; `count_behind` returns how many ids must be computed first."""
+        ...
+
+    def choose(self, rows: Sequence[DraftRow], num_rows: int) -> list[int]:
+        """Return how many ids of each row's lookup to verify in a plan of `num_rows` rows."""
         ...
 
     def drafted(self, num_rows: int, passes: list[tuple[int, float]]) -> None:
@@ -116,7 +121,7 @@ class DraftModel:
         self._pace = pace
         self._vocab_size = vocab_size
         self._chunk = chunk
-        self.beside_ngrams = beside_ngrams
+        self.min_match = MAX_MATCH if beside_ngrams else 0
         self._lanes = [_Lane(slot) for slot in range(capacity.num_slots)]
         self._free = list(range(min(capacity.num_blocks)))
         self._next = StepPlan(0, 0.0)
@@ -140,8 +145,17 @@ class DraftModel:
         first, drawn_from = self._drawn_from.get(slot, (0, []))
         return drawn_from[position - first] if 0 <= position - first < len(drawn_from) else None
 
-    def propose(self, rows: list[DraftRow]) -> list[array[int]]:
-        """Return drafts for each row, or none if they do not pay or the draft model has failed."""
+    def propose(self, rows: list[DraftRow], num_rows: int) -> list[array[int]]:
+        """Return drafts for each row: its lookup, or the draft model's, unless they do not pay or it has failed."""
+        counts = self._pace.choose(rows, num_rows) if self.min_match else [0] * len(rows)
+        drafts = [row.lookup.ids[:count] for row, count in zip(rows, counts, strict=True)]
+        rest = [index for index, count in enumerate(counts) if not count]
+        for index, ids in zip(rest, self._propose([rows[index] for index in rest]), strict=True):
+            drafts[index] = ids
+        return drafts
+
+    def _propose(self, rows: list[DraftRow]) -> list[array[int]]:
+        """Return the draft model's drafts for each row."""
         found = [array("i") for _ in rows]
         self._drawn_from = {}
         if not rows or self._failure is not None or len(rows) > len(self._lanes):

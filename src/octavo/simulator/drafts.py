@@ -36,7 +36,7 @@ class DraftSettings:
 class SimulatedDrafts:
     """See core.proposals.DraftSource. `result` makes the result of a step with drafts."""
 
-    beside_ngrams = False
+    min_match = 0
     knows_lengths = True
 
     def __init__(self, settings: DraftSettings, seed: int) -> None:
@@ -45,7 +45,7 @@ class SimulatedDrafts:
         self._pace = DraftPace()
         self._slots: frozenset[int] = frozenset()
 
-    def propose(self, rows: list[DraftRow]) -> list[array[int]]:
+    def propose(self, rows: list[DraftRow], num_rows: int) -> list[array[int]]:
         """Return as many drafts as the pace wants."""
         length = self._pace.length(rows, lambda: 0) if rows else 0
         found = [array("i", [UNKNOWN]) * min(length, row.most) for row in rows]

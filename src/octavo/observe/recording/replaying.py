@@ -89,7 +89,7 @@ class RecordedInputs:
     """
 
     def __init__(self, header: Header) -> None:
-        self.has_drafts = not header.has_text or header.limits.has_draft_model
+        self.has_drafts = not header.has_text or header.limits.has_draft_model or header.limits.has_paced_lookup
         self._has_no_ids = False  # the live engine had no ids of the request that is being admitted either
         self._due: deque[KeyRun] = deque()
         self._drafts: dict[int, array[int]] = {}
