@@ -131,10 +131,31 @@ def test_every_limit_that_has_a_setting_takes_it() -> None:
     assert {name: getattr(made, name) for name in given} == given and made.host_blocks == (3,)
     guessing = config_from_keywords("m", {"speculate": "ngram", "speculate_max_tokens": 3, "speculate_max_rows": 2})
     made = limits(guessing, capacity, "cpu")
-    assert (made.max_draft_tokens, made.max_draft_rows) == (3, 2)
+    assert (made.max_draft_tokens, made.max_draft_rows, made.has_paced_lookup) == (3, 2, False)
     plain = limits(Config(), replace(capacity, host_blocks=()), "cpu")
     known = {"block_size": 16, "num_blocks": (9,), "max_model_len": 64, "vocab_size": 5, "max_sequences": 7}
     assert plain == Limits(**known), "a setting's default differs from the limit's"
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "most"),
+    [
+        ({}, {}, 7),
+        ({"speculate": "none"}, {}, 0),
+        ({"speculate": "off"}, {}, 0),
+        ({"pipeline_depth": 2}, {}, 0),
+        ({}, {"decoder": ""}, 0),
+        ({}, {"decoder": "torch"}, 0),
+        ({}, {"decoder": "sharded"}, 0),
+        ({}, {"decoder": "torch", "device": "cuda"}, 0),
+    ],
+)
+def test_prompt_lookup_is_on_where_it_can_change_no_answer(
+    settings: dict[str, Any], changes: dict[str, Any], most: int
+) -> None:
+    capacity = Capacity((GroupSpec(),), (9,), 16, num_slots=7, max_model_len=64, vocab_size=5, decoder="native")
+    made = limits(config_from_keywords("m", settings), replace(capacity, **changes), "cpu")
+    assert (made.max_draft_tokens, made.has_paced_lookup) == (most, most > 0)
 
 
 def test_L01_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:

@@ -20,6 +20,8 @@ from octavo.core.proposals import DraftRow
 from octavo.core.request import SamplingParams
 from octavo.engine.draft_pace import DraftPace
 from octavo.grammar.compile import compile_grammar
+from octavo.observe.recording import open_recording
+from octavo.observe.recording import replay as replay_recording
 from tests.adapters import RandomAdapter
 from tests.models.vision import FAMILIES, TinyVision
 from tests.models.vision import VOCAB_SIZE as VISION_IDS
@@ -74,6 +76,9 @@ class Eager(DraftPace):
     def length(self, rows: Sequence[DraftRow], count_behind: Callable[[], int]) -> int:
         return 3
 
+    def choose(self, rows: Sequence[DraftRow], num_rows: int) -> list[int]:
+        return [len(row.lookup.ids) for row in rows]
+
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +114,14 @@ def answers(folder: Path, adapter: bool = False, **settings: Any) -> tuple[dict[
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Any]:
-    return answers(folder)[0]
+    return answers(folder, speculate="none")[0]
 
 
 def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert [key for key in expected if found[key] != expected[key]] == []
 
 
-@pytest.mark.parametrize("source", ["ngram", "{}/target", "{}/draft", "ngram+{}/draft"])
+@pytest.mark.parametrize("source", ["auto", "ngram", "{}/target", "{}/draft", "ngram+{}/draft"])
 def test_P07_drafts_change_no_answer_of_any_feature(folder: Path, plain: dict[str, Any], source: str) -> None:
     found, statistics = answers(folder, speculate=source.format(folder))
     check_equal(found, plain)
@@ -134,10 +139,20 @@ def test_P07_nor_where_requests_are_preempted_or_plans_overlap(
     assert statistics["scheduler"]["num_preemptions"] > 0 or sizes != "preempting"
 
 
+@pytest.mark.parametrize("has_text", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_recording_of_paced_lookups_replays(folder: Path, tmp_path: Path, has_text: bool, depth: int) -> None:
+    recording = {"record": str(tmp_path / "rec"), "record_text": has_text}
+    _, statistics = answers(folder, speculate="ngram", pipeline_depth=depth, **recording)
+    report = replay_recording(open_recording(tmp_path / "rec"))
+    assert statistics["scheduler"]["num_drafted_tokens"] > 0
+    assert report.is_equal and report.num_plans == report.num_equal > 0, report.difference
+
+
 @pytest.mark.parametrize("source", ["ngram", "{}/target", "ngram+{}/draft"])
 def test_P07_rows_with_an_adapter_have_the_same_drafted_answers(folder: Path, source: str) -> None:
     lora = {"adapter": True, "enable_lora": True, "lora_modules": {"a": folder / "adapter"}}
-    expected = answers(folder, **lora)[0]
+    expected = answers(folder, **lora, speculate="none")[0]
     found, statistics = answers(folder, speculate=source.format(folder), **lora)
     check_equal(found, expected)
     assert statistics["scheduler"]["num_drafted_tokens"] > 0
@@ -159,7 +174,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("source", ["ngram", "{}/draft", "ngram+{}/draft"])
 def test_P07_rows_with_images_have_the_same_drafted_answers(vision: Path, source: str) -> None:
     found = []
-    for more in ({}, {"speculate": source.format(vision)}):
+    for more in ({"speculate": "none"}, {"speculate": source.format(vision)}):
         sizes = {"dtype": "float32", "threads": 1, "kv_cache_tokens": 2048}
         with LLM(str(vision / "llava"), **sizes, **more) as llm:
             one, two = {"type": "image", "image": PICTURE}, {"type": "image", "image": OTHER}

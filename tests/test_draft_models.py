@@ -53,7 +53,7 @@ def answers(folder: Path, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[Any]:
-    return answers(folder)[0]
+    return answers(folder, speculate="none")[0]
 
 
 @pytest.mark.parametrize("source", ["{}/target", "{}/draft", "ngram+{}/draft"])

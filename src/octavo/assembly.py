@@ -204,8 +204,8 @@ def open_engine(
     adapters = _open_adapters(config, executor, capacity)
     sizes = limits(config, capacity, device)
     clock = Clock()
-    lookups = PacedLookups(DraftPace()) if sizes.has_paced_lookup else None
-    scheduler, recorder = _open_scheduler(config, sizes, capacity, clock, draft_model or lookups)
+    drafts = PacedLookups(DraftPace()) if sizes.has_paced_lookup else draft_model
+    scheduler, recorder = _open_scheduler(config, sizes, capacity, clock, drafts)
     load = load_tokenizer or partial(_load_tokenizer, config, files)
     vocabulary = Vocabulary(load, capacity.vocab_size)
     bank = GrammarBank(vocabulary) if capacity.has_masks else None
@@ -221,7 +221,10 @@ def open_engine(
         loop.warm_up = partial(warm_up, sizes, executor, capacity.has_masks, clock.now, wants)
     if capacity.media:
         loop.sections["media"] = cast(MediaExecutor, executor).media_report
-    _watch_drafts(loop, draft_model, lookups)
+    if drafts is not None:
+        loop.watch(drafts)
+        loop.closers.extend([] if draft_model is None else [draft_model.close])
+        loop.sections["draft_model" if draft_model is not None else "lookups"] = drafts.report
     if recorder is not None:
         loop.closers.append(recorder.close)
         loop.sections["recording"] = recorder.status
@@ -232,17 +235,6 @@ def open_engine(
     read_pools = partial(pool_use, scheduler) if config.statistics.memory_analysis else None
     observe_engine(loop, scheduler, config.statistics, name, capacity.device, read_pools)
     return loop, capacity
-
-
-def _watch_drafts(loop: EngineLoop, draft_model: DraftModel | None, lookups: PacedLookups | None) -> None:
-    """Let the sources of drafts learn from steps, and report what they learned."""
-    if draft_model is not None:
-        loop.watch(draft_model)
-        loop.closers.append(draft_model.close)
-        loop.sections["draft_model"] = draft_model.report
-    if lookups is not None:
-        loop.watch(lookups)
-        loop.sections["lookups"] = lookups.report
 
 
 def _open_adapters(config: Config, executor: Executor, capacity: Capacity) -> EngineAdapters | None:

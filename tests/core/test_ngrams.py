@@ -11,7 +11,7 @@ from octavo.core.ngrams import MAX_MATCH, NgramIndex
 def draft(ids: list[int], count: int) -> list[int]:
     index, packed = NgramIndex(), array("i", ids)
     assert index.add(packed, len(ids))
-    return list(index.draft(packed, count))
+    return list(index.draft(packed, count).ids)
 
 
 def slow(ids: list[int], count: int) -> list[int]:
@@ -54,7 +54,14 @@ def test_taking_in_a_few_at_a_time_gives_the_same() -> None:
     index = NgramIndex()
     for size in range(1, len(ids) + 1):
         assert index.add(ids[:size], 1), "one id a step keeps up"
-        assert list(index.draft(ids[:size], 4)) == draft(list(ids[:size]), 4)
+        assert list(index.draft(ids[:size], 4).ids) == draft(list(ids[:size]), 4)
     late = NgramIndex()
     assert not late.add(ids, 50) and not late.add(ids, 50) and late.add(ids, 50)
     assert late.draft(ids, 4) == index.draft(ids, 4)
+
+
+def test_the_ids_that_matched_are_counted() -> None:
+    for size, ids in ((0, [1, 2, 3]), (2, [1, 2, 9, 1, 2]), (3, [8, 1, 2, 9, 8, 1, 2]), (8, [*range(20), *range(20)])):
+        index, packed = NgramIndex(), array("i", ids)
+        assert index.add(packed, len(ids))
+        assert index.draft(packed, 3).num_matched == size

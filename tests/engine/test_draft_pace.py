@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 
+from octavo.core.ngrams import Lookup
 from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult, StepTimings
 from octavo.core.proposals import DraftRow
 from octavo.core.request import Request
@@ -114,3 +115,101 @@ def test_no_drafts_before_a_plain_step_was_measured() -> None:
     assert machine.lengths == [0]
     machine.step()
     assert machine.lengths[1] > 0
+
+
+class LookupMachine:
+    """Rows whose lookups are right with a given chance; `ids` of a row are 1, and 0 where the lookup was wrong."""
+
+    def __init__(self, chance: float, verify_s: float = 0.1, num_rows: int = 1) -> None:
+        self.pace = DraftPace()
+        self.chance, self.verify_s, self.slowness = chance, verify_s, 1.0
+        self.ids = [array("i", [1]) for _ in range(num_rows)]
+        self.random = random.Random(1)
+        self.seconds = 0.0
+        self.counts: list[int] = []
+
+    def step(self) -> None:
+        size, lookup = len(self.ids), Lookup(array("i", [1] * 7), 3)
+        rows = [DraftRow(REQUEST, slot, 0, ids, 7, 1000, lookup) for slot, ids in enumerate(self.ids)]
+        self.counts = self.pace.choose(rows, size)
+        got = array("i")
+        for ids, count in zip(self.ids, self.counts, strict=True):
+            before = len(ids)
+            while len(ids) - before < count and self.random.random() < self.chance:
+                ids.append(1)
+            ids.append(int(len(ids) - before == count and self.random.random() < self.chance))
+            got.append(len(ids) - before)
+        num_drafts = sum(self.counts)
+        seconds = (1.0 + self.verify_s * num_drafts) * self.slowness
+        self.seconds += seconds
+        flags, counts = array("i", [ROW_SAMPLE] * size), array("i", [1 + count for count in self.counts])
+        drafts = array("i", self.counts if num_drafts else ())
+        plan = StepPlan(
+            0, 0.0, array("i", range(size)), counts=counts, flags=flags, num_drafts=drafts,
+            num_query_tokens=size + num_drafts,
+        )  # fmt: skip
+        result = StepResult(None, got if num_drafts else None, timings=StepTimings(0.0, seconds))
+        self.pace.stepped(plan, result, frozenset())
+
+    def run(self, num_steps: int) -> float:
+        """Make steps; return their tokens for each second, of those without drafts."""
+        tokens, seconds = sum(map(len, self.ids)), self.seconds
+        for _ in range(num_steps):
+            self.step()
+        return (sum(map(len, self.ids)) - tokens) / len(self.ids) / (self.seconds - seconds)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize(("chance", "verify_s"), [(0.0, 0.1), (0.1, 0.3), (0.5, 0.7), (0.9, 1.0)])
+def test_lookups_that_do_not_pay_cost_at_most_2_percent(chance: float, verify_s: float, num_rows: int) -> None:
+    machine = LookupMachine(chance, verify_s, num_rows)
+    assert machine.run(2000) > 0.98
+
+
+def test_lookups_that_pay_are_verified_and_a_text_that_changes_is_followed() -> None:
+    machine = LookupMachine(0.95)
+    assert machine.run(300) > 2.5
+    machine.chance = 0.0
+    assert machine.run(1000) > 0.98
+    machine.chance = 0.95
+    assert machine.run(100) > 1.5, "lookups are checked without being verified"
+
+
+def test_a_slow_phase_of_the_machine_does_not_end_lookups() -> None:
+    machine = LookupMachine(0.8)
+    machine.slowness = 10.0  # cold at first
+    machine.step()
+    machine.slowness = 1.0
+    assert machine.run(100) > 1.8
+    machine.slowness = 8.0
+    machine.run(2)
+    machine.slowness = 1.0
+    assert machine.run(100) > 1.8
+
+
+def test_the_likeliest_lookups_are_verified() -> None:
+    machine = LookupMachine(0.9, verify_s=0.2, num_rows=2)
+    machine.run(50)
+    machine.pace.stepped(*machine_plain(2))
+    rows = [DraftRow(REQUEST, 8 + slot, 0, array("i", [1]), 7, 9, Lookup(array("i", [1] * 7), match))
+            for slot, match in enumerate((2, 3))]  # fmt: skip
+    some, more = machine.pace.choose(rows, 2)
+    assert some < more
+
+
+def machine_plain(size: int) -> tuple[StepPlan, StepResult, frozenset[int]]:
+    """A plain step of so many rows, in one second."""
+    ones = array("i", [1] * size)
+    plan = StepPlan(0, 0.0, array("i", range(size)), counts=ones, flags=ones, num_query_tokens=size)
+    return plan, StepResult(None, timings=StepTimings(0.0, 1.0)), frozenset()
+
+
+def test_a_cold_first_pass_of_the_draft_model_is_not_counted() -> None:
+    machine = Machine(0.9, 0.2)
+    machine.step()
+    machine.draft_s = 30.0
+    machine.step()
+    machine.draft_s = 0.2
+    for _ in range(20):
+        machine.step()
+    assert all(machine.lengths[-15:])

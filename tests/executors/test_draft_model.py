@@ -15,7 +15,7 @@ from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.proposals import DraftRow
+from octavo.core.proposals import LONG_LOOKUP, DraftRow
 from octavo.core.request import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshots import Statistics
@@ -37,6 +37,9 @@ class Steady:
 
     def length(self, rows: Sequence[DraftRow], count_behind: Callable[[], int]) -> int:
         return self.wanted
+
+    def choose(self, rows: Sequence[DraftRow], num_rows: int) -> list[int]:
+        return [len(row.lookup.ids) for row in rows]
 
     def drafted(self, num_rows: int, passes: list[tuple[int, float]]) -> None:
         self.passes += [tokens for tokens, _ in passes]
@@ -167,7 +170,7 @@ def test_P07_earlier_text_and_a_model_together(models: Models) -> None:
     prompts = [[5, 6, 7, 8] * 6, PROMPTS[1]]
     plain, _ = models.run(None, GREEDY, prompts)
     model = models.draft_model(2)
-    model.beside_ngrams = True
+    model.min_match = LONG_LOOKUP
     both, totals = models.run(model, GREEDY, prompts)
     assert_equal(plain.token_ids, both)
     assert totals.num_drafted_tokens > 0

@@ -9,8 +9,11 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple, Protocol
 
-from octavo.core.ngrams import NO_LOOKUP, Lookup
+from octavo.core.ngrams import MAX_MATCH, MIN_MATCH, NO_LOOKUP, Lookup
 from octavo.core.request import Request, SamplingParams
+
+ANY_LOOKUP = MIN_MATCH  # ids that must match for a row to have a lookup, of a source with nothing better
+LONG_LOOKUP = MAX_MATCH  # and of one that has
 
 
 class DraftRow(NamedTuple):

@@ -15,9 +15,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from octavo.core.ngrams import MIN_MATCH
 from octavo.core.plan import ROW_SAMPLE, Events, StepFailure, StepPlan, StepResult
-from octavo.core.proposals import DraftRow
+from octavo.core.proposals import ANY_LOOKUP, DraftRow
 from octavo.core.request import Request
 
 FIRST_ACCEPTANCE = 0.7
@@ -108,6 +107,8 @@ class DraftPace:
         verify = _nearest(self._verify, num_rows)
         verify = FIRST_VERIFY if verify is None else verify
         chances.sort(reverse=True)
+        if num_rows not in self._verify:
+            del chances[TRIAL_LENGTH:]
         tokens, gain, best = float(num_rows), 1.0, 0
         for count, (chance, _) in enumerate(chances, 1):
             tokens += chance
@@ -185,6 +186,7 @@ class DraftPace:
         is_cold = size not in self._verify
         _learn(self._verify, size, max(MIN_VERIFY, (seconds / plain_s - 1) / num_drafts))
         if not is_cold:
+            seconds = min(seconds, plain_s * (1 + num_drafts))  # more is not the drafts' doing
             self._lost_s = max(0.0, self._lost_s + self._spent_s + seconds - plain_s * num_tokens / size)
         self._spent_s = 0.0
 
@@ -213,14 +215,14 @@ class DraftPace:
             "draft_pass_s": dict(sorted(self._pass_s.items())),
             "plain_step_s": dict(sorted(self._plain_s.items())),
             "verified_draft": dict(sorted(self._verify.items())),
-            "lookup_acceptance": dict(enumerate(self._lookup_rates[MIN_MATCH:], MIN_MATCH)),
+            "lookup_acceptance": dict(enumerate(self._lookup_rates[ANY_LOOKUP:], ANY_LOOKUP)),
         }
 
 
 class PacedLookups:
     """A DraftSource: as many ids of the rows' lookups as pay. Also an EventSink, from which the pace learns."""
 
-    min_match = MIN_MATCH
+    min_match = ANY_LOOKUP
     knows_lengths = False
 
     def __init__(self, pace: DraftPace) -> None:

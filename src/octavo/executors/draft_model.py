@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from octavo.core.ngrams import MAX_MATCH
 from octavo.core.plan import ROW_SAMPLE, Events, NewSequence, StepFailure, StepPlan, StepResult
-from octavo.core.proposals import DraftRow, may_reject
+from octavo.core.proposals import LONG_LOOKUP, DraftRow, may_reject
 from octavo.core.request import Request
 from octavo.executors.protocol import Capacity, Executor, Ticket
 
@@ -121,7 +120,7 @@ class DraftModel:
         self._pace = pace
         self._vocab_size = vocab_size
         self._chunk = chunk
-        self.min_match = MAX_MATCH if beside_ngrams else 0
+        self.min_match = LONG_LOOKUP if beside_ngrams else 0
         self._lanes = [_Lane(slot) for slot in range(capacity.num_slots)]
         self._free = list(range(min(capacity.num_blocks)))
         self._next = StepPlan(0, 0.0)
