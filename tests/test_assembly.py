@@ -255,7 +255,9 @@ async def test_the_engine_process_gives_the_same_ids(tiny: Path, llm: LLM) -> No
 async def test_steps_are_compared_with_a_fit_where_one_is_named(tiny: Path, tmp_path: Path) -> None:
     roofline = cost_model("roofline", Hardware.of("smollm2-135m", "l4"))
     fit_steps(steps_of(roofline, workload())).save(tmp_path / "fit.json")
-    engine = build_local(config_from_keywords(str(tiny), {**SMALL, "drift_baseline": str(tmp_path / "fit.json")}))
+    engine = build_local(
+        config_from_keywords(str(tiny), {**SMALL, "speculate": "none", "drift_baseline": str(tmp_path / "fit.json")})
+    )
     try:
         session = await engine.sessions.submit(engine.sessions.prompt_ids("hello"), replace(GREEDY, max_tokens=40))
         await session.collect()
