@@ -33,13 +33,13 @@ void write_kv(const AttentionLayer& layer, const int64_t* slot_mapping, int64_t 
 }
 
 void attend(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
-            float* out, int64_t out_stride, int thread, int threads) {
-    kernels().items[layer.kv_kind](layer, step, query, query_stride, out, out_stride, thread, threads);
+            float* out, int64_t out_stride, int64_t share, int64_t shares) {
+    kernels().items[layer.kv_kind](layer, step, query, query_stride, out, out_stride, share, shares);
 }
 
-void attend_join(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int thread,
-                 int threads) {
-    if (step.num_joins > 0) kernels().join(layer, step, out, out_stride, thread, threads);
+void attend_join(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int64_t first,
+                 int64_t end) {
+    if (first < end) kernels().join(layer, step, out, out_stride, first, end);
 }
 
 }  // namespace octavo
@@ -51,9 +51,10 @@ EXPORT int32_t octavo_attention_max_rows() { return octavo::kMaxRows; }
 // Both phases over all tokens of a step. Strides are in floats.
 EXPORT void octavo_attention(const octavo::AttentionLayer* layer, const octavo::AttentionStep* step, const float* query,
                              int64_t query_stride, float* out, int64_t out_stride, int32_t num_threads) {
+    const int64_t units = step->num_joins * layer->num_heads;
     if (num_threads <= 1) {  // no parallel region at all: it would wake the pool
         octavo::attend(*layer, *step, query, query_stride, out, out_stride, 0, 1);
-        octavo::attend_join(*layer, *step, out, out_stride, 0, 1);
+        octavo::attend_join(*layer, *step, out, out_stride, 0, units);
         return;
     }
 #pragma omp parallel num_threads(num_threads)
@@ -63,7 +64,8 @@ EXPORT void octavo_attention(const octavo::AttentionLayer* layer, const octavo::
             octavo::attend(*layer, *step, query, query_stride, out, out_stride, turn, num_threads);
 #pragma omp for schedule(static, 1)
         for (int32_t turn = 0; turn < num_threads; ++turn)
-            octavo::attend_join(*layer, *step, out, out_stride, turn, num_threads);
+            octavo::attend_join(*layer, *step, out, out_stride, units * turn / num_threads,
+                                units * (turn + 1) / num_threads);
     }
 }
 

@@ -45,11 +45,11 @@ struct AttentionStep {
     int64_t num_items;
     const AttentionItem* items;
     const int64_t* members;              // tokens, by item
-    const int64_t* costs;                // [num_items + 1], ascending from 0: a thread takes a run of equal cost
+    const int64_t* costs;                // [num_items + 1], ascending from 0: a share is a run of equal cost
     const int64_t* first_slots;          // of each token: slot of its part 0 in `partial` (may be < 0: a window), or
                                          // kDirect where one item has all its parts and writes its output itself
-    int64_t num_joins;                   // if 0, attend_join does nothing
-    const int64_t* joins;                // tokens whose parts are in `partial`
+    int64_t num_joins;
+    const int64_t* joins;                // ascending tokens whose parts are in `partial`
     float* partial;                      // [slot, head, value_dim + kTail]: weighted values, then maximum and sum
 };
 
@@ -66,12 +66,13 @@ struct NewKv {
 void write_kv(const AttentionLayer& layer, const int64_t* slot_mapping, int64_t first_token, int64_t end_token,
               const NewKv& kv);
 
-// First phase: compute this thread's items. Query and output rows are [head, size]; strides are in floats.
+// First phase: compute one of several shares of the items. Query and output rows are [head, size]; strides are in floats.
 void attend(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
-            float* out, int64_t out_stride, int thread, int threads);
+            float* out, int64_t out_stride, int64_t share, int64_t shares);
 
-// Second phase, after a barrier: fold the parts of this thread's share of `joins`.
-void attend_join(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int thread,
-                 int threads);
+// Second phase, when all items are computed: fold the parts of units [first, end); a unit is a query head of one of
+// `joins`, so there are num_joins * num_heads.
+void attend_join(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int64_t first,
+                 int64_t end);
 
 }  // namespace octavo

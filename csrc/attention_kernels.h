@@ -30,8 +30,8 @@ AttentionScratch& attention_scratch();
 struct AttentionKernels {
     void (*items[kKvKinds])(const AttentionLayer&, const AttentionStep&, const float* query, int64_t query_stride,
                             float* out, int64_t out_stride, int64_t thread, int64_t threads);
-    void (*join)(const AttentionLayer&, const AttentionStep&, float* out, int64_t out_stride, int64_t thread,
-                 int64_t threads);
+    void (*join)(const AttentionLayer&, const AttentionStep&, float* out, int64_t out_stride, int64_t first,
+                 int64_t end);
     void (*write[kKvKinds])(const AttentionLayer&, const int64_t* slots, int64_t first, int64_t end, const NewKv& kv);
 };
 

@@ -402,13 +402,13 @@ void attend_items(const AttentionLayer& layer, const AttentionStep& step, const 
 }
 
 template <class V>
-void join_tokens(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int64_t thread,
-                 int64_t threads) {
+void join_tokens(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride,
+                 int64_t first_unit, int64_t end_unit) {
     typedef Tile<V, float> Any;
     const int64_t size = layer.value_dim, padded = (size + V::kLanes - 1) / V::kLanes * V::kLanes;
-    const int64_t heads = layer.num_heads, units = step.num_joins * heads, stride = size + kTail;
+    const int64_t heads = layer.num_heads, stride = size + kTail;
     alignas(64) float total[kMaxSize + V::kLanes], part[kMaxSize + V::kLanes] = {};
-    for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; ++unit) {
+    for (int64_t unit = first_unit; unit < end_unit; ++unit) {
         const int64_t token = step.joins[unit / heads], head = unit % heads;
         const int64_t first = low_of(layer, step.contexts[token]) / kPart, last = (step.seen[token] - 1) / kPart;
         float highest = 0.0f, sum = 0.0f;

@@ -1,16 +1,20 @@
 // The layers of a decoder over the tokens of one step, as phases of one parallel region.
 //
-// Owns: the order of the phases, the barriers between them, the layout of the workspace.
+// Owns: the order of the phases, how the threads divide them, the layout of the workspace.
 // Does not: allocate, choose sizes, or know requests. linear.cpp, attention.cpp and rows.cpp own the phases.
 // Invariants: a token's result depends on its row of the batch alone, bit for bit. This holds for every phase; the
-// number of threads changes only which thread computes what. With few tokens each thread prepares all rows that it
-// multiplies by itself, including joined parts of attention; this saves a barrier and costs next to nothing.
+// number of threads, and how they divide the work, change only which thread computes what.
+// Many tokens are divided by rows: a block of rows goes from attention to the next layer's keys in one thread's caches,
+// with two phases a layer. Few tokens are divided by columns, so that each weight is read once, with a barrier after
+// each multiplication. With very few each thread prepares all rows that it multiplies by itself, including joined parts
+// of attention; this saves a barrier and costs next to nothing.
 
 #include "decoder_step.h"
 
 #include <algorithm>
 
 #include "kernel.h"
+#include "linear_layout.h"
 #include "rows.h"
 #include "team.h"
 
@@ -43,27 +47,42 @@ int64_t outputs(const Multiplication& m) {
     return sum;
 }
 
+constexpr int64_t kMaxBlockRows = 64;
+constexpr int64_t kSharesOfThread = 2;  // of attention's items, which threads take
+
+// How many blocks the rows of a step are divided into; 0: by columns. Blocks must be large enough that reading all
+// weights for each block takes less time than multiplying them, also if all threads read at once.
+int64_t row_blocks(const Model& m, int64_t tokens, int64_t threads) {
+    const bool has_codes = m.num_layers > 0 && m.layers->qkv.parts->kind >= kInt8;
+    if (threads > 1 && tokens < threads * (has_codes ? 8 : 32)) return 0;
+    const int64_t turn = threads * kMaxBlockRows;
+    return (tokens + turn - 1) / turn * threads;
+}
+
 // The addresses of a step's buffers in the workspace; `bytes` is the size of the whole.
 struct Workspace {
-    float *stream, *qkv, *attended, *gate_up, *added, *scratch, *own_joined;
+    float *stream, *qkv, *attended, *gate_up, *added, *scratch, *own_joined, *own_gate_up;
     char *prepared, *own_prepared;
     void* mixture;
-    int64_t prepared_bytes, scratch_size, joined_size, bytes;
+    int64_t prepared_bytes, scratch_size, joined_size, mlp_stride, own_rows, bytes;
 
     Workspace(const Model& m, int64_t tokens, int64_t threads, void* memory) {
         Buffers buffers(memory);
+        own_rows = std::max(kPrivateRows, kMaxBlockRows);
         prepared_bytes = largest_prepared(m);
         scratch_size = Buffers::aligned(row_width(m) * 4) / 4;
         joined_size = Buffers::aligned(kPrivateRows * m.num_heads * m.head_dim * 4) / 4;
+        mlp_stride = mlp_width(m) + kPanel;  // rows a multiple of 4096 bytes apart would share cache sets
         stream = buffers.take<float>(tokens * m.hidden_size);
         qkv = buffers.take<float>(tokens * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim);
         attended = buffers.take<float>(tokens * m.num_heads * m.head_dim);
-        gate_up = buffers.take<float>(tokens * mlp_width(m));
+        gate_up = buffers.take<float>(tokens * mlp_stride);
         added = buffers.take<float>(tokens * m.hidden_size);
         scratch = buffers.take<float>(threads * scratch_size);
         own_joined = buffers.take<float>(threads * joined_size);
+        own_gate_up = buffers.take<float>(threads * own_rows * mlp_stride);
         prepared = buffers.take<char>(tokens * prepared_bytes);
-        own_prepared = buffers.take<char>(threads * kPrivateRows * prepared_bytes);
+        own_prepared = buffers.take<char>(threads * own_rows * prepared_bytes);
         int64_t mixture_bytes = 0;
         for (int64_t l = 0; l < m.num_layers; ++l)
             if (m.layers[l].mixture != nullptr)
@@ -76,40 +95,40 @@ struct Workspace {
 // One thread's part of a step.
 class Runner {
   public:
-    Runner(const Model& model, const Workspace& work, Barrier& barrier, int thread, int threads)
-        : m_(model), w_(work), barrier_(barrier), rows_(row_kernels()), thread_(thread), threads_(threads),
+    Runner(const Model& model, const Workspace& work, Team& team, int thread, int threads)
+        : m_(model), w_(work), team_(team), rows_(row_kernels()), thread_(thread), threads_(threads),
           scratch_(work.scratch + thread * work.scratch_size), own_joined_(work.own_joined + thread * work.joined_size),
-          own_prepared_(work.own_prepared + thread * kPrivateRows * work.prepared_bytes) {}
+          own_prepared_(work.own_prepared + thread * work.own_rows * work.prepared_bytes),
+          own_gate_up_(work.own_gate_up + thread * work.own_rows * work.mlp_stride) {}
 
     void step(Step& s) {
         tokens_ = s.num_tokens;
         lora_ = s.lora;
+        const int64_t blocks = lora_ == nullptr ? row_blocks(m_, tokens_, threads_) : 0;
+        if (blocks > 0) return step_by_rows(s, blocks);
+        block_ = {0, tokens_}, gate_up_ = w_.gate_up;
         embed(s);
-        barrier_.wait();
-        for (int64_t l = 0; l < m_.num_layers; ++l) {
-            const Layer& layer = m_.layers[l];
-            layer_ = l;
-            const bool has_norm = layer.mlp_norm.weight != nullptr;
-            if (m_.is_parallel != 0) mlp_up(layer, has_norm ? layer.mlp_norm : layer.attention_norm);
-            attention_half(layer, s);
-            if (layer.mixture != nullptr) {
-                mix_experts(layer, s);
-                continue;
-            }
-            if (m_.is_parallel == 0) mlp_up(layer, layer.mlp_norm);
-            mlp_down(layer);
+        team_.wait();
+        for (layer_ = 0; layer_ < m_.num_layers; ++layer_) {
+            const Layer& layer = m_.layers[layer_];
+            project(layer, s);
+            team_.wait();
+            attend(layer.attention, *s.groups[layer.group].attention, w_.qkv, qkv_width(), w_.attended, attended_width(),
+                   thread_, threads_);
+            team_.wait();
+            transform(layer, s);
+            if (layer.mixture != nullptr) mix_experts(layer, s);
         }
-        const Share own(tokens_, thread_, threads_);
-        for (int64_t t = own.first; t < own.end; ++t)
-            norm(w_.stream + t * m_.hidden_size, m_.final_norm, m_.stream_eps, s.hidden + t * m_.hidden_size);
+        finish(s);
     }
 
     void logits(const float* hidden, int64_t rows, float* out, int64_t stride) {
         tokens_ = rows;
+        block_ = {0, rows};
         const auto row = [&](int64_t t) { return hidden + t * m_.hidden_size; };
         multiply(m_.head, kHead, row, out, stride, false);
         if (m_.logits_scale == 1.0 && m_.logits_cap == 0.0) return;
-        barrier_.wait();
+        team_.wait();
         const int64_t vocabulary = outputs(m_.head);
         const Share own(vocabulary, thread_, threads_);
         for (int64_t t = 0; t < rows; ++t) {
@@ -121,6 +140,54 @@ class Runner {
     }
 
   private:
+    // Two phases a layer: blocks of rows between two attentions, and attention's items.
+    void step_by_rows(Step& s, int64_t blocks) {
+        Team::Progress progress;
+        is_alone_ = true, gate_up_ = own_gate_up_;
+        const auto for_blocks = [&](const auto& work) {
+            team_.share_out(thread_, progress, blocks, [&](int64_t block) {
+                block_ = {tokens_ * block / blocks, tokens_ * (block + 1) / blocks};
+                work();
+            });
+        };
+        for_blocks([&] {
+            embed(s);
+            if (m_.num_layers > 0) project(m_.layers[0], s);
+        });
+        for (layer_ = 0; layer_ < m_.num_layers; ++layer_) {
+            const Layer& layer = m_.layers[layer_];
+            const int64_t shares = threads_ == 1 ? 1 : kSharesOfThread * threads_;
+            team_.share_out(thread_, progress, shares, [&](int64_t share) {
+                attend(layer.attention, *s.groups[layer.group].attention, w_.qkv, qkv_width(), w_.attended,
+                       attended_width(), share, shares);
+            });
+            const auto go_on = [&] {
+                if (layer_ + 1 == m_.num_layers) return finish(s);
+                project(m_.layers[layer_ + 1], s);
+            };
+            if (layer.mixture == nullptr) {
+                for_blocks([&] { transform(layer, s), go_on(); });
+                continue;
+            }
+            for_blocks([&] { transform(layer, s); });
+            is_alone_ = false, block_ = {0, tokens_};
+            mix_experts(layer, s);
+            is_alone_ = true;
+            for_blocks(go_on);
+        }
+    }
+
+    // Of the block's rows, those whose row operations this thread does.
+    Share own_rows() const { return is_alone_ ? block_ : Share(tokens_, thread_, threads_); }
+
+    // Wait for the other threads, if they compute the same block.
+    void sync() {
+        if (!is_alone_) team_.wait();
+    }
+
+    int64_t qkv_width() const { return (m_.num_heads + 2 * m_.num_kv_heads) * m_.head_dim; }
+    int64_t attended_width() const { return m_.num_heads * m_.head_dim; }
+
     void norm(const float* x, const Norm& norm, double eps, float* out) {
         const float e = static_cast<float>(eps);
         if (m_.norm_kind == kLayerNorm) return rows_.layer_norm(x, norm.weight, norm.bias, m_.hidden_size, e, out);
@@ -136,7 +203,7 @@ class Runner {
     }
 
     void embed(const Step& s) {
-        const Share own(tokens_, thread_, threads_);
+        const Share own = own_rows();
         for (int64_t t = own.first; t < own.end; ++t) {
             float* out = w_.stream + t * m_.hidden_size;
             int64_t id = s.token_ids[t];
@@ -153,14 +220,24 @@ class Runner {
         }
     }
 
-    // out (+)= row(t) times the weight, for every token. `row` returns token t's inputs; it may use scratch_.
+    void finish(const Step& s) {
+        const Share own = own_rows();
+        for (int64_t t = own.first; t < own.end; ++t)
+            norm(w_.stream + t * m_.hidden_size, m_.final_norm, m_.stream_eps, s.hidden + t * m_.hidden_size);
+    }
+
+    // out (+)= row(t) times the weight, for every token of the block, whose first has the output `out`. `row` returns
+    // token t's inputs; it may use scratch_.
     template <typename Row>
     void multiply(const Multiplication& m, int64_t adapted, const Row& row, float* out, int64_t stride,
                   bool accumulate) {
         const LoraStep* lora = adapted == kHead ? nullptr : lora_;
-        const bool is_private = tokens_ <= kPrivateRows && lora == nullptr;
-        const Multiplier multiplier{barrier_, thread_, threads_, is_private ? own_prepared_ : w_.prepared, is_private};
-        if (lora == nullptr) return multiplier.multiply(m, tokens_, row, out, stride, accumulate);
+        const bool is_private = is_alone_ || (tokens_ <= kPrivateRows && lora == nullptr);
+        char* prepared = is_private ? own_prepared_ : w_.prepared;
+        const Multiplier multiplier{team_, is_alone_ ? 0 : thread_, is_alone_ ? 1 : threads_, prepared, is_private};
+        const int64_t count = block_.end - block_.first;
+        if (lora == nullptr)
+            return multiplier.multiply(m, count, [&](int64_t t) { return row(block_.first + t); }, out, stride, accumulate);
         const auto kept = [&](int64_t t) {
             const float* x = row(t);
             if (lora->adapters[t] >= 0) std::copy(x, x + m.parts->inputs, lora->inputs + t * lora->max_inputs);
@@ -168,55 +245,69 @@ class Runner {
         };
         multiplier.multiply(m, tokens_, kept, out, stride, accumulate);
         lora_down(*lora, layer_ * kNumAdapted + adapted, thread_, threads_);
-        barrier_.wait();
+        team_.wait();
         lora_up(*lora, layer_ * kNumAdapted + adapted, out, stride, thread_, threads_);
     }
 
-    // stream += row(t) times the weight, normed first if the family has a norm there. Ends with a barrier.
+    // stream += row(t) times the weight, normed first if the family has a norm there.
     template <typename Row>
     void add_to_stream(const Multiplication& m, int64_t adapted, const Row& row, const Norm& after) {
         const bool has_norm = after.weight != nullptr;
-        multiply(m, adapted, row, has_norm ? w_.added : w_.stream, m_.hidden_size, !has_norm);
-        barrier_.wait();
+        float* out = (has_norm ? w_.added : w_.stream) + block_.first * m_.hidden_size;
+        multiply(m, adapted, row, out, m_.hidden_size, !has_norm);
+        sync();
         if (has_norm) add_normed(after);
     }
 
-    // stream += the norm of what was added. Ends with a barrier.
+    // stream += the norm of what was added.
     void add_normed(const Norm& after) {
-        const Share own(tokens_, thread_, threads_);
+        const Share own = own_rows();
         for (int64_t t = own.first; t < own.end; ++t) {
             norm(w_.added + t * m_.hidden_size, after, m_.norm_eps, scratch_);
             rows_.add(scratch_, m_.hidden_size, w_.stream + t * m_.hidden_size);
         }
-        barrier_.wait();
+        sync();
     }
 
-    void attention_half(const Layer& layer, const Step& s) {
-        const StepGroup& group = s.groups[layer.group];
-        const int64_t width = (m_.num_heads + 2 * m_.num_kv_heads) * m_.head_dim, size = m_.num_heads * m_.head_dim;
+    // The block's queries, and its keys and values, which are written to the pool.
+    void project(const Layer& layer, const Step& s) {
+        const int64_t width = qkv_width();
         const auto normed = [&](int64_t t) { return stream_row(t, layer.attention_norm); };
-        multiply(layer.qkv, kQkv, normed, w_.qkv, width, false);
-        barrier_.wait();
-        const Share own(tokens_, thread_, threads_);
+        multiply(layer.qkv, kQkv, normed, w_.qkv + block_.first * width, width, false);
+        sync();
+        const Share own = own_rows();
         for (int64_t t = own.first; t < own.end; ++t) turn(layer, s, t, w_.qkv + t * width);
-        const float* keys = w_.qkv + size;
-        write_kv(layer.attention, group.slot_mapping, own.first, own.end,
+        const float* keys = w_.qkv + attended_width();
+        write_kv(layer.attention, s.groups[layer.group].slot_mapping, own.first, own.end,
                  {keys, keys + m_.num_kv_heads * m_.head_dim, width, width});
-        barrier_.wait();
-        attend(layer.attention, *group.attention, w_.qkv, width, w_.attended, size, thread_, threads_);
-        barrier_.wait();
-        const AttentionStep& step = *group.attention;
-        const bool is_private = tokens_ <= kPrivateRows;
-        if (step.num_joins > 0 && is_private) {  // each thread joins all tokens for itself
-            attend_join(layer.attention, step, own_joined_, size, 0, 1);
+    }
+
+    // Everything of a layer after attention, except a mixture of experts.
+    void transform(const Layer& layer, const Step& s) {
+        const bool has_norm = layer.mlp_norm.weight != nullptr, has_mlp = layer.mixture == nullptr;
+        if (has_mlp && m_.is_parallel != 0) mlp_up(layer, has_norm ? layer.mlp_norm : layer.attention_norm);
+        const AttentionStep& step = *s.groups[layer.group].attention;
+        const int64_t size = attended_width(), heads = m_.num_heads;
+        const bool is_private = !is_alone_ && tokens_ <= kPrivateRows;
+        if (is_private) {  // each thread joins all tokens for itself
+            attend_join(layer.attention, step, own_joined_, size, 0, step.num_joins * heads);
+        } else if (is_alone_) {
+            const int64_t* end = step.joins + step.num_joins;
+            const int64_t first = std::lower_bound(step.joins, end, block_.first) - step.joins;
+            const int64_t last = std::lower_bound(step.joins, end, block_.end) - step.joins;
+            attend_join(layer.attention, step, w_.attended, size, first * heads, last * heads);
         } else if (step.num_joins > 0) {
-            attend_join(layer.attention, step, w_.attended, size, thread_, threads_);
-            barrier_.wait();
+            const Share units(step.num_joins * heads, thread_, threads_);
+            attend_join(layer.attention, step, w_.attended, size, units.first, units.end);
+            team_.wait();
         }
         const auto attended = [&](int64_t t) {
             return (is_private && step.first_slots[t] != kDirect ? own_joined_ : w_.attended) + t * size;
         };
         add_to_stream(layer.output, kOutput, attended, layer.after_attention);
+        if (!has_mlp) return;
+        if (m_.is_parallel == 0) mlp_up(layer, layer.mlp_norm);
+        mlp_down(layer);
     }
 
     // Norm and rotate the heads of token t.
@@ -253,30 +344,30 @@ class Runner {
     }
 
     void mix_experts(const Layer& layer, Step& s) {
-        MixtureRun mixture(*layer.mixture, tokens_, w_.mixture, barrier_, thread_, threads_);
+        MixtureRun mixture(*layer.mixture, tokens_, w_.mixture, team_, thread_, threads_);
         const Share columns = mixture.run([&](int64_t t) { return stream_row(t, layer.mlp_norm); }, w_.added);
         if (thread_ == 0) s.expert_bytes += mixture.bytes_read();
         if (layer.after_mlp.weight != nullptr) {
-            barrier_.wait();
+            team_.wait();
             return add_normed(layer.after_mlp);
         }
         for (int64_t t = 0; t < tokens_; ++t) {
             const int64_t first = t * m_.hidden_size + columns.first;
             rows_.add(w_.added + first, columns.end - columns.first, w_.stream + first);
         }
-        barrier_.wait();
+        team_.wait();
     }
 
     void mlp_up(const Layer& layer, const Norm& before) {
         const auto normed = [&](int64_t t) { return stream_row(t, before); };
-        multiply(layer.gate_up, kGateUp, normed, w_.gate_up, mlp_width(m_), false);
-        barrier_.wait();
+        multiply(layer.gate_up, kGateUp, normed, gate_up_, w_.mlp_stride, false);
+        sync();
     }
 
     void mlp_down(const Layer& layer) {
-        const int64_t width = mlp_width(m_);
         const auto activated = [&](int64_t t) {
-            rows_.activate(m_.activation, m_.is_gated != 0, w_.gate_up + t * width, m_.intermediate_size, scratch_);
+            const float* x = gate_up_ + (t - block_.first) * w_.mlp_stride;
+            rows_.activate(m_.activation, m_.is_gated != 0, x, m_.intermediate_size, scratch_);
             return scratch_;
         };
         add_to_stream(layer.down, kDown, activated, layer.after_mlp);
@@ -284,12 +375,16 @@ class Runner {
 
     const Model& m_;
     const Workspace& w_;
-    Barrier& barrier_;
+    Team& team_;
     const RowKernels& rows_;
     const int thread_, threads_;
     float *const scratch_, *const own_joined_;
     char* const own_prepared_;
+    float* const own_gate_up_;
+    float* gate_up_ = nullptr;  // of the block's rows
     int64_t tokens_ = 0, layer_ = 0;
+    bool is_alone_ = false;     // the block is this thread's, else all threads divide its columns
+    Share block_{0, 0};         // the rows in work
     const LoraStep* lora_ = nullptr;
 };
 
@@ -297,8 +392,8 @@ class Runner {
 template <typename Work>
 void run(const Model& model, int64_t tokens, void* memory, int32_t threads, const Work& work) {
     const Workspace workspace(model, tokens, std::max(1, threads), memory);
-    run_team(threads, [&](Barrier& barrier, int thread, int count) {
-        work(Runner(model, workspace, barrier, thread, count));
+    run_team(threads, [&](Team& team, int thread, int count) {
+        work(Runner(model, workspace, team, thread, count));
     });
 }
 

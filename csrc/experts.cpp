@@ -101,9 +101,9 @@ void choose_experts(const Router& router, const float* logits, int32_t* chosen, 
     for (int64_t i = 0; i < top; ++i) weights[i] = weights[i] / divisor * static_cast<float>(router.scale);
 }
 
-MixtureRun::MixtureRun(const Mixture& mixture, int64_t tokens, void* workspace, Barrier& barrier, int thread,
+MixtureRun::MixtureRun(const Mixture& mixture, int64_t tokens, void* workspace, Team& team, int thread,
                        int threads)
-    : m_(mixture), barrier_(barrier), tokens_(tokens), hidden_(mixture.router.weight.inputs), thread_(thread),
+    : m_(mixture), team_(team), tokens_(tokens), hidden_(mixture.router.weight.inputs), thread_(thread),
       threads_(threads), is_private_(tokens <= kPrivateRows),
       own_(is_private_ ? Share(tokens, 0, 1) : Share(tokens, thread, threads)) {
     Buffers buffers(workspace);
@@ -141,8 +141,8 @@ MixtureRun::MixtureRun(const Mixture& mixture, int64_t tokens, void* workspace, 
 }
 
 int64_t mixture_workspace(const Mixture& mixture, int64_t tokens, int64_t threads) {
-    Barrier barrier(1);
-    return MixtureRun(mixture, tokens, nullptr, barrier, 0, static_cast<int>(threads)).workspace_bytes();
+    Team team(1);
+    return MixtureRun(mixture, tokens, nullptr, team, 0, static_cast<int>(threads)).workspace_bytes();
 }
 
 int64_t MixtureRun::bytes_read() const {
@@ -167,14 +167,14 @@ void MixtureRun::prepare_inputs(int64_t token, const float* x) {
 }
 
 Share MixtureRun::run_prepared(float* out) {
-    if (!is_private_) barrier_.wait();
+    if (!is_private_) team_.wait();
     linear(m_.router.weight, router_inputs_, tokens_, logits_, m_.router.weight.outputs, false, thread_, threads_);
-    barrier_.wait();
+    team_.wait();
     choose();
-    if (!is_private_) barrier_.wait();
+    if (!is_private_) team_.wait();
     group();
     gate_up();
-    barrier_.wait();
+    team_.wait();
     prepare_activated();
     const Share panels(num_panels(hidden_), thread_, threads_);
     Share columns = panels;
@@ -275,7 +275,7 @@ void MixtureRun::prepare_activated() {
         for (int64_t row = first; row < std::min(job->count, own.end - job->first); ++row)
             prepare_row(weight.kind, job->activated + row * weight.inputs, weight.inputs, job->prepared + row * bytes);
     }
-    if (!prepares_all) barrier_.wait();
+    if (!prepares_all) team_.wait();
 }
 
 void MixtureRun::down(const Share& columns, float* out) {
@@ -311,8 +311,8 @@ EXPORT int64_t octavo_mixture_workspace(const octavo::Mixture* mixture, int64_t 
 
 EXPORT void octavo_mixture(const octavo::Mixture* mixture, const float* x, int64_t tokens, float* out, void* workspace,
                            int64_t* bytes_read, int32_t threads) {
-    octavo::run_team(threads, [=](octavo::Barrier& barrier, int thread, int count) {
-        octavo::MixtureRun run(*mixture, tokens, workspace, barrier, thread, count);
+    octavo::run_team(threads, [=](octavo::Team& team, int thread, int count) {
+        octavo::MixtureRun run(*mixture, tokens, workspace, team, thread, count);
         run.run([=](int64_t t) { return x + t * mixture->router.weight.inputs; }, out);
         if (thread == 0) *bytes_read += run.bytes_read();
     });

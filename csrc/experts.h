@@ -55,7 +55,7 @@ int64_t mixture_workspace(const Mixture& mixture, int64_t tokens, int64_t thread
 // One thread's part of a mixture over the tokens of a step. Every thread of the region makes the same calls.
 class MixtureRun {
   public:
-    MixtureRun(const Mixture& mixture, int64_t tokens, void* workspace, Barrier& barrier, int thread, int threads);
+    MixtureRun(const Mixture& mixture, int64_t tokens, void* workspace, Team& team, int thread, int threads);
 
     // Write columns of out [T, E], which are returned, for all tokens; row(t) returns token t's inputs. Wait on the
     // barrier before other columns are read, or the workspace used again.
@@ -97,7 +97,7 @@ class MixtureRun {
     void down(const Share& columns, float* out);
 
     const Mixture& m_;
-    Barrier& barrier_;
+    Team& team_;
     const int64_t tokens_, hidden_;
     const int thread_, threads_;
     const bool is_private_;  // few tokens: each thread prepares and routes all of them, which saves barriers

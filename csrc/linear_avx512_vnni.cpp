@@ -101,9 +101,60 @@ struct Quantised {
     }
 };
 
+typedef int32_t IntLanes __attribute__((vector_size(64)));
+typedef int8_t ByteLanes __attribute__((vector_size(16)));
+
+// Lane i is lane i + n of x; the last n lanes are those of its start.
+template <int n>
+INLINE IntLanes turned(IntLanes x) {
+#if defined(__clang__)
+    return __builtin_shufflevector(x, x, n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11,
+                                   n + 12, n + 13, n + 14, n + 15);
+#else
+    const IntLanes lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(x, (lanes + n) & 15);
+#endif
+}
+
+INLINE IntLanes larger_of(IntLanes a, IntLanes b) { return a > b ? a : b; }
+
+// prepare_codes with vectors of 16 lanes, which take 0.6 of its time here, and 2.5 times as long with AVX2.
 template <bool kIsInt4>
 void prepare(const float* x, int64_t inputs, void* out) {
-    prepare_codes<int8_t, kIsInt4, false>(x, inputs, out);
+    uint8_t* to = static_cast<uint8_t*>(out);
+    for (const float* end = x + inputs; x < end; x += kGroup, to += group_bytes<int8_t>()) {
+        const PanelLanes low = load_lanes(x), high = load_lanes(x + 16);
+        IntLanes sizes = larger_of((IntLanes)low & 0x7fffffff, (IntLanes)high & 0x7fffffff);
+        sizes = larger_of(sizes, turned<8>(sizes)), sizes = larger_of(sizes, turned<4>(sizes));
+        sizes = larger_of(sizes, turned<2>(sizes)), sizes = larger_of(sizes, turned<1>(sizes));
+        const int32_t largest_bits = sizes[0];
+        float largest;
+        std::memcpy(&largest, &largest_bits, sizeof largest);
+        const bool is_finite = largest_bits < 0x7f800000, is_scaled = is_finite && largest >= kSmallestScaled;
+        const float factor = is_scaled ? 127.0f / largest : 0.0f;
+        IntLanes codes[2];
+        const PanelLanes both[2] = {low, high};
+        for (int i = 0; i < 2; ++i) {
+            codes[i] = __builtin_convertvector((both[i] * factor + kRoundingMagic) - kRoundingMagic, IntLanes);
+            if (!is_scaled) codes[i] = IntLanes{};
+        }
+        IntLanes sums = codes[0] + turned<8>(codes[0]), second = codes[1] + turned<8>(codes[1]);
+        sums += turned<4>(sums), second += turned<4>(second);
+        sums += turned<2>(sums), second += turned<2>(second);
+        sums += turned<1>(sums), second += turned<1>(second);
+        GroupHead head;
+        head.scale = is_scaled ? largest / 127.0f : is_finite ? 0.0f : kNotANumber;
+        if (kIsInt4)
+            head.scaled_sum = head.scale * static_cast<float>(sums[0] + second[0]);
+        else
+            head.offset = -128 * (sums[0] + second[0]);
+        head.half_offset[0] = -128 * sums[0], head.half_offset[1] = -128 * second[0];
+        std::memcpy(to, &head, sizeof head);
+        for (int i = 0; i < 2; ++i) {
+            const ByteLanes bytes = __builtin_convertvector(codes[i], ByteLanes);
+            std::memcpy(to + sizeof head + 16 * i, &bytes, sizeof bytes);
+        }
+    }
 }
 
 template <Form kForm>

@@ -105,6 +105,9 @@ void run_tiles(const octavo::Weight& weight, const octavo::LinearJob& job, const
     alignas(64) float sums[kMaxBlockRows * kMaxPanels * octavo::kPanel];
     const int64_t row_sums = panels.count * octavo::kPanel, first_row = tiles.first_row(begin);
     std::memset(sums, 0, static_cast<size_t>((tiles.first_row(end) - first_row) * row_sums) * sizeof *sums);
+    for (int64_t row = first_row; row < tiles.first_row(end); ++row)  // what finish_rows writes
+        for (int64_t p = 0; p < panels.count; ++p)
+            __builtin_prefetch(job.out + row * job.out_stride + (panels.first + p * panels.gap) * octavo::kPanel, 1);
     const bool is_single = tiles.count == 1;  // then nothing is read twice
     const int64_t steps = K::steps(weight);
     const int64_t fitting = kStepBlockBytes / (panels.count * (kUnpacks ? K::kUnpackedBytes : K::kStepBytes));
@@ -133,9 +136,9 @@ void run_tiles(const octavo::Weight& weight, const octavo::LinearJob& job, const
     }
     const float* from = sums;
     for (int64_t index = begin; index < end; ++index)
-        for (int64_t p = 0; p < panels.count; ++p)
-            for (int64_t row = tiles.first_row(index); row < tiles.first_row(index + 1); ++row, from += octavo::kPanel)
-                finish_row(weight, job, panels.first + p * panels.gap, row, from);
+        for (int64_t p = 0; p < panels.count; ++p, from += tiles.size(index) * octavo::kPanel)
+            finish_rows(weight, job, panels.first + p * panels.gap, tiles.first_row(index), tiles.first_row(index + 1),
+                        from);
 }
 
 // The panels are cut into runs that are read side by side.

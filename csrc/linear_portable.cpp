@@ -97,7 +97,7 @@ void panels(const Weight& weight, const LinearJob& job, int64_t begin, int64_t e
             float sums[kPanel] = {};
             kRow(weight, static_cast<const uint8_t*>(weight.packed) + panel * bytes,
                  job.prepared + row * job.prepared_stride, sums);
-            finish_row(weight, job, panel, row, sums);
+            finish_rows(weight, job, panel, row, row + 1, sums);
         }
 }
 

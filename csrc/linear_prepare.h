@@ -8,6 +8,8 @@
 
 #include "linear_kernels.h"
 
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
+
 namespace {
 
 constexpr float kSmallestScaled = 1e-30f;   // below, 127 / max could overflow: such a group counts as zeros
@@ -85,21 +87,35 @@ INLINE void prepare_floats(const float* x, int64_t inputs, void* out) {
     if (inputs % 2 != 0) static_cast<float*>(out)[inputs] = 0.0f;
 }
 
-// Add bias and sums, and store them, for one panel of one row; the order is the same everywhere.
-INLINE void finish_row(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t panel, int64_t row,
-                       const float* sums) {
-    const int64_t first = panel * octavo::kPanel;
-    float* out = job.out + row * job.out_stride + first;
-    const auto finish = [&](int64_t count) {
-        float sum[octavo::kPanel];
-        const float* bias = weight.bias;
-        for (int64_t i = 0; i < count; ++i) sum[i] = bias == nullptr ? sums[i] : sums[i] + bias[first + i];
-        for (int64_t i = 0; i < count; ++i) out[i] = job.accumulate ? out[i] + sum[i] : sum[i];
-    };
-    if (weight.outputs - first >= octavo::kPanel)
-        finish(octavo::kPanel);  // a constant, so that vectors are used
-    else
-        finish(weight.outputs - first);
+typedef float PanelLanes __attribute__((vector_size(octavo::kPanel * sizeof(float))));
+
+INLINE PanelLanes load_lanes(const float* from) {
+    PanelLanes lanes;
+    std::memcpy(&lanes, from, sizeof lanes);
+    return lanes;
+}
+
+// Store the sums [row][16] of rows [first, end) of one panel, after adding the bias, or add both to what is there. The
+// order is the same everywhere.
+INLINE void finish_rows(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t panel, int64_t first,
+                        int64_t end, const float* sums) {
+    const int64_t column = panel * octavo::kPanel;
+    const float* bias = weight.bias == nullptr ? nullptr : weight.bias + column;
+    float* out = job.out + first * job.out_stride + column;
+    if (weight.outputs - column < octavo::kPanel) {
+        for (int64_t row = first; row < end; ++row, out += job.out_stride, sums += octavo::kPanel)
+            for (int64_t i = 0; i < weight.outputs - column; ++i) {
+                const float sum = bias == nullptr ? sums[i] : sums[i] + bias[i];
+                out[i] = job.accumulate ? out[i] + sum : sum;
+            }
+        return;
+    }
+    for (int64_t row = first; row < end; ++row, out += job.out_stride, sums += octavo::kPanel) {
+        PanelLanes sum = load_lanes(sums);
+        if (bias != nullptr) sum += load_lanes(bias);
+        if (job.accumulate) sum = load_lanes(out) + sum;
+        std::memcpy(out, &sum, sizeof sum);
+    }
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ inline int64_t largest_prepared(const Multiplication& m) {
 
 // One thread of a region, and where it prepares rows: a buffer for all rows if it shares them with the other threads.
 struct Multiplier {
-    Barrier& barrier;
+    Team& team;
     int thread, threads;
     char* prepared;
     bool is_private;
@@ -41,10 +41,10 @@ struct Multiplier {
             const Weight& weight = m.parts[p];
             const int64_t bytes = prepared_bytes(weight.kind, weight.inputs);
             if (p == 0 || weight.kind != m.parts[p - 1].kind) {
-                if (p > 0 && !is_private) barrier.wait();  // other threads still read the previous form
+                if (p > 0 && !is_private) team.wait();  // other threads still read the previous form
                 for (int64_t t = own.first; t < own.end; ++t)
                     prepare_row(weight.kind, row(t), weight.inputs, prepared + t * bytes);
-                if (!is_private) barrier.wait();
+                if (!is_private) team.wait();
             }
             linear(weight, prepared, rows, out, stride, accumulate, thread, threads);
             out += weight.outputs;

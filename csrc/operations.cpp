@@ -88,9 +88,9 @@ class RunMemory {
 // One thread's part of a run.
 class OperationRunner {
   public:
-    OperationRunner(const Run& run, const RunStep& step, const RunMemory& memory, Barrier& barrier, int thread,
+    OperationRunner(const Run& run, const RunStep& step, const RunMemory& memory, Team& team, int thread,
                     int threads)
-        : run_(run), step_(step), memory_(memory), barrier_(barrier), rows_(row_kernels()), thread_(thread),
+        : run_(run), step_(step), memory_(memory), team_(team), rows_(row_kernels()), thread_(thread),
           threads_(threads), split_(step.num_tokens, thread, threads),
           own_(memory.is_private ? Share(step.num_tokens, 0, 1) : split_) {}
 
@@ -131,10 +131,10 @@ class OperationRunner {
     void multiply(const Operation& o) {
         char* prepared = memory_.is_private ? memory_.own_prepared + thread_ * kPrivateRows * memory_.prepared_bytes
                                     : memory_.prepared;
-        const Multiplier multiplier{barrier_, thread_, threads_, prepared, memory_.is_private};
+        const Multiplier multiplier{team_, thread_, threads_, prepared, memory_.is_private};
         multiplier.multiply(
             o.product, step_.num_tokens, [&](int64_t t) { return row(o.x, t); }, row(o.out, 0), width(o.out), false);
-        barrier_.wait();
+        team_.wait();
     }
 
     void attend_rows(const Operation& o) {
@@ -146,26 +146,27 @@ class OperationRunner {
                 rows_.rotate(row(o.x, t) + i, row(o.other, t), layer.head_dim, false);
         const float* keys = row(o.x, 0) + size;
         write_kv(layer, group.slot_mapping, split_.first, split_.end, {keys, keys + kv_size, width(o.x), width(o.x)});
-        barrier_.wait();
+        team_.wait();
         const AttentionStep& step = *group.attention;
         float* out = row(o.out, 0);
         float* attended = memory_.is_private ? memory_.attended : out;
         attend(layer, step, row(o.x, 0), width(o.x), attended, size, thread_, threads_);
-        barrier_.wait();
+        team_.wait();
         if (memory_.is_private) {  // each thread joins all tokens for itself
             for (int64_t t = 0; t < step_.num_tokens; ++t)
                 if (step.first_slots[t] == kDirect) std::copy_n(attended + t * size, size, out + t * size);
-            attend_join(layer, step, out, size, 0, 1);
+            attend_join(layer, step, out, size, 0, step.num_joins * layer.num_heads);
         } else if (step.num_joins > 0) {
-            attend_join(layer, step, out, size, thread_, threads_);
-            barrier_.wait();
+            const Share units(step.num_joins * layer.num_heads, thread_, threads_);
+            attend_join(layer, step, out, size, units.first, units.end);
+            team_.wait();
         }
     }
 
     const Run& run_;
     const RunStep& step_;
     const RunMemory& memory_;
-    Barrier& barrier_;
+    Team& team_;
     const RowKernels& rows_;
     const int thread_, threads_;
     const Share split_, own_;  // this thread's share of the tokens; those that it computes, all of few
@@ -181,7 +182,7 @@ EXPORT int64_t octavo_run_workspace(const octavo::Run* run, int64_t tokens, int6
 
 EXPORT void octavo_run_operations(const octavo::Run* run, const octavo::RunStep* step, int32_t threads) {
     const octavo::RunMemory memory(*run, step->num_tokens, std::max(1, threads), step->tensors, step->workspace);
-    octavo::run_team(threads, [&](octavo::Barrier& barrier, int thread, int count) {
-        octavo::OperationRunner(*run, *step, memory, barrier, thread, count).run();
+    octavo::run_team(threads, [&](octavo::Team& team, int thread, int count) {
+        octavo::OperationRunner(*run, *step, memory, team, thread, count).run();
     });
 }
