@@ -11,9 +11,11 @@ Shapes: N blocks, X bytes of a block.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
+import os
 import sys
 import threading
 import time
@@ -252,7 +254,7 @@ def make_resident(pools: Sequence[KVPool], steps: Steps | None = None) -> thread
     if sum(pool.shape.block_bytes * pool.shape.num_blocks for pool in pools) <= AT_ONCE_BYTES:
         _populate_all(populate, [weakref.ref(pool) for pool in pools], Steps())
         return None
-    arguments = (populate, [weakref.ref(pool) for pool in pools], steps or Steps())
+    arguments = (populate, [weakref.ref(pool) for pool in pools], steps or Steps(), True)
     thread = threading.Thread(target=_populate_all, args=arguments, name="octavo-kv-pages", daemon=True)
     thread.start()
     return thread
@@ -274,7 +276,12 @@ def _populate() -> Callable[[int, int], bool] | None:
     return populate if populate(ctypes.addressof(ctypes.c_char.from_buffer(page)), mmap.PAGESIZE) else None
 
 
-def _populate_all(populate: Callable[[int, int], bool], refs: Sequence[weakref.ref[KVPool]], steps: Steps) -> None:
+def _populate_all(
+    populate: Callable[[int, int], bool], refs: Sequence[weakref.ref[KVPool]], steps: Steps, is_idle_work: bool = False
+) -> None:
+    if is_idle_work:  # what this thread takes of a core, a step's thread would lack, and the other threads wait for it
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone, on Linux
     begin, is_more, pauses = 0, True, int(MAX_PAUSE_S / QUIET_S)
     while is_more:
         is_more = False

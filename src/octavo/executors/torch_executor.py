@@ -34,6 +34,7 @@ from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket
 from octavo.executors.slots import Slots
 from octavo.executors.step_inputs import StepInputs, build_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
+from octavo.executors.thread_pace import ThreadPace
 from octavo.grammar.matcher import Masks
 from octavo.media.item import MediaItem
 from octavo.models.decoder import Decoder
@@ -94,6 +95,7 @@ class TorchExecutor:
         self._device, self._dtype = self._choice.device, self._choice.dtype
         self._decoder: AnyDecoder | None = None
         self._steps = Steps()
+        self._pace: ThreadPace | None = None
         self._loaded: LoadedDecoder
         self._opening: ExecutorSpec
         self._cache: CacheGroups
@@ -109,6 +111,7 @@ class TorchExecutor:
         """Load the weights; return how many blocks of each group this rank can hold. Raises CapacityError."""
         if self._device.type == "cpu":
             torch.set_num_threads(self._execution.threads or machine.usable_cores())
+            self._pace = ThreadPace()
         if self._execution.attention not in ATTENTION:
             raise ConfigError(f"attention is {self._execution.attention!r}; give one of {', '.join(ATTENTION)}")
         self._loaded, self._opening = self._choice.load(spec.max_model_len), spec
@@ -179,6 +182,8 @@ class TorchExecutor:
     def submit(self, plan: StepPlan) -> Ticket:
         """Run the plan (CPU) or launch it (CUDA). Raises the step's error; a step that fails here has no result."""
         self._steps.begin()
+        if self._pace is not None:
+            self._pace.begin()
         self.has_voted_failure = False
         try:
             return self._run(plan)
@@ -186,6 +191,8 @@ class TorchExecutor:
             raise_if_memory(error, self._device)
             raise
         finally:
+            if self._pace is not None:
+                self._pace.end()
             self._steps.end()
 
     @torch.inference_mode()
