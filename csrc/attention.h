@@ -9,9 +9,11 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernel.h"
+#include "team.h"
 
 namespace octavo {
 
@@ -70,9 +72,19 @@ void write_kv(const AttentionLayer& layer, const int64_t* slot_mapping, int64_t 
 void attend(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
             float* out, int64_t out_stride, int64_t share, int64_t shares);
 
+// How many shares the threads of a region take, if they are not dealt.
+inline int64_t attention_shares(int64_t threads) { return threads == 1 ? 1 : 2 * threads; }
+
 // Second phase, when all items are computed: fold the parts of units [first, end); a unit is a query head of one of
 // `joins`, so there are num_joins * num_heads.
 void attend_join(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int64_t first,
                  int64_t end);
+
+// The units of tokens [rows.first, rows.end), each of which has `heads` query heads.
+inline Share join_units(const AttentionStep& step, int64_t heads, const Share& rows) {
+    const int64_t* end = step.joins + step.num_joins;
+    const int64_t* first = std::lower_bound(step.joins, end, rows.first);
+    return {(first - step.joins) * heads, (std::lower_bound(first, end, rows.end) - step.joins) * heads};
+}
 
 }  // namespace octavo

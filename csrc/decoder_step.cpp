@@ -47,18 +47,6 @@ int64_t outputs(const Multiplication& m) {
     return sum;
 }
 
-constexpr int64_t kMaxBlockRows = 64;
-constexpr int64_t kSharesOfThread = 2;  // of attention's items, which threads take
-
-// How many blocks the rows of a step are divided into; 0: by columns. Blocks must be large enough that reading all
-// weights for each block takes less time than multiplying them, also if all threads read at once.
-int64_t row_blocks(const Model& m, int64_t tokens, int64_t threads) {
-    const bool has_codes = m.num_layers > 0 && m.layers->qkv.parts->kind >= kInt8;
-    if (threads > 1 && tokens < threads * (has_codes ? 8 : 32)) return 0;
-    const int64_t turn = threads * kMaxBlockRows;
-    return (tokens + turn - 1) / turn * threads;
-}
-
 // The addresses of a step's buffers in the workspace; `bytes` is the size of the whole.
 struct Workspace {
     float *stream, *qkv, *attended, *gate_up, *added, *scratch, *own_joined, *own_gate_up;
@@ -104,7 +92,7 @@ class Runner {
     void step(Step& s) {
         tokens_ = s.num_tokens;
         lora_ = s.lora;
-        const int64_t blocks = lora_ == nullptr ? row_blocks(m_, tokens_, threads_) : 0;
+        const int64_t blocks = lora_ == nullptr && m_.num_layers > 0 ? row_blocks(*m_.layers->qkv.parts, tokens_, threads_) : 0;
         if (blocks > 0) return step_by_rows(s, blocks);
         block_ = {0, tokens_}, gate_up_ = w_.gate_up;
         embed(s);
@@ -152,14 +140,13 @@ class Runner {
         };
         for_blocks([&] {
             embed(s);
-            if (m_.num_layers > 0) project(m_.layers[0], s);
+            project(m_.layers[0], s);
         });
         for (layer_ = 0; layer_ < m_.num_layers; ++layer_) {
             const Layer& layer = m_.layers[layer_];
-            const int64_t shares = threads_ == 1 ? 1 : kSharesOfThread * threads_;
-            team_.share_out(thread_, progress, shares, [&](int64_t share) {
+            team_.share_out(thread_, progress, attention_shares(threads_), [&](int64_t share) {
                 attend(layer.attention, *s.groups[layer.group].attention, w_.qkv, qkv_width(), w_.attended,
-                       attended_width(), share, shares);
+                       attended_width(), share, attention_shares(threads_));
             });
             const auto go_on = [&] {
                 if (layer_ + 1 == m_.num_layers) return finish(s);
@@ -292,10 +279,8 @@ class Runner {
         if (is_private) {  // each thread joins all tokens for itself
             attend_join(layer.attention, step, own_joined_, size, 0, step.num_joins * heads);
         } else if (is_alone_) {
-            const int64_t* end = step.joins + step.num_joins;
-            const int64_t first = std::lower_bound(step.joins, end, block_.first) - step.joins;
-            const int64_t last = std::lower_bound(step.joins, end, block_.end) - step.joins;
-            attend_join(layer.attention, step, w_.attended, size, first * heads, last * heads);
+            const Share units = join_units(step, heads, block_);
+            attend_join(layer.attention, step, w_.attended, size, units.first, units.end);
         } else if (step.num_joins > 0) {
             const Share units(step.num_joins * heads, thread_, threads_);
             attend_join(layer.attention, step, w_.attended, size, units.first, units.end);

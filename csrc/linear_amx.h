@@ -57,7 +57,7 @@ struct EqualTiles : RowTiles {
 INLINE void finish_tile(const octavo::Weight& weight, const octavo::LinearJob& job, const EqualTiles& tiles,
                         int64_t tile, int64_t panel, const float* sums) {
     for (int64_t row = tiles.first_row(tile); row < tiles.first_row(tile + 1); ++row)
-        finish_row(weight, job, panel, row, sums + (row - tiles.start(tile)) * octavo::kPanel);
+        finish_rows(weight, job, panel, row, row + 1, sums + (row - tiles.start(tile)) * octavo::kPanel);
 }
 
 }  // namespace

@@ -24,6 +24,17 @@ inline int64_t largest_prepared(const Multiplication& m) {
     return most;
 }
 
+constexpr int64_t kMaxBlockRows = 64;
+
+// How many blocks of at most kMaxBlockRows the rows of a step are divided into, if each thread computes whole rows; 0 if
+// the threads divide columns. Blocks must be so large that multiplying them takes longer than reading all weights, which
+// every thread does then.
+inline int64_t row_blocks(const Weight& weight, int64_t tokens, int64_t threads) {
+    if (threads > 1 && tokens < threads * (weight.kind >= kInt8 ? 8 : 32)) return 0;
+    const int64_t turn = threads * kMaxBlockRows;
+    return (tokens + turn - 1) / turn * threads;
+}
+
 // One thread of a region, and where it prepares rows: a buffer for all rows if it shares them with the other threads.
 struct Multiplier {
     Team& team;

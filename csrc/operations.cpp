@@ -3,7 +3,8 @@
 // Owns: the barriers between operations, the layout of the workspace. Does not: allocate, or choose what is run.
 // Invariants: a token's result depends on its row of the batch alone, bit for bit, as in decoder_step.cpp. Only
 // multiplication and attention have barriers: of the other operations, and of preparing rows, each thread does its share
-// of the tokens; with few tokens it does all of them by itself, in buffers of its own.
+// of the tokens; with few tokens it does all of them by itself, in buffers of its own. With many tokens, a thread computes
+// all operations between two attentions for a block of rows.
 
 #include "operations.h"
 
@@ -74,7 +75,7 @@ class RunMemory {
         }
         attended = taken.take<float>(is_private ? tokens * attended_width : 0);
         prepared = taken.take<char>(is_private ? 0 : tokens * prepared_bytes);
-        own_prepared = taken.take<char>(is_private ? threads * kPrivateRows * prepared_bytes : 0);
+        own_prepared = taken.take<char>(threads * kMaxBlockRows * prepared_bytes);
         bytes = taken.bytes();
     }
 
@@ -95,12 +96,36 @@ class OperationRunner {
           own_(memory.is_private ? Share(step.num_tokens, 0, 1) : split_) {}
 
     void run() {
-        for (int64_t i = 0; i < run_.num_operations; ++i) apply(run_.operations[i]);
+        const Operation *o = run_.operations, *end = o + run_.num_operations;
+        const Operation* product = std::find_if(o, end, [](const Operation& any) { return any.kind == kMultiplyRows; });
+        const int64_t blocks = product == end ? 0 : row_blocks(*product->product.parts, step_.num_tokens, threads_);
+        if (blocks > 0 && !memory_.is_private) return run_by_rows(blocks);
+        for (; o < end; ++o) apply(*o);
     }
 
   private:
     int64_t width(int64_t buffer) const { return run_.widths[buffer]; }
     float* row(int64_t buffer, int64_t t) const { return memory_.at(thread_, buffer) + t * run_.widths[buffer]; }
+
+    void run_by_rows(int64_t blocks) {
+        const Operation *o = run_.operations, *end = o + run_.num_operations, *before = nullptr;
+        Team::Progress progress;
+        is_alone_ = true;
+        while (o < end || before != nullptr) {
+            const Operation* next = std::find_if(o, end, [](const Operation& any) { return any.kind == kAttendRows; });
+            team_.share_out(thread_, progress, blocks, [&](int64_t block) {
+                split_ = own_ = {step_.num_tokens * block / blocks, step_.num_tokens * (block + 1) / blocks};
+                if (before != nullptr) join(*before);
+                for (const Operation* each = o; each < next; ++each) apply(*each);
+                if (next < end) write_keys(*next);
+            });
+            if (next < end)
+                team_.share_out(thread_, progress, attention_shares(threads_),
+                                [&](int64_t share) { attend_share(*next, row(next->out, 0), share, attention_shares(threads_)); });
+            before = next < end ? next : nullptr;
+            o = next < end ? next + 1 : end;
+        }
+    }
 
     void apply(const Operation& o) {
         if (o.kind == kMultiplyRows) return multiply(o);
@@ -129,38 +154,57 @@ class OperationRunner {
     }
 
     void multiply(const Operation& o) {
-        char* prepared = memory_.is_private ? memory_.own_prepared + thread_ * kPrivateRows * memory_.prepared_bytes
-                                    : memory_.prepared;
-        const Multiplier multiplier{team_, thread_, threads_, prepared, memory_.is_private};
+        const bool is_private = is_alone_ || memory_.is_private;
+        char* own = memory_.own_prepared + thread_ * kMaxBlockRows * memory_.prepared_bytes;
+        const Multiplier multiplier{team_, is_alone_ ? 0 : thread_, is_alone_ ? 1 : threads_,
+                                    is_private ? own : memory_.prepared, is_private};
+        const Share block = is_alone_ ? own_ : Share(0, step_.num_tokens);
         multiplier.multiply(
-            o.product, step_.num_tokens, [&](int64_t t) { return row(o.x, t); }, row(o.out, 0), width(o.out), false);
-        team_.wait();
+            o.product, block.end - block.first, [&](int64_t t) { return row(o.x, block.first + t); },
+            row(o.out, block.first), width(o.out), false);
+        if (!is_alone_) team_.wait();
     }
 
-    void attend_rows(const Operation& o) {
+    // Rotate queries and keys, and write keys and values to the pool.
+    void write_keys(const Operation& o) {
         const AttentionLayer& layer = *o.attention;
-        const StepGroup& group = step_.groups[o.group];
         const int64_t size = layer.num_heads * layer.head_dim, kv_size = layer.num_kv_heads * layer.head_dim;
         for (int64_t t = split_.first; t < split_.end; ++t)
             for (int64_t i = 0; i < size + kv_size; i += layer.head_dim)
                 rows_.rotate(row(o.x, t) + i, row(o.other, t), layer.head_dim, false);
         const float* keys = row(o.x, 0) + size;
-        write_kv(layer, group.slot_mapping, split_.first, split_.end, {keys, keys + kv_size, width(o.x), width(o.x)});
+        write_kv(layer, step_.groups[o.group].slot_mapping, split_.first, split_.end,
+                 {keys, keys + kv_size, width(o.x), width(o.x)});
+    }
+
+    void attend_share(const Operation& o, float* out, int64_t share, int64_t shares) {
+        const AttentionLayer& layer = *o.attention;
+        attend(layer, *step_.groups[o.group].attention, row(o.x, 0), width(o.x), out, layer.num_heads * layer.head_dim,
+               share, shares);
+    }
+
+    // Join the parts of the thread's own rows.
+    void join(const Operation& o) {
+        const AttentionStep& step = *step_.groups[o.group].attention;
+        const Share units = join_units(step, o.attention->num_heads, own_);
+        attend_join(*o.attention, step, row(o.out, 0), o.attention->num_heads * o.attention->head_dim, units.first,
+                    units.end);
+    }
+
+    void attend_rows(const Operation& o) {
+        write_keys(o);
         team_.wait();
-        const AttentionStep& step = *group.attention;
-        float* out = row(o.out, 0);
-        float* attended = memory_.is_private ? memory_.attended : out;
-        attend(layer, step, row(o.x, 0), width(o.x), attended, size, thread_, threads_);
+        attend_share(o, memory_.is_private ? memory_.attended : row(o.out, 0), thread_, threads_);
         team_.wait();
-        if (memory_.is_private) {  // each thread joins all tokens for itself
+        const AttentionStep& step = *step_.groups[o.group].attention;
+        if (memory_.is_private) {
+            const int64_t size = o.attention->num_heads * o.attention->head_dim;
             for (int64_t t = 0; t < step_.num_tokens; ++t)
-                if (step.first_slots[t] == kDirect) std::copy_n(attended + t * size, size, out + t * size);
-            attend_join(layer, step, out, size, 0, step.num_joins * layer.num_heads);
-        } else if (step.num_joins > 0) {
-            const Share units(step.num_joins * layer.num_heads, thread_, threads_);
-            attend_join(layer, step, out, size, units.first, units.end);
-            team_.wait();
+                if (step.first_slots[t] == kDirect) std::copy_n(memory_.attended + t * size, size, row(o.out, t));
         }
+        if (step.num_joins == 0) return;
+        join(o);
+        if (!memory_.is_private) team_.wait();
     }
 
     const Run& run_;
@@ -169,7 +213,8 @@ class OperationRunner {
     Team& team_;
     const RowKernels& rows_;
     const int thread_, threads_;
-    const Share split_, own_;  // this thread's share of the tokens; those that it computes, all of few
+    Share split_, own_;      // this thread's share of the tokens; those that it computes, all of few
+    bool is_alone_ = false;  // both are a block, which no other thread computes
 };
 
 }  // namespace

@@ -48,6 +48,12 @@ def test_X04_a_request_has_the_same_bits_alone_in_a_batch_and_in_chunks(served: 
     zoo_checks.record(served.tiny.row.name, {"bits": zoo_checks.compare_bits(served)})
 
 
+def test_X04_threads_change_no_bit(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    if served.capacity.decoder != "native":
+        pytest.skip("torch divides the work")
+    zoo_checks.check_threads(served, monkeypatch)
+
+
 def test_X04_logits_of_the_torch_twin(tiny: TinyModel) -> None:
     served = ServedModel(tiny, "torch")
     zoo_checks.check_logits(served)

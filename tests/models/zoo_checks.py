@@ -315,6 +315,15 @@ def compare_bits(served: ServedModel) -> dict[str, float]:
     return differences
 
 
+def check_threads(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assert that the native decoder's bits are those of one thread, with steps divided by columns and by rows."""
+    cuts = (0.02, 0.3, 0.35, 0.8)
+    one = served.logits(PROMPTS, cuts)
+    for threads in (2, 3):
+        monkeypatch.setattr(cpu, "team_size", lambda threads=threads: threads)
+        assert _max_difference(served.logits(PROMPTS, cuts), one) == 0.0, threads
+
+
 def record(name: str, facts: Mapping[str, Any]) -> None:
     """Enter a row's facts into RESULTS, if OCTAVO_WRITE_TABLES is set; docs/models.md is made from them."""
     if not os.environ.get("OCTAVO_WRITE_TABLES"):
