@@ -85,14 +85,16 @@ class Runner {
   public:
     Runner(const Model& model, const Workspace& work, Team& team, int thread, int threads)
         : m_(model), w_(work), team_(team), rows_(row_kernels()), thread_(thread), threads_(threads),
-          scratch_(work.scratch + thread * work.scratch_size), own_joined_(work.own_joined + thread * work.joined_size),
+          scratch_(work.scratch + thread * work.scratch_size),
+          own_joined_(work.own_joined + thread * work.joined_size),
           own_prepared_(work.own_prepared + thread * work.own_rows * work.prepared_bytes),
           own_gate_up_(work.own_gate_up + thread * work.own_rows * work.mlp_stride) {}
 
     void step(Step& s) {
         tokens_ = s.num_tokens;
         lora_ = s.lora;
-        const int64_t blocks = lora_ == nullptr && m_.num_layers > 0 ? row_blocks(*m_.layers->qkv.parts, tokens_, threads_) : 0;
+        const bool may_be_by_rows = lora_ == nullptr && m_.num_layers > 0;
+        const int64_t blocks = may_be_by_rows ? row_blocks(*m_.layers->qkv.parts, tokens_, threads_) : 0;
         if (blocks > 0) return step_by_rows(s, blocks);
         block_ = {0, tokens_}, gate_up_ = w_.gate_up;
         embed(s);
@@ -224,7 +226,8 @@ class Runner {
         const Multiplier multiplier{team_, is_alone_ ? 0 : thread_, is_alone_ ? 1 : threads_, prepared, is_private};
         const int64_t count = block_.end - block_.first;
         if (lora == nullptr)
-            return multiplier.multiply(m, count, [&](int64_t t) { return row(block_.first + t); }, out, stride, accumulate);
+            return multiplier.multiply(
+                m, count, [&](int64_t t) { return row(block_.first + t); }, out, stride, accumulate);
         const auto kept = [&](int64_t t) {
             const float* x = row(t);
             if (lora->adapters[t] >= 0) std::copy(x, x + m.parts->inputs, lora->inputs + t * lora->max_inputs);

@@ -120,8 +120,9 @@ class OperationRunner {
                 if (next < end) write_keys(*next);
             });
             if (next < end)
-                team_.share_out(thread_, progress, attention_shares(threads_),
-                                [&](int64_t share) { attend_share(*next, row(next->out, 0), share, attention_shares(threads_)); });
+                team_.share_out(thread_, progress, attention_shares(threads_), [&](int64_t share) {
+                    attend_share(*next, row(next->out, 0), share, attention_shares(threads_));
+                });
             before = next < end ? next : nullptr;
             o = next < end ? next + 1 : end;
         }

@@ -97,7 +97,7 @@ class Team {
         std::atomic<uint64_t> word{0};  // the phase, and how many pieces of it were taken
     };
 
-    // Return the index of a piece that nobody has taken, or -1 if there is none, or the phase is over.
+    // Return the index of a piece that no thread has taken, or -1 if there is none, or the phase is over.
     static int64_t take(std::atomic<uint64_t>& word, uint64_t phase, int64_t size) {
         uint64_t seen = word.load(std::memory_order_acquire);
         while (true) {

@@ -84,7 +84,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("engine", "frontend"): 5_858,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 8_096,
-    ("executors",): 3_454,
+    ("executors",): 3_521,
     ("artifacts",): 3_560,
     ("text",): 2_420,
     ("grammar", "sandbox"): 1_870,
@@ -96,7 +96,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_912,
     ("config",): 1_247,
 }
-ALL_CODE_LINES, ALL_FILES = 64_853, 425  # of src
+ALL_CODE_LINES, ALL_FILES = 64_920, 425  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
