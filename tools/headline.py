@@ -32,6 +32,7 @@ Facts = dict[str, Any]
 def measure(rounds: int, llama_server: str | None, model: str, python: str = sys.executable) -> Facts:
     """Run the comparison; return its report."""
     words = [python, "-m", "octavo", "bench", "compare", model, "--own-server", "--json", "--rounds", str(rounds)]
+    words += ["--speculate", "none"]  # the workloads' prompts are random ids, which models answer with repetitions
     words += ["--workload", *(str(ROOT / "tools" / "workloads" / name) for name in WORKLOADS.values())]
     words += ["--llama-server", llama_server] if llama_server else []
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

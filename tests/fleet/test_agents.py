@@ -86,7 +86,7 @@ async def test_a_command_joins_and_is_listed_and_stopped(short_path: Path, monke
         words = [*command, "serve", f"scripted:{script}", "--join", str(front.address), "--served-model-name", "m"]
         process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         try:
-            await until(lambda: front.engines.num_engines == 1, 60.0)
+            await until(lambda: front.engines.num_engines == 1 and hasattr(front.supervisor, "capacity"), 60.0)
             assert len(front.supervisor.capacity.fingerprint.text.split("/")) == 3
 
             async def run(*rest: str) -> str:

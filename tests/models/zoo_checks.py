@@ -251,7 +251,7 @@ def check_speculation(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> N
         right = text[sequence.num_outputs : sequence.num_outputs + 2]
         return array("i", [*right, (right[-1] + 1) % VOCAB_SIZE] if right else [])[:count]
 
-    def propose(drafter: Drafter, rows: list[tuple[ScheduledSequence, int]]) -> list[array[int]]:
+    def propose(drafter: Drafter, rows: list[tuple[ScheduledSequence, int]], num_rows: int) -> list[array[int]]:
         return [draft(*row) for row in rows]
 
     monkeypatch.setattr(Drafter, "propose", propose)

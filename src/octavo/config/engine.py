@@ -322,7 +322,7 @@ class SpeculationConfig:
         "the same tokenizer (a name or path, as for --model), ngram+MODEL, or none; auto: ngram on one CPU rank whose "
         "answers it cannot change",
         "--speculate",
-        brief="auto, none, ngram, or a draft MODEL: guess tokens",
+        brief="auto, none, ngram, or a draft MODEL",
     )
     speculate_quantization: str = option(
         "auto",
