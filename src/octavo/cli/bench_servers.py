@@ -173,7 +173,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_int(group, "--rounds", 3, "turns of each peer at each workload")
     group.add_argument("--neighbour", action="store_true", help="each workload again beside a busy process")
     add_json(group)
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution"), is_short=False)
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"), is_short=False)
 
 
 def run_compare(args: argparse.Namespace) -> int:
