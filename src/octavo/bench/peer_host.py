@@ -23,6 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# Modules beside this file have names that other engines import.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+
 Options = dict[str, Any]
 Requests = list[dict[str, Any]]
 Times = list[list[float]]
