@@ -96,7 +96,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_912,
     ("config",): 1_247,
 }
-ALL_CODE_LINES, ALL_FILES = 64_920, 426  # of src
+ALL_CODE_LINES, ALL_FILES = 64_921, 426  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
