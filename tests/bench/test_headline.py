@@ -95,7 +95,9 @@ def test_the_comparison_is_run_with_the_servers_and_its_last_line_read(tmp_path:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert headline.measure(2, "/llama", "smollm2", str(script)) == ALONE
     words = told.read_text()
-    assert words.startswith("|-m octavo bench compare smollm2 --own-server --json --rounds 2 --speculate none --workload ")
+    assert words.startswith(
+        "|-m octavo bench compare smollm2 --own-server --json --rounds 2 --speculate none --workload "
+    )
     assert "c.json.gz@32" in words and words.rstrip().endswith("--llama-server /llama")
     script.write_text(f"#!/bin/sh\necho '{json.dumps(report(peer('octavo', 0, error='out of memory')))}'\n")
     with pytest.raises(SystemExit, match="nothing is written: out of memory"):
