@@ -30,7 +30,7 @@ class ThreadPace:
     """Chooses the number of threads, up to torch's at its creation. Call both methods in the executor's thread."""
 
     def __init__(self) -> None:
-        self.count = self._most = torch.get_num_threads()
+        self._most = torch.get_num_threads()
         self._wait_s, self._retry_at = MIN_WAIT_S, 0.0
         self._is_trial = False
         self._restart()
@@ -52,21 +52,17 @@ class ThreadPace:
             self._restart()
 
     def _choose(self) -> None:
-        now, count = time.monotonic(), self.count
+        now, count = time.monotonic(), torch.get_num_threads()  # a draft model's executor may have changed it
         is_preempted = (_preemptions() - self._preemptions) * SLICE_S > self._wall_s
         if count > 1 and is_preempted and self._cpu_s / self._wall_s < count - 1 + MARGIN:
             self._wait_s = min(2 * self._wait_s, MAX_WAIT_S) if self._is_trial else MIN_WAIT_S
             self._retry_at = now + self._wait_s
-            self._set(count - 1)
+            torch.set_num_threads(count - 1)
         elif count < self._most and now >= self._retry_at:
-            self._set(count + 1)
+            torch.set_num_threads(count + 1)
             self._is_trial = True
             return
         self._is_trial = False
-
-    def _set(self, count: int) -> None:
-        self.count = count
-        torch.set_num_threads(count)
 
     def _restart(self) -> None:
         self._wall_s = self._cpu_s = 0.0
