@@ -18,7 +18,7 @@ from octavo.simulator.costs.fitted import fit_recording, load_fit
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_tiny_model("smollm2", tmp_path_factory.mktemp("tiny"))
     folder = tmp_path_factory.mktemp("runs") / "run-0"
-    small = {"max_model_len": 64, "num_blocks": 32, "threads": 1, "dtype": "float32"}
+    small = {"max_model_len": 64, "num_blocks": 32, "threads": 1, "dtype": "float32", "speculate": "none"}
     with LLM(str(model), **small, record=str(folder)) as llm:
         for text in ("a", "bc", "def", "a b", "g", "hi", "jk", "lm", "n"):
             llm.generate([text, text + "x"], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
