@@ -13,6 +13,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["NO_COLOR"] = "1"
+os.environ["TRITON_INTERPRET"] = "1"  # kernels for CUDA run on CPU tensors; to compile them takes another process
 _CACHE = tempfile.TemporaryDirectory(prefix="octavo-weights-")  # removed when the run ends
 os.environ["OCTAVO_CACHE_DIR"] = _CACHE.name
 _RUN = tempfile.TemporaryDirectory(prefix="octavo-run-")
