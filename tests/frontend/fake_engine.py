@@ -3,7 +3,8 @@
 The configured model's name says how it behaves: "fake" works, "slow" takes 5 ms a step, "gated" never ends its fourth
 step, "broken" cannot open, "crash" exits while opening, "dying" dies after some steps, "stillborn" kills itself in its
 first; "stops" is stopped (SIGSTOP) in its first step in the first epoch, "stops_later" in the second, "stops_large" in
-its first step of more than 16 tokens in the first; the warm-up of "cold" fails. A request whose id begins with "poison"
+its first step of more than 16 tokens in the first; the warm-up of "cold" fails; a step of "lost_device" fails in the
+first epoch as torch fails once a CUDA context is lost. A request whose id begins with "poison"
 kills the process in any of its steps; one with a grammar, if its id begins with "venom", while that is built.
 """
 
@@ -59,6 +60,8 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
             time.sleep(60.0)  # this thread may not stop at once, and goes on while its stacks are written
         if behaviour == "slow":
             time.sleep(SLOW_STEP_S)
+        if behaviour == "lost_device" and EPOCH == 1 and plan.step > 8:
+            return lost_device()
         return EngineDeadError("the device is gone") if behaviour == "dying" and plan.step > 8 else None
 
     executor.fail = fail
@@ -68,6 +71,20 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
     if behaviour == "cold":
         loop.warm_up = fail_to_warm_up
     return loop, capacity
+
+
+def lost_device() -> Exception:
+    """What an executor makes of torch's error."""
+    import torch
+
+    from octavo.executors.device_errors import raise_typed
+
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nhelp")
+    try:
+        raise_typed(error, torch.device("cuda"))
+    except EngineDeadError as typed:
+        return typed
+    return error
 
 
 def fail_to_warm_up() -> dict[int, float]:

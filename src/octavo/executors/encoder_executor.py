@@ -25,9 +25,9 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.limits import GroupSpec
 from octavo.core.plan import ROW_POOL, StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
+from octavo.executors.device_errors import raise_typed
 from octavo.executors.loading import choose_device, encoder_weights
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
-from octavo.executors.torch_executor import raise_if_memory
 from octavo.models.encoder import Encoder, PoolingDecoder
 
 NO_STATE = "the model's output is not finite"
@@ -124,7 +124,7 @@ class EncoderExecutor:
         try:
             return self._encoder.run(texts)
         except RuntimeError as error:
-            raise_if_memory(error, self._device)
+            raise_typed(error, self._device)
             raise
 
     def supply(self, ticket: Ticket, masks: object) -> None:

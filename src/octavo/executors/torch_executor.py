@@ -9,8 +9,6 @@ failed step by sending the step's sequences again.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +25,7 @@ from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.core.request import Request
 from octavo.errors import ConfigError, EngineError
 from octavo.executors.cache import CacheGroups, CacheLayout, MakeAttention, Steps, make_resident
+from octavo.executors.device_errors import free_memory, raise_typed
 from octavo.executors.loading import AnyDecoder, DecoderChoice, LoadedDecoder, cache_dtype
 from octavo.executors.media_rows import MediaRows
 from octavo.executors.memory import PoolSizing, describe_groups
@@ -63,10 +62,6 @@ ATTENTION: dict[str, MakeAttention] = {
     "batched": BatchedAttention,
     "reference": ReferenceAttention,
 }
-
-
-# Parts of torch's out-of-memory messages; the last is oneDNN's if it cannot allocate memory for its code or scratch.
-_NO_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "out of memory", "could not create a")
 
 
 class TorchExecutor:
@@ -188,7 +183,7 @@ class TorchExecutor:
         try:
             return self._run(plan)
         except RuntimeError as error:
-            raise_if_memory(error, self._device)
+            raise_typed(error, self._device)
             raise
         finally:
             if self._pace is not None:
@@ -233,7 +228,7 @@ class TorchExecutor:
         own = torch.tensor([has_memory], dtype=torch.uint8, device=self._device)
         if not parallel.collective.all_gather(own).all():
             self.has_voted_failure = True
-            _free_memory(self._device)
+            free_memory(self._device)
             raise MemoryError("a rank has not enough memory for the step" if has_memory else "too little for the step")
 
     def _has_memory(self, inputs: StepInputs) -> bool:
@@ -324,7 +319,7 @@ class TorchExecutor:
         try:
             self._sample_masked(outputs, masks)
         except RuntimeError as error:
-            raise_if_memory(error, self._device)
+            raise_typed(error, self._device)
             raise
         clock.lap()
 
@@ -346,7 +341,7 @@ class TorchExecutor:
         try:
             result: StepResult = outputs.result()
         except RuntimeError as error:
-            raise_if_memory(error, self._device)
+            raise_typed(error, self._device)
             raise
         result.timings = clock.timings
         return result
@@ -395,22 +390,6 @@ class TorchExecutor:
         if self._decoder is None:
             raise EngineError("the executor is not open")
         return self._decoder
-
-
-def raise_if_memory(error: RuntimeError, device: torch.device) -> None:
-    """Raise MemoryError if `error` is an out-of-memory error of torch; the engine then makes smaller steps."""
-    if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY):
-        _free_memory(device)
-        raise MemoryError(str(error).splitlines()[0]) from None
-
-
-def _free_memory(device: torch.device) -> None:
-    """Free the failed step's memory; otherwise the smaller step would fail too."""
-    gc.collect()  # reference cycles hold the failed step; an engine process has few objects to scan (process_side)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps freed memory
-        trim(0)
 
 
 class _StepClock:
