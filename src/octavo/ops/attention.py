@@ -168,6 +168,27 @@ class KVPool:
             plane.index_fill_(1, blocks, 0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceRows:
+    """What kernels read of a step's rows: int32 tensors on the device, so that a captured graph fits any step.
+
+    Row n has tokens [first_token_N1[n], first_token_N1[n + 1]) and row slots_N[n] of the group's whole block table. A
+    row of context 0 pads the step: its result is zero. The work lists are those of ops.attention_triton.AttentionWork;
+    `num_work_3` says how much of each is used. `num_parts` is how many partial results there is room for.
+    """
+
+    first_token_N1: Tensor
+    contexts_N: Tensor
+    slots_N: Tensor
+    table_SM: Tensor
+    items_I4: Tensor
+    joins_J4: Tensor
+    tiles_P4: Tensor
+    num_work_3: Tensor
+    num_parts: int
+    seen_T: Tensor | None = None
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """Attention's inputs of one step: device tensors with host copies, so that reading a size needs no sync.
@@ -177,7 +198,8 @@ class AttentionBatch:
     window may be any block of the pool, with any content. Index tensors are int64.
     `counts` and `contexts` are host copies per row; rows [0, num_decodes) have one token each. `seen_T`, on the host,
     is how many positions each token sees if some tokens see positions after their own, which are in this step; it
-    ascends within a row. None: a token sees the positions up to its own.
+    ascends within a row. None: a token sees the positions up to its own. `device` is what kernels of CUDA devices
+    read; their backend builds it from the rest where it is None. These do not write the KV of a slot of -1.
     """
 
     num_tokens: int
@@ -189,6 +211,7 @@ class AttentionBatch:
     counts: HostColumn
     contexts: HostColumn
     seen_T: HostColumn | None = None
+    device: DeviceRows | None = None
 
 
 class AttentionBackend(Protocol):
