@@ -10,7 +10,6 @@ failed step by sending the step's sequences again.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -25,6 +24,7 @@ from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.core.request import Request
 from octavo.errors import ConfigError, EngineError
 from octavo.executors.cache import CacheGroups, CacheLayout, MakeAttention, Steps, make_resident
+from octavo.executors.device import Device, DeviceEvent, device_of
 from octavo.executors.device_errors import free_memory, raise_typed
 from octavo.executors.loading import AnyDecoder, DecoderChoice, LoadedDecoder, cache_dtype
 from octavo.executors.media_rows import MediaRows
@@ -87,7 +87,7 @@ class TorchExecutor:
         self._shard = None if parallel is None else ModelShard(spec, parallel.shard)
         self._samples = parallel is None or parallel.shard.is_last_stage
         self._choice = DecoderChoice(files, spec, execution, model, parallel)
-        self._device, self._dtype = self._choice.device, self._choice.dtype
+        self._device, self._dtype = device_of(self._choice.device), self._choice.dtype
         self._decoder: AnyDecoder | None = None
         self._steps = Steps()
         self._pace: ThreadPace | None = None
@@ -104,7 +104,7 @@ class TorchExecutor:
 
     def load(self, spec: ExecutorSpec) -> PoolBlocks:
         """Load the weights; return how many blocks of each group this rank can hold. Raises CapacityError."""
-        if self._device.type == "cpu":
+        if self._device.is_host:
             torch.set_num_threads(self._execution.threads or machine.usable_cores())
             self._pace = ThreadPace()
         if self._execution.attention not in ATTENTION:
@@ -114,12 +114,11 @@ class TorchExecutor:
         decoder = self._loaded.decoder
         sizing = PoolSizing(spec, self._layout(decoder, spec).groups, decoder.max_model_len)
         host_ranks = 1 if self._parallel is None else self._parallel.host_ranks
-        is_host = self._device.type == "cpu"
         host_bytes = machine.usable_memory()[1] // host_ranks
         host_blocks = sizing.host_blocks(host_bytes) if spec.host_bytes else ()
-        available = host_bytes - spec.host_bytes if is_host else int(torch.cuda.mem_get_info(self._device)[0])
+        available = host_bytes - spec.host_bytes if self._device.is_host else self._device.memory()[1]
         available -= self._media.cache_bytes(spec.max_batch_tokens, decoder.max_model_len)
-        return PoolBlocks(sizing.device_blocks(available, is_host), host_blocks)
+        return PoolBlocks(sizing.device_blocks(available, self._device.is_host), host_blocks)
 
     def allocate(self, blocks: PoolBlocks) -> Capacity:
         """Allocate the pool and the slots, after `load`; every rank gets the same numbers of blocks."""
@@ -129,11 +128,11 @@ class TorchExecutor:
         layout = self._layout(decoder, spec)
         groups, num_blocks, host_blocks = layout.groups, blocks.device, blocks.host
         make_attention = KernelAttention if self._choice.is_packed else ATTENTION[self._execution.attention]
-        self._cache = CacheGroups(layout, layout.allocate(num_blocks, self._device), host_blocks, make_attention)
+        self._cache = CacheGroups(layout, layout.allocate(num_blocks, self._choice.device), host_blocks, make_attention)
         null_blocks = [pool.null_block for pool in self._cache.pools]
         vocab_size = self._spec.vocab_size
         self._slots = Slots(
-            spec.max_sequences, decoder.max_model_len, spec.block_size, null_blocks, vocab_size, self._device
+            spec.max_sequences, decoder.max_model_len, spec.block_size, null_blocks, vocab_size, self._choice.device
         )
         self._sampler = self._slots.sampler
         self._block_size = spec.block_size
@@ -147,9 +146,9 @@ class TorchExecutor:
             num_slots=spec.max_sequences,
             max_model_len=decoder.max_model_len,
             vocab_size=vocab_size,
-            device=str(self._device),
+            device=str(self._choice.device),
             dtype=str(self._dtype).removeprefix("torch."),
-            num_threads=torch.get_num_threads() if self._device.type == "cpu" else 1,
+            num_threads=torch.get_num_threads() if self._device.is_host else 1,
             weight_bytes=decoder.weight_bytes,
             idle_expert_bytes=loaded.idle_expert_bytes,
             kv_bytes_per_token=sum(group.block_bytes for group in groups) // spec.block_size,
@@ -183,7 +182,7 @@ class TorchExecutor:
         try:
             return self._run(plan)
         except RuntimeError as error:
-            raise_typed(error, self._device)
+            raise_typed(error, self._choice.device)
             raise
         finally:
             if self._pace is not None:
@@ -225,10 +224,10 @@ class TorchExecutor:
         A rank that fails later would leave the others waiting in a collective.
         """
         has_memory = self._has_memory(inputs)
-        own = torch.tensor([has_memory], dtype=torch.uint8, device=self._device)
+        own = torch.tensor([has_memory], dtype=torch.uint8, device=self._choice.device)
         if not parallel.collective.all_gather(own).all():
             self.has_voted_failure = True
-            free_memory(self._device)
+            free_memory(self._choice.device)
             raise MemoryError("a rank has not enough memory for the step" if has_memory else "too little for the step")
 
     def _has_memory(self, inputs: StepInputs) -> bool:
@@ -237,7 +236,7 @@ class TorchExecutor:
         widest = 3 * model.intermediate_size + 4 * model.hidden_size
         num_bytes = self._dtype.itemsize * num_tokens * widest + 12 * len(inputs.sample_rows) * model.vocab_size
         try:
-            torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            torch.empty(num_bytes, dtype=torch.uint8, device=self._choice.device)
         except RuntimeError:
             return False
         return True
@@ -298,7 +297,7 @@ class TorchExecutor:
         assert inputs is not None
         beams, rows = inputs.beams, inputs.sampling
         others = np.delete(np.arange(len(inputs.sample_rows)), beams)
-        beams_B, others_R = upload(self._device, beams, others)
+        beams_B, others_R = upload(self._choice.device, beams, others)
         beam_rows = rows.take(beams)
         counts = self._sampler.columns.num_candidates[beam_rows.slots]
         ids_BC, logprobs_BC = self._sampler.candidates(logits_RV.index_select(0, beams_B), beam_rows)
@@ -319,7 +318,7 @@ class TorchExecutor:
         try:
             self._sample_masked(outputs, masks)
         except RuntimeError as error:
-            raise_typed(error, self._device)
+            raise_typed(error, self._choice.device)
             raise
         clock.lap()
 
@@ -341,7 +340,7 @@ class TorchExecutor:
         try:
             result: StepResult = outputs.result()
         except RuntimeError as error:
-            raise_typed(error, self._device)
+            raise_typed(error, self._choice.device)
             raise
         result.timings = clock.timings
         return result
@@ -393,30 +392,19 @@ class TorchExecutor:
 
 
 class _StepClock:
-    """Timer of a step's three parts: prepare, forward, sample. On CUDA it records events, read by `timings`."""
+    """Timer of a step's three parts: prepare, forward, sample."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._marks: list[DeviceEvent] = []
         self.lap()
 
     def lap(self) -> None:
         """Mark the end of a part."""
-        if not self._is_cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append(event)
+        self._marks.append(self._device.event())
 
     @property
     def timings(self) -> StepTimings:
-        """Seconds of the parts so far; on CUDA this waits for the events."""
-        return StepTimings(*(self._between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)))
-
-    def _between(self, begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        if isinstance(begin, float) or isinstance(end, float):
-            assert isinstance(begin, float) and isinstance(end, float)
-            return end - begin
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000.0
+        """Seconds of the parts so far; waits for the device."""
+        marks = self._marks
+        return StepTimings(*(later.seconds_since(mark) for mark, later in itertools.pairwise(marks)))
