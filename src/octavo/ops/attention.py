@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -235,6 +235,32 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KVPlace:
+    """Where a step's keys and values of one layer are written: a pool's planes, its type, and flat positions.
+
+    A token whose position is -1 is not written.
+    """
+
+    keys: Tensor
+    values: Tensor
+    dtype: torch.dtype
+    slots_T: Tensor
+
+
+@runtime_checkable
+class PlacedAttention(AttentionBackend, Protocol):
+    """A backend for which another kernel, such as the rotation, can write keys and values."""
+
+    def place(self, layer: int) -> KVPlace | None:
+        """Return where this step's keys and values belong; None: give them to `attend`."""
+        ...
+
+    def attend_placed(self, layer: int, q_THD: Tensor) -> Tensor:
+        """Attend as `attend` does, after the step's keys and values were written at `place(layer)`."""
+        ...
+
+
 class GroupedAttention:
     """An AttentionBackend over several cache groups. `places` has each layer's backend and the layer's index there.
 
@@ -245,6 +271,11 @@ class GroupedAttention:
 
     def __init__(self, places: Mapping[int, tuple[AttentionBackend, int]]) -> None:
         self.places = dict(places)
+        self._placed = {
+            layer: (backend, local)
+            for layer, (backend, local) in self.places.items()
+            if isinstance(backend, PlacedAttention)
+        }
 
     def begin(self, batch: AttentionBatch) -> None:
         """Raise AssertionError, because each group has its own batch."""
@@ -254,6 +285,16 @@ class GroupedAttention:
         """Attend in the layer's group."""
         backend, local = self.places[layer]
         return backend.attend(local, q_THD, k_TKD, v_TKV)
+
+    def place(self, layer: int) -> KVPlace | None:
+        """Return the place in the layer's group, None if its backend writes by itself."""
+        placed = self._placed.get(layer)
+        return None if placed is None else placed[0].place(placed[1])
+
+    def attend_placed(self, layer: int, q_THD: Tensor) -> Tensor:
+        """Attend in the layer's group."""
+        backend, local = self._placed[layer]
+        return backend.attend_placed(local, q_THD)
 
 
 class ReferenceAttention:

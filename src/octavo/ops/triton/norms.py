@@ -30,7 +30,7 @@ def rms_scale(wide, size: tl.constexpr, eps):
 
 @triton.jit
 def weighted(normed, weight, dtype: tl.constexpr):
-    """Multiply in the dtype of x, or before rounding to it if the weight has another one; float32, rounded to `dtype`."""
+    """Multiply in `dtype`, or before rounding to it if the weight has another type; return rounded float32."""
     if weight.dtype == dtype:
         normed = rounded(normed, dtype).to(tl.float32)
     return rounded(normed * weight.to(tl.float32), dtype).to(tl.float32)

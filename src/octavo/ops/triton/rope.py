@@ -152,10 +152,7 @@ def rope_write(
 
 
 @rope_write.register_fake
-def _(
-    qk: Tensor, v: Tensor, weight: Tensor | None, cos: Tensor | None, signed_sin: Tensor | None, eps: float,
-    is_interleaved: bool, keys: Tensor, values: Tensor, slots: Tensor, pool_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _(qk: Tensor, v: Tensor, *others: object) -> Tensor:
     num_heads = qk.shape[1] - v.shape[1]
     return torch.empty((qk.shape[0], num_heads, qk.shape[2]), dtype=qk.dtype, device=qk.device)
 
