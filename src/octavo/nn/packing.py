@@ -135,7 +135,7 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> t
 
 def pack_runs(weights: Weights, runs: Iterable[WeightRun], num_threads: int) -> Generator[Bytes, None, None]:
     """Pack the runs in order; yield each run's buffer. Close the generator to end its threads. Raises NoCodesError."""
-    with _one_torch_thread(), ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
+    with one_torch_thread(), ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
         started: deque[tuple[Bytes, list[Future[None]]]] = deque()
         open_jobs: deque[Future[None]] = deque()
         for run in runs:
@@ -176,7 +176,8 @@ def pack_matrices(
 
 
 @contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
+def one_torch_thread() -> Iterator[None]:
+    """Let torch use one thread inside the context."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -192,23 +193,31 @@ def _finished(buffer: Bytes, jobs: list[Future[None]]) -> Bytes:
 
 
 def _jobs(weights: Weights, run: WeightRun, buffer: Bytes) -> Iterator[Callable[[], None]]:
-    """Split a run into jobs for pieces of rows. Tensors that torch must read are read here, in the caller's thread."""
+    """Split a run into jobs for pieces of rows."""
+    for first_row, name, convert in conversions(weights, run):
+        yield partial(_pack, run.shape, buffer, first_row, name, convert)
+
+
+def conversions(weights: Weights, run: WeightRun) -> Iterator[tuple[int, str, Callable[[], Codes | None]]]:
+    """Yield the first row of each piece of a run, its tensor, and its conversion to codes, which threads may do.
+
+    Tensors that torch must read are read here, in the caller's thread.
+    """
     shape, start = run.shape, 0
     step = max(1, _PIECE // shape.inputs)
     for part in run.parts:
         raw, importance = weights.raw_matrix(part.name), weights.importance(part.name)
         for first in range(0, part.num_rows, step):
             count = min(step, part.num_rows - first)
-            pack = partial(_pack, shape, buffer, start + first, part.name)
             if raw is None:
                 values = torch.empty(count, shape.inputs)
                 weights.read_rows(part.name, first, values)
-                yield partial(pack, partial(codes_of_floats, values.numpy(), shape.kind, importance))
+                convert = partial(codes_of_floats, values.numpy(), shape.kind, importance)
             elif part.is_raw:
-                yield partial(pack, partial(raw.codes, first, count))
+                convert = partial(raw.codes, first, count)
             else:
-                values_of = partial(raw.values, first, count)
-                yield partial(pack, partial(_codes_anew, values_of, shape.kind, importance))
+                convert = partial(_codes_anew, partial(raw.values, first, count), shape.kind, importance)
+            yield start + first, part.name, convert
             weights.count_read(count * shape.inputs)
         start += part.num_rows
 
