@@ -21,7 +21,8 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import ConfigError
 from octavo.executors.loading_progress import loading_progress
 from octavo.models import native_decoder
-from octavo.models.decoder import Decoder, load_model
+from octavo.models.decoder import Decoder
+from octavo.models.loader import Loader
 from octavo.models.native_decoder import NativeDecoder
 from octavo.models.native_weights import load_native_weights, wanted_tensors
 from octavo.models.shard_loader import ShardLoader
@@ -33,6 +34,7 @@ from octavo.nn.weight_cache import WeightCache
 from octavo.nn.weights import ReadOptions, open_weights
 from octavo.ops import cpu
 from octavo.ops.attention import AttentionBackend, LayerAttention
+from octavo.ops.triton import available
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -97,7 +99,15 @@ class DecoderChoice:
         self.device = choose_device(execution.device)
         self.is_transformers = _is_transformers(files, spec, execution, parallel)
         self._obstacle = _obstacle(self.device, execution, model, spec)
-        requested = {"decoder": execution.decoder == "native", "numerics": execution.numerics == "invariant"}
+        # of a device whose kernels keep codes, and a row's bits whatever the company
+        self.has_device_kernels = (
+            self.device.type != "cpu" and not self.is_transformers and parallel is None and available.is_available()
+        )
+        self.is_invariant = execution.numerics == "invariant"
+        requested = {
+            "decoder": execution.decoder == "native",
+            "numerics": self.is_invariant and not self.has_device_kernels,
+        }
         if self._obstacle is not None and any(requested.values()):
             setting, value = ("decoder", "native") if requested["decoder"] else ("numerics", "invariant")
             raise ConfigError(f"{setting} is {value!r}, but the native decoder cannot be used: {self._obstacle}")
@@ -110,7 +120,7 @@ class DecoderChoice:
         self._is_requested = execution.decoder == "torch" or execution.attention != "auto"
         self.dtype = choose_dtype(model.dtype, spec.dtype, self.device, self.packs)
         self.quantization = choose_quantization(model.quantization, model.dtype, spec)
-        if not self.packs and self.quantization != "none":
+        if not (self.packs or self.has_device_kernels) and self.quantization != "none":
             if model.quantization not in ("auto", "none"):
                 raise ConfigError(
                     f"quantization is {model.quantization!r}, which needs the native decoder: {self._obstacle}; "
@@ -145,19 +155,23 @@ class DecoderChoice:
         if self._parallel is not None:
             return self._load_shard(self._parallel, max_model_len, options)
         if not self.is_native:
-            decoder = load_model(self._files, self._spec, self.dtype, self.device, max_model_len, options)
+            path = "invariant" if self.is_invariant and self.has_device_kernels else None
+            coded = wanted_tensors(self.quantization, self.dtype) if self.quantization != "none" else None
+            weights = open_weights(self._files, self._spec, options)
+            loader = Loader(self._spec, self.dtype, self.device, weights, path, coded)
+            decoder = Decoder(loader, max_model_len)
             notes = decoder.notes
             if self.device.type == "cpu" and not self._is_requested:
                 notes = (
                     *notes,
                     f"layers are computed by torch, which is slower: {self._obstacle}",
                 )
-            return LoadedDecoder(decoder, "none", notes, decoder.idle_expert_bytes)
-        weights = load_native_weights(
+            return LoadedDecoder(decoder, loader.quantization, notes, decoder.idle_expert_bytes)
+        native_weights = load_native_weights(
             self._files, self._spec, self.quantization, self.dtype, WeightCache.of(self._model), options
         )
-        native = NativeDecoder(self._spec, weights, max_model_len)
-        return LoadedDecoder(native, native.quantization, weights.notes, native.idle_expert_bytes)
+        native = NativeDecoder(self._spec, native_weights, max_model_len)
+        return LoadedDecoder(native, native.quantization, native_weights.notes, native.idle_expert_bytes)
 
     def _load_transformers(self, max_model_len: int | None) -> LoadedDecoder:
         if self._model.imatrix is not None:

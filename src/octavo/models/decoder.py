@@ -19,11 +19,11 @@ from octavo.models.layer_attention import layer_attention
 from octavo.models.loader import Loader, Multiplication
 from octavo.models.step_extras import StepExtras
 from octavo.nn.experts import Mixture
-from octavo.nn.layers import NoNorm
+from octavo.nn.layers import NoNorm, RMSNorm
 from octavo.nn.lora import Adapter
 from octavo.nn.weights import ReadOptions, open_weights
-from octavo.ops.attention import AttentionBackend
-from octavo.ops.rope import apply_rope
+from octavo.ops.attention import AttentionBackend, PlacedAttention
+from octavo.ops.rope import Rotation
 
 
 def load_model(
@@ -84,9 +84,10 @@ class Decoder:
         if extras is not None:
             ropes = self._add_extras(extras, x_TE, ropes)
         residual_TE: Tensor | None = None
+        placed = backend if isinstance(backend, PlacedAttention) else None
         for layer in self._layers:
             rope = None if layer.rope_index is None else ropes[layer.rope_index]
-            x_TE, residual_TE = layer.forward(x_TE, residual_TE, rope, backend)
+            x_TE, residual_TE = layer.forward(x_TE, residual_TE, rope, backend, placed)
         return self._end(x_TE, residual_TE)[0]
 
     def _add_extras(
@@ -134,9 +135,9 @@ class Decoder:
 class _Layer:
     """Attention and feed-forward, each after its norm; both of the layer's input if the family is parallel."""
 
-    __slots__ = ("head_dim", "index", "is_parallel", "linears", "mlp", "mlp_norm", "norm", "num_heads", "num_rotated",
-                 "output", "qk_norm", "qkv", "rope_index", "rope_is_interleaved",
-                 "rotated_size")  # fmt: skip
+    __slots__ = ("head_dim", "head_norm", "index", "is_parallel", "linears", "mlp", "mlp_norm", "norm", "num_heads",
+                 "num_rotated", "output", "qkv", "rope_index", "rope_is_interleaved", "rotated_size",
+                 "wide_norm")  # fmt: skip
 
     def __init__(self, loader: Loader, index: int) -> None:
         spec = loader.spec
@@ -150,7 +151,9 @@ class _Layer:
         self.is_parallel = loader.family.is_parallel
         self.norm = loader.norm_before("attention_norm", index)
         self.qkv = loader.linear("qkv", index)
-        self.qk_norm = loader.qk_norm(index) if spec.qk_norm else None
+        qk_norm = loader.qk_norm(index) if spec.qk_norm else None
+        self.head_norm = qk_norm if isinstance(qk_norm, RMSNorm) else None
+        self.wide_norm = None if isinstance(qk_norm, RMSNorm) else qk_norm
         output = loader.linear("output", index)
         self.mlp_norm = loader.norm_before("mlp_norm", index)
         mlp, of_mlp = loader.mlp(index)
@@ -159,27 +162,45 @@ class _Layer:
         self.mlp = loader.with_norm(mlp, "after_mlp", index)
 
     def forward(
-        self, x_TE: Tensor, residual_TE: Tensor | None, rope: tuple[Tensor, Tensor] | None, backend: AttentionBackend
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor | None,
+        rope: tuple[Tensor, Tensor] | None,
+        backend: AttentionBackend,
+        placed: PlacedAttention | None,
     ) -> tuple[Tensor, Tensor]:
         """Return (this layer's output, the residual stream without that output); the next norm adds the two."""
         x_TE, residual_TE = self.norm(x_TE, residual_TE)
-        added_TE = self.output(self._attend(x_TE, rope, backend))
+        added_TE = self.output(self._attend(x_TE, rope, backend, placed))
         if self.is_parallel:
             x_TE = x_TE if isinstance(self.mlp_norm, NoNorm) else self.mlp_norm(residual_TE)[0]
             return added_TE + self.mlp(x_TE), residual_TE
         x_TE, residual_TE = self.mlp_norm(added_TE, residual_TE)
         return self.mlp(x_TE), residual_TE
 
-    def _attend(self, x_TE: Tensor, rope: tuple[Tensor, Tensor] | None, backend: AttentionBackend) -> Tensor:
-        """Return the attended heads side by side, [T, H * D]."""
+    def _attend(
+        self,
+        x_TE: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        backend: AttentionBackend,
+        placed: PlacedAttention | None,
+    ) -> Tensor:
+        """Return the attended heads side by side, [T, H * D]. `placed` is the backend if the rotation can write."""
         num_tokens = x_TE.shape[0]
         if not self.num_heads:  # a rank without heads
             return x_TE.new_empty((num_tokens, 0))
         qkv_TF = self.qkv(x_TE)
         qk_THD = qkv_TF[:, : self.rotated_size].view(num_tokens, self.num_rotated, self.head_dim)
         v_TKD = qkv_TF[:, self.rotated_size :].view(num_tokens, -1, self.head_dim)
-        if self.qk_norm is not None:
-            qk_THD = self.qk_norm(qk_THD)
-        qk_THD = qk_THD.contiguous() if rope is None else apply_rope(qk_THD, *rope, self.rope_is_interleaved)
+        if self.wide_norm is not None:
+            qk_THD = self.wide_norm(qk_THD)
+        norm = self.head_norm
+        rotation = Rotation(None if norm is None else norm.weight_E, 0.0 if norm is None else norm.eps, rope,
+                            self.rope_is_interleaved)  # fmt: skip
+        place = None if placed is None else placed.place(self.index)
+        if placed is not None and place is not None:
+            o_THD = placed.attend_placed(self.index, rotation.apply_and_write(qk_THD, v_TKD, place))
+            return o_THD.reshape(num_tokens, -1)
+        qk_THD = rotation.apply(qk_THD)
         o_THD = backend.attend(self.index, qk_THD[:, : self.num_heads], qk_THD[:, self.num_heads :], v_TKD)
         return o_THD.reshape(num_tokens, -1)

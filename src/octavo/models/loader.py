@@ -7,9 +7,9 @@ Shapes: E hidden size, F output rows, V vocabulary, H query heads, K KV heads, D
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,9 +17,13 @@ from torch import Tensor
 
 from octavo.artifacts.families import FAMILIES, has_bias, layer_linears, layer_norms, linear_shape, linear_tensors
 from octavo.artifacts.model_spec import ModelSpec
+from octavo.models.native_weights import TABLES
+from octavo.nn.coded_linear import CodedEmbedding, CodedLinear, Part, read_parts
 from octavo.nn.experts import Expert, Mixture
 from octavo.nn.layers import Embedding, LayerNorm, Linear, NoNorm, RMSNorm, RopeTable, ScaledEmbedding
 from octavo.nn.lora import AdaptedLinear, AdapterBank
+from octavo.nn.packed_weight import WeightKind
+from octavo.nn.packing import WantedTensor
 from octavo.nn.weights import Weights
 from octavo.ops.gated_mul import activation_of
 
@@ -48,9 +52,21 @@ End = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # output and res
 
 
 class Loader:
-    """Loads a model from weights. `layers`, `num_heads` and `num_kv_heads` are those of the decoder."""
+    """Loads a model from weights. `layers`, `num_heads` and `num_kv_heads` are those of the decoder.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: Weights) -> None:
+    `path` is that of linear layers of floats (nn.layers.Linear). `coded` says which codes linear layers keep on a
+    device (None: they become floats).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: Weights,
+        path: str | None = None,
+        coded: WantedTensor | None = None,
+    ) -> None:
         self.spec = spec
         self.family = FAMILIES[spec.family]
         self.dtype = dtype
@@ -59,13 +75,30 @@ class Loader:
         self.device = device
         self.weights = weights
         self.adapters = AdapterBank()
+        self._path, self._coded = path, coded
+        self._kinds = Counter[WeightKind]()  # of the values that are coded, and of floats beside them
 
     def tables(self) -> tuple[Begin, Multiplication | None]:
         """Read the token embeddings and the head, which is None in a stage that has none."""
-        size = (self.spec.vocab_size, self.spec.hidden_size)
-        weight_VE = self.tensor(self.embedding_name, *size)
+        embedding, (vocab_size, size) = self.embedding_name, (self.spec.vocab_size, self.spec.hidden_size)
+        wanted = self._coded
+        if wanted is not None:
+            wanted = replace(wanted, quantization=TABLES.get(wanted.quantization, wanted.quantization))
+        (table,) = self._parts({embedding: vocab_size}, size, wanted)
         is_tied = self.spec.tie_word_embeddings
-        return embedding_of(self.spec, weight_VE), Linear(weight_VE if is_tied else self.tensor(self.head_name, *size))
+        (head,) = (table,) if is_tied else self._parts({self.head_name: vocab_size}, size, wanted)
+        begin: Begin
+        if isinstance(table, Tensor):
+            begin = embedding_of(self.spec, table)
+        else:
+            begin = CodedEmbedding(table, self.dtype, self.spec.stream_scale)
+        return begin, self._linear([head], None)
+
+    @property
+    def quantization(self) -> str:
+        """The code of most values on the device, or "none" if most are floats."""
+        kind = self._kinds.most_common(1)[0][0] if self._kinds else WeightKind.FLOAT32
+        return "none" if kind in (WeightKind.FLOAT32, WeightKind.BFLOAT16) else kind.name.lower()
 
     def end(self) -> End:
         """Read the final norm."""
@@ -117,7 +150,7 @@ class Loader:
 
     def linear(self, linear: str, layer: int) -> Multiplication:
         """Read the tensors of a linear layer into one weight."""
-        return AdaptedLinear(Linear(*self._rows(linear, layer, self.dtype)), self.adapters, (layer, linear))
+        return AdaptedLinear(self._linear(*self._rows(linear, layer)), self.adapters, (layer, linear))
 
     def mlp(self, layer: int) -> tuple[Callable[[Tensor], Tensor], tuple[Multiplication, ...]]:
         """Read the layer's MLP, or its mixture of experts; return it and what it multiplies by."""
@@ -130,48 +163,76 @@ class Loader:
     def _mixture(self, layer: int) -> Mixture:
         spec, mixture = self.spec, self.spec.mixture
         assert mixture is not None, "a layer with experts"
-        router = Linear(*self._rows("router", layer, torch.float32))
+        (weight,), bias = self._rows("router", layer, is_router=True)
+        router = self._linear([weight], bias)
         experts = self._experts(("expert_gate", "expert_up", "expert_down"), mixture.num_experts, layer)
         shared = None
         if mixture.shared_size:
             (shared,) = self._experts(("shared_gate_proj", "shared_up_proj", "shared_down_proj"), 1, layer)
-        bias = None
+        choice_bias = None
         if mixture.has_choice_bias:
             name = f"{self.family.tensor('choice_bias', layer)}.bias"
-            bias = self.tensor(name, mixture.num_experts, dtype=torch.float32)
-        return Mixture(mixture, router, experts, shared, bias, activation_of(spec.activation, True))
+            choice_bias = self.tensor(name, mixture.num_experts, dtype=torch.float32)
+        return Mixture(mixture, router, experts, shared, choice_bias, activation_of(spec.activation, True))
 
     def _experts(self, names: Sequence[str], count: int, layer: int) -> list[Expert]:
-        parts = []
+        """Read experts whose matrices are one tensor for each of the names of gate, up and down."""
+        columns: list[list[tuple[Part, Tensor | None]]] = []
         for name in names:
-            weight, bias = self._rows(name, layer, self.dtype)
+            (stacked,), bias = self._rows(name, layer)
+            parts: Sequence[Part]
+            if isinstance(stacked, Tensor):
+                parts = stacked.chunk(count)
+            else:
+                size = stacked.outputs // count
+                parts = [stacked.window(range(one * size, (one + 1) * size)) for one in range(count)]
             biases = [None] * count if bias is None else bias.chunk(count)
-            parts.append(list(zip(weight.chunk(count), biases, strict=True)))
+            columns.append(list(zip(parts, biases, strict=True)))
         experts = []
-        for (gate, gate_bias), (up, up_bias), down in zip(*parts, strict=True):
+        for (gate, gate_bias), (up, up_bias), (down, down_bias) in zip(*columns, strict=True):
             bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-            experts.append(Expert(Linear(torch.cat((gate, up)), bias), Linear(*down)))
+            are_floats = isinstance(gate, Tensor) and isinstance(up, Tensor)
+            gate_up: list[Part] = [torch.cat((gate, up))] if are_floats else [gate, up]
+            experts.append(Expert(self._linear(gate_up, bias), self._linear([down], down_bias)))
         return experts
 
-    def _rows(self, linear: str, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Read the tensors of a linear layer into one weight and one bias."""
+    def _rows(self, linear: str, layer: int, is_router: bool = False) -> tuple[list[Part], Tensor | None]:
+        """Read the tensors of a linear layer into parts, and one bias. A router's are float32."""
         tensors = linear_tensors(self.spec, linear, layer)
-        read = partial(self.weights.read, dtype=dtype, device=self.device)
+        dtype = torch.float32 if is_router else self.dtype
         rows = {f"{name}.weight": count for name, count in tensors.items()}
-        weight_FE = read(rows, linear_shape(self.spec, linear)[1])
+        parts = self._parts(rows, linear_shape(self.spec, linear)[1], None if is_router else self._coded, dtype)
         if not has_bias(self.spec, linear):
-            return weight_FE, None
-        return weight_FE, read({f"{name}.bias": count for name, count in tensors.items()})
+            return parts, None
+        biases = {f"{name}.bias": count for name, count in tensors.items()}
+        return parts, self.weights.read(biases, dtype=dtype, device=self.device)
 
-    def qk_norm(self, layer: int) -> Callable[[Tensor], Tensor]:
-        """Read the norms of query and key heads; return what norms them side by side, [T, H + K, D]."""
+    def _parts(
+        self, rows: dict[str, int], inputs: int, wanted: WantedTensor | None, dtype: torch.dtype | None = None
+    ) -> list[Part]:
+        """Read matrices into one tensor, or into parts if some may have codes."""
+        if wanted is None:
+            return [self.weights.read(rows, inputs, dtype=dtype or self.dtype, device=self.device)]
+        parts = read_parts(self.weights, rows, inputs, wanted, (self.dtype, self.device))
+        for part in parts:
+            kind = WeightKind.FLOAT32 if isinstance(part, Tensor) else part.shape.kind
+            self._kinds[kind] += inputs * (len(part) if isinstance(part, Tensor) else part.outputs)
+        return parts
+
+    def _linear(self, parts: Sequence[Part], bias: Tensor | None) -> Linear | CodedLinear:
+        """Return a linear layer of these parts."""
+        if len(parts) == 1 and isinstance(parts[0], Tensor):
+            return Linear(parts[0], bias, self._path)
+        return CodedLinear(parts, bias)
+
+    def qk_norm(self, layer: int) -> RMSNorm | Callable[[Tensor], Tensor]:
+        """Read the norms of query and key heads; return the norm of each head, or what norms all, [T, H + K, D]."""
         spec, sizes = self.spec, layer_norms(self.spec)
         q, k = (self.norm(role, layer, sizes[role], spec.rms_norm_eps) for role in ("q_norm", "k_norm"))
         assert isinstance(q, RMSNorm) and isinstance(k, RMSNorm)
         if not self.family.qk_norm_is_wide:
             weight = torch.cat((q.weight_E.expand(self.num_heads, -1), k.weight_E.expand(self.num_kv_heads, -1)))
-            norm = RMSNorm(weight, spec.rms_norm_eps)
-            return lambda qk_THD: norm(qk_THD)[0]
+            return RMSNorm(weight, spec.rms_norm_eps)
         num_heads = self.num_heads
 
         def wide(qk_THD: Tensor) -> Tensor:

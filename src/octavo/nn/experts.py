@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.artifacts.model_spec import MixtureSpec
+from octavo.nn.coded_linear import CodedLinear
 from octavo.nn.layers import Linear
 
 
@@ -26,8 +27,8 @@ from octavo.nn.layers import Linear
 class Expert:
     """One expert: an MLP whose gate and up are one weight."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | CodedLinear
+    down: Linear | CodedLinear
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +46,7 @@ class Mixture:
     """A mixture of experts. `router` is float32; its last row may be the shared expert's gate."""
 
     spec: MixtureSpec
-    router: Linear
+    router: Linear | CodedLinear
     experts: Sequence[Expert]
     shared: Expert | None
     choice_bias_X: Tensor | None

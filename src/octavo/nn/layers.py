@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.artifacts.model_spec import ModelSpec, RopeScaling
-from octavo.ops.rms_norm import add_rms_norm
+from octavo.ops.rms_norm import add_layer_norm, add_rms_norm
+from octavo.ops.triton import available
 
 Multiply = Callable[[Tensor], Tensor]
 
@@ -30,7 +31,10 @@ _ONE_ORDER_INPUTS = 1024
 
 
 class Linear:
-    """y_TF = x_TE W_FE^T + b_F. `path` is "plain" or "packed"; None means the faster one."""
+    """y_TF = x_TE W_FE^T + b_F. `path` is "plain", "packed" (CPUs) or "invariant" (devices); None: the faster one.
+
+    On a device, "plain" is cuBLAS's, whose rows may have other bits in other company.
+    """
 
     __slots__ = ("_multiply", "in_features", "nbytes", "num_weights", "out_features", "path")
 
@@ -70,6 +74,9 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 def _plain(weight_FE: Tensor, bias_F: Tensor | None) -> Multiply:
+    if weight_FE.device.type != "cpu":  # cuBLAS would add partial sums in 16 bits
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return functools.partial(functional.linear, weight=weight_FE, bias=bias_F)
 
 
@@ -88,7 +95,22 @@ def _packed(weight_FE: Tensor, bias_F: Tensor | None) -> Multiply:
     return multiply if weight_FE.shape[1] <= _ONE_ORDER_INPUTS else multiply_wide
 
 
-_PATHS: dict[str, Callable[[Tensor, Tensor | None], Multiply]] = {"plain": _plain, "packed": _packed}
+def _invariant(weight_FE: Tensor, bias_F: Tensor | None) -> Multiply:
+    assert available.uses_kernels(weight_FE), "the kernels are of devices"
+
+    def multiply(x_TE: Tensor) -> Tensor:
+        out_TF = x_TE.new_empty((x_TE.shape[0], weight_FE.shape[0]))
+        torch.ops.octavo.linear(x_TE, weight_FE, bias_F, out_TF)
+        return out_TF
+
+    return multiply
+
+
+_PATHS: dict[str, Callable[[Tensor, Tensor | None], Multiply]] = {
+    "plain": _plain,
+    "packed": _packed,
+    "invariant": _invariant,
+}
 
 
 class RMSNorm:
@@ -121,8 +143,7 @@ class LayerNorm:
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual). x may have any leading dimensions."""
-        sum_TE = x_TE if residual_TE is None else x_TE + residual_TE
-        return functional.layer_norm(sum_TE, self.weight_E.shape, self.weight_E, self.bias_E, self.eps), sum_TE
+        return add_layer_norm(x_TE, residual_TE, self.weight_E, self.bias_E, self.eps)
 
 
 class NoNorm:

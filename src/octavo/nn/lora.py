@@ -24,6 +24,7 @@ from octavo.artifacts.family import LINEARS
 from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.errors import ModelFileError
+from octavo.nn.coded_linear import CodedLinear
 from octavo.nn.gguf_blocks import GGUF_TYPES, dequantize
 from octavo.nn.gguf_weights import stored_order
 from octavo.nn.layers import Linear
@@ -195,7 +196,7 @@ class AdaptedLinear:
 
     __slots__ = ("_bank", "_linear", "_place")
 
-    def __init__(self, linear: Linear, bank: AdapterBank, place: Place) -> None:
+    def __init__(self, linear: Linear | CodedLinear, bank: AdapterBank, place: Place) -> None:
         self._linear, self._bank, self._place = linear, bank, place
 
     @property

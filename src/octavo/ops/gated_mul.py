@@ -1,7 +1,8 @@
 """The activation of an MLP: of a fused gate and up projection (act(gate) * up), or of the up projection alone.
 
-Owns: the operations. Does not: multiply by weights. Invariants: a token's result depends on that token alone. Of
-`activate_rows`, each value depends on its own inputs alone, bit for bit; torch's depend on where a vector ends.
+Owns: the operations: torch's, C++'s of float32 rows, and the choice of Triton's where the device is no CPU.
+Does not: multiply by weights. Invariants: a token's result depends on that token alone. Of `activate_rows`, each
+value depends on its own inputs alone, bit for bit; torch's depend on where a vector ends.
 Shapes: T tokens, I intermediate size, G = 2 I: the gate first, then the up projection.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU, GEGLU). As in transformers, the activated gate is
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops import cpu
+from octavo.ops.triton import available
 
 # enum Activation of csrc/rows.h
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4, "clamped_swiglu": 5}
@@ -41,9 +43,16 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def activation_of(name: str, is_gated: bool) -> Callable[[Tensor], Tensor]:
     """Return the operation from [T, G], or from [T, I] if not gated, to a new contiguous tensor [T, I]."""
     if name == "clamped_swiglu":
-        return _clamped_swiglu
-    activate = _ACTIVATIONS[name]
-    return partial(_gated_mul, activate) if is_gated else activate
+        return partial(_activate, _clamped_swiglu, ACTIVATION_KINDS[name], True)
+    plain = partial(_gated_mul, _ACTIVATIONS[name]) if is_gated else _ACTIVATIONS[name]
+    return partial(_activate, plain, ACTIVATION_KINDS[name], is_gated)
+
+
+def _activate(plain: Callable[[Tensor], Tensor], kind: int, is_gated: bool, x_TG: Tensor) -> Tensor:
+    if available.uses_kernels(x_TG) and x_TG.stride(-1) == 1:
+        out_TI: Tensor = torch.ops.octavo.activate(x_TG, kind, is_gated)
+        return out_TI
+    return plain(x_TG)
 
 
 def _gated_mul(activate: Callable[[Tensor], Tensor], gate_up_TG: Tensor) -> Tensor:

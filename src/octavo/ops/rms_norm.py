@@ -1,6 +1,6 @@
 """Root-mean-square norm, preceded by the residual addition.
 
-Owns: the torch twin and the choice between it and the C++ kernel.
+Owns: the torch twins, and the choice among them and the kernels: in C++ on a CPU, in Triton elsewhere.
 Does not: hold weights (nn/layers.py does), or compute gradients.
 Invariants: a row's result depends on that row alone; kernel and twin agree within the bounds that
 tests/ops/test_rms_norm.py states. Shapes: T tokens, E hidden size.
@@ -18,8 +18,10 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from octavo.ops import cpu
+from octavo.ops.triton import available
 
 _KERNELS = {torch.float32: "octavo_add_rms_norm_f32", torch.bfloat16: "octavo_add_rms_norm_bf16"}
 
@@ -41,6 +43,8 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps
     Writes to neither argument. x may have any leading dimensions; the last one is normalised. The kernel
     takes two-dimensional float32 and bfloat16 tensors on the CPU, and the torch twin takes all others.
     """
+    if available.uses_kernels(x_TE) and x_TE.stride(-1) == 1:
+        return _norm(x_TE, residual_TE, weight_E, None, eps)
     kernel = _kernel(x_TE.dtype) if x_TE.is_cpu else None
     if kernel is None or not _fits_kernel(x_TE, residual_TE, weight_E):
         return rms_norm_reference(x_TE, residual_TE, weight_E, eps)
@@ -57,6 +61,28 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps
         normed_TE.data_ptr(), width, sum_TE.data_ptr(), width, num_rows, width, cpu.num_threads(num_rows * width),
     )  # fmt: skip
     return normed_TE, sum_TE
+
+
+def add_layer_norm(
+    x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, bias_E: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return (layer norm of x + residual, x + residual); without a residual, the second tensor is x itself."""
+    if available.uses_kernels(x_TE) and x_TE.stride(-1) == 1:
+        return _norm(x_TE, residual_TE, weight_E, bias_E, eps, is_layer=True)
+    sum_TE = x_TE if residual_TE is None else x_TE + residual_TE
+    return functional.layer_norm(sum_TE, weight_E.shape, weight_E, bias_E, eps), sum_TE
+
+
+def _norm(
+    x_TE: Tensor,
+    residual_TE: Tensor | None,
+    weight_E: Tensor,
+    bias_E: Tensor | None,
+    eps: float,
+    is_layer: bool = False,
+) -> tuple[Tensor, Tensor]:
+    normed_TE, sum_TE = torch.ops.octavo.norm(x_TE, residual_TE, weight_E, bias_E, eps, is_layer)
+    return normed_TE, x_TE if residual_TE is None else sum_TE
 
 
 @cache
