@@ -45,7 +45,9 @@ def _int8_scale(x, here):
 
 
 @triton.jit
-def _write(plane, slot, head, at, value, here, slot_step, HEADS: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr):
+def write_heads(
+    plane, slot, head, at, value, here, slot_step, HEADS: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr
+):
     """Write heads at flat positions of a plane of the pool, as numbers, e4m3 (1) or int8 with scales (2)."""
     start = plane + slot * slot_step
     where = (start + head * SIZE)[:, None] + at[None, :]
@@ -109,11 +111,11 @@ def _rotate_rows(
         tl.store(out + (token * Q_HEADS + head)[:, None] * SIZE + at[None, :], rounded(x, dtype), mask=to_out)
         slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
         to_keys = turns & (head >= Q_HEADS)[:, None] & (slot >= 0)[:, None]
-        _write(keys, slot, head - Q_HEADS, at, x, to_keys, key_slot, KV_HEADS, SIZE, CODES)
+        write_heads(keys, slot, head - Q_HEADS, at, x, to_keys, key_slot, KV_HEADS, SIZE, CODES)
         to_values = here & (head >= heads)[:, None] & (slot >= 0)[:, None]
         from_v = (v + token * v_token + (head - heads) * v_head)[:, None] + at[None, :]
         value = tl.load(from_v, mask=to_values, other=0.0).to(tl.float32)
-        _write(values, slot, head - heads, at, value, to_values, value_slot, KV_HEADS, SIZE, CODES)
+        write_heads(values, slot, head - heads, at, value, to_values, value_slot, KV_HEADS, SIZE, CODES)
 
 
 @torch.library.custom_op("octavo::rope", mutates_args=())
