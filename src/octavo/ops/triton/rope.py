@@ -25,23 +25,24 @@ _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounde
 @triton.jit
 def _e4m3(x):
     """Return the bits of float8_e4m3fn nearest to float32 numbers, as int32; beyond 448 its largest, or NaN."""
-    size = tl.minimum(tl.abs(x), 448.0)
+    is_finite = tl.abs(x) < float("inf")
+    size = tl.minimum(tl.where(is_finite, tl.abs(x), 0.0), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     small = ((size * 512.0 + _ROUNDER) - _ROUNDER).to(tl.int32)  # multiples of 2^-9
     code = tl.where(size < 0.015625, small, normal)
-    code = tl.where(x - x == 0.0, code, 0x7F)
+    code = tl.where(is_finite, code, 0x7F)
     return code | tl.where(x.to(tl.int32, bitcast=True) < 0, 0x80, 0)
 
 
 @triton.jit
 def _int8_scale(x, here):
     """Return the scale of each row, a bfloat16 number as float32: 0 of zeros, NaN where a number is not finite."""
-    step = tl.div_rn(tl.max(tl.where(here, tl.abs(x), 0.0), axis=1), 127.0)
+    is_finite = tl.abs(x) < float("inf")
+    step = tl.div_rn(tl.max(tl.where(here & is_finite, tl.abs(x), 0.0), axis=1), 127.0)
     bits = (step.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
     step = tl.where(bits < 0x00800000, 0, bits).to(tl.float32, bitcast=True)  # below 2^-126 it has no inverse
-    is_finite = tl.sum(tl.where(here & (x - x != 0.0), 1, 0), axis=1) == 0
-    return tl.where(is_finite, step, float("nan"))
+    return tl.where(tl.max((here & ~is_finite).to(tl.int32), axis=1) > 0, float("nan"), step)
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def write_heads(
         step = _int8_scale(value, here)
         has_step = step > 0.0
         inverse = tl.where(has_step, tl.div_rn(1.0, tl.where(has_step, step, 1.0)), 0.0)
-        code = (tl.where(has_step[:, None], value * inverse[:, None], 0.0) + _ROUNDER) - _ROUNDER
+        code = (tl.where(has_step[:, None], value, 0.0) * inverse[:, None] + _ROUNDER) - _ROUNDER
         tl.store(where, (code.to(tl.int32) & 255).to(tl.uint8), mask=here)
         bits = tl.where(step == step, step.to(tl.int32, bitcast=True) >> 16, 0x7FC0)
         scale = start + HEADS * SIZE + 2 * head
