@@ -1,0 +1,80 @@
+"""Weights and numerics of a device: codes stay codes, and invariant linear layers are not refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.artifacts.resolve import find_wheel_model
+from octavo.config import ExecutionConfig, ModelConfig
+from octavo.errors import ConfigError
+from octavo.executors import loading
+from octavo.executors.loading import DecoderChoice
+from octavo.executors.torch_executor import TorchExecutor
+from octavo.ops.triton import available
+from tests.executors.conformance import open_files
+from tests.executors.driver import SPEC, Driver, make_prompt
+from tests.executors.emulated_device import OnEmulated
+from tests.tiny_gguf import make_tiny_gguf
+
+needs_triton = pytest.mark.skipif(not available.is_available(), reason="no triton")
+
+
+def choose(execution: ExecutionConfig, model: ModelConfig) -> DecoderChoice:
+    files, spec = open_files(find_wheel_model().root)
+    return DecoderChoice(files, spec, execution, model)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda"))
+
+
+@needs_triton
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4", "none"])
+def test_fault_13_a_device_with_kernels_keeps_codes_and_may_be_invariant(quantization: str) -> None:
+    choice = choose(ExecutionConfig(numerics="invariant"), ModelConfig(quantization=quantization))
+    assert (choice.has_device_kernels, choice.is_invariant, choice.is_packed) == (True, True, False)
+    expected = quantization if quantization != "auto" else "auto" if choice._spec.quantization else "none"
+    assert choice.quantization == expected
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_fault_13_without_kernels_it_refuses_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"numerics is 'invariant', but .* the device is cuda"):
+        choose(ExecutionConfig(numerics="invariant"), ModelConfig())
+    with pytest.raises(ConfigError, match="quantization is 'int4'"):
+        choose(ExecutionConfig(), ModelConfig(quantization="int4"))
+    assert choose(ExecutionConfig(), ModelConfig()).quantization == "none"
+
+
+def test_the_native_decoder_is_still_of_cpus(on_cuda: None) -> None:
+    with pytest.raises(ConfigError, match=r"decoder is 'native', but .* the device is cuda"):
+        choose(ExecutionConfig(decoder="native"), ModelConfig())
+
+
+def executor(path: Path, numerics: str, quantization: str) -> TorchExecutor:
+    execution = ExecutionConfig(device="cpu", threads=1, attention="batched", numerics=numerics)
+    return TorchExecutor(*open_files(path), execution, ModelConfig(dtype="float32", quantization=quantization))
+
+
+@needs_triton
+def test_coded_weights_on_a_device_generate_what_their_floats_do(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    make_tiny_gguf("llama2", path, "Q4_0")
+    prompt, found = make_prompt(12), []
+    for made in (
+        executor(path, "auto", "none"),
+        OnEmulated(lambda: executor(path, "invariant", "int8")),  # 4-bit codes of the files are fewer bits than 8
+    ):
+        driver = Driver(made, made.open(SPEC))
+        driver.add(0, prompt)
+        first = (driver.prefill(0, len(prompt)).token_ids or ())[0]
+        found.append([first, *driver.decode([0], [len(prompt) + 1], 6)[0]])
+        made.close()
+    assert found[0] == found[1]
+    assert made.emulator.phases["submit"].launches["octavo.coded_linear.default"] > 0
