@@ -14,7 +14,7 @@ import pytest
 
 from octavo import LLM, AsyncLLM, ConfigError, SamplingParams, UnknownModelError
 from octavo.artifacts.resolve import resolve_model
-from octavo.assembly import build_local, executor_spec, limits, open_engine
+from octavo.assembly import build_local, executor_spec, limits, open_engine, plans_in_flight
 from octavo.config import Config, ModelConfig
 from octavo.config.sources import config_from_keywords
 from octavo.core.limits import GroupSpec, Limits
@@ -156,6 +156,26 @@ def test_prompt_lookup_is_on_where_it_can_change_no_answer(
     capacity = Capacity((GroupSpec(),), (9,), 16, num_slots=7, max_model_len=64, vocab_size=5, decoder="native")
     made = limits(config_from_keywords("m", settings), replace(capacity, **changes), "cpu")
     assert (made.max_draft_tokens, made.has_paced_lookup) == (most, most > 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "depth"),
+    [
+        ({}, {"device": "cpu", "decoder": "native"}, 1),
+        ({}, {"device": "cpu", "decoder": "torch"}, 1),
+        ({"pipeline_depth": 3}, {"device": "cpu"}, 3),
+        ({}, {"device": "cuda", "decoder": "torch"}, 2),
+        ({"pipeline_depth": 1}, {"device": "cuda", "decoder": "torch"}, 1),
+        ({"speculate": "ngram"}, {"device": "cuda", "decoder": "torch"}, 1),
+        ({"speculate": "small"}, {"device": "cuda:1", "decoder": "torch"}, 1),
+        ({"pipeline_parallel_size": 4}, {"device": "cuda", "decoder": "sharded"}, 4),
+    ],
+)
+def test_two_plans_are_in_flight_where_the_host_works_beside_the_device(
+    settings: dict[str, Any], changes: dict[str, Any], depth: int
+) -> None:
+    capacity = Capacity((GroupSpec(),), (9,), 16, num_slots=7, max_model_len=64, vocab_size=5)
+    assert plans_in_flight(config_from_keywords("m", settings), replace(capacity, **changes)) == depth
 
 
 def test_L01_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:

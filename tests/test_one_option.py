@@ -13,7 +13,10 @@ import pytest
 
 from tests.source_tree import SRC
 
-ANCHOR = '    depth: int = option(1, "plans in flight", "--pipeline-depth", within=(1, 8))\n'
+ANCHOR = (
+    '    depth: int | None = option(None, "plans in flight (default: 2 on CUDA, else 1)", "--pipeline-depth", '
+    "within=(1, 8))\n"
+)
 FIELD = """\
     patience: int = option(
         3, "steps before it yawns", "--patience", "--calm", within=(1, 9), brief="steps before a yawn"

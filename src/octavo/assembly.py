@@ -207,10 +207,8 @@ def open_engine(
     drafts = PacedLookups(DraftPace()) if sizes.has_paced_lookup else draft_model
     scheduler, recorder = _open_scheduler(config, sizes, capacity, clock, drafts)
     load = load_tokenizer or partial(_load_tokenizer, config, files)
-    vocabulary = Vocabulary(load, capacity.vocab_size)
-    bank = GrammarBank(vocabulary) if capacity.has_masks else None
-    depth = max(config.execution.depth, config.parallel.pipeline_parallel_size)
-    loop = EngineLoop(scheduler, executor, clock=clock, depth=depth, bank=bank)
+    bank = GrammarBank(Vocabulary(load, capacity.vocab_size)) if capacity.has_masks else None
+    loop = EngineLoop(scheduler, executor, clock=clock, depth=plans_in_flight(config, capacity), bank=bank)
     if adapters is not None:
         adapters.attach(loop)
     if isinstance(executor, RankedExecutor):
@@ -235,6 +233,13 @@ def open_engine(
     read_pools = partial(pool_use, scheduler) if config.statistics.memory_analysis else None
     observe_engine(loop, scheduler, config.statistics, name, capacity.device, read_pools)
     return loop, capacity
+
+
+def plans_in_flight(config: Config, capacity: Capacity) -> int:
+    """Return how many plans may be in flight: 2 beside an accelerator, unless there are drafts, which need ids."""
+    has_drafts = config.speculation.draft_model is not None or looks_up(config, capacity)
+    overlaps = capacity.device.startswith("cuda") and not has_drafts
+    return max(config.execution.depth or 1 + overlaps, config.parallel.pipeline_parallel_size)
 
 
 def _open_adapters(config: Config, executor: Executor, capacity: Capacity) -> EngineAdapters | None:
@@ -280,7 +285,7 @@ def _open_scheduler(
     header = Header(
         model=config.model.shown_name(config.model.model),
         limits=sizes,
-        depth=config.execution.depth,
+        depth=plans_in_flight(config, capacity),
         device=capacity.device,
         settings={key: value for key, value in values.items() if value is not None},
     )

@@ -23,6 +23,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.executors import device, loading
+from octavo.ops.triton import available
 
 NAME = "emu"
 aten = torch.ops.aten
@@ -91,10 +92,14 @@ class _Download:
 
 
 class Emulator(TorchDispatchMode):
-    """The mode in which the device runs. `clock` counts its launches, and `waited_until` those the host waited for."""
+    """The mode in which the device runs. `clock` counts its launches, and `waited_until` those the host waited for.
 
-    def __init__(self) -> None:
+    Triton's kernels are interpreted, which is slow; without `has_kernels` their twins in torch run.
+    """
+
+    def __init__(self, has_kernels: bool = True) -> None:
         super().__init__()
+        self.has_kernels = has_kernels
         self.phase = "other"
         self.phases: dict[str, Happened] = {}
         self.clock = 0
@@ -315,8 +320,9 @@ def running(emulator: Emulator, phase: str = "other") -> Iterator[Emulator]:
     _running.append(emulator)
     # wrapper subclasses and views of inference mode do not mix
     is_plain = patch.multiple(torch.inference_mode, __enter__=lambda self: None, __exit__=lambda self, *_: None)
+    has_kernels = emulator.has_kernels and available.is_available()
     try:
-        with is_plain, torch.no_grad(), emulator:
+        with is_plain, patch.object(available, "is_available", lambda: has_kernels), torch.no_grad(), emulator:
             yield emulator
     finally:
         _running.pop()
@@ -326,14 +332,11 @@ def running(emulator: Emulator, phase: str = "other") -> Iterator[Emulator]:
 class OnEmulated:
     """An executor whose calls run on the device, each in a phase of its name."""
 
-    def __init__(self, make: Callable[[], Any], emulator: Emulator | None = None) -> None:
-        self.emulator = emulator or Emulator()
+    def __init__(self, make: Callable[[], Any], has_kernels: bool = False) -> None:
+        self.emulator = Emulator(has_kernels)
         register()
-        real, loading.choose_device = loading.choose_device, lambda name: torch.device(NAME)
-        try:
+        with patch.object(loading, "choose_device", lambda name: torch.device(NAME)), running(self.emulator):
             self.real = make()
-        finally:
-            loading.choose_device = real
 
     def _call(self, name: str, *args: Any) -> Any:
         with running(self.emulator, name):
@@ -363,3 +366,13 @@ def register() -> None:
     if NAME not in device.KINDS:
         backend_registration._setup_privateuseone_for_python_backend(NAME)
         device.KINDS[NAME] = EmulatedDevice
+
+
+@contextmanager
+def outside(executor: Any) -> Iterator[None]:
+    """Use an executor's tensors from a test, wherever they are."""
+    if not isinstance(executor, OnEmulated):
+        yield
+        return
+    with running(executor.emulator):
+        yield

@@ -18,7 +18,7 @@ from octavo.executors.protocol import Capacity, Executor
 from tests.core.invariants import check_no_leaks
 from tests.exactness import limits_of
 from tests.executors.driver import SPEC, Dense, Driver, make_prompt
-from tests.executors.test_torch_executor import make
+from tests.executors.test_torch_executor import make_any
 from tests.tiny_models import EOS_ID, make_tiny_model
 
 Opened = tuple[Executor, Capacity, Dense]
@@ -28,11 +28,11 @@ PROMPTS = [make_prompt(30, seed=1), make_prompt(41, seed=2), make_prompt(7, seed
 TIGHT = {"headroom": 0.0, "max_batch_tokens": 16}
 
 
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+@pytest.fixture(scope="module", params=["auto", "emulated"])
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """A tiny gemma3 with a full and a windowed group, and transformers' view of it."""
     folder = make_tiny_model("gemma3", tmp_path_factory.mktemp("choices") / "gemma3", sliding_window=10)
-    executor = make(folder, "auto")
+    executor = make_any(folder, request.param)
     yield executor, executor.open(replace(SPEC, num_blocks=200, host_bytes=1 << 20)), Dense(folder)
     executor.close()
 

@@ -2,14 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE
+from octavo.core.request import SamplingParams
 from octavo.executors.protocol import Executor
-from tests.executors.conformance import Conformance
-from tests.executors.emulated_device import OnEmulated
+from tests.executors.conformance import SPEC, Conformance, Dense, Driver, make_prompt
+from tests.executors.emulated_device import Emulator, Happened, OnEmulated
 from tests.executors.test_torch_executor import make
+
+PLAIN = SamplingParams(temperature=0.0)
 
 
 class TestEmulated(Conformance):
+    """With the kernels' twins in torch."""
+
     def make_executor(self, folder: Path) -> Executor:
-        return OnEmulated(lambda: make(folder, "batched", "cpu"))
+        return OnEmulated(lambda: make(folder))
+
+
+@pytest.fixture(params=[False, True], ids=["twins", "kernels"])
+def driver(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Driver]:
+    executor = OnEmulated(lambda: make(tiny_folder, "auto"), has_kernels=request.param)
+    yield Driver(executor, executor.open(SPEC))
+    executor.close()
+
+
+def emulator_of(driver: Driver) -> Emulator:
+    return driver.executor.emulator  # type: ignore[attr-defined]
+
+
+def test_a_step_is_one_copy_up_and_one_down_and_nothing_waits(driver: Driver, dense: Dense) -> None:
+    emulator = emulator_of(driver)
+    prompts = [make_prompt(n, seed=n) for n in (5, 12, 33)]
+    emulator.clear()
+    for slot, prompt in enumerate(prompts):  # a chunk that samples nothing, and edits of all kinds
+        driver.add(slot, prompt, PLAIN)
+        driver.row(slot, 0, len(prompt) - 2, 0)
+    driver.run()
+    for slot, prompt in enumerate(prompts):
+        driver.row(slot, len(prompt) - 2, 2)
+    first = list(driver.run().token_ids or ())
+    lengths = [len(prompt) + 1 for prompt in prompts]
+    rest = driver.decode(range(3), lengths, 6)
+    assert [[token, *more] for token, more in zip(first, rest, strict=True)] == [
+        dense.greedy(prompt, 7) for prompt in prompts
+    ]
+    submit, collect = emulator.phases["submit"], emulator.phases.get("collect", Happened())
+    assert not submit.waits and not collect.waits and not collect.launches
+    assert submit.uploads == submit.downloads == 8 and not collect.uploads and not collect.downloads
+
+
+def test_results_of_a_step_do_not_wait_for_the_next_step(driver: Driver, dense: Dense) -> None:
+    """Depth 2: step N + 1 is submitted before step N is collected, which waits for nothing of step N + 1."""
+    emulator, prompt = emulator_of(driver), make_prompt(10)
+    driver.add(0, prompt, PLAIN)
+    driver.row(0, 0, 10)
+    tickets, ends, tokens = [driver.executor.submit(driver.plan())], [emulator.clock], list[int]()
+    for position in range(10, 16):
+        driver.row(0, position, 1, ROW_SAMPLE | ROW_CARRY)
+        tickets.append(driver.executor.submit(driver.plan()))
+        ends.append(emulator.clock)
+        tokens += driver.executor.collect(tickets.pop(0)).token_ids or ()
+        assert emulator.waited_until <= ends[-2] < ends[-1]
+    tokens += driver.executor.collect(tickets.pop()).token_ids or ()
+    assert tokens == dense.greedy(prompt, 7)

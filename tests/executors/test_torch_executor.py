@@ -20,6 +20,7 @@ from octavo.executors.torch_executor import TorchExecutor
 from octavo.grammar.matcher import Masks
 from tests.executors.conformance import SPEC, Conformance, Dense, Driver, make_prompt, open_files
 from tests.executors.effects_conformance import BLOCK_BYTES
+from tests.executors.emulated_device import OnEmulated
 from tests.tiny_models import make_tiny_model
 
 
@@ -27,6 +28,11 @@ def make(folder: Path, attention: str = "batched", device: str = "cpu", dtype: s
     files, spec = open_files(folder)
     execution = ExecutionConfig(device=device, threads=1, attention=attention)
     return TorchExecutor(files, spec, execution, ModelConfig(dtype=dtype))
+
+
+def make_any(folder: Path, attention: str) -> Executor:
+    """Return an executor with this attention backend, or with torch's on an "emulated" accelerator."""
+    return OnEmulated(lambda: make(folder, "batched")) if attention == "emulated" else make(folder, attention)
 
 
 class TestKernelAttention(Conformance):

@@ -18,7 +18,8 @@ from octavo.ops.attention import LayerAttention
 from tests.exactness import Run, limits_of, run
 from tests.executors.driver import BLOCK, GREEDY, SPEC, Dense, Driver, assert_logprobs, make_prompt
 from tests.executors.effects_conformance import assert_same, sampled
-from tests.executors.test_torch_executor import make
+from tests.executors.emulated_device import outside
+from tests.executors.test_torch_executor import make, make_any
 from tests.tiny_models import make_tiny_model
 
 WINDOW = 10
@@ -27,7 +28,7 @@ MODELS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "gemma3": ({}, [(GroupKind.FULL, 0, (2, 5)), (GroupKind.SLIDING, WINDOW, (0, 1, 3, 4))]),
     "mistral": ({"head_dim": 32}, [(GroupKind.SLIDING, WINDOW, (0, 1))]),
 }
-BACKENDS = ("auto", "batched", "reference")
+BACKENDS = ("auto", "batched", "reference", "emulated")
 Windowed = tuple[Path, Dense, list[Any]]
 
 
@@ -42,7 +43,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(params=BACKENDS)
 def driver(request: pytest.FixtureRequest, windowed: Windowed) -> Iterator[Driver]:
-    executor = make(windowed[0], request.param)
+    executor = make_any(windowed[0], request.param)
     yield Driver(executor, executor.open(replace(SPEC, num_blocks=200, host_bytes=1 << 20)))
     executor.close()
 
@@ -152,9 +153,10 @@ def test_K07_what_left_the_window_may_be_overwritten_by_garbage(driver: Driver, 
     driver.run()
     pool = driver.executor._cache.pools[-1]  # type: ignore[attr-defined]
     free = [block for block in range(pool.shape.num_blocks) if block not in driver.group_tables[-1][0]]
-    for layer in range(pool.shape.num_layers):
-        pool.keys[layer][free] = float("nan")
-        pool.values[layer][free] = float("nan")
+    with outside(driver.executor):
+        blocks = torch.tensor(free).to(pool.device)
+        for plane in (*pool.keys, *pool.values):
+            plane.index_fill_(0, blocks, float("nan"))
     assert driver.decode([0], [52], 4)[0] == dense.greedy(prompt, 6)[2:]
 
 

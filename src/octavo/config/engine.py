@@ -247,7 +247,7 @@ class ExecutionConfig:
         within=(1, 1024),
         brief="CPU threads [the usable cores]",
     )
-    depth: int = option(1, "plans in flight", "--pipeline-depth", within=(1, 8))
+    depth: int | None = option(None, "plans in flight (default: 2 on CUDA, else 1)", "--pipeline-depth", within=(1, 8))
     attention: str = option(
         "auto",
         "attention code; reference is the slow one, for tests",

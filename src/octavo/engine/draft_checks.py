@@ -39,7 +39,7 @@ def looks_up(config: Config, capacity: Capacity) -> bool:
     """
     if config.speculation.speculate != "auto":
         return config.speculation.has_ngrams
-    return capacity.decoder == "native" and config.execution.depth == 1
+    return capacity.decoder == "native" and (config.execution.depth or 1) == 1
 
 
 def is_paced(config: Config, capacity: Capacity) -> bool:

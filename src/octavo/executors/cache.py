@@ -24,6 +24,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,7 +42,16 @@ from octavo.ops.attention import (
     LayerAttention,
     PoolShape,
 )
+from octavo.ops.attention_triton import WorkPlanner
 from octavo.sampling.columns import Ints, upload
+
+
+@runtime_checkable
+class PlannedAttention(Protocol):
+    """An AttentionBackend whose work is listed on the host, apart from `begin` (ops.attention_triton)."""
+
+    planner: WorkPlanner
+
 
 MakeAttention = Callable[[KVPool, Sequence[LayerAttention]], AttentionBackend]  # arguments: a pool, its layers
 
@@ -127,6 +137,11 @@ class CacheGroups:
         # a single group has all layers: use the backend itself, at no cost per layer
         is_single = len(backends) == 1 and layout.own_layers is None
         self.attention = backends[0] if is_single else _by_layer(layout, backends)
+
+    @property
+    def planners(self) -> list[WorkPlanner | None]:
+        """What lists the work of each group's kernels; None for a backend that finds its work in `begin`."""
+        return [backend.planner if isinstance(backend, PlannedAttention) else None for backend in self._backends]
 
     def begin(self, batches: Sequence[AttentionBatch]) -> None:
         """Start a step in each group's attention backend."""

@@ -109,6 +109,11 @@ class MediaRows:
         """Return the bytes of a full cache of embeddings, which the KV pool leaves free."""
         return 4 * self._hidden_size * int(self.capacity(max_batch_tokens, max_model_len).get("encoder_cache", 0))
 
+    @property
+    def see_ahead(self) -> bool:
+        """True if a step may have tokens that see positions after their own."""
+        return bool(self._slots) and self._vision is not None and self._vision.is_both_ways
+
     def report(self) -> dict[str, float]:
         """Return totals and the state of the cache, for the engine's statistics.
 

@@ -4,8 +4,9 @@ Owns: the slots, the effects of a plan on the slots, and copies of a plan's pack
 would prevent core from appending to it). Does not: run rows, or decide anything.
 Shapes: S slots, W = max_model_len + 1 positions, M blocks of the longest table.
 Invariants: `ids_SW` is on the device and the sampler writes into it, so a CARRY row reads its slot's newest id without
-the host. Tables are on the host, one per cache group. A dropped table entry, and every entry after a table's end, is
-the group's null block.
+the host. Tables are on the host, one per cache group. An accelerator also has them (device_tables.py), and there what a
+plan changes is pending until a step sends it. A dropped table entry, and every entry after a table's end, is the
+group's null block.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import DROP_BLOCK, NewSequence, StepPlan
-from octavo.sampling.columns import Ints, SequenceIds, upload
+from octavo.executors.device_tables import DeviceTables
+from octavo.sampling.columns import Ints, SequenceIds
 from octavo.sampling.sampler import Sampler
 
 NO_ADAPTER = -1
@@ -47,7 +49,7 @@ class SlotMemory(Structure):
 class Slots:
     """State of all slots. `faults` maps a slot to the reason why this model cannot run the slot's request.
 
-    `tables` and `null_blocks` have one entry per cache group; a table is [S, M].
+    `tables` and `null_blocks` have one entry per cache group; a table is [S, M]. `on_device` is None on a CPU.
     """
 
     def __init__(
@@ -62,17 +64,22 @@ class Slots:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.null_blocks = tuple(null_blocks)
-        self.ids_SW = torch.zeros((num_slots, max_model_len + 1), dtype=torch.int32, device=device)
-        self.flat_ids = self.ids_SW.view(-1)  # the id of slot s at position p has index s * W + p
-        self._host_ids = self.flat_ids.numpy() if device.type == "cpu" else None  # the same memory
         max_blocks = -(-max_model_len // block_size)
         self.tables: list[Ints] = [np.full((num_slots, max_blocks), null, dtype=np.int64) for null in null_blocks]
-        self._groups = np.array((*(table.ctypes.data for table in self.tables), *null_blocks), dtype=np.int64)
-        where = self._groups.ctypes.data
-        self.memory = SlotMemory(  # of a CPU's slots
-            self.ids_SW.data_ptr(), max_model_len + 1, max_blocks, block_size, len(null_blocks),
-            where, where + self._groups.itemsize * len(null_blocks),
-        )  # fmt: skip
+        self.on_device: DeviceTables | None = None
+        if device.type == "cpu":
+            self.ids_SW = torch.zeros((num_slots, max_model_len + 1), dtype=torch.int32)
+            self._groups = np.array((*(table.ctypes.data for table in self.tables), *null_blocks), dtype=np.int64)
+            where = self._groups.ctypes.data
+            self.memory = SlotMemory(
+                self.ids_SW.data_ptr(), max_model_len + 1, max_blocks, block_size, len(null_blocks),
+                where, where + self._groups.itemsize * len(null_blocks),
+            )  # fmt: skip
+        else:
+            self.on_device = DeviceTables((num_slots, max_model_len + 1), self.tables, device)
+            self.ids_SW = self.on_device.ids_SW
+        self.flat_ids = self.ids_SW.view(-1)  # the id of slot s at position p has index s * W + p
+        self._host_ids = self.flat_ids.numpy() if device.type == "cpu" else None  # the same memory
         self.sampler = Sampler(num_slots, self.ids_SW, vocab_size)
         self.faults: dict[int, str] = {}
         self.adapters: dict[int, int] = {}  # of loaded adapters: id -> the decoder's number
@@ -92,8 +99,7 @@ class Slots:
         if not plan.id_edits:
             return
         slots, positions, ids = from_packed(plan.id_edits).reshape(-1, 3).T
-        where, values = upload(self.ids_SW.device, slots * self.ids_SW.shape[1] + positions, ids)
-        self.ids_SW.view(-1).index_copy_(0, where, values.int())
+        self._put_ids(slots * self.ids_SW.shape[1] + positions, ids)
         self.sampler.processors.append(slots, ids)
 
     def write_sampled(self, where_R: Tensor, ids_R: Tensor) -> None:
@@ -111,8 +117,14 @@ class Slots:
         num_drafts = from_packed(plan.num_drafts)
         after = np.arange(num_drafts.sum()) - np.repeat(np.cumsum(num_drafts) - num_drafts, num_drafts)
         first = from_packed(plan.slots) * self.ids_SW.shape[1] + from_packed(plan.starts) + 1
-        where, ids = upload(self.ids_SW.device, np.repeat(first, num_drafts) + after, from_packed(plan.draft_token_ids))
-        self.ids_SW.view(-1).index_copy_(0, where, ids.int())
+        self._put_ids(np.repeat(first, num_drafts) + after, from_packed(plan.draft_token_ids))
+
+    def _put_ids(self, places: Ints, ids: Ints) -> None:
+        """Write ids at indices of `flat_ids`."""
+        if self.on_device is None:
+            self.flat_ids.index_copy_(0, torch.from_numpy(places), torch.from_numpy(ids).int())
+        else:
+            self.on_device.put_ids(places, ids)
 
     def edit_tables(self, plan: StepPlan) -> None:
         """Apply the plan's table edits, all at once."""
@@ -124,9 +136,13 @@ class Slots:
         for group, (table_SM, null_block) in enumerate(zip(self.tables, self.null_blocks, strict=True)):
             slots, _, indices, blocks = (edits if len(self.tables) == 1 else edits[groups == group]).T
             table_SM[slots, indices] = np.where(blocks == DROP_BLOCK, null_block, blocks)
+            if self.on_device is not None and len(slots):
+                self.on_device.touch(group, slots * table_SM.shape[1] + indices)
 
     def _empty(self, slot: int) -> None:
-        for table_SM, null_block in zip(self.tables, self.null_blocks, strict=True):
+        for group, (table_SM, null_block) in enumerate(zip(self.tables, self.null_blocks, strict=True)):
+            if self.on_device is not None and len(used := np.flatnonzero(table_SM[slot] != null_block)):
+                self.on_device.touch(group, slot * table_SM.shape[1] + used)
             table_SM[slot] = null_block
         self.sampler.release(slot)
         self.adapter_S[slot] = NO_ADAPTER
@@ -140,7 +156,10 @@ class Slots:
             # the request's rows still run, which keeps the step's shape; the step reports the fault for these rows
             self.faults[new.slot] = fault
             ids = np.clip(ids, 0, self.vocab_size - 1)
-        self.ids_SW[new.slot, : len(ids)].copy_(upload(self.ids_SW.device, ids.astype(np.int32))[0], non_blocking=True)
+        if self.on_device is None:
+            self.ids_SW[new.slot, : len(ids)].copy_(torch.from_numpy(ids.astype(np.int32)))
+        else:
+            self.on_device.put_ids(new.slot * self.ids_SW.shape[1] + np.arange(len(ids)), ids)
         self.adapter_S[new.slot] = self.adapters.get(new.adapter_id, NO_ADAPTER)
         known = SequenceIds(ids[: new.num_prompt], ids[new.num_prompt :], new.eos_token_ids, new.request_id)
         self.sampler.put(new.slot, new.params, known, new.choice)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from ctypes import addressof, c_int64, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -85,7 +85,8 @@ class StepInputs:
     first position but not its last (see ops.attention); partial blocks are listed only on request. `first_token_N` is
     the index of each plan row's first token in the pass. `sample_rows` has a row once, and once more for each of the
     row's `drafts`. `sample_last_R` is None if each token samples, in order. `beams` are indices into `sample_rows` of
-    the rows that need only candidates. `adapters_T` has each row's adapter; None if no row has one.
+    the rows that need only candidates. `adapters_T` has each row's adapter; None if no row has one. An accelerator also
+    has the last tokens of silent and of pooling rows, and what the sampler reads of plain rows (Sampler.sample_packed).
     """
 
     token_ids_T: Tensor
@@ -104,6 +105,9 @@ class StepInputs:
     pool_rows: Ints
     drafts: Drafts | None = None
     adapters_T: Tensor | None = None
+    silent_last_R: Tensor | None = None
+    pool_last_R: Tensor | None = None
+    packed_KR: Tensor | None = None
 
     @property
     def silent_rows(self) -> Ints:
@@ -128,70 +132,145 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
 
 def any_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: bool = True) -> StepInputs:
     """Return the inputs of any step, its decodes in ascending order of context length."""
-    slots_N, starts_N, counts_N, flags_N = map(from_packed, (plan.slots, plan.starts, plan.counts, plan.flags))
-    ends_N = starts_N + counts_N
-    longest = int(ends_N.max())
-    assert longest <= slots.max_model_len, "a row reaches past max_model_len"
-    is_long_N = counts_N > 1
-    order_A = np.lexsort((ends_N, is_long_N)) if is_long_N.any() else np.argsort(ends_N, kind="stable")
-    has_forks = np.count_nonzero(counts_N) < len(counts_N)
-    if has_forks:
-        order_A = order_A[counts_N[order_A] > 0]
-    is_plain = not (has_forks or is_long_N.any())
-    of_T, first_A1 = _tokens(order_A, counts_N, is_plain)
-    first_token_N = np.empty_like(slots_N)  # the entries of rows without tokens are never read
-    first_token_N[order_A] = first_A1[:-1]
-    last_token_N = first_token_N + counts_N - 1
-    if has_forks:
-        last_token_N = last_token_N[_source_rows(counts_N, flags_N)]
-    position_T = starts_N[of_T]
-    if not is_plain:
-        position_T += np.arange(first_A1[-1]) - first_token_N[of_T]
-    slot_T = slots_N[of_T]
-    width = slots.ids_SW.shape[1]
-    contexts_A = ends_N[order_A]
-    wanted = int(np.bitwise_or.reduce(flags_N))  # flags that at least one row has
-    sample_rows, remaining_R, drafts = _sampled(plan, (flags_N & ROW_SAMPLE).nonzero()[0])
-    expected_R = None if drafts is None else drafts.expected_R
-    sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - remaining_R, expected_R)
+    rows = PassRows.of(plan, slots)
+    width = -(-rows.longest // block_size)
+    num_groups = len(slots.tables)
     token_index_T, positions_T, last_R, target_R, *paged = upload(
         slots.ids_SW.device,
-        slot_T * width + position_T,
-        position_T,
-        last_token_N[sample_rows] - remaining_R,
-        sampling.slots * width + sampling.positions,
-        *_page(slots, block_size, (slot_T, position_T), (slots_N[order_A], longest)),
+        rows.places_T,
+        rows.positions_T,
+        rows.last_R,
+        rows.target_R,
+        *slot_mappings(slots, block_size, (rows.slots_T, rows.positions_T)),
+        *(table_SM[rows.slots_A, :width] for table_SM in slots.tables),
     )
-    attention = AttentionBatch(
-        num_tokens=int(first_A1[-1]),
-        num_rows=len(order_A),
-        num_decodes=int(np.count_nonzero(counts_N == 1)),
-        positions_T=positions_T,
-        slot_mapping_T=paged[0],
-        block_table_NM=paged[1],
-        counts=counts_N[order_A],
-        contexts=contexts_A,
-    )
-    more = zip(paged[2::2], paged[3::2], strict=True)
-    groups = [attention, *(replace(attention, slot_mapping_T=to, block_table_NM=table) for to, table in more)]
-    return StepInputs(
+    pairs = zip(paged[:num_groups], paged[num_groups:], strict=True)
+    groups = [rows.batch(positions_T, mapping_T, table_AM) for mapping_T, table_AM in pairs]
+    ends = rows.slots_N, rows.starts_N, rows.starts_N + rows.counts_N
+    return rows.inputs(
         token_ids_T=slots.flat_ids.index_select(0, token_index_T),
         attention=groups,
-        partial_blocks=_partial_blocks(slots, block_size, (slots_N, starts_N, ends_N)) if wants_partial else [],
-        first_token_N=first_token_N,
-        slots_N=slots_N,
-        starts_N=starts_N,
-        counts_N=counts_N,
-        sample_rows=sample_rows,
+        partial_blocks=list_partial_blocks(slots, block_size, ends) if wants_partial else [],
         sample_last_R=last_R,
-        sampling=sampling,
         sample_target_R=target_R,
-        beams=np.flatnonzero(flags_N[sample_rows] & ROW_BEAM) if wanted & ROW_BEAM else _NONE,
-        score_rows=np.flatnonzero(flags_N & ROW_SCORE) if wanted & ROW_SCORE else _NONE,
-        pool_rows=np.flatnonzero(flags_N & ROW_POOL) if wanted & ROW_POOL else _NONE,
-        drafts=drafts,
-        adapters_T=_adapters(slots, slot_T) if slots.adapters else None,
     )
+
+
+@dataclass(slots=True)
+class PassRows:
+    """The host's columns of a pass: per plan row (N), per row with tokens in pass order (A), per token, per sample.
+
+    `places_T` and `target_R` are indices of `Slots.flat_ids`: where tokens are read, and where sampled ids are written.
+    `last_R` is the token after which each sampled position samples. `longest` is the longest context.
+    """
+
+    slots_N: Ints
+    starts_N: Ints
+    counts_N: Ints
+    flags_N: Ints
+    first_token_N: Ints
+    order_A: Ints
+    slots_A: Ints
+    counts_A: Ints
+    contexts_A: Ints
+    first_A1: Ints
+    slots_T: Ints
+    positions_T: Ints
+    places_T: Ints
+    sample_rows: Ints
+    last_R: Ints
+    target_R: Ints
+    sampling: SamplingRows
+    drafts: Drafts | None
+    longest: int
+    adapters_T: Tensor | None
+
+    @classmethod
+    def of(cls, plan: StepPlan, slots: Slots) -> PassRows:
+        """Index a plan's rows; at least one has tokens."""
+        slots_N, starts_N, counts_N, flags_N = map(from_packed, (plan.slots, plan.starts, plan.counts, plan.flags))
+        ends_N = starts_N + counts_N
+        longest = int(ends_N.max())
+        assert longest <= slots.max_model_len, "a row reaches past max_model_len"
+        is_long_N = counts_N > 1
+        order_A = np.lexsort((ends_N, is_long_N)) if is_long_N.any() else np.argsort(ends_N, kind="stable")
+        has_forks = np.count_nonzero(counts_N) < len(counts_N)
+        if has_forks:
+            order_A = order_A[counts_N[order_A] > 0]
+        is_plain = not (has_forks or is_long_N.any())
+        of_T, first_A1 = _tokens(order_A, counts_N, is_plain)
+        first_token_N = np.empty_like(slots_N)  # the entries of rows without tokens are never read
+        first_token_N[order_A] = first_A1[:-1]
+        last_token_N = first_token_N + counts_N - 1
+        if has_forks:
+            last_token_N = last_token_N[_source_rows(counts_N, flags_N)]
+        positions_T = starts_N[of_T]
+        if not is_plain:
+            positions_T += np.arange(first_A1[-1]) - first_token_N[of_T]
+        slots_T = slots_N[of_T]
+        width = slots.ids_SW.shape[1]
+        sample_rows, remaining_R, drafts = _sampled(plan, (flags_N & ROW_SAMPLE).nonzero()[0])
+        expected_R = None if drafts is None else drafts.expected_R
+        sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - remaining_R, expected_R)
+        return cls(
+            slots_N, starts_N, counts_N, flags_N, first_token_N, order_A, slots_N[order_A],
+            counts_N[order_A], ends_N[order_A], first_A1, slots_T,
+            positions_T, slots_T * width + positions_T, sample_rows, last_token_N[sample_rows] - remaining_R,
+            sampling.slots * width + sampling.positions, sampling, drafts, longest,
+            _adapters(slots, slots_T) if slots.adapters else None,
+        )  # fmt: skip
+
+    @property
+    def pool_rows(self) -> Ints:
+        """Indices of rows that are pooled."""
+        return np.flatnonzero(self.flags_N & ROW_POOL)
+
+    @property
+    def silent_rows(self) -> Ints:
+        """Indices of rows with tokens that sample nothing: chunks of prompts."""
+        return np.flatnonzero((self.counts_N > 0) & (self.flags_N & ROW_SAMPLE == 0))
+
+    def batch(self, positions_T: Tensor, slot_mapping_T: Tensor, block_table_NM: Tensor) -> AttentionBatch:
+        """Return a cache group's inputs of attention."""
+        return AttentionBatch(
+            num_tokens=int(self.first_A1[-1]),
+            num_rows=len(self.order_A),
+            num_decodes=int(np.count_nonzero(self.counts_A == 1)),
+            positions_T=positions_T,
+            slot_mapping_T=slot_mapping_T,
+            block_table_NM=block_table_NM,
+            counts=self.counts_A,
+            contexts=self.contexts_A,
+        )
+
+    def inputs(
+        self,
+        token_ids_T: Tensor,
+        attention: list[AttentionBatch],
+        partial_blocks: list[Ints],
+        sample_last_R: Tensor,
+        sample_target_R: Tensor,
+    ) -> StepInputs:
+        """Return the step's inputs, with tensors on the device."""
+        wanted = int(np.bitwise_or.reduce(self.flags_N))  # flags that at least one row has
+        return StepInputs(
+            token_ids_T=token_ids_T,
+            attention=attention,
+            partial_blocks=partial_blocks,
+            first_token_N=self.first_token_N,
+            slots_N=self.slots_N,
+            starts_N=self.starts_N,
+            counts_N=self.counts_N,
+            sample_rows=self.sample_rows,
+            sample_last_R=sample_last_R,
+            sampling=self.sampling,
+            sample_target_R=sample_target_R,
+            beams=np.flatnonzero(self.flags_N[self.sample_rows] & ROW_BEAM) if wanted & ROW_BEAM else _NONE,
+            score_rows=np.flatnonzero(self.flags_N & ROW_SCORE) if wanted & ROW_SCORE else _NONE,
+            pool_rows=self.pool_rows if wanted & ROW_POOL else _NONE,
+            drafts=self.drafts,
+            adapters_T=self.adapters_T,
+        )
 
 
 def decode_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs | None:
@@ -283,7 +362,7 @@ def _tokens(order_A: Ints, counts_N: Ints, is_plain: bool) -> tuple[Ints, Ints]:
     return np.repeat(order_A, counts_A), np.concatenate(([0], np.cumsum(counts_A)))
 
 
-def _partial_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]) -> list[Ints]:
+def list_partial_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]) -> list[Ints]:
     """Return, per cache group, the blocks whose first position the rows write and whose last position they do not."""
     slots_N, starts_N, ends_N = rows
     last_block_N = (ends_N - 1) // block_size
@@ -300,15 +379,13 @@ def _source_rows(counts_N: Ints, flags_N: Ints) -> Ints:
     return source_N
 
 
-def _page(slots: Slots, block_size: int, tokens: tuple[Ints, Ints], rows: tuple[Ints, int]) -> list[Ints]:
-    """Return, per cache group, each token's KV slot, and the rows' tables cut to the width of the longest context."""
-    slot_T, position_T = tokens
-    slots_A, longest = rows
-    width = -(-longest // block_size)
-    index_T, offset_T = position_T // block_size, position_T % block_size
-    columns: list[Ints] = []
+def slot_mappings(slots: Slots, block_size: int, tokens: tuple[Ints, Ints]) -> list[Ints]:
+    """Return, per cache group, each token's KV slot, of tokens with these slots and positions."""
+    slots_T, positions_T = tokens
+    index_T, offset_T = positions_T // block_size, positions_T % block_size
+    mappings: list[Ints] = []
     for table_SM, null_block in zip(slots.tables, slots.null_blocks, strict=True):
-        block_T = table_SM[slot_T, index_T]
+        block_T = table_SM[slots_T, index_T]
         assert block_T.max() != null_block, "a row writes past its block table"
-        columns += [block_T * block_size + offset_T, table_SM[slots_A, :width]]
-    return columns
+        mappings.append(block_T * block_size + offset_T)
+    return mappings

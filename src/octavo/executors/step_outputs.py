@@ -19,6 +19,7 @@ from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.core.request import FinishError
 from octavo.errors import ErrorKind
 from octavo.executors.slots import Slots
+from octavo.executors.step_buffers import BufferPair, Download
 from octavo.executors.step_inputs import StepInputs
 from octavo.sampling.columns import Ints, upload
 from octavo.sampling.sampler import RawDistribution, Sampled, SampledLogprobs
@@ -56,11 +57,12 @@ class Candidates:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """The outputs of a started step; the device may still be computing its tensors.
+    """The outputs of a started step; an accelerator may still be computing its tensors.
 
     `sampled` has the results of the sampled positions in `sampled_rows` (None: of all positions); `candidates` has
     those of the other positions. `is_finite_R` says, for each row that samples nothing, whether the hidden state of
-    the row's last token is finite. `unsampled_RV` are the logits of a step that waits for its masks.
+    the row's last token is finite. `unsampled_RV` are the logits of a step that waits for its masks. On an
+    accelerator, `pair` are the step's pinned buffers, and `download` fetches the results.
     """
 
     inputs: StepInputs | None = None
@@ -72,9 +74,34 @@ class StepOutputs:
     pooled_RE: Tensor | None = None
     is_finite_R: Tensor | None = None
     unsampled_RV: Tensor | None = None
+    pair: BufferPair | None = None
+    download: Download | None = None
+
+    def start_download(self, pair: BufferPair) -> None:
+        """Start to copy the results to the host; `result` then waits for them alone."""
+        self.download = pair.start_download([getattr(owner, name) for owner, name in self._results()])
+
+    def _results(self) -> list[tuple[object, str]]:
+        """Return where all results on the device are: objects, and names of their attributes."""
+        found: list[tuple[object, str]] = []
+        owners = [self, self.sampled, self.candidates, *(part for _, _, parts in self.scores for part in parts)]
+        if self.sampled is not None:
+            owners.append(self.sampled.logprobs)
+        for owner in owners:
+            names = _RESULTS.get(type(owner), ())
+            found += [(owner, name) for name in names if getattr(owner, name) is not None]
+        return found
+
+    def fetched(self, download: Download) -> StepResult:
+        """Wait for the results, convert them, and free the step's buffers."""
+        for (owner, name), tensor in zip(self._results(), download.fetch(), strict=True):
+            setattr(owner, name, tensor)
+        result = self.result()
+        download.release()
+        return result
 
     def result(self) -> StepResult:
-        """Fetch everything. Waits for the device."""
+        """Convert the results, which are on the host."""
         result = StepResult(array("i"))
         if self.inputs is None:
             return result
@@ -172,9 +199,19 @@ class StepOutputs:
         result.pooled = tuple(pooled)
 
 
+_RESULTS: dict[type, tuple[str, ...]] = {
+    StepOutputs: ("pooled_RE", "is_finite_R"),
+    Sampled: ("ids_R", "best_R"),
+    SampledLogprobs: ("token_ids_R", "logprobs_R", "ranks_R", "top_ids_RK", "top_logprobs_RK"),
+    Candidates: ("ids_RC", "logprobs_RC"),
+}
+
+
 def are_finite(inputs: StepInputs, rows: Ints, hidden_TE: Tensor) -> Tensor:
     """Return whether the state of each row's last token is finite; attending to a state that is not makes it not so."""
-    last_R = upload(hidden_TE.device, inputs.first_token_N[rows] + inputs.counts_N[rows] - 1)[0]
+    last_R = inputs.silent_last_R
+    if last_R is None:
+        last_R = upload(hidden_TE.device, inputs.first_token_N[rows] + inputs.counts_N[rows] - 1)[0]
     return hidden_TE.index_select(0, last_R).isfinite().all(dim=1)
 
 
@@ -209,6 +246,9 @@ def score_rows(
 
 def pool_rows(inputs: StepInputs, hidden_TE: Tensor) -> Tensor:
     """Return the hidden state at each pooling row's last position, scaled to length 1, float32."""
-    last = inputs.first_token_N[inputs.pool_rows] + inputs.counts_N[inputs.pool_rows] - 1
-    pooled_RE = hidden_TE.index_select(0, upload(hidden_TE.device, last)[0]).float()
+    last_R = inputs.pool_last_R
+    if last_R is None:
+        last = inputs.first_token_N[inputs.pool_rows] + inputs.counts_N[inputs.pool_rows] - 1
+        last_R = upload(hidden_TE.device, last)[0]
+    pooled_RE = hidden_TE.index_select(0, last_R).float()
     return functional.normalize(pooled_RE, dim=1)

@@ -26,11 +26,13 @@ from octavo.errors import ConfigError, EngineError
 from octavo.executors.cache import CacheGroups, CacheLayout, MakeAttention, Steps, make_resident
 from octavo.executors.device import Device, DeviceEvent, device_of
 from octavo.executors.device_errors import free_memory, raise_typed
+from octavo.executors.device_inputs import device_inputs
 from octavo.executors.loading import AnyDecoder, DecoderChoice, LoadedDecoder, cache_dtype
 from octavo.executors.media_rows import MediaRows
 from octavo.executors.memory import PoolSizing, describe_groups
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.executors.slots import Slots
+from octavo.executors.step_buffers import StepBuffers
 from octavo.executors.step_inputs import StepInputs, build_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.executors.thread_pace import ThreadPace
@@ -45,6 +47,8 @@ from octavo.nn.parallel import Parallel
 from octavo.ops.attention import AttentionBackend, KVPool, LayerAttention, ReferenceAttention
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
+from octavo.ops.attention_triton import TritonAttention
+from octavo.ops.triton import available
 from octavo.sampling.columns import upload
 from octavo.sampling.processors import TokenMasks
 from octavo.sampling.rejection import FindDistribution, Rejection
@@ -52,7 +56,9 @@ from octavo.sampling.sampler import Sampled, Sampler
 
 
 def fastest_attention(pool: KVPool, layers: Sequence[LayerAttention]) -> AttentionBackend:
-    """Return the C++ kernel if it can read the pool and is faster, else torch's attention."""
+    """Return the fastest code that can read the pool: Triton's kernels, the C++ kernel, or torch's attention."""
+    if pool.device.type != "cpu" and available.is_available():
+        return TritonAttention(pool, layers)
     backend = KernelAttention if has_kernel(pool, layers) and is_faster() else BatchedAttention
     return backend(pool, layers)
 
@@ -61,6 +67,7 @@ ATTENTION: dict[str, MakeAttention] = {
     "auto": fastest_attention,
     "batched": BatchedAttention,
     "reference": ReferenceAttention,
+    "triton": TritonAttention,
 }
 
 
@@ -89,6 +96,7 @@ class TorchExecutor:
         self._choice = DecoderChoice(files, spec, execution, model, parallel)
         self._device, self._dtype = device_of(self._choice.device), self._choice.dtype
         self._decoder: AnyDecoder | None = None
+        self._buffers = None if self._device.is_host else StepBuffers(self._device)
         self._steps = Steps()
         self._pace: ThreadPace | None = None
         self._loaded: LoadedDecoder
@@ -197,9 +205,13 @@ class TorchExecutor:
         outputs = StepOutputs(faults=dict(self._slots.faults))
         if not plan.slots:
             return outputs, clock
-        inputs = build_inputs(plan, self._slots, self._block_size, self._cache.reads_unwritten)
-        if self._cache.reads_unwritten:
-            self._cache.clear(inputs.partial_blocks)
+        if self._buffers is None:
+            inputs = build_inputs(plan, self._slots, self._block_size, self._cache.reads_unwritten)
+            if self._cache.reads_unwritten:
+                self._cache.clear(inputs.partial_blocks)
+        else:
+            outputs.pair, ahead = self._buffers.take(), self._media.see_ahead
+            inputs = device_inputs(plan, self._slots, self._block_size, self._cache, outputs.pair, ahead)
         extras = self._media.extras(plan, inputs)
         self._cache.begin(inputs.attention)
         if self._parallel is not None and self._parallel.shard.tensor_size > 1:
@@ -279,6 +291,8 @@ class TorchExecutor:
                 outputs.unsampled_RV = logits_RV
             else:
                 self._sample(logits_RV, outputs)
+        if outputs.pair is not None and outputs.unsampled_RV is None:
+            outputs.start_download(outputs.pair)
 
     def _sample(self, logits_RV: Tensor, outputs: StepOutputs, masks: TokenMasks | None = None) -> None:
         """Sample, and write the sampled ids to the slots."""
@@ -330,6 +344,8 @@ class TorchExecutor:
         if not np.array_equal(needed, masks.positions):
             raise EngineError(f"masks for positions {masks.positions.tolist()}, needed for {needed.tolist()}")
         self._sample(logits_RV, outputs, TokenMasks(masks.positions, masks.bits_MW))
+        if outputs.pair is not None:
+            outputs.start_download(outputs.pair)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Fetch the ticket's result, waiting for the device."""
@@ -338,7 +354,8 @@ class TorchExecutor:
         if outputs.unsampled_RV is not None:
             raise EngineError("the step got no masks for its rows with a grammar")
         try:
-            result: StepResult = outputs.result()
+            download = outputs.download
+            result: StepResult = outputs.result() if download is None else outputs.fetched(download)
         except RuntimeError as error:
             raise_typed(error, self._choice.device)
             raise
