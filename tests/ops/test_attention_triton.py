@@ -1,0 +1,297 @@
+"""Triton's attention, interpreted on CPU tensors, against the reference and against itself, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.ops.attention_rig import Rig, Row, whole
+from tests.ops.test_attention import Rig as DenseRig
+from triton import language
+from triton.runtime import interpreter
+
+from octavo.ops.attention import AttentionBatch, DeviceRows, KVPool, PoolShape
+from octavo.ops.attention_triton import AttentionWork, Tiles, TritonAttention, WorkPlanner, WorkRoom
+from octavo.ops.triton import attention as kernels
+
+INT8, E4M3 = torch.int8, torch.float8_e4m3fn
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3, INT8: 4e-6, E4M3: 4e-6}
+# a context over several splits, at the ends of tiles and splits; rows of drafts, a chunk and a prompt
+ROWS = ((1, 1), (31, 1), (64, 1), (65, 1), (150, 1), (140, 3), (90, 40), (30, 30))
+CUT = Tiles(split=64, tile=32, short=16, tall=32)  # small, so that short rows have many splits
+
+
+def interpreted(rig: Rig, tiles: Tiles = CUT, window: int | None = None, **how: Any) -> TritonAttention:
+    return TritonAttention(rig.pool, rig.layers(window, **how), tiles)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patched_once() -> Iterator[None]:
+    """The language patched for the interpreter once, not at each call of a function: three times as fast."""
+    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
+        yield
+    scope.restore()
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.2},
+    "soft cap": {"soft_cap": 0.8},
+    "window": {"window": 70},
+    "all": {"window": 33, "soft_cap": 2.0, "sinks_H": torch.linspace(-2, 6, 6), "slopes_H": 2.0 ** -torch.arange(1, 7)},
+}
+
+
+@pytest.mark.parametrize(("how", "dtype"), [*((how, torch.float32) for how in HOW), ("all", torch.bfloat16),
+                                            ("plain", torch.float16), ("all", INT8), ("all", E4M3)])  # fmt: skip
+def test_equals_the_reference(how: str, dtype: torch.dtype) -> None:
+    rig = Rig(dtype, rows=ROWS)
+    got = rig.attend(interpreted(rig, **HOW[how]), whole(rig.rows))
+    torch.testing.assert_close(got, rig.reference(**HOW[how]), atol=NEAR[dtype], rtol=0)
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "value_dim", "block"), [
+    ((9, 3), 40, 40, 16), ((5, 1), 16, 72, 8), ((20, 1), 8, 8, 12), ((4, 4), 96, 24, 32), ((71, 1), 16, 16, 16),
+])  # fmt: skip
+def test_heads_of_any_number_and_size(heads: tuple[int, int], head_dim: int, value_dim: int, block: int) -> None:
+    rig = Rig(torch.float32, heads, head_dim, block, ((40, 1), (50, 3), (60, 20)), value_dim=value_dim)
+    got = rig.attend(interpreted(rig, Tiles(64, 32, 16, 64)), whole(rig.rows))
+    torch.testing.assert_close(got, rig.reference(), atol=2e-6, rtol=0)
+
+
+def test_queries_of_another_type_than_the_pool() -> None:
+    rig = Rig(E4M3, rows=((40, 1), (50, 20)))
+    want = rig.reference()
+    rig.query = [query.bfloat16() for query in rig.query]
+    got = rig.attend(interpreted(rig), whole(rig.rows))
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, atol=3e-2, rtol=0)
+
+
+def test_spans_whose_tokens_see_each_other() -> None:
+    rig = Rig(torch.float32, rows=((70, 3), (100, 40)))
+    batch = rig.batch(whole(rig.rows))
+    batch.seen_T = np.concatenate((np.full(3, 70), np.repeat([80, 90, 100], [20, 10, 10])))
+    rig.batch = lambda rows: batch
+    for window in (None, 25):
+        got = rig.attend(interpreted(rig, window=window), whole(rig.rows))
+        torch.testing.assert_close(got, rig.reference(window), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("drop", ["nan", "null", "others"])
+@pytest.mark.parametrize("window", [5, 33])
+def test_K07_blocks_that_left_the_window_are_not_read(drop: str, window: int) -> None:
+    rig = DenseRig([41, 44, 97, 64, 140], [1, 1, 1, 9, 40])
+    rig.drop = drop
+    for layer, output in enumerate(rig.run(TritonAttention, window)):
+        torch.testing.assert_close(output.double(), rig.dense(layer, window), atol=2e-6, rtol=1e-5)
+
+
+def test_what_a_block_holds_after_a_context_is_not_read() -> None:
+    rig = Rig(torch.float32, rows=((37, 1), (70, 20)))
+    for planes in (rig.pool.keys, rig.pool.values):
+        for row, (context, _) in enumerate(rig.rows):
+            planes[0][rig.table[row, context // 16], context % 16 :] = float("nan")
+    assert rig.attend(interpreted(rig), whole(rig.rows)).isfinite().all()
+
+
+@pytest.fixture
+def independent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose rows do not depend on the matrix's height, as on a device; numpy's may."""
+
+    def product(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
+        rows = [np.einsum("k,kn->n", row.astype(np.float64), b.astype(np.float64)) for row in a]
+        return np.stack(rows).astype(dtype or a.dtype)
+
+    monkeypatch.setattr(interpreter.np, "matmul", product)
+
+
+def random_rig(rng: np.random.Generator, dtype: torch.dtype) -> tuple[Rig, dict[str, Any]]:
+    heads = [(4, 2), (9, 3), (3, 1), (2, 2), (6, 1)][rng.integers(5)]
+    lengths = rng.integers(20, 100, 4).tolist()
+    size, value_dim = int(rng.choice([16, 24])), int(rng.choice([16, 40]))
+    rig = Rig(dtype, heads, size, int(rng.choice([4, 16])), [(n, n) for n in lengths], value_dim=value_dim)
+    how: dict[str, Any] = {"window": int(rng.integers(1, 90)) if rng.random() < 0.4 else None}
+    if rng.random() < 0.4:
+        how["soft_cap"] = 1.5
+    if rng.random() < 0.4:
+        how["sinks_H"] = torch.linspace(-1, 2, heads[0])
+    if rng.random() < 0.4:
+        how["slopes_H"] = torch.linspace(0.01, 0.2, heads[0])
+    return rig, how
+
+
+def random_chunks(rng: np.random.Generator, rig: Rig, count: int) -> list[Row]:
+    chunks = []
+    for _ in range(count):
+        row = int(rng.integers(len(rig.rows)))
+        length = rig.rows[row][0]
+        size = min(length, int(rng.choice([1, 1, 2, 5, 8, 9, 40])))
+        start = int(rng.integers(length - size + 1))
+        chunks.append((row, start, start + size))
+    return sorted(chunks, key=lambda chunk: chunk[2] - chunk[1] > 1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.usefixtures("independent_rows")
+def test_bits_depend_on_the_row_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk of a prompt, in any company, list, tile and grid, gets the bits of the whole prompt."""
+    rng = np.random.default_rng(seed)
+    rig, how = random_rig(rng, [torch.float32, torch.bfloat16, torch.float16, INT8, E4M3][seed % 5])
+    prompts = rig.split(rig.attend(interpreted(rig, Tiles(32, 16, 16, 64), **how), whole(rig.rows)))
+    chunks = random_chunks(rng, rig, 20)
+    monkeypatch.setattr(kernels, "MAX_PROGRAMS", int(rng.integers(1, 100)))
+    short, tall = rng.choice([16, 32, 64], 2).tolist()
+    backend = interpreted(rig, Tiles(32, 16, short, tall), **how)
+    if seed % 3 == 0:  # some rows of few tokens are not cut
+        backend.planner = replace(backend.planner, max_parts=6)
+    outputs = rig.attend(backend, chunks).split([end - start for _, start, end in chunks])
+    for (row, start, end), output in zip(chunks, outputs, strict=True):
+        assert torch.equal(output, prompts[row][start:end])
+        assert torch.equal(output.signbit(), prompts[row][start:end].signbit())
+
+
+def on_device(batch: AttentionBatch, work: AttentionWork) -> DeviceRows:
+    numbers = (np.concatenate(([0], np.cumsum(batch.counts))), batch.contexts, np.arange(batch.num_rows))
+    tables = (batch.block_table_NM.numpy(), work.items_I4, work.joins_J4, work.tiles_P4, work.num_work_3)
+    tensors = [torch.from_numpy(column.astype(np.int32)) for column in (*numbers, *tables)]
+    return DeviceRows(*tensors, num_parts=work.num_parts)
+
+
+def padded(rig: Rig, rows: list[Row], num_rows: int) -> AttentionBatch:
+    """A step of rows of one token whose last ones have no context."""
+    batch, more = rig.batch(rows), num_rows - len(rows)
+    batch.num_tokens = batch.num_rows = batch.num_decodes = num_rows
+    batch.counts, batch.contexts = np.ones(num_rows, dtype=np.int64), np.pad(batch.contexts, (0, more))
+    batch.slot_mapping_T = torch.cat((batch.slot_mapping_T, torch.full((more,), -1)))
+    batch.block_table_NM = torch.cat((batch.block_table_NM, torch.full((more, rig.table.shape[1]), 10**9)))
+    return batch
+
+
+def test_one_captured_call_runs_steps_of_any_contexts() -> None:
+    """The same tensors, shapes and launches; a row of context 0 gives zeros and writes nothing."""
+    rig = Rig(torch.float32, rows=((200, 200), (90, 90), (20, 20)))
+    backend, num_rows = interpreted(rig), 4
+    room = backend.planner.room(num_rows, 200)
+    before = [plane[0].clone() for plane in (rig.pool.keys, rig.pool.values)]
+    held: DeviceRows | None = None
+    for rows in ([(0, 199, 200), (1, 0, 1)], [(2, 19, 20)], [(0, 63, 64), (1, 64, 65), (2, 0, 1), (1, 89, 90)]):
+        batch = padded(rig, rows, num_rows)
+        rows_now = on_device(batch, backend.planner.work(batch.counts, batch.contexts, room))
+        held = held or rows_now
+        for name in (name for name in DeviceRows.__slots__ if name not in ("num_parts", "seen_T")):
+            getattr(held, name).copy_(getattr(rows_now, name))  # what a replayed graph finds at its addresses
+        assert rows_now.num_parts == held.num_parts
+        batch.device = held
+        backend.begin(batch)
+        queries = torch.ones(num_rows, *rig.query[0].shape[1:])
+        queries[: len(rows)] = torch.cat([rig.query[row][start:end] for row, start, end in rows])
+        new = [torch.cat([part[row][i][s:e] for row, s, e in rows]) for part in (rig.content,) for i in (0, 1)]
+        output = backend.attend(
+            0, queries, *(torch.cat((x, torch.ones(num_rows - len(rows), *x.shape[1:]))) for x in new)
+        )
+        assert torch.equal(output[: len(rows)], rig.attend(interpreted(rig), rows))
+        assert not output[len(rows) :].any()
+    for plane, old in zip((rig.pool.keys, rig.pool.values), before, strict=True):
+        assert torch.equal(plane[0], old)
+
+
+def test_a_pool_of_more_than_2_to_the_31_numbers() -> None:
+    rig = Rig(E4M3, (4, 2), 64, rows=((50, 1), (40, 20)))
+    want, small = rig.attend(interpreted(rig), whole(rig.rows)), rig.pool
+    shape = small.shape
+    first = 2**31 // (16 * 2 * 64) + 10
+    rig.pool = KVPool(replace(shape, num_blocks=first + shape.num_blocks), torch.device("cpu"))  # pages never touched
+    assert rig.pool.keys[0].numel() > 2**31
+    for planes, of_small in ((rig.pool.keys, small.keys), (rig.pool.values, small.values)):
+        planes[0][first : first + shape.num_blocks] = of_small[0][: shape.num_blocks]
+    rig.table = rig.table + first
+    assert torch.equal(rig.attend(interpreted(rig), whole(rig.rows)), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, INT8, E4M3])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # numpy's, of what a device does silently
+def test_keys_and_values_are_written_as_the_pool_encodes_them(dtype: torch.dtype, index: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    k_TKD = torch.randn(40, 3, 24, generator=generator) * torch.logspace(-44, 4, 40)[:, None, None]
+    v_TKV = torch.randn(40, 5, 9, generator=generator)[:, 1:4]  # a slice of a wider tensor
+    k_TKD[3, 1], k_TKD[5, 0, 7], k_TKD[6, 2, 0], v_TKV[8, 1, 1] = 0.0, float("nan"), float("inf"), 1e30
+    slots_T = torch.randperm(64, generator=generator)[:40]
+    pools = [KVPool(PoolShape(1, 4, 16, 3, 24, 9, dtype), torch.device("cpu")) for _ in range(2)]
+    is_written = torch.arange(40) % 7 != 2
+    pools[0].write(0, slots_T[is_written], k_TKD[is_written], v_TKV[is_written])
+    slots_T[~is_written] = -1
+    planes = pools[1].keys[0], pools[1].values[0]
+    torch.ops.octavo.write_kv(k_TKD, v_TKV.contiguous(), slots_T.to(index), *planes, dtype)
+    want, got = (pool.read(pool.keys[0], pool.values[0]) for pool in pools)
+    for one, other in zip(want, got, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0))
+
+
+def covered(planner: WorkPlanner, work: AttentionWork, counts: np.ndarray, contexts: np.ndarray) -> list[tuple]:
+    """Each (row, token, split) that the work computes; a token's parts are where its join expects them."""
+    num_items, num_joins, num_tiles = work.num_work_3.tolist()
+    found, parts = [], {}
+    for items, tokens in ((work.items_I4[:num_items], planner.short_tokens), (work.tiles_P4, planner.tall_tokens)):
+        for row, offset, split, part in items.tolist():
+            size = min(tokens, int(counts[row]) - offset)
+            for token in range(offset, offset + size):
+                position = int(contexts[row] - counts[row]) + token
+                low = 0 if planner.window is None else max(0, position - planner.window + 1) // planner.split
+                if part < 0:
+                    found += [(row, token, one) for one in range(low, position // planner.split + 1)]
+                else:
+                    found += [(row, token, split)] if low <= split <= position // planner.split else []
+                    assert parts.setdefault(part + token - offset, (row, token, split)) == (row, token, split)
+    assert num_tiles == len(work.tiles_P4) and len(parts) <= work.num_parts
+    for row, offset, first, splits in work.joins_J4[:num_joins].tolist():
+        size = min(planner.short_tokens, int(counts[row]) - offset)
+        joined = [[parts.pop(first + one * size + token) for one in range(splits)] for token in range(size)]
+        for token, of_token in enumerate(joined):
+            assert [part[:2] for part in of_token] == [(row, offset + token)] * splits
+            assert np.diff([part[2] for part in of_token]).tolist() == [1] * (splits - 1)
+    assert not parts
+    return sorted(found)
+
+
+def test_work_covers_every_split_of_every_token_once() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        window = int(rng.integers(1, 700)) if rng.random() < 0.5 else None
+        sizes = rng.choice([1, 2, 3, 5, 16], 2).tolist()
+        planner = WorkPlanner(*sizes, max_parts=int(rng.choice([0, 7, 40, 10**6])), window=window, split=64)
+        counts = rng.choice([1, 1, 1, 2, 4, 8, 9, 70], int(rng.integers(1, 9)))
+        contexts = counts + rng.integers(0, 600, len(counts))
+        contexts[counts == 1] -= rng.random((counts == 1).sum()) < 0.2  # some are 0: rows that pad the step
+        room = planner.room(len(counts), 700) if (counts == 1).all() else None
+        work = planner.work(counts, contexts, room)
+        assert work.num_parts <= planner.max_parts
+        if room is not None:
+            lengths = WorkRoom(len(work.items_I4), len(work.joins_J4), work.num_parts)
+            assert lengths == room
+        assert {0} | set(range(len(counts))) == {0} | {int(row) for row in (*work.items_I4[:, 0], *work.tiles_P4[:, 0])}
+        expected = []
+        for row, (count, context) in enumerate(zip(counts.tolist(), contexts.tolist(), strict=True)):
+            for token in range(count):
+                position = context - count + token
+                low = 0 if window is None else max(0, position - window + 1) // 64
+                expected += [(row, token, split) for split in range(low, position // 64 + 1)]
+        assert covered(planner, work, counts, contexts) == expected
+
+
+def test_heights_of_tiles_fit_a_device() -> None:
+    shape = PoolShape(1, 1, 16, 2, 128, 128, torch.bfloat16)
+    cpu = torch.device("cpu")
+    assert Tiles.of(shape, 4, cpu) == Tiles(256, 256, 16, 64)  # one tile is a split: the interpreter counts by tiles
+    assert Tiles.of(shape, 71, cpu).short == 64
+    assert Tiles.of(replace(shape, head_dim=192), 71, cpu) == Tiles(256, 256, 32, 32)
+    assert Tiles.of(replace(shape, dtype=INT8), 20, cpu) == Tiles(256, 256, 32, 32)
