@@ -406,7 +406,8 @@ def create_ranked(config: Config, files: ModelFiles, is_own_process: bool) -> tu
             group.peers += rank_hosts(config, files).accept()
         if files.kind != "scripted":
             device, store, port = _ranks_module().serve_store(host, config.execution.device)
-        shown = replace(Config(), model=config.model, execution=config.execution, parallel=config.parallel)
+        execution = replace(config.execution, device=device)  # no rank chooses otherwise
+        shown = replace(Config(), model=config.model, execution=execution, parallel=config.parallel)
         begin = Begin(0, num_local, shown, executor_spec(config, device), host, port)
         return RankedExecutor(config.parallel, group, begin, partial(make_rank, store=store)), device
     except BaseException:
@@ -451,14 +452,13 @@ def create_executor(config: Config, files: ModelFiles, spec: ModelSpec, is_draft
     """Return the executor for the configured device, and the device's kind. Raises ConfigError if torch is missing."""
     limit_spinning()
     with machine.needing_torch():
-        from octavo.executors.encoder_executor import EncoderExecutor
-        from octavo.executors.loading import choose_device, draft_quantization
-        from octavo.executors.torch_executor import TorchExecutor  # loads torch, so not at the top
+        # these load torch, so they are not at the top
+        from octavo.executors import device_choice, encoder_executor, loading, torch_executor
 
-    device, model = choose_device(config.execution.device), config.model
+    device, model = device_choice.choose_device(config.execution.device), config.model
     if is_draft:
-        model = replace(model, quantization=draft_quantization(files, spec, config.execution, model))
-    kind = TorchExecutor if spec.encoder is None else EncoderExecutor
+        model = replace(model, quantization=loading.draft_quantization(files, spec, config.execution, model))
+    kind = torch_executor.TorchExecutor if spec.encoder is None else encoder_executor.EncoderExecutor
     return kind(files, spec, config.execution, model), device.type
 
 

@@ -19,33 +19,47 @@ from octavo.executors.protocol import TYPICAL_IMAGE, MemoryPlan
 from octavo.media.placeholders import layout_text, num_tokens_of
 
 
-def plan_memory(config: Config) -> MemoryPlan:
+def plan_memory(config: Config, absent_bytes: int = 0) -> MemoryPlan:
     """Return the memory that a configuration needs, and the resulting KV pool, without loading weights.
 
-    Loads torch. Raises ConfigError, ModelFileError, UnknownModelError.
+    With `absent_bytes`, plan for a CUDA device with so much memory, which this machine need not have; the configured
+    device is then its name. Loads torch. Raises ConfigError, ModelFileError, UnknownModelError.
     """
     files = find_files(config)
     if files.kind == "scripted":
         raise ConfigError("a scripted model has no weights and no KV pool to plan for; name a model")
     limit_spinning()
     with machine.needing_torch():
-        from octavo.executors.loading import choose_device, draft_quantization
-        from octavo.executors.memory import plan_memory as plan
+        from octavo.executors import device_choice, loading, memory
 
     check_ranks(config, files)
-    device = choose_device(config.execution.device).type
+    if absent_bytes:
+        device_choice.ABSENT[config.execution.device] = absent_bytes
+    device = device_choice.choose_device(config.execution.device).type
     draft = None
     if (found := find_draft_model(config, files)) is not None:
         settings, drafts = found
         spec = read_model_spec(drafts)
-        quantization = draft_quantization(drafts, spec, settings.execution, settings.model)
+        quantization = loading.draft_quantization(drafts, spec, settings.execution, settings.model)
         model = replace(settings.model, quantization=quantization)
-        draft = plan(drafts, settings.execution, model, draft_sizes(settings, spec, device))
-    made = plan(files, config.execution, config.model, executor_spec(config, device), config.parallel, draft)
+        draft = memory.plan_memory(drafts, settings.execution, model, draft_sizes(settings, spec, device))
+    made = memory.plan_memory(
+        files, config.execution, config.model, executor_spec(config, device), config.parallel, draft
+    )
     if made.vision is None:
         return made
     typical, most = _image_tokens(config, files)
     return replace(made, vision=replace(made.vision, typical_tokens=typical, max_tokens=most))
+
+
+def examine_device() -> tuple[str, str]:
+    """Return the kind of the device that `--device auto` takes, and why, as far as there is a choice. Loads torch."""
+    limit_spinning()
+    with machine.needing_torch():
+        from octavo.executors.device_choice import chosen_device
+
+    chosen = chosen_device("auto")
+    return chosen.device.type, chosen.note
 
 
 def _image_tokens(config: Config, files: ModelFiles) -> tuple[int | None, int]:

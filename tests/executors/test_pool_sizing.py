@@ -8,16 +8,22 @@ import pytest
 
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.errors import CapacityError
-from octavo.executors.memory import PoolSizing, describe_groups
+from octavo.executors.memory import DeviceMemory, HostMemory, PoolSizing, describe_groups
 from octavo.executors.protocol import ExecutorSpec, usable_len
 
 MIB = 2**20
 
 
-def choose(available_bytes: int = 1000 * MIB, is_host: bool = True, max_model_len: int = 8192, **size: float) -> int:
+def choose(available_bytes: int = 1000 * MIB, max_model_len: int = 8192, **size: float) -> int:
     spec = ExecutorSpec(max_sequences=4, max_batch_tokens=64, **size)  # type: ignore[arg-type]
     sizing = PoolSizing(spec, (GroupSpec(block_bytes=MIB),), max_model_len)
-    (num_blocks,) = sizing.device_blocks(available_bytes, is_host)
+    (num_blocks,) = sizing.device_blocks(HostMemory(available_bytes))
+    return num_blocks
+
+
+def on_device(memory: DeviceMemory, **size: float) -> int:
+    spec = ExecutorSpec(max_sequences=4, max_batch_tokens=64, **size)  # type: ignore[arg-type]
+    (num_blocks,) = PoolSizing(spec, (GroupSpec(block_bytes=MIB),), 8192).device_blocks(memory)
     return num_blocks
 
 
@@ -35,11 +41,34 @@ def test_K11_each_way_of_giving_a_size() -> None:
     assert choose(pool_bytes=9 * MIB + 5) == 9
     assert choose(pool_tokens=16 * 3 + 15) == 3
     assert choose(memory_fraction=0.25) == 250
-    assert choose(memory_fraction=0.25, is_host=False) == 250
 
 
-def test_K11_without_a_size_a_device_gives_most_and_a_host_what_is_typical() -> None:
-    assert choose(is_host=False) == 900
+def test_K11_on_a_device_the_share_is_of_its_whole_memory_with_weights_and_a_step() -> None:
+    alone = DeviceMemory(total=1000 * MIB, free=700 * MIB, own=250 * MIB, step=100 * MIB)  # 50 are the context's
+    assert on_device(alone, memory_fraction=0.8) == 800 - 250 - 100
+    assert on_device(alone, memory_fraction=0.5) == 500 - 250 - 100
+    assert on_device(alone) == 700 - 100 - 100  # a tenth of the device stays free
+    assert on_device(alone, num_blocks=600) == 600 and on_device(alone, pool_bytes=9 * MIB) == 9
+    with pytest.raises(CapacityError, match=r"override 601 \(601.0 MiB\) exceeds the 600.0 MiB free beside 100.0 MiB"):
+        on_device(alone, num_blocks=601)
+    with pytest.raises(
+        CapacityError,
+        match=r"0.3 \(300.0 MiB of 1000.0 MiB: 250.0 MiB of weights.*100.0 MiB for a step\) leaves",
+    ):
+        on_device(alone, memory_fraction=0.3)
+
+
+def test_K11_another_process_on_the_device_is_named_or_left_room() -> None:
+    shared = DeviceMemory(total=1000 * MIB, free=300 * MIB, own=200 * MIB, step=50 * MIB)
+    with pytest.raises(
+        CapacityError, match=r"--gpu-memory-utilization 0.9 .*other processes use 500.0 MiB; end them, or give .* 0\.5$"
+    ):
+        on_device(shared, memory_fraction=0.9)
+    assert on_device(shared, memory_fraction=0.5) == 500 - 200 - 50
+    assert on_device(shared) == 300 - 50 - 100
+
+
+def test_K11_without_a_size_a_host_gives_what_is_typical() -> None:
     assert choose(available_bytes=100 * MIB) == 50  # half of the free memory
     assert choose(available_bytes=100_000 * MIB) == 4 * 2048 // 16  # sequences of typical length
     assert choose(available_bytes=100_000 * MIB, max_model_len=256) == 4 * 256 // 16
@@ -80,8 +109,8 @@ BASE = ExecutorSpec(max_sequences=4, max_batch_tokens=64)
 LONGEST = 8192
 
 
-def mixed(available_bytes: int = 100_000 * MIB, is_host: bool = True, **size: float) -> tuple[int, ...]:
-    return PoolSizing(replace(BASE, **size), MIXED, LONGEST).device_blocks(available_bytes, is_host)  # type: ignore[arg-type]
+def mixed(available_bytes: int = 100_000 * MIB, **size: float) -> tuple[int, ...]:
+    return PoolSizing(replace(BASE, **size), MIXED, LONGEST).device_blocks(HostMemory(available_bytes))  # type: ignore[arg-type]
 
 
 def cost(num_blocks: tuple[int, ...]) -> int:
@@ -107,7 +136,7 @@ def test_K07_explicit_sizes_mean_the_full_group_and_the_others_hold_as_many_sequ
     assert mixed(num_blocks=100) == (100, 37)  # at least one longest sequence's window
     assert mixed(num_blocks=20) == (20, 20)  # where the full group holds less, no more than that
     windows = (replace(MIXED[1], window=1024), MIXED[1])
-    assert PoolSizing(replace(BASE, num_blocks=100), windows, LONGEST).device_blocks(10**12, True) == (100, 54)
+    assert PoolSizing(replace(BASE, num_blocks=100), windows, LONGEST).device_blocks(HostMemory(10**12)) == (100, 54)
 
 
 def test_K07_every_group_holds_one_longest_sequence_while_the_budget_has_room_for_it() -> None:
@@ -128,7 +157,7 @@ def test_K07_every_group_holds_one_longest_sequence_while_the_budget_has_room_fo
 
 def test_K07_by_default_a_host_gives_what_is_typical_and_one_longest() -> None:
     assert mixed() == (512, 148)
-    assert PoolSizing(replace(BASE, max_sequences=1), MIXED, LONGEST).device_blocks(10**12, True) == (512, 37)
+    assert PoolSizing(replace(BASE, max_sequences=1), MIXED, LONGEST).device_blocks(HostMemory(10**12)) == (512, 37)
     with pytest.raises(CapacityError, match=r"override 2000 \(.* GiB\) exceeds the 4.9 GiB free, which would hold"):
         mixed(5000 * MIB, num_blocks=2000)
 

@@ -7,6 +7,7 @@ Does not: change or download anything, or load anything but torch and the kernel
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -28,6 +29,7 @@ from octavo.config import SETTINGS
 from octavo.config.sources import load
 from octavo.errors import OctavoError
 from octavo.machine import Machine
+from octavo.planning import examine_device
 
 _GIB = 2**30
 
@@ -129,11 +131,12 @@ def _device(here: Machine) -> Finding:
         torch = None
     if torch is None:
         return Finding("fail", "unknown without torch", "fix torch first")
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        dtype = "bfloat16" if major >= 8 else "float16"
-        return Finding("ok", f"cuda: {torch.cuda.get_device_name()} (sm_{major}{minor}); fits {dtype}")
+    kind, note = examine_device()
+    if kind != "cpu":
+        return Finding("ok", f"{note}; triton {importlib.metadata.version('triton')}")
     has_bf16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(here.features)
+    if note:
+        return Finding("warn", note, "see docs/gpu.md; --device cpu leaves this device out")
     reason = f"the CPU computes in bfloat16 ({', '.join(sorted(has_bf16))})" if has_bf16 else "no bfloat16 arithmetic"
     return Finding("ok", f"cpu; fits {'bfloat16' if has_bf16 else 'float32'}: {reason}")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from octavo.cli.flags import add_settings, config_from
 from octavo.config.setting import Number
 from octavo.executors.protocol import TYPICAL_IMAGE, MemoryPlan
 from octavo.planning import plan_memory
+from octavo.simulator.costs.hardware import device_facts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=Number(int, 1), metavar="N", help="also say how many requests of so many tokens fit"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_settings(parser, ("model", "chat", "cache", "scheduling", "speculation", "execution"))
+    sections = ("model", "chat", "cache", "scheduling", "speculation", "execution")
+    add_settings(parser, sections, without=("device",))
+    parser.add_argument(
+        "--device", metavar="NAME", help="auto, cpu, cuda, or one to plan for, such as h100 or l4 [auto]"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the model or a useful pool does not fit."""
-    config = config_from(args, model=args.model)
-    plan = plan_memory(config)
+    config, total = config_from(args, model=args.model), 0
+    if args.device is not None:
+        if args.device not in ("auto", "cpu", "cuda", "this"):
+            total = int(device_facts(args.device).memory_bytes)
+        config = replace(config, execution=replace(config.execution, device=args.device))
+    plan = plan_memory(config, total)
     if args.json:
         print(json.dumps({"model": config.model.model, **facts(plan, args.tokens)}))
     else:
@@ -48,6 +57,7 @@ def facts(plan: MemoryPlan, tokens: int | None) -> dict[str, Any]:
         "max_model_len": plan.max_model_len,
         "free_bytes": plan.free_bytes,
         "weight_bytes": plan.weight_bytes,
+        "step_bytes": plan.step_bytes,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "kv_pool_bytes": plan.pool_bytes,
         "kv_pool_tokens": _tokens(plan),
@@ -72,7 +82,8 @@ def lines(model: str, plan: MemoryPlan, tokens: int | None) -> Iterator[str]:
     yield f"model     {model}, {types}, {plan.device}{threads}"
     yield f"decoder   {plan.decoder}" + (f": {plan.decoder_reason}" if plan.decoder_reason else "")
     yield f"memory    {_size(plan.free_bytes)} free now"
-    yield f"weights   {_size(plan.weight_bytes)}"
+    step = f", and {_size(plan.step_bytes)} for a step" if plan.step_bytes else ""
+    yield f"weights   {_size(plan.weight_bytes)}{step}"
     yield from _beside(plan)
     if plan.decoder == "encoder":
         yield f"texts     of at most {plan.max_model_len:,} tokens, {plan.num_slots} at once; nothing is cached"

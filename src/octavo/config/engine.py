@@ -136,7 +136,7 @@ class CacheConfig:
     kv_cache_tokens: int | None = option(None, "token positions in the KV pool", "--kv-cache-tokens", within=(1, None))
     memory_fraction: float | None = option(
         None,
-        "share of the free memory for the KV pool (default: 0.9 on a GPU, a fitting size on a CPU)",
+        "share of a GPU's memory for weights, a step and the KV pool (default: 0.9); on a CPU, of free memory for KV",
         "--gpu-memory-utilization",
         within=(0.01, 1.0),
     )
@@ -218,10 +218,7 @@ class SchedulingConfig:
         64, "how often later requests may pass one that lacks memory", "--max-bypass", within=(1, None)
     )
     composition: str = option(
-        "mixed",
-        "whether prompts and decoding share a step",
-        "--step-composition",
-        choices=("mixed", "separate"),
+        "mixed", "whether prompts and decoding share a step", "--step-composition", choices=("mixed", "separate")
     )
     max_prefill_run: int = option(
         4,

@@ -20,6 +20,8 @@ PREFIX = "OCTAVO_"
 _SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 _SYNONYMS |= {"fp32": "float32", "f32": "float32", "float": "float32", "gpu": "cuda"}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_REFUSED = dict.fromkeys(("mps", "rocm", "xpu"), "the kernels are built and checked for CUDA alone; give cpu")
+_REFUSED["cuda"] = "CUDA_VISIBLE_DEVICES selects devices; give cuda"  # of cuda:1
 _REMEDIES: Mapping[type, str] = {bool: "give true or false", tuple: "give one or more texts"}
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(?:([kKmMgGtT])(?:i?B|i)?)?")
 
@@ -117,7 +119,12 @@ class Setting:
         if self.choices:
             result = _SYNONYMS.get(str(result).lower(), str(result).lower())
             if result not in self.choices:
-                raise ConfigError(unknown(spelled, str(value), self.choices, self.remedy()))
+                why = _REFUSED.get(result.partition(":")[0])
+                raise ConfigError(
+                    f"{spelled} is {value!r}: {why}"
+                    if why
+                    else unknown(spelled, str(value), self.choices, self.remedy())
+                )
         if result is None:
             shown = "***" if self.is_secret else repr(value)
             raise ConfigError(f"{spelled} is {shown}; {self.remedy()}")

@@ -25,8 +25,9 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.limits import GroupSpec
 from octavo.core.plan import ROW_POOL, StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
+from octavo.executors.device_choice import choose_device, device_notes
 from octavo.executors.device_errors import raise_typed
-from octavo.executors.loading import choose_device, encoder_weights
+from octavo.executors.loading import encoder_weights
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.models.encoder import Encoder, PoolingDecoder
 
@@ -65,7 +66,7 @@ class EncoderExecutor:
             num_threads=torch.get_num_threads() if self._device.type == "cpu" else 1,
             weight_bytes=encoder.weight_bytes,
             linear_flops_per_token=encoder.linear_flops_per_token,
-            notes=self._notes,
+            notes=(*device_notes(self._execution.device), *self._notes),
             quantization=encoder.quantization,
             usable_len=encoder.max_model_len,
             decoder="encoder",

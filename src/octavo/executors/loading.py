@@ -6,7 +6,6 @@ Does not: load files (models does), or size or allocate the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -14,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo import machine
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import ConfigError
+from octavo.executors.device_choice import DTYPES, check_invariant, choose_device, choose_dtype, dtype_named
 from octavo.executors.loading_progress import loading_progress
 from octavo.models import native_decoder
 from octavo.models.decoder import Decoder
@@ -36,9 +35,7 @@ from octavo.ops import cpu
 from octavo.ops.attention import AttentionBackend, LayerAttention
 from octavo.ops.triton import available
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 class AnyDecoder(Protocol):
@@ -104,6 +101,8 @@ class DecoderChoice:
             self.device.type != "cpu" and not self.is_transformers and parallel is None and available.is_available()
         )
         self.is_invariant = execution.numerics == "invariant"
+        if self.is_invariant:
+            check_invariant(execution.device)
         requested = {
             "decoder": execution.decoder == "native",
             "numerics": self.is_invariant and not self.has_device_kernels,
@@ -270,37 +269,6 @@ def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConf
     return native_decoder.unsupported_reason(spec, model.dtype)
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device with this name; "auto" means CUDA if there is a CUDA device. Raises ConfigError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch sees no CUDA device; give cpu or auto")
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}; give auto, cpu or cuda")
-    return torch.device(name)
-
-
-def choose_dtype(name: str, checkpoint: str, device: torch.device, is_native: bool = False) -> torch.dtype:
-    """Return the dtype of weights and cache. Raises ConfigError.
-
-    On a CPU, "auto" is bfloat16 if the decoder is native or the CPU supports bfloat16, else float32. On CUDA, "auto" is
-    float16 if the checkpoint is float16, else bfloat16.
-    """
-    if name != "auto":
-        return dtype_named(name, "dtype")
-    if device.type == "cuda":
-        return torch.float16 if checkpoint == "float16" else torch.bfloat16
-    return torch.bfloat16 if is_native or _BF16_FEATURES & set(machine.look().features) else torch.float32
-
-
 def cache_dtype(name: str, model: torch.dtype) -> torch.dtype:
     """Return the type of cached keys and values: "auto" means the model's. Raises ConfigError."""
     return model if name == "auto" else dtype_named(name, "kv_cache_dtype", KV_DTYPES)
-
-
-def dtype_named(name: str, setting: str, dtypes: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
-    """Return the dtype with this name. Raises ConfigError, whose message names `setting`."""
-    if name not in dtypes:
-        raise ConfigError(f"{setting} is {name!r}; give auto, {', '.join(dtypes)}")
-    return dtypes[name]

@@ -2,7 +2,8 @@
 
 Owns: the arithmetic from a spec and free memory to numbers of blocks, and the errors of this arithmetic. `plan_memory`
 makes the same choices as TorchExecutor.open from the files' headers, without loading weights. Does not: allocate, or
-count a step's own buffers, which on a CPU are small compared with the pool's margin.
+run the step whose memory is measured on a device (profiling does). On a CPU a step's own buffers are small compared
+with the pool's margin.
 Invariants: groups share one budget in bytes, divided so that sequences of typical length fill all groups at the same
 time. Each group has room for one sequence of full length if the budget has.
 A user's number of blocks or tokens refers to the leading group: the first, which is the full-attention group if any.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -26,7 +27,8 @@ from octavo.config import ExecutionConfig, ModelConfig, ParallelConfig
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.errors import CapacityError
 from octavo.executors.cache import CacheLayout
-from octavo.executors.loading import DecoderChoice, cache_dtype, choose_device, encoder_weights
+from octavo.executors.device_choice import ABSENT, choose_device, memory_of
+from octavo.executors.loading import DecoderChoice, cache_dtype, encoder_weights
 from octavo.executors.media_rows import encoder_sizes, media_obstacle, tower_dtype
 from octavo.executors.protocol import ExecutorSpec, MemoryPlan, VisionPlan, usable_len
 from octavo.models.layer_attention import layer_attention
@@ -38,9 +40,40 @@ from octavo.nn.weights import num_other_values, open_weights
 
 _CODE_BITS = {"int8": 9, "int4": 5}  # with the scales
 _OF_LAYER = re.compile(r"\.\d+\.")
-HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, by default
+HOST_FRACTION = 0.5  # of the free memory, by default
+DEVICE_FRACTION = 0.9  # of a device's whole memory, by default: graphs and other processes' needs are not measured
 FREE_BLOCKS = 1 << 22  # offered by a rank that has no layer of a group; other ranks have, and offer fewer
 TYPICAL_LEN = 2048  # tokens per sequence that the default pool on a CPU is sized for
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The host's free memory: a share of it is for the pool. The unit is bytes, as below."""
+
+    free: int
+
+    @property
+    def available(self) -> int:
+        """The most that a pool can have."""
+        return max(0, self.free)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device's memory before its pool is allocated: all of it, and what no process uses.
+
+    `own` is what this engine has taken (weights, buffers), and `step` what its largest step takes beside that.
+    """
+
+    total: int
+    free: int
+    own: int
+    step: int
+
+    @property
+    def available(self) -> int:
+        """The most that a pool can have."""
+        return max(0, self.free - self.step)
 
 
 class PoolSizing:
@@ -52,24 +85,35 @@ class PoolSizing:
         self._max_model_len = max_model_len
         self._typical = self._blocks_of(min(max_model_len, TYPICAL_LEN))
 
-    def device_blocks(self, available_bytes: int, is_host: bool) -> tuple[int, ...]:
+    def device_blocks(self, memory: HostMemory | DeviceMemory) -> tuple[int, ...]:
         """Return the number of blocks per group. Raises CapacityError if a group has no block or the blocks do not fit.
 
-        If the spec has no pool size, use `memory_fraction` of the free memory. If it has no fraction either, use the
-        default fraction; on the host, use at most the blocks that `max_sequences` sequences of typical length need,
-        because other processes share that memory.
+        If the spec has no pool size, its `memory_fraction` (or the default one) is, on a device, the share of the whole
+        memory for weights, a step and the pool together; the default leaves the rest free of what other processes
+        use, too. On the host it is a share of the free memory for the pool alone; the default is at most the blocks
+        that `max_sequences` sequences of typical length need, because other processes share that memory.
         """
-        num_blocks, source = self._requested(available_bytes, is_host)
-        fits = self._split(available_bytes)[0]
+        num_blocks, source = self._requested(memory)
+        fits = self._split(memory.available)[0]
         size = self._spec.block_size
-        would_hold = f"{_size(available_bytes)} free, which would hold {fits} blocks ({fits * size} tokens)"
+        beside = f" beside {_size(memory.step)} for a step" if isinstance(memory, DeviceMemory) and memory.step else ""
+        would_hold = f"{_size(memory.available)} free{beside}, which would hold {fits} blocks ({fits * size} tokens)"
         if min(num_blocks) < 1:
             cost = sum(group.block_bytes for group in self._groups)
             raise CapacityError(f"{source} holds no KV block of {size} tokens ({_size(cost)}); there are {would_hold}")
-        if self._bytes(num_blocks) > available_bytes:
+        if self._bytes(num_blocks) > memory.available:
             needs = "" if self._spec.pool_bytes is not None else f" ({_size(self._bytes(num_blocks))})"
             raise CapacityError(f"{source}{needs} exceeds the {would_hold}")
         return num_blocks
+
+    @property
+    def given_bytes(self) -> int:
+        """The pool's bytes if the spec has its size, else 0."""
+        spec = self._spec
+        if spec.pool_bytes is not None:
+            return spec.pool_bytes
+        leading = spec.num_blocks if spec.pool_tokens is None else spec.pool_tokens // spec.block_size
+        return 0 if leading is None else self._bytes(self._with_leading(leading))
 
     def host_blocks(self, available_bytes: int) -> tuple[int, ...]:
         """Return the number of host blocks per group, or () if `host_bytes` is 0. Raises CapacityError."""
@@ -90,7 +134,7 @@ class PoolSizing:
             )
         return num_blocks
 
-    def _requested(self, available_bytes: int, is_host: bool) -> tuple[tuple[int, ...], str]:
+    def _requested(self, memory: HostMemory | DeviceMemory) -> tuple[tuple[int, ...], str]:
         spec = self._spec
         given = [size for size in (spec.num_blocks, spec.pool_bytes, spec.pool_tokens) if size is not None]
         if len(given) > 1:
@@ -101,12 +145,35 @@ class PoolSizing:
             return self._split(spec.pool_bytes), f"--kv-cache-memory-bytes {_size(spec.pool_bytes)}"
         if spec.pool_tokens is not None:
             return self._with_leading(spec.pool_tokens // spec.block_size), f"--kv-cache-tokens {spec.pool_tokens}"
-        fraction = spec.memory_fraction or (HOST_FRACTION if is_host else DEVICE_FRACTION)
-        share = int(available_bytes * fraction)
+        if isinstance(memory, DeviceMemory):
+            share, source = self._device_share(memory)
+            return self._split(share), source
+        fraction = spec.memory_fraction or HOST_FRACTION
+        share = int(memory.free * fraction)
         num_blocks = self._split(share)
-        if is_host and spec.memory_fraction is None:
+        if spec.memory_fraction is None:
             num_blocks = tuple(map(min, num_blocks, self._default_blocks()))
         return num_blocks, f"--gpu-memory-utilization {fraction:g} ({_size(share)})"
+
+    def _device_share(self, memory: DeviceMemory) -> tuple[int, str]:
+        """Return the bytes for the pool on a device, and what they follow from. Raises CapacityError."""
+        fraction, taken = self._spec.memory_fraction, memory.own + memory.step
+        if fraction is None:
+            share = min(int(memory.total * DEVICE_FRACTION) - taken, memory.available - _left_free(memory))
+            return max(0, share), f"the default --gpu-memory-utilization {DEVICE_FRACTION:g}"
+        limit = int(memory.total * fraction)
+        parts = f"{_size(memory.own)} of weights and buffers, {_size(memory.step)} for a step"
+        source = f"--gpu-memory-utilization {fraction:g} ({_size(limit)} of {_size(memory.total)}: {parts})"
+        others = memory.total - memory.free - memory.own
+        if limit - memory.own > memory.free:
+            fitting = int(100 * (memory.free + memory.own) / memory.total) / 100
+            raise CapacityError(
+                f"{source} exceeds what the device has: other processes use {_size(others)}; end them, or give "
+                f"--gpu-memory-utilization {fitting:g}"
+            )
+        if limit < taken:
+            raise CapacityError(f"{source} leaves nothing for the KV pool; give more, or a smaller step or model")
+        return limit - taken, source
 
     def _default_blocks(self) -> tuple[int, ...]:
         """Return the blocks for `max_sequences` of typical length; each of several groups also holds a longest one."""
@@ -159,6 +226,16 @@ class PoolSizing:
         return self._blocks_of(low)
 
 
+def _left_free(memory: DeviceMemory) -> int:
+    return memory.total - int(memory.total * DEVICE_FRACTION)
+
+
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, num_tokens: int, num_sampled: int) -> int:
+    """Return about the bytes of the largest tensors of a step of `num_tokens` tokens that samples `num_sampled`."""
+    widest = 3 * spec.intermediate_size + 4 * spec.hidden_size
+    return dtype.itemsize * num_tokens * widest + 12 * num_sampled * spec.vocab_size
+
+
 def describe_groups(groups: Sequence[GroupSpec], num_blocks: Sequence[int], block_size: int) -> tuple[str, ...]:
     """Return the sizes of several groups as one note for the user, or () for one group."""
     if len(groups) == 1:
@@ -205,32 +282,33 @@ def plan_memory(
     groups = max(of_ranks, key=lambda groups: sum(group.block_bytes for group in groups))
     weight_bytes = _weight_bytes(files, spec, choice) // max(1, len(shards))
     is_host = choice.device.type == "cpu"
-    free = machine.usable_memory()[1] if is_host else int(torch.cuda.mem_get_info(choice.device)[0])
+    total, free = memory_of(execution.device)
     if is_host and parallel is not None:
         free //= -(-parallel.num_ranks // parallel.nnodes)  # the ranks of a host share its memory
     note = media_obstacle(spec, choice)
     vision = None if spec.vision is None or note else _vision_plan(files, spec, spec.vision, choice, wanted, max_len)
     beside = sum(part.total_bytes for part in (vision, draft) if part is not None)
-    available = max(0, free - weight_bytes - beside - wanted.host_bytes * is_host)
+    left, step = (
+        free - weight_bytes - beside,
+        step_bytes(spec, choice.dtype, wanted.max_batch_tokens, wanted.max_sequences),
+    )
+    memory: HostMemory | DeviceMemory = HostMemory(left - wanted.host_bytes)
+    if not is_host:
+        memory = DeviceMemory(total, left, weight_bytes + beside, step)
     shortfall, num_blocks = None, (0,) * len(groups)
     try:
-        offers = [PoolSizing(wanted, groups, max_len).device_blocks(available, is_host) for groups in of_ranks]
+        offers = [PoolSizing(wanted, groups, max_len).device_blocks(memory) for groups in of_ranks]
         num_blocks = tuple(map(min, zip(*offers, strict=True)))
     except CapacityError as error:
         shortfall = str(error)
-    longest = usable_len(groups, num_blocks, wanted, max_len)
-    if shortfall is None and longest < max_len:
-        shortfall = (
-            f"it holds {num_blocks[0] * wanted.block_size:,} tokens, and one request of full length has {max_len:,}; "
-            f"enlarge the pool, or give --max-model-len {longest}"
-        )
     return MemoryPlan(
-        device=str(choice.device),
+        device=execution.device if execution.device in ABSENT else str(choice.device),
         dtype=str(choice.dtype).removeprefix("torch."),
         quantization=choice.quantization,
         num_threads=(execution.threads or machine.usable_cores()) if is_host else 1,
         max_model_len=max_len,
         free_bytes=free,
+        step_bytes=0 if is_host else step,
         weight_bytes=weight_bytes,
         groups=groups,
         num_blocks=num_blocks,
@@ -239,12 +317,25 @@ def plan_memory(
         sequence_blocks=tuple(
             group.peak_blocks(max_len, wanted.max_batch_tokens, wanted.block_size) for group in groups
         ),
-        shortfall=shortfall,
+        shortfall=shortfall or _too_short(groups, num_blocks, wanted, max_len),
         decoder=choice.decoder_name,
         decoder_reason=choice.reason,
         vision=vision,
         vision_note=note,
         draft=draft,
+    )
+
+
+def _too_short(
+    groups: Sequence[GroupSpec], num_blocks: Sequence[int], wanted: ExecutorSpec, max_len: int
+) -> str | None:
+    """Return why a pool of these blocks does not hold one request of full length; None if it does."""
+    longest = usable_len(groups, num_blocks, wanted, max_len)
+    if longest >= max_len:
+        return None
+    return (
+        f"it holds {num_blocks[0] * wanted.block_size:,} tokens, and one request of full length has {max_len:,}; "
+        f"enlarge the pool, or give --max-model-len {longest}"
     )
 
 
@@ -263,7 +354,7 @@ def _plan_encoder(
     device = choose_device(execution.device)
     packing, dtype, notes = encoder_weights(device, execution, model, spec)
     is_host = device.type == "cpu"
-    free = machine.usable_memory()[1] if is_host else int(torch.cuda.mem_get_info(device)[0])
+    free = memory_of(execution.device)[1]
     weight_bytes = _estimated_bytes(files, spec, packing, dtype)
     max_len = min(wanted.max_model_len or spec.max_model_len, spec.max_model_len)
     blocks = -(-max_len // wanted.block_size)
@@ -271,7 +362,7 @@ def _plan_encoder(
         None if weight_bytes < free else f"the weights need {_size(weight_bytes)}; use a machine with more memory"
     )
     return MemoryPlan(
-        device=str(device),
+        device=execution.device if execution.device in ABSENT else str(device),
         dtype=str(dtype).removeprefix("torch."),
         quantization="none" if packing is None else packing.quantization,
         num_threads=(execution.threads or machine.usable_cores()) if is_host else 1,

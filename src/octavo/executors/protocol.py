@@ -23,8 +23,9 @@ Ticket = object  # opaque to the loop: returned by submit, passed to collect
 class ExecutorSpec:
     """The capacity that the executor must provide, in tokens, sequences or bytes as the names say.
 
-    At most one of `num_blocks`, `pool_bytes` and `pool_tokens` may be set. If none is set, the pool takes
-    `memory_fraction` of the free memory (None: the device's default). `num_blocks` and `pool_tokens` count blocks and
+    At most one of `num_blocks`, `pool_bytes` and `pool_tokens` may be set. If none is set, `memory_fraction` (None: the
+    device's default) is the share of a device's memory for weights, a step and the pool, or of a host's free memory
+    for the pool. `num_blocks` and `pool_tokens` count blocks and
     tokens of the leading cache group. `host_bytes` is the host tier's size; 0 means no host tier.
     `max_model_len=None` means the model's own limit.
     """
@@ -176,7 +177,8 @@ class MemoryPlan:
     `decoder` is as in Capacity, and `decoder_reason` says why it is not the native one. `num_blocks` has one entry per
     cache group. `free_bytes` is available for weights and pool together. `shortfall` says why no useful pool fits; None
     means that one fits. `vision` is None if the engine takes no images; `vision_note` says why if the model could.
-    `draft` is the plan of the draft model, if one is configured.
+    `draft` is the plan of the draft model, if one is configured. `step_bytes` is what the largest step takes on a
+    device, estimated; the engine measures it.
     """
 
     device: str
@@ -197,6 +199,7 @@ class MemoryPlan:
     vision: VisionPlan | None = None
     vision_note: str = ""
     draft: MemoryPlan | None = None
+    step_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -208,7 +211,7 @@ class MemoryPlan:
         """Bytes of everything in the plan."""
         vision = 0 if self.vision is None else self.vision.total_bytes
         draft = 0 if self.draft is None else self.draft.total_bytes
-        return self.weight_bytes + self.pool_bytes + vision + draft
+        return self.weight_bytes + self.pool_bytes + self.step_bytes + vision + draft
 
     @property
     def kv_bytes_per_token(self) -> int:

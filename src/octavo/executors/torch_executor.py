@@ -22,14 +22,16 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.core.request import Request
-from octavo.errors import ConfigError, EngineError
+from octavo.errors import CapacityError, ConfigError, EngineError
 from octavo.executors.cache import CacheGroups, CacheLayout, MakeAttention, Steps, make_resident
 from octavo.executors.device import Device, DeviceEvent, device_of
+from octavo.executors.device_choice import device_notes
 from octavo.executors.device_errors import free_memory, raise_typed
 from octavo.executors.device_inputs import device_inputs
 from octavo.executors.loading import AnyDecoder, DecoderChoice, LoadedDecoder, cache_dtype
 from octavo.executors.media_rows import MediaRows
-from octavo.executors.memory import PoolSizing, describe_groups
+from octavo.executors.memory import DeviceMemory, HostMemory, PoolSizing, describe_groups, step_bytes
+from octavo.executors.profiling import largest_step, measure_step, wait_for_memory
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.executors.slots import Slots
 from octavo.executors.step_buffers import StepBuffers
@@ -117,6 +119,7 @@ class TorchExecutor:
             self._pace = ThreadPace()
         if self._execution.attention not in ATTENTION:
             raise ConfigError(f"attention is {self._execution.attention!r}; give one of {', '.join(ATTENTION)}")
+        free = self._free_bytes(spec)
         self._loaded, self._opening = self._choice.load(spec.max_model_len), spec
         self._media = MediaRows.open(self._files, self._spec, self._choice)
         decoder = self._loaded.decoder
@@ -124,9 +127,43 @@ class TorchExecutor:
         host_ranks = 1 if self._parallel is None else self._parallel.host_ranks
         host_bytes = machine.usable_memory()[1] // host_ranks
         host_blocks = sizing.host_blocks(host_bytes) if spec.host_bytes else ()
-        available = host_bytes - spec.host_bytes if self._device.is_host else self._device.memory()[1]
-        available -= self._media.cache_bytes(spec.max_batch_tokens, decoder.max_model_len)
-        return PoolBlocks(sizing.device_blocks(available, self._device.is_host), host_blocks)
+        media = self._media.cache_bytes(spec.max_batch_tokens, decoder.max_model_len)
+        if self._device.is_host:
+            return PoolBlocks(sizing.device_blocks(HostMemory(host_bytes - spec.host_bytes - media)), host_blocks)
+        own, step = self._measure_step(spec, free, is_given=sizing.given_bytes > 0)
+        total, left = self._device.memory()[0], wait_for_memory(self._device, sizing.given_bytes + step + media)
+        return PoolBlocks(sizing.device_blocks(DeviceMemory(total, left - media, own + media, step)), host_blocks)
+
+    def _free_bytes(self, spec: ExecutorSpec) -> int:
+        """Return the device's free bytes. If another engine was here before, its memory may be freed late."""
+        needed = 0
+        if spec.num_blocks is not None and not self._device.is_host:  # a later engine has the first one's blocks
+            needed = sum(path.stat().st_size for path in self._files.weights)
+        return wait_for_memory(self._device, needed)
+
+    def _measure_step(self, spec: ExecutorSpec, free: int, *, is_given: bool) -> tuple[int, int]:
+        """Run the largest step with a pool of a block per group; return the bytes taken of `free`, and by the step.
+
+        If the pool's size is given, the step is only estimated: later engines have the first one's, and open sooner.
+        """
+        if is_given:
+            estimate = step_bytes(self._spec, self._dtype, spec.max_batch_tokens, spec.max_sequences)
+            return max(0, free - self._device.memory()[1]), estimate
+        loaded, num_groups = self._loaded, len(self._layout(self._loaded.decoder, spec).groups)
+        self.allocate(PoolBlocks((1,) * num_groups))
+        step = largest_step(spec, loaded.decoder.max_model_len, num_groups)
+        try:
+            num_bytes = measure_step(self._device, lambda: self.collect(self.submit(step)))
+        except MemoryError as error:
+            raise CapacityError(
+                f"a step of {step.num_query_tokens} tokens and {step.num_rows} sequences does not fit beside the "
+                f"weights ({error}); give a smaller --max-num-batched-tokens or --max-num-seqs"
+            ) from None
+        taken = free - self._device.memory()[1]
+        self.close()
+        self._loaded = loaded
+        free_memory(self._choice.device)
+        return max(0, taken), num_bytes
 
     def allocate(self, blocks: PoolBlocks) -> Capacity:
         """Allocate the pool and the slots, after `load`; every rank gets the same numbers of blocks."""
@@ -161,7 +198,12 @@ class TorchExecutor:
             idle_expert_bytes=loaded.idle_expert_bytes,
             kv_bytes_per_token=sum(group.block_bytes for group in groups) // spec.block_size,
             linear_flops_per_token=decoder.linear_flops_per_token,
-            notes=(*loaded.notes, *self._media.notes, *describe_groups(groups, num_blocks, spec.block_size)),
+            notes=(
+                *device_notes(self._execution.device),
+                *loaded.notes,
+                *self._media.notes,
+                *describe_groups(groups, num_blocks, spec.block_size),
+            ),
             host_blocks=host_blocks,
             quantization=loaded.quantization,
             has_masks=True,
@@ -244,9 +286,8 @@ class TorchExecutor:
 
     def _has_memory(self, inputs: StepInputs) -> bool:
         """Allocate about the memory of the step's largest tensors, and free it again; return False if that fails."""
-        model, num_tokens = self._spec, int(inputs.attention[0].num_tokens)
-        widest = 3 * model.intermediate_size + 4 * model.hidden_size
-        num_bytes = self._dtype.itemsize * num_tokens * widest + 12 * len(inputs.sample_rows) * model.vocab_size
+        num_tokens = int(inputs.attention[0].num_tokens)
+        num_bytes = step_bytes(self._spec, self._dtype, num_tokens, len(inputs.sample_rows))
         try:
             torch.empty(num_bytes, dtype=torch.uint8, device=self._choice.device)
         except RuntimeError:

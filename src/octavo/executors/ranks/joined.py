@@ -21,7 +21,7 @@ from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.config import Config
 from octavo.errors import ConfigError
-from octavo.executors.loading import choose_device
+from octavo.executors.device_choice import choose_device
 from octavo.executors.protocol import Executor
 from octavo.executors.ranks.frames import Begin
 from octavo.executors.ranks.process import OwnRank
@@ -54,17 +54,17 @@ def join_rank(begin: Begin, files: ModelFiles, spec: ModelSpec, store: Store | N
     """
     sizes, execution = begin.config.parallel, begin.config.execution
     shard = ShardSpec.of(begin.rank, sizes.tensor_parallel_size, sizes.pipeline_parallel_size)
-    device = choose_device(execution.device).type
-    if device == "cuda":
+    if execution.device == "cuda":  # before it is checked
         torch.cuda.set_device(begin.rank % begin.num_local % torch.cuda.device_count())
-    else:
+    device = choose_device(execution.device).type
+    if device == "cpu":
         threads = max(1, (execution.threads or machine.usable_cores()) // begin.num_local)
         execution = replace(execution, threads=threads)
     if _INTERFACE not in os.environ:
         os.environ[_INTERFACE] = _interface_to(begin.store_host)
     if store is None:
         store = TCPStore(begin.store_host, begin.store_port, is_master=False)
-    has_own_device = device == "cuda" and torch.cuda.device_count() >= begin.num_local
+    has_own_device = device != "cpu" and torch.cuda.device_count() >= begin.num_local
     parallel = join_ranks(shard, store, JOIN_LIMIT_S, "nccl" if has_own_device else "gloo", device)
     parallel = replace(parallel, host_ranks=begin.num_local)
     executor = TorchExecutor(files, spec, execution, begin.config.model, parallel)
