@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from octavo.simulator.costs.fitted import DriftMonitor
 
 DRAFT_POOL_LEN = 2048  # tokens of each lane that the draft model's pool holds, if all lanes are used
+_NO_STANDBY = "--standby opens no engine beside one on a device, which has no room for a second copy of the weights"
 WATCH_S = 0.5  # interval of the check that an in-process engine is alive
 # Kind of device -> (maximum tokens per step, maximum sequences).
 DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
@@ -197,7 +198,8 @@ def open_engine(
         digests = (model_fingerprint(files), tokenizer_fingerprint(files)) if is_own_process else ("", "")
         draft_model = drafting.result()
         executor, device, capacity = opened.result()
-        capacity = replace(capacity, fingerprint=_fingerprint(config, capacity, digests))
+        notes = (*capacity.notes, _NO_STANDBY) if config.serving.standby and device != "cpu" else capacity.notes
+        capacity = replace(capacity, fingerprint=_fingerprint(config, capacity, digests), notes=notes)
     if config.speculation.speculate_sampling == "rejection":
         assert isinstance(executor, RejectionExecutor), "see check_rejection"
         executor.verify_by_rejection(None if draft_model is None else draft_model.distribution)

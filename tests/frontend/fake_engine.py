@@ -4,8 +4,9 @@ The configured model's name says how it behaves: "fake" works, "slow" takes 5 ms
 step, "broken" cannot open, "crash" exits while opening, "dying" dies after some steps, "stillborn" kills itself in its
 first; "stops" is stopped (SIGSTOP) in its first step in the first epoch, "stops_later" in the second, "stops_large" in
 its first step of more than 16 tokens in the first; the warm-up of "cold" fails; a step of "lost_device" fails in the
-first epoch as torch fails once a CUDA context is lost. A request whose id begins with "poison"
-kills the process in any of its steps; one with a grammar, if its id begins with "venom", while that is built.
+first epoch as torch fails once a CUDA context is lost; "on_device" says that it is on CUDA. A request whose
+id begins with "poison" kills the process in any of its steps; one with a grammar, if its id begins with "venom", while
+that is built.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +48,7 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
     if behaviour == "crash":
         os._exit(9)
     executor, limits = GatedExecutor(), make_limits()
-    capacity = open_fake(executor, limits)
+    capacity = replace(open_fake(executor, limits), device="cuda" if behaviour == "on_device" else "cpu")
     if behaviour == "gated":
         executor.shut_after = 4
 

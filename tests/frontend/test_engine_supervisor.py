@@ -210,6 +210,21 @@ async def test_reliability_6_an_engine_that_cannot_start_raises_why() -> None:
         await EngineSupervisor.start(config("crash"), command=COMMAND)
 
 
+async def test_on_a_device_no_standby_opens_and_the_next_engine_follows_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fault 16: a standby would need a second copy of the weights and the pool on the device."""
+    monkeypatch.setattr(spawner_module, "STANDBY_DELAY_S", 0.01)
+    async with keeping("on_device", standby=True) as keeper:
+        await asyncio.sleep(0.3)
+        assert not keeper.report()["has_standby"] and standby_pid(keeper) is None
+        request = make_request("r", max_tokens=50)
+        await keeper.submit(request)
+        os.kill(keeper.processes["engine"], signal.SIGKILL)
+        ids, last = await read(keeper, "r")
+        assert ids == expected(request) and last.finish_reason is FinishReason.LENGTH and keeper.num_restarts == 1
+
+
 async def test_a_standby_takes_over_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawner_module, "STANDBY_DELAY_S", 0.0)
     async with keeping("slow", standby=True) as keeper:

@@ -21,11 +21,13 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol, runtime_checkable
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -189,7 +191,11 @@ def _by_layer(layout: CacheLayout, backends: Sequence[AttentionBackend]) -> Grou
 
 
 class HostPool:
-    """Host memory for `num_blocks` blocks, each of the bytes of a device block; `put` writes it and `get` reads it."""
+    """Host memory for `num_blocks` blocks, each of the bytes of a device block; `put` writes it and `get` reads it.
+
+    On CUDA the copies run on a stream of their own, in order: steps do not wait for `put`, and `get` is awaited on the
+    device. Blocks that are neighbours on both sides are one copy.
+    """
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         shape = pool.shape
@@ -198,10 +204,12 @@ class HostPool:
         block_bytes = max(1, shape.block_bytes)  # a rank may have no layer of a group
         self._per_slab = max(1, SLAB_BYTES // block_bytes)
         self._staged = max(1, STAGING_BYTES // block_bytes)
-        is_pinned = pool.device.type == "cuda"
+        is_cuda = pool.device.type == "cuda"
+        make_stream: Any = torch.cuda.Stream  # it has no types
+        self._stream = make_stream(pool.device) if is_cuda else None
         self._slabs = [
             torch.empty(
-                (min(self._per_slab, num_blocks - first), shape.block_bytes), dtype=torch.uint8, pin_memory=is_pinned
+                (min(self._per_slab, num_blocks - first), shape.block_bytes), dtype=torch.uint8, pin_memory=is_cuda
             )
             for first in range(0, num_blocks, self._per_slab)
         ]
@@ -211,25 +219,35 @@ class HostPool:
         for first in range(0, len(device_blocks), self._staged):
             part = slice(first, first + self._staged)
             content_NX = self._pool.read_blocks(upload(self._pool.device, device_blocks[part])[0])
-            for block, content in zip(host_blocks[part].tolist(), content_NX, strict=True):
-                self._block(block).copy_(content, non_blocking=True)
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
+                content_NX.record_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                for host_NX, where in self._runs(host_blocks[part]):
+                    host_NX.copy_(content_NX[where], non_blocking=True)
 
     def get(self, host_blocks: Ints, device_blocks: Ints) -> None:
         """Copy host blocks to device blocks; no device block may occur twice."""
         for first in range(0, len(host_blocks), self._staged):
-            part = slice(first, first + self._staged)
-            hosts = host_blocks[part].tolist()
-            content_NX = torch.empty(
-                (len(hosts), self._pool.shape.block_bytes), dtype=torch.uint8, device=self._pool.device
-            )
-            for content, block in zip(content_NX, hosts, strict=True):
-                content.copy_(self._block(block), non_blocking=True)
-            blocks = upload(self._pool.device, device_blocks[part])[0]
+            hosts = host_blocks[first : first + self._staged]
+            with torch.cuda.stream(self._stream):
+                size = len(hosts), self._pool.shape.block_bytes
+                content_NX = torch.empty(size, dtype=torch.uint8, device=self._pool.device)
+                for host_NX, where in self._runs(hosts):
+                    content_NX[where].copy_(host_NX, non_blocking=True)
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
+                content_NX.record_stream(torch.cuda.current_stream())
+            blocks = upload(self._pool.device, device_blocks[first : first + self._staged])[0]
             self._pool.write_blocks(blocks, content_NX)
 
-    def _block(self, number: int) -> Tensor:
-        assert 0 <= number < self._num_blocks, f"host block {number} of {self._num_blocks}"
-        return self._slabs[number // self._per_slab][number % self._per_slab]
+    def _runs(self, blocks: Ints) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the memory of each run of ascending neighbours of one slab, and the run's place among `blocks`."""
+        assert 0 <= blocks.min() <= blocks.max() < self._num_blocks, f"host blocks {blocks} of {self._num_blocks}"
+        breaks = np.flatnonzero((np.diff(blocks) != 1) | (blocks[1:] % self._per_slab == 0)) + 1
+        for begin, end in pairwise([0, *breaks.tolist(), len(blocks)]):
+            slab, row = divmod(int(blocks[begin]), self._per_slab)
+            yield self._slabs[slab][row : row + end - begin], slice(begin, end)
 
 
 class Steps:

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -333,8 +334,12 @@ class EngineSpawner:
         return await self._start()
 
     def prepare(self, is_settled: Callable[[], bool]) -> None:
-        """With --standby, open one once `is_settled` returns True, or after STANDBY_LATEST_S; replace it if it dies."""
-        if self._config.serving.standby and self._keeping is None:
+        """With --standby, open one once `is_settled` returns True, or after STANDBY_LATEST_S; replace it if it dies.
+
+        Weights on a device are not shared between processes, so the next engine there opens after the last has ended.
+        """
+        is_shared = self._capacity is not None and self._capacity.device == "cpu"
+        if self._config.serving.standby and is_shared and self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(is_settled), name="octavo-standby")
 
     async def close(self) -> None:
@@ -359,13 +364,8 @@ class EngineSpawner:
         if self._capacity is None:
             self._open_limit_s = min(OPEN_LIMIT_S, max(LATER_OPEN_S, OPEN_MARGIN * (time.monotonic() - started_at)))
             self._capacity = engine.capacity
-            cache = replace(
-                self._config.cache,
-                num_blocks=engine.capacity.num_blocks[0],
-                kv_cache_bytes=None,
-                kv_cache_tokens=None,
-                memory_fraction=None,
-            )
+            unset: dict[str, Any] = dict.fromkeys(("kv_cache_bytes", "kv_cache_tokens", "memory_fraction"))
+            cache = replace(self._config.cache, num_blocks=engine.capacity.num_blocks[0], **unset)
             self._config = replace(self._config, cache=cache)
         elif lack := engine.capacity.describe_lack(self._capacity):
             await engine.close()
