@@ -16,7 +16,7 @@ from triton import language
 from triton.runtime import interpreter
 
 from octavo.ops.attention import AttentionBatch, DeviceRows, KVPool, PoolShape
-from octavo.ops.attention_triton import AttentionWork, Tiles, TritonAttention, WorkPlanner, WorkRoom
+from octavo.ops.attention_triton import AttentionWork, Tiles, TritonAttention, WorkPlanner, WorkRoom, fits_kernels
 from octavo.ops.triton import attention as kernels
 
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
@@ -291,7 +291,10 @@ def test_work_covers_every_split_of_every_token_once() -> None:
 def test_heights_of_tiles_fit_a_device() -> None:
     shape = PoolShape(1, 1, 16, 2, 128, 128, torch.bfloat16)
     cpu = torch.device("cpu")
-    assert Tiles.of(shape, 4, cpu) == Tiles(256, 256, 16, 64)  # one tile is a split: the interpreter counts by tiles
-    assert Tiles.of(shape, 71, cpu).short == 64
+    assert Tiles.of(shape, 4, cpu) == Tiles(256, 256, 16, 32)  # one tile is a split: the interpreter counts by tiles
+    assert Tiles.of(replace(shape, head_dim=64, value_dim=64), 71, cpu) == Tiles(256, 256, 64, 64)
     assert Tiles.of(replace(shape, head_dim=192), 71, cpu) == Tiles(256, 256, 32, 32)
     assert Tiles.of(replace(shape, dtype=INT8), 20, cpu) == Tiles(256, 256, 32, 32)
+    assert Tiles.of(replace(shape, dtype=torch.float32), 3, cpu) == Tiles(256, 256, 16, 16)
+    assert fits_kernels(replace(shape, value_dim=512)) and not fits_kernels(replace(shape, value_dim=513))
+    assert not fits_kernels(replace(shape, value_dim=129, dtype=torch.float32))

@@ -49,8 +49,7 @@ from octavo.nn.parallel import Parallel
 from octavo.ops.attention import AttentionBackend, KVPool, LayerAttention, ReferenceAttention
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
-from octavo.ops.attention_triton import TritonAttention
-from octavo.ops.triton import available
+from octavo.ops.attention_triton import TritonAttention, fits_kernels
 from octavo.sampling.columns import upload
 from octavo.sampling.processors import TokenMasks
 from octavo.sampling.rejection import FindDistribution, Rejection
@@ -59,7 +58,7 @@ from octavo.sampling.sampler import Sampled, Sampler
 
 def fastest_attention(pool: KVPool, layers: Sequence[LayerAttention]) -> AttentionBackend:
     """Return the fastest code that can read the pool: Triton's kernels, the C++ kernel, or torch's attention."""
-    if pool.device.type != "cpu" and available.is_available():
+    if pool.device.type != "cpu" and fits_kernels(pool.shape):
         return TritonAttention(pool, layers)
     backend = KernelAttention if has_kernel(pool, layers) and is_faster() else BatchedAttention
     return backend(pool, layers)

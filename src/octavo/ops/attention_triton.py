@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops.attention import AttentionBatch, DeviceRows, HostColumn, KVPlace, KVPool, LayerAttention, PoolShape
-from octavo.ops.triton.available import is_available
+from octavo.ops.triton import available
 
 Int32s = NDArray[np.int32]
 
 SPLIT = 256  # positions: 64 rows of 1,024 over 8 KV heads are 2,048 programs, and parts add 2 % to the KV traffic
 SHORT_TOKENS = 8  # a row of decode and its drafts
-HEIGHTS = (16, 32, 64)  # of tiles, in queries
-MAX_ACCUMULATED = 64 * 128  # a tile's queries times the size of values: what the registers of its program hold
+# Bytes of the pool's numbers: queries of a tile: the largest head for which its program fits the registers of a device.
+HEIGHTS = {4: {16: 128, 32: 64}, 2: {16: 512, 32: 256, 64: 64}, 1: {16: 512, 32: 256}}
 MAX_PART_BYTES = 64 << 20  # parts of a step: a million positions of 32 heads of 128
 
 
@@ -52,14 +52,22 @@ class Tiles:
 
         The products of all tiles are the same instruction: sm_90 and sm_100 take another one from 64 queries on.
         """
-        widest = 1 << (max(shape.head_dim, shape.value_dim) - 1).bit_length()
-        is_half = shape.dtype in (torch.bfloat16, torch.float16)
-        heights = [one for one in HEIGHTS if one * widest <= MAX_ACCUMULATED]
-        short = next((one for one in heights if one >= group), heights[-1])
         has_groups = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-        tall = min(heights[-1], 64 if is_half and not has_groups else 32)
-        tile = (64 if widest <= 128 else 32) // (1 if is_half else 2)
-        return cls(SPLIT, tile if device.type == "cuda" else SPLIT, short, max(short, tall))
+        heights = [height for height in _heights(shape) if height < 64 or not has_groups]
+        short = next((height for height in heights if height >= group), heights[-1])
+        tile = (64 if max(shape.head_dim, shape.value_dim) <= 128 else 32) // (1 if shape.dtype.itemsize == 2 else 2)
+        return cls(SPLIT, tile if device.type == "cuda" else SPLIT, short, heights[-1])
+
+
+def _heights(shape: PoolShape) -> list[int]:
+    """Return the heights of tiles that fit a device, ascending; none if heads are too large."""
+    widest = max(shape.head_dim, shape.value_dim)
+    return [height for height, largest in HEIGHTS[shape.dtype.itemsize].items() if widest <= largest]
+
+
+def fits_kernels(shape: PoolShape) -> bool:
+    """Return True if Triton's kernels are available and compile well for a pool's heads."""
+    return available.is_available() and bool(_heights(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +204,8 @@ class TritonAttention:
     reads_unwritten = False
 
     def __init__(self, pool: KVPool, layers: Sequence[LayerAttention], tiles: Tiles | None = None) -> None:
-        assert is_available(), "no Triton here; see ops.triton.available"
         shape = pool.shape
+        assert fits_kernels(shape), "no kernel for this pool; see fits_kernels"
         self._pool = pool
         ((num_heads, self._window),) = {(layer.num_heads, layer.window) for layer in layers}
         group = num_heads // shape.num_kv_heads

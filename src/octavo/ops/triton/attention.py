@@ -239,10 +239,14 @@ def join_parts(
             tl.store(out + where_out + v, rounded(result, out.dtype.element_ty), mask=v < V)
 
 
-def launch_options(height: int, value_dim: int) -> dict[str, Any]:
-    """Return how a program is compiled, so that its two accumulators of float32 fit its registers."""
-    is_large = height == 64 or height * triton.next_power_of_2(value_dim) >= 64 * 128
-    return {"num_warps": 8 if is_large else 4, "num_stages": 2, "maxnreg": 255, **OPTIONS}
+def launch_options(height: int, head_size: int, itemsize: int) -> dict[str, Any]:
+    """Return how a program is compiled so that it fits the registers and shared memory of every device.
+
+    `head_size` is the larger size of keys and values, whose numbers have `itemsize` bytes in the pool.
+    """
+    is_large = height == 64 or height * head_size > 32 * 128
+    stages = 1 if head_size * itemsize > 1024 else 2
+    return {"num_warps": 8 if is_large else 4, "num_stages": stages, "maxnreg": 255, **OPTIONS}
 
 
 @torch.library.custom_op("octavo::paged_attention", mutates_args=("partials", "states", "out"))
@@ -292,7 +296,8 @@ def paged_attention(
         work, num_kv_heads, group, head_dim, triton.next_power_of_2(max(16, head_dim)), value_dim,
         triton.next_power_of_2(max(16, value_dim)), keys.shape[1], keys.stride(1), values.stride(1), kind,
         height, heads, tile, split, window > 0, soft_cap > 0, sinks_H is not None, slopes_H is not None,
-        seen_T is not None, INTERPRETED, **launch_options(height, value_dim),
+        seen_T is not None, INTERPRETED,
+        **launch_options(height, max(head_dim, value_dim), keys.itemsize),
     )  # fmt: skip
 
 
@@ -335,7 +340,8 @@ def _variant(
     kind = how.get("e4m3", False) + 2 * how.get("int8", False)
     group, extra = num_heads // num_kv_heads, num_kv_heads * (kind // 2) * 2
     names = {"window": "HAS_WINDOW", "cap": "HAS_CAP", "sinks": "HAS_SINKS", "slopes": "HAS_SLOPES", "seen": "HAS_SEEN"}
-    tile = (64 if max(head_dim, value_dim) <= 128 else 32) // (1 if pool in ("*bf16", "*fp16") else 2)
+    itemsize = {"*fp32": 4, "*u8": 1}.get(pool, 2)
+    tile = (64 if max(head_dim, value_dim) <= 128 else 32) // (1 if itemsize == 2 else 2)
     constants = {
         "WORK": 0, "K": num_kv_heads, "G": group, "D": head_dim, "DP": triton.next_power_of_2(head_dim), "V": value_dim,
         "VP": triton.next_power_of_2(value_dim), "S": 16, "KEY_ROW": num_kv_heads * head_dim + extra,
@@ -351,7 +357,7 @@ def _variant(
         **numbers, "scale": "fp32", "soft_cap": "fp32",
     }  # fmt: skip
     aligned = (*(name for name, kind in signature.items() if kind.startswith("*")), "q_stride", "out_stride")
-    options = launch_options(height, value_dim)
+    options = launch_options(height, max(head_dim, value_dim), itemsize)
     warps, stages = options.pop("num_warps"), options.pop("num_stages")
     return Variant(attend_tiles, signature, constants, warps, stages, aligned, "mma", options)
 
@@ -360,10 +366,10 @@ _BF16, _FP32 = ("*bf16", "*bf16"), ("*fp32", "*fp32")
 VARIANTS: tuple[Variant, ...] = (
     _variant((32, 8), (128, 128), 16, _BF16),
     _variant((32, 8), (128, 128), 32, _BF16),
-    _variant((32, 8), (128, 128), 64, _BF16),
     _variant((9, 3), (64, 64), 64, _BF16, seen=True),
     _variant((16, 8), (256, 256), 16, _BF16, window=True, cap=True),
     _variant((16, 8), (256, 256), 32, _BF16, window=True, cap=True),
+    _variant((16, 2), (512, 512), 16, _BF16),
     _variant((64, 8), (64, 64), 32, _BF16, window=True, sinks=True),
     _variant((32, 32), (80, 80), 16, ("*fp16", "*fp16"), slopes=True),
     _variant((71, 1), (64, 64), 64, _BF16),
@@ -374,6 +380,10 @@ VARIANTS: tuple[Variant, ...] = (
     _variant((32, 8), (128, 128), 32, ("*fp16", "*u8"), int8=True),
     _variant((32, 8), (128, 128), 16, _FP32),
     _variant((9, 3), (64, 64), 32, _FP32),
+    _variant((16, 8), (256, 256), 32, ("*bf16", "*u8"), int8=True),
+    _variant((16, 8), (256, 256), 32, ("*bf16", "*u8"), e4m3=True),
+    _variant((16, 2), (512, 512), 16, ("*bf16", "*u8"), e4m3=True),
+    _variant((16, 2), (512, 512), 16, ("*bf16", "*u8"), int8=True),
     Variant(
         join_parts,
         {"partials": "*fp32", "states": "*fp32", "sinks": "*fp32", "first_token": "*i32", "joins": "*i32",
