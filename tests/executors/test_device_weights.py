@@ -69,7 +69,9 @@ def test_coded_weights_on_a_device_generate_what_their_floats_do(tmp_path: Path)
     prompt, found = make_prompt(12), []
     for made in (
         executor(path, "auto", "none"),
-        OnEmulated(lambda: executor(path, "invariant", "int8")),  # 4-bit codes of the files are fewer bits than 8
+        OnEmulated(
+            lambda: executor(path, "invariant", "int8"), has_kernels=True
+        ),  # 4-bit codes of the files are fewer bits than 8
     ):
         driver = Driver(made, made.open(SPEC))
         driver.add(0, prompt)

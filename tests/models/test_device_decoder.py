@@ -99,6 +99,12 @@ def test_codes_stay_codes(kind: str, is_tied: bool, tmp_path: Path, monkeypatch:
     assert_near(all_logits(coded, PROMPTS), expected)
 
 
+def test_types_without_a_kernel_are_coded_anew_and_the_user_is_told(tmp_path: Path) -> None:
+    make_tiny_gguf("llama2", tmp_path / "tiny.gguf", "Q5_1")
+    decoder = load(tmp_path / "tiny.gguf", "auto")
+    assert any("tensors in Q5_1 become int8" in note for note in decoder.notes)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_experts_stay_codes(quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = (row for row in ROWS if row.name == "qwen3_moe")

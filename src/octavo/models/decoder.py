@@ -61,7 +61,7 @@ class Decoder:
         self._ropes = loader.ropes(self.max_model_len)
         self._adapters, self._device = loader.adapters, loader.device
         loader.check_all_read()
-        self.notes = loader.weights.notes
+        self.notes = loader.notes
 
     def put_adapter(self, number: int, adapter: Adapter, dtype: torch.dtype) -> None:
         """Add an adapter, which a step's extras name by its number."""

@@ -7,7 +7,6 @@ Shapes: E hidden size, F output rows, V vocabulary, H query heads, K KV heads, D
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -22,8 +21,8 @@ from octavo.nn.coded_linear import CodedEmbedding, CodedLinear, Part, read_parts
 from octavo.nn.experts import Expert, Mixture
 from octavo.nn.layers import Embedding, LayerNorm, Linear, NoNorm, RMSNorm, RopeTable, ScaledEmbedding
 from octavo.nn.lora import AdaptedLinear, AdapterBank
-from octavo.nn.packed_weight import WeightKind
-from octavo.nn.packing import WantedTensor
+from octavo.nn.packed_weight import most_frequent_code
+from octavo.nn.packing import WantedTensor, WeightRun, recoding_notes
 from octavo.nn.weights import Weights
 from octavo.ops.gated_mul import activation_of
 
@@ -76,7 +75,7 @@ class Loader:
         self.weights = weights
         self.adapters = AdapterBank()
         self._path, self._coded = path, coded
-        self._kinds = Counter[WeightKind]()  # of the values that are coded, and of floats beside them
+        self._runs: list[WeightRun] = []  # of what was read with codes, and of floats beside them
 
     def tables(self) -> tuple[Begin, Multiplication | None]:
         """Read the token embeddings and the head, which is None in a stage that has none."""
@@ -97,8 +96,13 @@ class Loader:
     @property
     def quantization(self) -> str:
         """The code of most values on the device, or "none" if most are floats."""
-        kind = self._kinds.most_common(1)[0][0] if self._kinds else WeightKind.FLOAT32
-        return "none" if kind in (WeightKind.FLOAT32, WeightKind.BFLOAT16) else kind.name.lower()
+        return most_frequent_code(run.shape for run in self._runs) if self._runs else "none"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user."""
+        recoded = self._coded is not None and self._coded.quantization == "auto"
+        return (*self.weights.notes, *(recoding_notes(self.weights, self._runs) if recoded else ()))
 
     def end(self) -> End:
         """Read the final norm."""
@@ -213,10 +217,8 @@ class Loader:
         """Read matrices into one tensor, or into parts if some may have codes."""
         if wanted is None:
             return [self.weights.read(rows, inputs, dtype=dtype or self.dtype, device=self.device)]
-        parts = read_parts(self.weights, rows, inputs, wanted, (self.dtype, self.device))
-        for part in parts:
-            kind = WeightKind.FLOAT32 if isinstance(part, Tensor) else part.shape.kind
-            self._kinds[kind] += inputs * (len(part) if isinstance(part, Tensor) else part.outputs)
+        parts, runs = read_parts(self.weights, rows, inputs, wanted, (self.dtype, self.device))
+        self._runs += runs
         return parts
 
     def _linear(self, parts: Sequence[Part], bias: Tensor | None) -> Linear | CodedLinear:

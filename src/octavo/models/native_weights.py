@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Generator, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
@@ -38,6 +37,7 @@ from octavo.nn.packing import (
     pack_runs,
     packing_version,
     plan_runs,
+    recoding_notes,
 )
 from octavo.nn.weight_cache import CacheKey, StoredWeights, UnfitError, WeightCache
 from octavo.nn.weights import INDEX_FILE, ReadOptions, open_weights
@@ -402,7 +402,7 @@ class _Packer:
         """Return the notes about tensors, codes made anew, and linear layers that stay float against the request."""
         notes = self._weights.notes
         if self._wanted.quantization == "auto":
-            return (*notes, *self._coded_anew(plan))
+            return (*notes, *recoding_notes(self._weights, itertools.chain.from_iterable(plan.runs.values())))
         if self._wanted.quantization == "none":
             return notes
         floats = [
@@ -417,18 +417,4 @@ class _Packer:
         return (
             *notes,
             f"{len(floats)} of {len(plan.runs)} weights stay {kind}, {floats[0]} the first: they have no codes",
-        )
-
-    def _coded_anew(self, plan: _Plan) -> tuple[str, ...]:
-        """Return a note about each type of the files whose own codes no kernel reads."""
-        counts = Counter[tuple[str, str]]()
-        for run in itertools.chain.from_iterable(plan.runs.values()):
-            for part in run.parts if run.shape.group else ():
-                matrix = None if part.is_raw else self._weights.raw_matrix(part.name)
-                if matrix is not None:
-                    counts[matrix.type_name, run.shape.kind.name.lower()] += 1
-        return tuple(
-            f"{count} tensors in {name} become {kind}, the nearest that the kernels read; quantization none keeps "
-            "their values exactly, as floats"
-            for (name, kind), count in counts.items()
         )

@@ -176,15 +176,15 @@ class CodedEmbedding:
 
 def read_parts(
     weights: Weights, rows: dict[str, int], inputs: int, wanted: WantedTensor, place: tuple[torch.dtype, torch.device]
-) -> list[Part]:
-    """Read matrices with these numbers of rows, in order; adjacent ones of one kind become one part.
+) -> tuple[list[Part], tuple[WeightRun, ...]]:
+    """Read matrices with these numbers of rows, in order; return their parts, of one kind each, and the runs.
 
     `place` has the dtype of those that stay floats, and the device.
     """
     while True:
         runs = plan_runs(weights, rows, inputs, wanted)
         try:
-            return [_read_run(weights, run, place) for run in runs]
+            return [_read_run(weights, run, place) for run in runs], runs
         except NoCodesError as error:
             wanted = replace(wanted, float_names=wanted.float_names | {error.name})
 

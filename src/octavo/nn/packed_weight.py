@@ -194,7 +194,7 @@ class PackedWeight:
         return values_PE.reshape(-1, self.inputs)[: self.outputs].contiguous()
 
 
-def most_frequent_code(weights: Iterable[PackedWeight]) -> str:
+def most_frequent_code(weights: Iterable[PackedWeight | WeightShape]) -> str:
     """Return the name of the code that most values have, or "none" if most are floats."""
     sizes = Counter[WeightKind]()
     for weight in weights:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -131,6 +131,21 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> t
     if raw is not None and own is not None and own[0] >= kind:
         return own, raw.is_kept
     return ((kind, GROUP), False) if inputs % GROUP == 0 else plain
+
+
+def recoding_notes(weights: Weights, runs: Iterable[WeightRun]) -> tuple[str, ...]:
+    """Return a note about each type of the files whose own codes no kernel reads."""
+    counts = Counter[tuple[str, str]]()
+    for run in runs:
+        for part in run.parts if run.shape.group else ():
+            matrix = None if part.is_raw else weights.raw_matrix(part.name)
+            if matrix is not None:
+                counts[matrix.type_name, run.shape.kind.name.lower()] += 1
+    return tuple(
+        f"{count} tensors in {name} become {kind}, the nearest that the kernels read; quantization none keeps "
+        "their values exactly, as floats"
+        for (name, kind), count in counts.items()
+    )
 
 
 def pack_runs(weights: Weights, runs: Iterable[WeightRun], num_threads: int) -> Generator[Bytes, None, None]:

@@ -43,7 +43,7 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps
     Writes to neither argument. x may have any leading dimensions; the last one is normalised. The kernel
     takes two-dimensional float32 and bfloat16 tensors on the CPU, and the torch twin takes all others.
     """
-    if available.uses_kernels(x_TE) and x_TE.stride(-1) == 1:
+    if _fits_device(x_TE, residual_TE):
         return _norm(x_TE, residual_TE, weight_E, None, eps)
     kernel = _kernel(x_TE.dtype) if x_TE.is_cpu else None
     if kernel is None or not _fits_kernel(x_TE, residual_TE, weight_E):
@@ -67,10 +67,17 @@ def add_layer_norm(
     x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, bias_E: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return (layer norm of x + residual, x + residual); without a residual, the second tensor is x itself."""
-    if available.uses_kernels(x_TE) and x_TE.stride(-1) == 1:
+    if _fits_device(x_TE, residual_TE):
         return _norm(x_TE, residual_TE, weight_E, bias_E, eps, is_layer=True)
     sum_TE = x_TE if residual_TE is None else x_TE + residual_TE
     return functional.layer_norm(sum_TE, weight_E.shape, weight_E, bias_E, eps), sum_TE
+
+
+def _fits_device(x_TE: Tensor, residual_TE: Tensor | None) -> bool:
+    """Return True if Triton's kernel takes these tensors: rows, or heads of tokens, not on a CPU."""
+    if not available.uses_kernels(x_TE) or x_TE.dim() not in (2, 3) or x_TE.stride(-1) != 1:
+        return False
+    return residual_TE is None or (residual_TE.shape == x_TE.shape and residual_TE.stride(-1) == 1)
 
 
 def _norm(

@@ -33,7 +33,7 @@ def _activated(x, KIND: tl.constexpr):
         return kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _activate(
     x, out, num_rows, size, x_step,
     KIND: tl.constexpr, IS_GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -51,7 +51,7 @@ def _store(out, bias, acc, f, t, num_tokens, outputs, out_step, HAS_BIAS: tl.con
     tl.store(out + where, rounded(acc, out.dtype.element_ty), mask=(f < outputs)[:, None] & (t < num_tokens)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # a step of another size needs no new compilation
 def _multiply(
     x, weight, bias, out, num_tokens, outputs, inputs, x_step, weight_step, out_step,
     BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
@@ -87,7 +87,7 @@ def _decoded(code, scales, minima, table, group, f, k, num_rows, GROUP: tl.const
         return (exact - (_EXACT + 128.0)) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _multiply_coded(
     x, codes, scales, minima, table, bias, out, num_tokens, outputs, inputs, num_rows, x_step, out_step,
     BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,

@@ -36,7 +36,7 @@ def weighted(normed, weight, dtype: tl.constexpr):
     return rounded(normed * weight.to(tl.float32), dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_rows(
     x, residual, weight, bias, normed, total, num_rows, num_heads, x_token, x_head, residual_token, residual_head,
     weight_head, eps,
