@@ -191,13 +191,13 @@ class Emulator(TorchDispatchMode):
 
     def _run(self, func: Any, call: tuple[Any, Any], own: list[EmulatedTensor], hosts: list[torch.Tensor]) -> Any:
         args, kwargs = call
-        name, leaves = str(func), pytree.arg_tree_leaves(*args)
+        name = str(func)
         stays = "device" not in kwargs or kwargs["device"] is None or _is_here(kwargs["device"])
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
         if own and any(host.dim() for host in hosts):
             raise RuntimeError(f"{name}: tensors on the device and on the host")
-        if own and (func in ASKS or (func in INDEXED and any(_is_mask(leaf) for leaf in leaves))):
+        if own and (func in ASKS or (func in INDEXED and any(map(_is_mask, pytree.arg_tree_leaves(args[1]))))):
             self._wait(f"asks for a value or a shape: {name}")
         if own and not stays:
             self.now.downloads += 1

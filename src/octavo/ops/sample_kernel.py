@@ -75,8 +75,8 @@ def has_kernel() -> bool:
 
 
 def fits(logits_RV: Tensor) -> bool:
-    """Return True if the kernel can read these logits."""
-    is_plain = logits_RV.is_cpu and logits_RV.dtype is torch.float32 and logits_RV.stride(1) == 1
+    """Return True if the kernel can read these logits; those of another device, if its kernels can."""
+    is_plain = logits_RV.dtype is torch.float32 and logits_RV.stride(1) == 1
     return is_plain and 0 < logits_RV.shape[1] <= MAX_VOCAB_SIZE
 
 

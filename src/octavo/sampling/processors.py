@@ -67,8 +67,10 @@ class Penalties:
         self._repetition[slot] = params.repetition_penalty
         self._frequency[slot], self._presence[slot] = params.frequency_penalty, params.presence_penalty
         row = self._state.reserve(slot)
-        counts_V = np.bincount(ids.output, minlength=self._vocab_size).astype(np.int32)
-        self._state.tensors[0][row].copy_(torch.from_numpy(counts_V))
+        counts_V = self._state.tensors[0][row].zero_()
+        if len(ids.output):
+            known, counts = upload(self._ids_SW.device, *np.unique(ids.output, return_counts=True))
+            counts_V.index_copy_(0, known, counts.int())
         return ALWAYS
 
     def release(self, slot: int) -> None:
@@ -359,5 +361,5 @@ class TokenMasks:
 @cache
 def _addends(device: torch.device) -> Tensor:
     """Return, for each value of eight bits, the addends of the eight ids: 0 if allowed, -inf if not."""
-    is_set = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 > 0
-    return torch.where(is_set, 0.0, float("-inf")).to(device)
+    is_set = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1 > 0
+    return torch.where(is_set, 0.0, float("-inf"))

@@ -20,6 +20,7 @@ from octavo.core.proposals import may_reject
 from octavo.core.request import SamplingParams
 from octavo.ops import sample_kernel
 from octavo.ops.sample_kernel import SampleColumns, SampleKernel
+from octavo.ops.triton.available import uses_kernels
 from octavo.sampling.columns import NO_IDS, NO_LOGPROBS, Ints, SamplingColumns, SamplingRows, SequenceIds, upload
 from octavo.sampling.mirostat import Mirostat
 from octavo.sampling.processors import LogitsProcessors, TokenMasks
@@ -108,7 +109,8 @@ class Sampled:
 
 
 class Sampler:
-    """Samples a step's rows with the parameters of their slots: by the C++ kernel on CPUs, else by its torch twin.
+    """Samples a step's rows with the parameters of their slots: by the C++ kernel on CPUs, by Triton's kernels on other
+    devices, or else by their torch twin.
 
     `ids_SW` is the executor's buffer of known ids, one row per slot. With `rejection`, drafts are verified by
     rejection sampling. If `num_proposed` is not 0, the sampler is a draft model's: it draws ids below
@@ -171,12 +173,29 @@ class Sampler:
             return Sampled(ids_R, best_R, wanted, None, probs_RV)
         return Sampled(ids_R, best_R, wanted, raw.columns(ids_R[upload(ids_R.device, wanted)[0]]), probs_RV)
 
+    def is_plain(self, rows: SamplingRows) -> bool:
+        """Return True if the rows need nothing but `sample_packed`: no edits, masks, log-probabilities or verdicts."""
+        columns, slots = self.columns, rows.slots
+        needs_more = columns.wants_more[slots] | columns.has_grammar[slots] | (columns.num_candidates[slots] > 0)
+        return not (self.num_proposed or (self.rejection is not None and rows.drafts is not None) or needs_more.any())
+
+    def sample_packed(self, logits_RV: Tensor, packed_KR: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an id (int32) and the best logit of each plain row, from what `selection.pack` returns of the rows.
+
+        All is read on the device, so that a graph can capture it. `uses_kernels` must hold.
+        """
+        ids_R, best_R = torch.ops.octavo.sample(logits_RV, packed_KR)
+        return ids_R, best_R
+
     def distribution(self, logits_RV: Tensor, num_top: Ints) -> RawDistribution:
         """Return the raw logits' distribution; the next call overwrites it. `num_top`: best ids needed per row."""
         return RawDistribution(self._log_softmax(logits_RV), num_top)
 
     def _log_softmax(self, logits_RV: Tensor) -> Tensor:
         """Return log-softmax; on a CPU in a reused buffer, since page faults of a new one cost more than the work."""
+        if uses_kernels(logits_RV) and sample_kernel.fits(logits_RV):
+            log_probs_RV: Tensor = torch.ops.octavo.log_softmax(logits_RV)
+            return log_probs_RV
         if not logits_RV.is_cpu or logits_RV.dtype is not torch.float32:
             return torch.log_softmax(logits_RV, dim=1)
         num_rows, size = logits_RV.shape
@@ -205,9 +224,9 @@ class Sampler:
         If the best logit is not finite, the id is the lowest id with that logit.
         """
         columns = self.selection
-        if self._kernel is not None and sample_kernel.fits(logits_RV):
-            ids, best = self._kernel.sample(logits_RV, rows.slots, rows.positions)
-            ids_R, best_R = torch.from_numpy(ids), torch.from_numpy(best)
+        chosen = self._choose_by_kernel(logits_RV, rows)
+        if chosen is not None:
+            ids_R, best_R = chosen
             if not may_be_rare:
                 return self._verify(logits_RV, rows, ids_R, best_R), best_R
             is_drawn = (columns.inverse_temperature > 0)[rows.slots] & columns.is_rare[rows.slots]  # others are drawn
@@ -226,6 +245,19 @@ class Sampler:
                 at = upload(logits_RV.device, drawn)[0]
                 ids_R = ids_R.index_copy(0, at, torch.where(best_R[at].isfinite(), new_R, ids_R[at]))
         return self._verify(logits_RV, rows, ids_R, best_R), best_R
+
+    def _choose_by_kernel(self, logits_RV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor] | None:
+        """Return `_choose`'s result without the rare parameters; None if no kernel can read the logits."""
+        if not sample_kernel.fits(logits_RV):
+            return None
+        if uses_kernels(logits_RV):
+            packed_KR = upload(logits_RV.device, self.selection.pack(rows.slots, rows.positions))[0]
+            ids_R, best_R = self.sample_packed(logits_RV, packed_KR)
+            return ids_R.long(), best_R
+        if self._kernel is None or not logits_RV.is_cpu:
+            return None
+        ids, best = self._kernel.sample(logits_RV, rows.slots, rows.positions)
+        return torch.from_numpy(ids), torch.from_numpy(best)
 
     def _verify(self, logits_RV: Tensor, rows: SamplingRows, ids_R: Tensor, best_R: Tensor) -> Tensor:
         """Return the ids; with rejection sampling, those of rows with a draft are replaced."""

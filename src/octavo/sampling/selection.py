@@ -1,8 +1,9 @@
 """Pick one token per row from edited logits: temperature, top-n-sigma, top-k, top-p, min-p, typical-p, XTC, a draw.
 
 Owns: the parameters of selection, the random numbers, the definition of a draw, its distribution, and the torch twin of
-the C++ kernel (ops/sample_kernel.py), which gives the same ids. Does not: edit logits. A draw is a function of (seed,
-choice, position), equal on every device and in every batch, so a preempted or resumed row draws the same id.
+the kernels (ops/sample_kernel.py in C++, ops/triton/sample.py), which give the same ids. Does not: edit logits. A draw
+is a function of (seed, choice, position), equal on every device and in every batch, so a preempted or resumed row draws
+the same id.
 Definition, with R rows, V vocabulary, K candidates: scaled = (logit - best) * inverse temperature, in float32. weight =
 e^scaled by `_exponential`, rounded to a multiple of 2^-34, in float64, so sums over at most 2^19 ids are exact in any
 order. Candidates are sorted by (logit descending, id ascending). top_k keeps the first k; top_p keeps those preceded by
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.request import SamplingParams
+from octavo.ops import sample_kernel
+from octavo.ops.triton.available import uses_kernels
 from octavo.sampling.columns import Floats, Ints, upload
 
 MIN_TOP_P = 1e-9  # keeps the most likely token, as a top_p of 0 should
@@ -33,6 +36,7 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _XTC = np.uint64(0xD6E8FEB86659FD93)  # makes a seed's second sequence of numbers
 _ACCEPT = np.uint64(0x2545F4914F6CDD1D)  # its third, for rejection.py
+_MAX_INT32 = 2**31 - 1
 _BITS = 48  # bits of a draw: u <= 1 - 2**-48, so that u * total stays below total in float64
 
 
@@ -102,6 +106,11 @@ class SelectionColumns:
             uniforms(self.seed[slots], self.choice[slots], positions),
         )
 
+    def pack(self, slots: Ints, positions: Ints) -> NDArray[np.int32]:
+        """Return what a device needs to draw these rows, int32 [7, R]; see `pack`."""
+        uniform = uniforms(self.seed[slots], self.choice[slots], positions)
+        return pack(self.inverse_temperature[slots], self.floor[slots], self.top_k[slots], self.top_p[slots], uniform)
+
     def acceptances(self, slots: Ints, positions: Ints) -> Floats:
         """Return the uniform numbers with which drafts at these positions are accepted or not (rejection.py)."""
         return uniforms(self.seed[slots] ^ _ACCEPT, self.choice[slots], positions)
@@ -131,6 +140,10 @@ class Draws:
     has_xtc: NDArray[np.bool_]
     uniform: Floats
 
+    def pack(self) -> NDArray[np.int32]:
+        """Return what a device needs to draw these rows, int32 [7, R]; see `pack`."""
+        return pack(self.inverse_temperature, self.floor, self.top_k, self.top_p, self.uniform)
+
     @property
     def is_rare(self) -> NDArray[np.bool_]:
         """Which rows need all candidates, sorted."""
@@ -139,6 +152,19 @@ class Draws:
     def take(self, rows: Ints) -> Draws:
         """Return the columns of some rows."""
         return Draws(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+
+def pack(
+    inverse_temperature: NDArray[np.float32], floor: NDArray[np.float32], top_k: Ints, top_p: Floats, uniform: Floats
+) -> NDArray[np.int32]:
+    """Return the rows' parameters as octavo::sample reads them: int32 [7, R], where a column of zeros is a greedy row.
+
+    A float64 takes two words, the lower first.
+    """
+    halves = (column.view(np.int32).reshape(-1, 2).T for column in (top_p, uniform))
+    limit = np.minimum(top_k, _MAX_INT32).astype(np.int32)
+    words = np.vstack([inverse_temperature.view(np.int32), floor.view(np.int32), limit, *halves])
+    return np.ascontiguousarray(words)  # vstack keeps the order of `halves`
 
 
 def splitmix64(states: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -171,9 +197,8 @@ def scale(logits_RV: Tensor, draws: Draws) -> Tensor:
 
 
 def weigh(scaled_RV: Tensor) -> Tensor:
-    """Return the weights, float64. On a CPU they equal the kernel's bit for bit; elsewhere the device's e^x is used."""
-    exponential_RV = _exponential(scaled_RV) if scaled_RV.is_cpu else scaled_RV.exp()
-    return exponential_RV.double().add_(_ROUND).sub_(_ROUND)
+    """Return the weights, float64, equal to the kernels' bit for bit."""
+    return _exponential(scaled_RV).double().add_(_ROUND).sub_(_ROUND)
 
 
 def _exponential(x: Tensor) -> Tensor:
@@ -246,7 +271,10 @@ def draw_from_all(logits_RV: Tensor, draws: Draws) -> Tensor:
 
 
 def distribution(logits_RV: Tensor, draws: Draws) -> Tensor:
-    """Return the probability with which `draw` draws each id, float64 [R, V]. A row without a finite logit has NaN."""
+    """Return the probability with which `draw` draws each id, float64 [R, V]; NaN if the best logit is not finite."""
+    if uses_kernels(logits_RV) and sample_kernel.fits(logits_RV) and not draws.is_rare.any():
+        probs_RV: Tensor = torch.ops.octavo.kept_probs(logits_RV, upload(logits_RV.device, draws.pack())[0])
+        return probs_RV
     size, scaled_RV = logits_RV.shape[1], scale(logits_RV, draws)
     weights_RV = weigh(scaled_RV)
     if (draws.top_n_sigma > 0).any():
@@ -289,16 +317,29 @@ def sorted_candidates(scores_RV: Tensor, num_needed: int) -> tuple[Tensor, Tenso
     """Return at least the `num_needed` best scores and ids of each row, by (score descending, id ascending).
 
     Ties are never cut: on a CPU a top-k widens until the last needed score is strictly above the last found. On other
-    devices that test would wait for the device, so one stable sort is used instead.
+    devices that test would wait for the device, so a score and its id become one integer, and integers have no ties.
     """
     size = scores_RV.shape[1]
-    if scores_RV.device.type == "cpu":
-        for width in WIDTHS:
-            if num_needed < width < size // 2:
-                values_RK, ids_RK = _best(scores_RV, width)
-                if bool((values_RK[:, num_needed - 1] > values_RK[:, -1]).all()):
-                    return values_RK, ids_RK
+    if scores_RV.device.type != "cpu":
+        return best_by_key(scores_RV, min(num_needed, size))
+    for width in WIDTHS:
+        if num_needed < width < size // 2:
+            values_RK, ids_RK = _best(scores_RV, width)
+            if bool((values_RK[:, num_needed - 1] > values_RK[:, -1]).all()):
+                return values_RK, ids_RK
     return _best(scores_RV, size)
+
+
+def best_by_key(scores_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` best scores (float32) and ids, by (score descending, id ascending), without a sort of all."""
+    last = scores_RV.shape[1] - 1
+    bits_RV = (scores_RV + 0.0).view(torch.int32)  # -0 becomes 0
+    ascending_RV = bits_RV ^ ((bits_RV >> 31) & _MAX_INT32)
+    ascending_RV = ascending_RV.masked_fill_(scores_RV.isnan(), _MAX_INT32)  # a NaN is the best, as in torch.sort
+    keys_RV = (ascending_RV.long() << 32) + torch.arange(last, -1, -1, device=scores_RV.device)
+    keys_RK = torch.topk(keys_RV, count, dim=1).values
+    ids_RK = last - (keys_RK & 0xFFFFFFFF)
+    return scores_RV.gather(1, ids_RK), ids_RK
 
 
 def _best(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
