@@ -19,7 +19,7 @@ CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # how a pool of this type store
 _TILE = 1 << 15 if INTERPRETED else 1 << 10  # values of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def write_rows(
     k, v, slots, keys, values, num_tokens, k_token, v_token, key_slot, value_slot,
     HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
