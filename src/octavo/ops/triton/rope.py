@@ -69,7 +69,7 @@ def write_heads(
         tl.store(scale + 1, ((bits >> 8) & 255).to(tl.uint8), mask=is_first)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def _rotate_rows(
     qk, v, weight, cos, signed_sin, out, keys, values, slots, num_tokens, qk_token, qk_head, v_token, v_head,
     angle_token, key_slot, value_slot, eps,
