@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from octavo.core.plan import StepPlan
 from octavo.executors.cache import CacheGroups
 from octavo.executors.slots import Slots
-from octavo.executors.step_buffers import BufferPair, split_words
+from octavo.executors.step_buffers import BufferPair, rounded_words, split_words
 from octavo.executors.step_inputs import PassRows, StepInputs, list_partial_blocks, slot_mappings
 from octavo.ops.attention import AttentionBatch, DeviceRows
+from octavo.ops.triton import available
 
 Columns = list[NDArray[Any]]
 
@@ -44,11 +45,13 @@ def device_inputs(
     lists: Columns = [rows.first_A1, contexts_A]
     for work in works:
         lists += [] if work is None else [work.items_I4, work.joins_J4, work.tiles_P4, work.num_work_3]
-    columns = [*wide, *lists, on_device.take_edits()]
+    is_plain = available.is_available() and slots.sampler.is_plain(rows.sampling)
+    draws = [slots.sampler.selection.pack(rows.sampling.slots, rows.sampling.positions)] if is_plain else []
+    columns = [*wide, *lists, *draws, on_device.take_edits()]
     words = pair.send(columns)
     sent = split_words(words, columns)
     on_device.apply(sent[-1])
-    wider = split_words(words[: sum(column.size for column in wide)].long(), wide)  # as torch's own operations want
+    wider = split_words(words[: sum(map(rounded_words, wide))].long(), wide)  # as torch's own operations want
     places_T, positions_T, last_R, target_R, silent_last_R, pool_last_R, _ = wider[:num_shared]
     mappings, partial = wider[num_shared:][:num_groups], wider[num_shared:][num_groups:]
     for pool, blocks in zip(cache.pools if partial else (), partial, strict=True):
@@ -74,7 +77,8 @@ def device_inputs(
         sample_last_R=last_R,
         sample_target_R=target_R,
     )
-    return replace(inputs, silent_last_R=silent_last_R, pool_last_R=pool_last_R)
+    packed_KR = left[0] if is_plain else None
+    return replace(inputs, silent_last_R=silent_last_R, pool_last_R=pool_last_R, packed_KR=packed_KR)
 
 
 def _states(rows: PassRows) -> Columns:

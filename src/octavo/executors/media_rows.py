@@ -114,6 +114,10 @@ class MediaRows:
         """True if a step may have tokens that see positions after their own."""
         return bool(self._slots) and self._vision is not None and self._vision.is_both_ways
 
+    def has_rows(self, plan: StepPlan) -> bool:
+        """Return True if the plan has rows of sequences with media."""
+        return bool(self._slots) and not self._slots.keys().isdisjoint(plan.slots)
+
     def report(self) -> dict[str, float]:
         """Return totals and the state of the cache, for the engine's statistics.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -49,12 +48,12 @@ class BufferPair:
 
         `target` is where they are copied to, if not to new memory.
         """
-        sizes = [column.size for column in columns]
+        sizes = [rounded_words(column) for column in columns]
         if self._words is None or len(self._words) < sum(sizes):
             self._words = self._owner.device.pinned(max(LEAST_WORDS, 2 * sum(sizes)), torch.int32)
         words, at = self._words.numpy(), 0
         for column, size in zip(columns, sizes, strict=True):
-            words[at : at + size] = column.reshape(-1)
+            words[at : at + column.size] = column.reshape(-1)
             at += size
         if target is None:
             target = torch.empty(at, dtype=torch.int32, device=self._owner.device.torch_device)
@@ -102,12 +101,12 @@ class Download:
         self._pair.release()
 
 
+def rounded_words(column: NDArray[Any]) -> int:
+    """Return the words that a column takes: kernels are compiled anew for addresses that 16 bytes do not divide."""
+    return -(-column.size // 4) * 4
+
+
 def split_words(words: Tensor, columns: Sequence[NDArray[Any]]) -> list[Tensor]:
     """Return the columns that were sent as views of the device's copy, in their shapes."""
-    parts = torch.split(words, [column.size for column in columns])
-    return [part.view(column.shape) for part, column in zip(parts, columns, strict=True)]
-
-
-def as_words(values: NDArray[Any]) -> NDArray[np.int32]:
-    """Return an array's bits as int32 words: of 4 or 8 bytes an entry."""
-    return np.ascontiguousarray(values).reshape(-1).view(np.int32)
+    parts = torch.split(words, [rounded_words(column) for column in columns])
+    return [part[: column.size].view(column.shape) for part, column in zip(parts, columns, strict=True)]

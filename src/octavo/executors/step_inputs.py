@@ -30,8 +30,8 @@ from octavo.ops import cpu
 from octavo.ops.attention import AttentionBatch
 from octavo.sampling.columns import Ints, SamplingRows, upload
 
-_NONE: Ints = np.zeros(0, dtype=np.int64)
-_PLAIN = frozenset((ROW_SAMPLE, ROW_SAMPLE | ROW_CARRY))  # flags of rows that only sample one token
+NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
+PLAIN_FLAGS = frozenset((ROW_SAMPLE, ROW_SAMPLE | ROW_CARRY))  # flags of rows that only sample one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class StepInputs:
     def silent_rows(self) -> Ints:
         """Indices of rows with tokens that sample nothing: chunks of prompts."""
         if self.drafts is None and len(self.sample_rows) == len(self.slots_N):
-            return _NONE
+            return NO_ROWS
         is_silent_N = self.counts_N > 0
         is_silent_N[self.sample_rows] = False
         return is_silent_N.nonzero()[0]
@@ -125,7 +125,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
     Attention kernels want no partial blocks, and take decodes in any order.
     """
     inputs = None
-    if plan.is_fast_path and not wants_partial and not plan.num_drafts and _PLAIN.issuperset(plan.flags):
+    if plan.is_fast_path and not wants_partial and not plan.num_drafts and PLAIN_FLAGS.issuperset(plan.flags):
         inputs = decode_inputs(plan, slots, block_size)
     return inputs or any_inputs(plan, slots, block_size, wants_partial)
 
@@ -265,9 +265,9 @@ class PassRows:
             sample_last_R=sample_last_R,
             sampling=self.sampling,
             sample_target_R=sample_target_R,
-            beams=np.flatnonzero(self.flags_N[self.sample_rows] & ROW_BEAM) if wanted & ROW_BEAM else _NONE,
-            score_rows=np.flatnonzero(self.flags_N & ROW_SCORE) if wanted & ROW_SCORE else _NONE,
-            pool_rows=self.pool_rows if wanted & ROW_POOL else _NONE,
+            beams=np.flatnonzero(self.flags_N[self.sample_rows] & ROW_BEAM) if wanted & ROW_BEAM else NO_ROWS,
+            score_rows=np.flatnonzero(self.flags_N & ROW_SCORE) if wanted & ROW_SCORE else NO_ROWS,
+            pool_rows=self.pool_rows if wanted & ROW_POOL else NO_ROWS,
             drafts=self.drafts,
             adapters_T=self.adapters_T,
         )
@@ -317,9 +317,9 @@ def decode_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs |
         sample_last_R=None,
         sampling=SamplingRows(slots_N, contexts_N),
         sample_target_R=torch.from_numpy(targets_N),
-        beams=_NONE,
-        score_rows=_NONE,
-        pool_rows=_NONE,
+        beams=NO_ROWS,
+        score_rows=NO_ROWS,
+        pool_rows=NO_ROWS,
         adapters_T=_adapters(slots, slots_N) if slots.adapters else None,
     )
 

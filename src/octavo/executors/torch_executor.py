@@ -28,13 +28,14 @@ from octavo.executors.device import Device, DeviceEvent, device_of
 from octavo.executors.device_choice import device_notes
 from octavo.executors.device_errors import free_memory, raise_typed
 from octavo.executors.device_inputs import device_inputs
+from octavo.executors.graphs import SIZES, DecodeGraphs, capture_sizes
 from octavo.executors.loading import AnyDecoder, DecoderChoice, LoadedDecoder, cache_dtype
 from octavo.executors.media_rows import MediaRows
 from octavo.executors.memory import DeviceMemory, HostMemory, PoolSizing, describe_groups, step_bytes
 from octavo.executors.profiling import largest_step, measure_step, wait_for_memory
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.executors.slots import Slots
-from octavo.executors.step_buffers import StepBuffers
+from octavo.executors.step_buffers import BufferPair, StepBuffers
 from octavo.executors.step_inputs import StepInputs, build_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.executors.thread_pace import ThreadPace
@@ -50,7 +51,7 @@ from octavo.ops.attention import AttentionBackend, KVPool, LayerAttention, Refer
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
 from octavo.ops.attention_triton import TritonAttention, fits_kernels
-from octavo.sampling.columns import upload
+from octavo.sampling.columns import NO_IDS, upload
 from octavo.sampling.processors import TokenMasks
 from octavo.sampling.rejection import FindDistribution, Rejection
 from octavo.sampling.sampler import Sampled, Sampler
@@ -75,9 +76,12 @@ ATTENTION: dict[str, MakeAttention] = {
 class TorchExecutor:
     """See executors.protocol.Executor. Nothing is loaded before `open`.
 
+    On an accelerator, decode steps of up to `max_captured_rows` rows are captured at open.
     With `parallel` it is one rank of the model. `open` is then two steps, between which the ranks agree on sizes:
     `load` returns how many blocks this rank can hold, and `allocate` gets the least of all ranks.
     """
+
+    max_captured_rows = SIZES[-1]
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class TorchExecutor:
         self._device, self._dtype = device_of(self._choice.device), self._choice.dtype
         self._decoder: AnyDecoder | None = None
         self._buffers = None if self._device.is_host else StepBuffers(self._device)
+        self._graphs: DecodeGraphs | None = None
         self._steps = Steps()
         self._pace: ThreadPace | None = None
         self._loaded: LoadedDecoder
@@ -149,7 +154,7 @@ class TorchExecutor:
             estimate = step_bytes(self._spec, self._dtype, spec.max_batch_tokens, spec.max_sequences)
             return max(0, free - self._device.memory()[1]), estimate
         loaded, num_groups = self._loaded, len(self._layout(self._loaded.decoder, spec).groups)
-        self.allocate(PoolBlocks((1,) * num_groups))
+        self.allocate(PoolBlocks((1,) * num_groups), is_trial=True)
         step = largest_step(spec, loaded.decoder.max_model_len, num_groups)
         try:
             num_bytes = measure_step(self._device, lambda: self.collect(self.submit(step)))
@@ -164,8 +169,11 @@ class TorchExecutor:
         free_memory(self._choice.device)
         return max(0, taken), num_bytes
 
-    def allocate(self, blocks: PoolBlocks) -> Capacity:
-        """Allocate the pool and the slots, after `load`; every rank gets the same numbers of blocks."""
+    def allocate(self, blocks: PoolBlocks, *, is_trial: bool = False) -> Capacity:
+        """Allocate the pool and the slots, after `load`; every rank gets the same numbers of blocks.
+
+        A trial captures only the largest decode step, whose memory the others share.
+        """
         loaded, spec = self._loaded, self._opening
         del self._loaded
         decoder = loaded.decoder
@@ -181,6 +189,7 @@ class TorchExecutor:
         self._sampler = self._slots.sampler
         self._block_size = spec.block_size
         self._decoder = decoder
+        notes = [*loaded.notes, *self._capture(decoder, 1 if is_trial else len(SIZES))]
         if self._shard is None or self._shard.kv_heads:
             make_resident(self._cache.pools, self._steps)
         return Capacity(
@@ -199,7 +208,7 @@ class TorchExecutor:
             linear_flops_per_token=decoder.linear_flops_per_token,
             notes=(
                 *device_notes(self._execution.device),
-                *loaded.notes,
+                *notes,
                 *self._media.notes,
                 *describe_groups(groups, num_blocks, spec.block_size),
             ),
@@ -210,6 +219,18 @@ class TorchExecutor:
             decoder=self._choice.decoder_name,
             **self._media.capacity(spec.max_batch_tokens, decoder.max_model_len),
         )
+
+    @torch.inference_mode()
+    def _capture(self, decoder: AnyDecoder, num_sizes: int) -> list[str]:
+        """Capture the largest decode steps on a device whose kernels can all be captured; return notes for the user."""
+        if self._device.is_host or self._parallel is not None or None in self._cache.planners:
+            return []
+        if not isinstance(decoder, Decoder) or self._spec.mixture is not None:  # experts are chosen by the host
+            return []
+        graphs = DecodeGraphs(self._device, self._slots, self._cache, decoder, self._block_size)
+        note = graphs.capture(capture_sizes(min(self._opening.max_sequences, self.max_captured_rows))[:num_sizes])
+        self._graphs = graphs if graphs.sizes else None
+        return [note] if note else []
 
     def _layout(self, decoder: AnyDecoder, spec: ExecutorSpec) -> CacheLayout:
         """Return how this rank's layers are cached."""
@@ -246,6 +267,10 @@ class TorchExecutor:
         outputs = StepOutputs(faults=dict(self._slots.faults))
         if not plan.slots:
             return outputs, clock
+        if self._buffers is not None and self._graphs is not None and self._replay(plan, outputs, self._buffers.take()):
+            clock.lap()
+            clock.lap()
+            return outputs, clock
         if self._buffers is None:
             inputs = build_inputs(plan, self._slots, self._block_size, self._cache.reads_unwritten)
             if self._cache.reads_unwritten:
@@ -270,6 +295,18 @@ class TorchExecutor:
         if outputs.unsampled_RV is None:
             clock.lap()
         return outputs, clock
+
+    def _replay(self, plan: StepPlan, outputs: StepOutputs, pair: BufferPair) -> bool:
+        """Launch the plan as a captured step; return False if it must run eagerly."""
+        started = None
+        if self._graphs is not None and not self._media.has_rows(plan):
+            started = self._graphs.start(plan, pair)
+        if started is None:
+            pair.release()
+            return False
+        outputs.inputs, outputs.sampled = started
+        outputs.start_download(pair)
+        return True
 
     def _vote(self, parallel: Parallel, inputs: StepInputs) -> None:
         """Raise MemoryError on every rank of the stage if one of them lacks memory for the step.
@@ -341,7 +378,10 @@ class TorchExecutor:
         if len(inputs.beams):
             self._sample_beside_beams(logits_RV, outputs, masks)
             return
-        sampled = self._sampler.sample(logits_RV, inputs.sampling, masks)
+        if inputs.packed_KR is None:
+            sampled = self._sampler.sample(logits_RV, inputs.sampling, masks)
+        else:
+            sampled = Sampled(*self._sampler.sample_packed(logits_RV, inputs.packed_KR), NO_IDS, None)
         self._slots.write_sampled(inputs.sample_target_R, sampled.ids_R)
         outputs.sampled = sampled
 
@@ -439,7 +479,7 @@ class TorchExecutor:
     def close(self) -> None:
         """Drop the model and the pool."""
         if self._decoder is not None:
-            self._decoder = None
+            self._decoder = self._graphs = None
             del self._cache, self._slots, self._sampler
 
     def _running(self) -> AnyDecoder:

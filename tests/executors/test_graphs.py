@@ -1,0 +1,123 @@
+"""Captured decode steps: a replayed tape gives what eager steps give, at every size, padded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan, StepResult
+from octavo.core.request import SamplingParams
+from octavo.executors import graphs, torch_executor
+from octavo.executors.graphs import capture_sizes
+from octavo.executors.torch_executor import TorchExecutor
+from octavo.sampling.sampler import Sampler
+from tests.executors.captured_twins import TwinAttention, sample_best
+from tests.executors.conformance import SPEC, Dense, Driver, make_prompt
+from tests.executors.emulated_device import Happened, OnEmulated
+from tests.executors.test_torch_executor import make
+from tests.ops.test_attention_triton import patched_once
+
+__all__ = ["patched_once"]
+
+PLAIN = SamplingParams(temperature=0.0)
+
+
+def test_sizes_reach_the_rows_there_may_be() -> None:
+    assert capture_sizes(0) == [] and capture_sizes(1) == [1]
+    assert capture_sizes(5) == [8, 4, 2, 1]
+    assert capture_sizes(64)[:2] == [64, 56]
+    assert capture_sizes(65)[0] == 80
+    assert len(capture_sizes(256)) == len(capture_sizes(1000)) == 23
+
+
+@contextmanager
+def opened(folder: Path, rows: int, captured: int, has_kernels: bool = False) -> Iterator[Driver]:
+    """An executor with room for `rows`, whose steps of up to `captured` rows are captured."""
+    backends = patch.dict(torch_executor.ATTENTION, {} if has_kernels else {"auto": TwinAttention})
+    sampler = patch.object(Sampler, "sample_packed", lambda self, *given: sample_best(*given))
+    size = patch.object(TorchExecutor, "max_captured_rows", captured)
+    with backends, size, patch.object(Sampler, "num_proposed", 0) if has_kernels else sampler:
+        executor = OnEmulated(lambda: make(folder, "auto"), has_kernels)
+        yield Driver(executor, executor.open(replace(SPEC, max_sequences=rows)))
+        executor.close()
+
+
+def steps(driver: Driver, rows: int, count: int, params: SamplingParams = PLAIN) -> list[StepResult]:
+    """Decode `count` steps of `rows` prompts of several lengths, two plans in flight."""
+    lengths = [3 + 5 * slot for slot in range(rows)]
+    for slot, length in enumerate(lengths):
+        driver.add(slot, make_prompt(length, seed=slot), replace(params, seed=slot))
+        driver.row(slot, 0, length)
+    results, tickets = [], [driver.executor.submit(driver.plan())]
+    for step in range(count):
+        for slot, length in enumerate(lengths):
+            driver.row(slot, length + step, 1, ROW_SAMPLE | ROW_CARRY)
+        plan: StepPlan = driver.plan()
+        plan.is_fast_path = True
+        tickets.append(driver.executor.submit(plan))
+        results.append(driver.executor.collect(tickets.pop(0)))
+    return [*results, driver.executor.collect(tickets.pop())]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
+def test_fifty_replayed_steps_equal_eager_ones(tiny_folder: Path, dense: Dense, rows: int) -> None:
+    with opened(tiny_folder, 8, 8) as driver:
+        assert driver.executor.real._graphs.sizes == [1, 2, 4, 8]  # type: ignore[attr-defined]
+        emulator = driver.executor.emulator  # type: ignore[attr-defined]
+        emulator.clear()
+        replayed = steps(driver, rows, 50)
+        submit, collect = emulator.phases["submit"], emulator.phases.get("collect", Happened())
+        assert submit.launches["graph"] == 50 and not submit.waits
+        assert submit.uploads == submit.downloads == 51 and collect == Happened()
+    with opened(tiny_folder, 8, 0) as driver:
+        assert driver.executor.real._graphs is None  # type: ignore[attr-defined]
+        eager = steps(driver, rows, 50)
+    assert [result.token_ids for result in replayed] == [result.token_ids for result in eager]
+    for slot in range(rows):
+        ids = [result.token_ids[slot] for result in replayed if result.token_ids is not None]
+        assert ids == dense.greedy(make_prompt(3 + 5 * slot, seed=slot), 51)
+
+
+@pytest.mark.usefixtures("patched_once")
+@pytest.mark.parametrize("params", [PLAIN, SamplingParams(temperature=1.2, top_p=0.9, top_k=40)])
+def test_replayed_kernels_equal_eager_ones_and_the_cpu(tiny_folder: Path, params: SamplingParams) -> None:
+    """All of Triton's kernels on a tape of 2 rows; the draws of the CPU's sampler."""
+    found = []
+    for captured in (2, 0):
+        with opened(tiny_folder, 2, captured, has_kernels=True) as driver:
+            found.append([result.token_ids for result in steps(driver, 2, 5, params)])
+            launches = driver.executor.emulator.phases["submit"].launches  # type: ignore[attr-defined]
+            assert launches["graph"] == 5 * bool(captured)
+    executor = make(tiny_folder, "auto")
+    found.append([result.token_ids for result in steps(Driver(executor, executor.open(SPEC)), 2, 5, params)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_other_steps_run_eagerly_between_replayed_ones(tiny_folder: Path, dense: Dense) -> None:
+    """A step with log-probabilities, and edits too many for a captured step's room."""
+    with opened(tiny_folder, 4, 4) as driver, patch.object(graphs, "EDIT_WORDS", 2):
+        prompt, tokens = make_prompt(9), list[int]()
+        emulator = driver.executor.emulator  # type: ignore[attr-defined]
+        driver.add(0, prompt, PLAIN)
+        tokens += driver.prefill(0, 9).token_ids or ()
+        for step in range(12):
+            if step == 4:
+                driver.add(1, make_prompt(4, seed=1))  # its parameters ask for log-probabilities
+                driver.row(1, 0, 4, 0)
+            if step == 8:
+                driver.free_slot(1)
+            driver.row(0, 9 + step, 1, ROW_SAMPLE | ROW_CARRY)
+            if 4 < step < 8:
+                driver.row(1, step - 1, 1, ROW_SAMPLE)
+            plan = driver.plan()
+            plan.is_fast_path = step != 4
+            result = driver.executor.collect(driver.executor.submit(plan))
+            assert (result.logprobs is not None) == (4 < step < 8)
+            tokens.append((result.token_ids or [-1])[0])
+        assert tokens == dense.greedy(prompt, 13)
+        assert emulator.phases["submit"].launches["graph"] == 8 and not emulator.phases["submit"].waits
