@@ -1,0 +1,282 @@
+"""Everything that only a CUDA device can show, in under ten minutes: run it, and paste the table and the JSON object.
+
+    python -m tools.gpu_check [MODEL] [--minutes 10] [--batches 1 8 64 256] [--context 1024]
+
+Parts: the device's facts; the self-check (kernels against references, bits); the executor's conformance tests on the
+device; bandwidth and matrix products; then MODEL: ids of captured steps against eager ones, ids alone against ids in a
+batch (--numerics invariant), first tokens against the CPU's if the model is small, tokens/s at each batch size beside
+the floor that bandwidth sets, and vLLM's beside it if it is installed. A model of any size with random weights:
+`python -m tools.model_folder`. A part that fails is reported, and the others still run. Exit status: 0 all right, 1 a
+part failed, 2 there is no CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo import SamplingParams
+from octavo.artifacts.resolve import resolve_model
+from octavo.assembly import build_local
+from octavo.config.sources import config_from_keywords
+from octavo.executors.device_choice import look_for_cuda
+from octavo.executors.protocol import Capacity
+from octavo.executors.self_check import check_device
+from octavo.frontend.offline import OfflineEngine
+from octavo.nn.layers import Linear
+from octavo.ops.triton import available
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_DEVICE = 2
+SMALL_BYTES = 1 << 30  # of weights: such a model is compared with the CPU
+OUTPUTS = 64  # tokens of each answer
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured: bytes copied, a product's inputs and outputs, batch sizes, tokens of a prompt and an answer."""
+
+    copied: int = 1 << 30
+    product: tuple[int, int] = (4096, 14336)
+    batches: Sequence[int] = (1, 8, 64, 256)
+    context: int = 1024
+    outputs: int = OUTPUTS
+
+
+@dataclass(slots=True)
+class Check:
+    """The parts' results by name; a part begins only while there is time."""
+
+    device: torch.device
+    ends_at: float
+    results: dict[str, Facts] = field(default_factory=dict)
+
+    def part(self, name: str, run: Callable[[], Facts]) -> Facts:
+        """Run a part; a result with `ok` false, and an error, are failures."""
+        started_at = time.monotonic()
+        if started_at > self.ends_at:
+            self.results[name] = {"ok": None, "why": "no time was left"}
+            return self.results[name]
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            found = {"ok": True, **run()}
+        except Exception as error:  # the shell: whatever a device raises is this part's result
+            found = {"ok": False, "why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
+        self.results[name] = {**found, "seconds": round(time.monotonic() - started_at, 1)}
+        return self.results[name]
+
+
+def describe_device(device: torch.device) -> Facts:
+    """Return the facts that every other figure depends on."""
+    facts: Facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": _version("triton")}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"name": properties.name, "capability": f"{properties.major}.{properties.minor}"}
+        facts |= {"memory_gib": round(properties.total_memory / 2**30, 1), "sms": properties.multi_processor_count}
+    return facts
+
+
+def check_kernels(device: torch.device) -> Facts:
+    """Run the engine's self-check."""
+    report = check_device(device)
+    facts: Facts = {"ok": not report.faults, "kernels": report.num_trials, "faults": report.faults}
+    return facts | {"numerics": "fast" if report.differing else "invariant", "differing": report.differing}
+
+
+def check_conformance(device: torch.device) -> Facts:
+    """Run the tests of an executor on this device."""
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/executors/test_torch_executor.py"]
+    words += ["-k", "TestCUDA" if device.type == "cuda" else "TestReferenceAttention and K05"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return {"ok": done.returncode == 0, "tests": (done.stdout.splitlines() or ["none ran"])[-1]}
+
+
+def measure_device(device: torch.device, sizes: Sizes) -> Facts:
+    """Measure a copy, and linear layers of several numbers of rows: by cuBLAS, and by the invariant kernel."""
+    source = torch.ones(sizes.copied // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    seconds = _seconds(device, lambda: target.copy_(source))
+    facts: Facts = {"copy_gb_s": round(2 * source.nbytes / seconds / 1e9, 1)}
+    inputs, outputs = sizes.product
+    weight_FE = torch.randn(outputs, inputs, device=device).to(torch.bfloat16)
+    paths = ("plain", "invariant") if available.uses_kernels(weight_FE) else ("plain",)
+    for rows in (1, 16, 64, 256, 4096):
+        x_TE = torch.randn(rows, inputs, device=device).to(torch.bfloat16)
+        for path in paths:
+            linear = Linear(weight_FE, path=path)
+            seconds = _seconds(device, lambda linear=linear, x_TE=x_TE: linear(x_TE))
+            facts[f"{path}_{rows}_tflops"] = round(2 * rows * inputs * outputs / seconds / 1e12, 2)
+    return facts
+
+
+@contextmanager
+def open_model(model: str, **settings: Any) -> Iterator[tuple[OfflineEngine, Capacity]]:
+    """Yield an engine of this process, and what it holds."""
+    built = build_local(config_from_keywords(model, settings))
+    with OfflineEngine(built.sessions) as engine:
+        yield engine, built.capacity
+
+
+def check_answers(model: str, device: torch.device, sizes: Sizes) -> Facts:
+    """Compare ids of captured and eager steps, and ids alone and in a batch."""
+    prompts = make_prompts(9, min(sizes.context, 200))
+    greedy = SamplingParams(temperature=0.0, max_tokens=sizes.outputs, ignore_eos=True)
+    scored = SamplingParams(temperature=0.0, max_tokens=sizes.outputs, ignore_eos=True, logprobs=1)
+    with open_model(model, device=device.type, numerics="invariant", max_num_seqs=16) as (llm, _):
+        captured = _ids(llm, prompts, greedy)
+        eager = _ids(llm, prompts, scored)
+        alone = [_ids(llm, [prompt], greedy)[0] for prompt in prompts[:3]]
+    equal = {"captured_equals_eager": captured == eager, "alone_equals_batch": alone == captured[:3]}
+    return {"ok": all(equal.values()), **equal}
+
+
+def compare_with_cpu(model: str, device: torch.device) -> Facts:
+    """Compare the logarithms of the first tokens' probabilities with the CPU's in float32."""
+    if sum(path.stat().st_size for path in resolve_model(model).weights) > SMALL_BYTES:
+        return {"ok": None, "why": "the model is large for the CPU"}
+    prompts = make_prompts(4, 64)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    found = []
+    for settings in ({"device": device.type, "dtype": "float32"}, {"device": "cpu", "dtype": "float32"}):
+        with open_model(model, quantization="none", max_num_seqs=4, **settings) as (llm, _):
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            firsts = [one.outputs[0].logprobs[0] for one in outputs]
+            found.append([dict(zip(first.top_ids, first.top_logprobs, strict=True)) for first in firsts])
+    ours, cpus = found
+    pairs = [(a[token], b[token]) for a, b in zip(ours, cpus, strict=True) for token in a.keys() & b.keys()]
+    largest = max(abs(a - b) for a, b in pairs)
+    return {"ok": largest < 0.02, "largest_difference": round(largest, 5), "compared": len(pairs)}
+
+
+def measure_serving(model: str, device: torch.device, sizes: Sizes, copy_gb_s: float) -> Facts:
+    """Measure output tokens/s at each batch size, beside the floor: weights and contexts read once in each step."""
+    facts: Facts = {}
+    with open_model(model, device=device.type, max_num_seqs=max(sizes.batches)) as (llm, capacity):
+        for batch in sizes.batches:
+            prompts = make_prompts(batch, sizes.context)
+
+            def seconds(outputs: int, prompts: list[list[int]] = prompts) -> float:
+                llm.reset_prefix_cache()
+                params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
+                return _timed(lambda: _ids(llm, prompts, params))
+
+            seconds(2)  # kernels are compiled
+            step_s = max(1e-9, seconds(sizes.outputs + 1) - seconds(1)) / sizes.outputs
+            context = sizes.context + sizes.outputs // 2
+            read = capacity.weight_bytes + batch * context * capacity.kv_bytes_per_token
+            floor_s = read / (copy_gb_s * 1e9)
+            facts[str(batch)] = {
+                "tokens_s": round(batch / step_s, 1),
+                "step_ms": round(1000 * step_s, 3),
+                "floor_ms": round(1000 * floor_s, 3),
+                "of_floor": round(floor_s / step_s, 3),
+            }
+    return {"batches": facts, "notes": list(capacity.notes)}
+
+
+def measure_vllm(model: str, sizes: Sizes) -> Facts:
+    """Measure vLLM in a process of its own, at the largest batch; say so if it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return {"ok": None, "why": "vllm is not installed"}
+    batch = max(sizes.batches)
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "throughput", "--model", model]
+    words += ["--input-len", str(sizes.context), "--output-len", str(sizes.outputs), "--num-prompts", str(batch)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if "tokens/s" in line]
+    return {"ok": done.returncode == 0, "batch": batch, "says": lines[-1] if lines else done.stderr[-300:]}
+
+
+def make_prompts(count: int, length: int) -> list[list[int]]:
+    """Return prompts of different ids, which share no prefix."""
+    return [[100 + (17 * number + (31 + number) * at) % 900 for at in range(length)] for number in range(1, count + 1)]
+
+
+def run_checks(model: str, device: torch.device, sizes: Sizes, minutes: float) -> dict[str, Facts]:
+    """Run all parts; return their results by name."""
+    check = Check(device, time.monotonic() + 60 * minutes)
+    check.part("device", lambda: describe_device(device))
+    check.part("self-check", lambda: check_kernels(device))
+    check.part("conformance", lambda: check_conformance(device))
+    speed = check.part("speed", lambda: measure_device(device, sizes))
+    check.part("answers", lambda: check_answers(model, device, sizes))
+    check.part("cpu", lambda: compare_with_cpu(model, device))
+    check.part("serving", lambda: measure_serving(model, device, sizes, speed.get("copy_gb_s", 1.0)))
+    check.part("vllm", lambda: measure_vllm(model, sizes))
+    return check.results
+
+
+def table(results: dict[str, Facts]) -> list[str]:
+    """Return the results as lines of a table."""
+    states = {True: "ok", False: "FAILED", None: "not run"}
+    lines = ["| part | result | figures |", "|---|---|---|"]
+    for name, found in results.items():
+        figures = {key: value for key, value in found.items() if key not in ("ok", "batches", "seconds", "notes")}
+        text = ", ".join(f"{key} {value}" for key, value in figures.items())
+        lines.append(f"| {name} | {states[found['ok']]} | {text} |")
+        for batch, row in found.get("batches", {}).items():
+            lines.append(f"| batch {batch} | | {', '.join(f'{key} {value}' for key, value in row.items())} |")
+    return lines
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package) if importlib.util.find_spec(package) else "not installed"
+
+
+def _ids(llm: Any, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _timed(run: Callable[[], object]) -> float:
+    started_at = time.perf_counter()
+    run()
+    return time.perf_counter() - started_at
+
+
+def _seconds(device: torch.device, run: Callable[[], object], rounds: int = 10) -> float:
+    """Return the least seconds of one call, of `rounds` after three to warm up."""
+
+    def once() -> None:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(3):
+        once()
+    return min(_timed(once) for _ in range(rounds))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts that there is time for; print the table and one JSON object."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("model", nargs="?", default="smollm2", help="what is served [smollm2]")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no part begins after this time [9]")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(Sizes().batches), help="batch sizes")
+    parser.add_argument("--context", type=int, default=Sizes().context, help="tokens of a prompt [1024]")
+    args = parser.parse_args(arguments)
+    facts = look_for_cuda()
+    if facts.obstacle is not None:
+        print(f"nothing was checked: {facts.obstacle}; this tool needs a CUDA device", file=sys.stderr)
+        return NO_DEVICE
+    sizes = Sizes(batches=args.batches, context=args.context)
+    results = run_checks(args.model, torch.device("cuda"), sizes, args.minutes)
+    print("\n".join(table(results)))
+    print(json.dumps(results, default=str))
+    return int(any(found["ok"] is False for found in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
