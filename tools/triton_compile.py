@@ -143,6 +143,7 @@ def compile_all(architectures: list[int], kernel: str = "", jobs: int = 2) -> li
     os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported, which only the children do
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         names = [name for name in pool.submit(modules).result() if kernel in name]
+        names.reverse()  # the sampler's kernels take longest, so they begin
         counts = list(pool.map(count_variants, names))
         work = [
             (name, index, architecture)
