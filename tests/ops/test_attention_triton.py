@@ -115,7 +115,7 @@ def independent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def random_rig(rng: np.random.Generator, dtype: torch.dtype) -> tuple[Rig, dict[str, Any]]:
     heads = [(4, 2), (9, 3), (3, 1), (2, 2), (6, 1)][rng.integers(5)]
-    lengths = rng.integers(20, 100, 4).tolist()
+    lengths = rng.integers(20, 75, 4).tolist()
     size, value_dim = int(rng.choice([16, 24])), int(rng.choice([16, 40]))
     rig = Rig(dtype, heads, size, int(rng.choice([4, 16])), [(n, n) for n in lengths], value_dim=value_dim)
     how: dict[str, Any] = {"window": int(rng.integers(1, 90)) if rng.random() < 0.4 else None}
