@@ -7,6 +7,10 @@ for milliseconds, and tokenizers warns after a fork.
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
@@ -22,3 +26,16 @@ os.environ["OCTAVO_RUN_DIR"] = _RUN.name
 # A run in the background, or under nohup, ignores these, and so would every process that tests start and signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module")
+def patched_once() -> Iterator[None]:
+    """Triton's language patched for its interpreter once, not at each call of a function: twice as fast."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
+        yield
+    scope.restore()

@@ -30,7 +30,10 @@ from tests.models.zoo_checks import random_model
 from tests.tiny_gguf import make_tiny_gguf
 from tests.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.skipif(not available.is_available(), reason="no triton")
+pytestmark = [
+    pytest.mark.skipif(not available.is_available(), reason="no triton"),
+    pytest.mark.usefixtures("patched_once"),
+]
 
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "detach", "lift_fresh", "_reshape_alias"}
 ATTENTION_LAUNCHES = 2  # splits, and their join

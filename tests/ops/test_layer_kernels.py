@@ -24,7 +24,10 @@ from octavo.ops.rms_norm import rms_norm_reference
 from octavo.ops.rope import apply_rope
 from octavo.ops.triton import available
 
-pytestmark = pytest.mark.skipif(not available.is_available(), reason="no triton")
+pytestmark = [
+    pytest.mark.skipif(not available.is_available(), reason="no triton"),
+    pytest.mark.usefixtures("patched_once"),
+]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
