@@ -12,6 +12,7 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -110,12 +111,19 @@ def choose_experts(logits_TX: Tensor, mixture: MixtureSpec, choice_bias_X: Tenso
 def mix_experts(
     x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor, compute: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """Return each token's weighted sum of its experts' outputs; `compute(expert, rows)` is called for chosen ones."""
-    out_TE = torch.zeros_like(x_TE)
-    for expert in sorted(set(chosen_TC.flatten().tolist())):
-        tokens_N, places_N = (chosen_TC == expert).nonzero(as_tuple=True)
-        part_NE = compute(expert, x_TE[tokens_N]) * weights_TC[tokens_N, places_N, None].to(x_TE.dtype)
+    """Return each token's weighted sum of its experts' outputs; `compute(expert, rows)` is called for chosen ones.
+
+    On a device, the host waits once, for the numbers of tokens of the experts.
+    """
+    chosen_P = chosen_TC.flatten()  # pairs of a token and an expert
+    order_P = chosen_P.argsort(stable=True)
+    tokens_P, weights_P1 = order_P // chosen_TC.shape[1], weights_TC.flatten()[order_P, None].to(x_TE.dtype)
+    out_TE, first = torch.zeros_like(x_TE), 0
+    for expert, count in sorted(Counter(chosen_P.tolist()).items()):
+        tokens_N, weights_N1 = tokens_P[first : first + count], weights_P1[first : first + count]
+        part_NE = compute(expert, x_TE.index_select(0, tokens_N)) * weights_N1
         out_TE.index_add_(0, tokens_N, part_NE.to(x_TE.dtype))  # a token occurs once, so there is one order
+        first += count
     return out_TE
 
 
