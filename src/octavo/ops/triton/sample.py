@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.ops.triton.variant import INTERPRETED, OPTIONS, Variant
 
 BLOCK = 2048  # logits that one program reads, and bins of a row; less for a smaller vocabulary
-LISTED = 4096  # ids of a bin that are listed; the ids of a larger bin are found in the row again and again
+LISTED = tl.constexpr(4096)  # ids of a bin that are listed; the ids of a larger bin are found in the row each time
 LEAST = tl.constexpr(-25.0)  # e^-25 < 2^-35: the weight is 0 below it
 NAN_RANK = tl.constexpr(-0x80000000)  # NaN is before all logits
 LAST_RANK = tl.constexpr(0x7FFFFFFF)  # after all logits
@@ -32,6 +32,7 @@ PIVOTS = tl.constexpr(16)
 TILE = tl.constexpr(512 if INTERPRETED else 128)
 WARPS, WARPS_OF_ROW = 8, 16  # of a program that reads one block, and of one that reads a row again and again
 ROWS = 128 if INTERPRETED else 1  # of one program, at most: in the interpreter, an operation costs more than elements
+ANY_ROWS = {"do_not_specialize": ["num_rows"], "do_not_specialize_on_alignment": ["packed"]}  # one compilation for all
 MAX_VOCAB_SIZE = 1 << 19  # as in ops/sample_kernel.py
 WORDS = 7  # of a row's parameters; see sampling.selection.SelectionColumns.pack
 
@@ -78,10 +79,10 @@ def _weight(scaled):
 
 
 @triton.jit
-def _bin(x, best, scale, BINS: tl.constexpr):
+def _bin(x, best, scale, BLOCK: tl.constexpr):
     """Return the bin of a logit: lower for a better one. Where it overflows it is the last, so that it keeps order."""
     place = (best - x) * scale
-    return tl.where(place < BINS - 1, place, BINS - 1).to(tl.int32)
+    return tl.where(place < BLOCK - 1, place, BLOCK - 1).to(tl.int32)
 
 
 @triton.jit
@@ -137,10 +138,10 @@ def _double(at, is_row, num_rows):
     return (high | low).to(tl.float64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**ANY_ROWS)
 def find_extremes(
     logits, stride, extremes, bins, size, num_rows, num_blocks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BINS: tl.constexpr,
 ):  # fmt: skip
     """Write the best rank and the last finite rank of each block, and clear the rows' bins."""
     rows, is_row = _rows_of(num_rows, ROWS)
@@ -150,16 +151,15 @@ def find_extremes(
     tl.store(at, tl.min(rank, 1, keep_dims=True), mask=is_row)
     last = tl.max(tl.where(rank < BANNED_RANK, rank, NAN_RANK), 1, keep_dims=True)
     tl.store(at + num_blocks, last, mask=is_row)
-    for start in range(block * BLOCK, 2 * BINS, num_blocks * BLOCK):
-        entries = start + each
-        zeros = tl.zeros([ROWS, BLOCK], tl.int64)
-        tl.store(bins + rows * 2 * BINS + entries, zeros, mask=is_row & (entries < 2 * BINS))
+    if HAS_BINS:
+        for start in range(block * BLOCK, 2 * BLOCK, num_blocks * BLOCK):
+            tl.store(bins + rows * 2 * BLOCK + start + each, tl.zeros([ROWS, BLOCK], tl.int64), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**ANY_ROWS)
 def weigh_blocks(
     logits, stride, packed, extremes, sums, scales, bins, size, num_rows, num_blocks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, BINS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write each block's sum of weights, and of those that min-p keeps; fill the bins of rows with a cut."""
     rows, is_row = _rows_of(num_rows, ROWS)
@@ -180,43 +180,41 @@ def weigh_blocks(
             lows = tl.load(row_extremes + num_blocks + blocks, mask=is_in, other=NAN_RANK)
             lowest = _logit(tl.maximum(tl.max(lows, 1, keep_dims=True), best_rank))
             span = tl.minimum(best - tl.where(has_cut, lowest, best), 25.1 / inverse)
-            scale = tl.minimum(tl.maximum(BINS / tl.maximum(span, 1e-30), 1e-30), 1e30)
+            scale = tl.minimum(tl.maximum(BLOCK / tl.maximum(span, 1e-30), 1e-30), 1e30)
             tl.store(scales + rows, scale, mask=has_cut)
             is_in = has_cut & (scaled >= LEAST)
-            where = bins + rows * 2 * BINS + _bin(x, best, scale, BINS)
+            where = bins + rows * 2 * BLOCK + _bin(x, best, scale, BLOCK)
             tl.atomic_add(where, weight, mask=is_in, sem="relaxed")
             ones = tl.full([ROWS, BLOCK], 1, tl.int64)
-            tl.atomic_add(where + BINS, ones, mask=is_in & (top_k > 0), sem="relaxed")
+            tl.atomic_add(where + BLOCK, ones, mask=is_in & (top_k > 0), sem="relaxed")
 
 
 @triton.jit
-def _find(
-    row_logits, is_found, best, inverse, scale, row_extremes, row_bins, row_list, size, target,
-    by_count: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
+def _find(row, is_found, size, target, by_count: tl.constexpr, BLOCK: tl.constexpr):
     """Find the first candidate whose cumulative weight (or count, if `by_count`) exceeds the target, which some does.
 
     Return its rank; the count and the weight of the candidates of better ranks; its bin and the bin's size. The row's
     list then has the ids of the bin, ascending, if they are at most LISTED.
     """
-    at = tl.arange(0, BINS)[None, :]
+    row_logits, best, inverse, scale, row_extremes, row_bins, row_list = row
+    at = tl.arange(0, BLOCK)[None, :]
     weights = tl.load(row_bins + at, mask=is_found, other=0)
-    counts = tl.load(row_bins + BINS + at, mask=is_found, other=0)
+    counts = tl.load(row_bins + BLOCK + at, mask=is_found, other=0)
     is_before = tl.cumsum(counts if by_count else weights, 1) <= target
     bin = tl.sum(is_before.to(tl.int32), 1, keep_dims=True)
     first_count = tl.sum(tl.where(is_before, counts, 0), 1, keep_dims=True)
     first_weight = tl.sum(tl.where(is_before, weights, 0), 1, keep_dims=True)
-    num = tl.zeros([ROWS, 1], tl.int32)
-    low, high = tl.full([ROWS, 1], 0x7FFFFFFF, tl.int64), tl.full([ROWS, 1], -0x80000000, tl.int64)
+    num = tl.zeros(bin.shape, tl.int32)
+    low, high = tl.full(bin.shape, 0x7FFFFFFF, tl.int64), tl.full(bin.shape, -0x80000000, tl.int64)
     tl.debug_barrier()  # other threads may still read the last list
     for start in range(0, size, BLOCK):
         block_best = _logit(tl.load(row_extremes + start // BLOCK, mask=is_found, other=BANNED_RANK))
-        if _any(is_found & (_bin(block_best, best, scale, BINS) <= bin)):
+        if _any(is_found & (_bin(block_best, best, scale, BLOCK) <= bin)):
             ids = start + tl.arange(0, BLOCK)[None, :]
             x = _read(row_logits, is_found, ids, size)
-            is_in = ((x - best) * inverse >= LEAST) & (_bin(x, best, scale, BINS) == bin)
+            is_in = ((x - best) * inverse >= LEAST) & (_bin(x, best, scale, BLOCK) == bin)
             places = num + tl.cumsum(is_in.to(tl.int32), 1) - 1
-            tl.store(row_list + places, tl.broadcast_to(ids, [ROWS, BLOCK]), mask=is_in & (places < LISTED))
+            tl.store(row_list + places, tl.broadcast_to(ids, places.shape), mask=is_in & (places < LISTED))
             rank = _rank(x).to(tl.int64)
             low = tl.minimum(low, tl.min(tl.where(is_in, rank, 0x7FFFFFFF), 1, keep_dims=True))
             high = tl.maximum(high, tl.max(tl.where(is_in, rank, -0x80000000), 1, keep_dims=True))
@@ -226,12 +224,10 @@ def _find(
     count, weight = first_count, first_weight
     while _any(low < high):
         marks = low + ((high - low) * tl.arange(0, PIVOTS)[None, :] >> 4)
-        counts_P = tl.zeros([ROWS, PIVOTS], tl.int64) + first_count
-        weights_P = tl.zeros([ROWS, PIVOTS], tl.int64) + first_weight
+        counts_P = tl.zeros(marks.shape, tl.int64) + first_count
+        weights_P = tl.zeros(marks.shape, tl.int64) + first_weight
         for start in range(0, length, TILE):
-            rank, worth, _ = _entries(
-                row_logits, is_found, best, inverse, scale, row_list, size, bin, num, start, BINS, LISTED
-            )  # fmt: skip
+            rank, worth, _ = _entries(row, is_found, size, bin, num, start, BLOCK)
             is_up_to = rank[:, :, None] <= marks[:, None, :]
             counts_P += tl.sum(is_up_to.to(tl.int64), 1)
             weights_P += tl.sum(tl.where(is_up_to, worth[:, :, None], 0), 1)
@@ -245,35 +241,28 @@ def _find(
 
 
 @triton.jit
-def _entries(
-    row_logits, is_found, best, inverse, scale, row_list, size, bin, num, start,
-    BINS: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
+def _entries(row, is_found, size, bin, num, start, BLOCK: tl.constexpr):
     """Return ranks, weights and ids of the next entries of each bin's list, or of the row if the bin is not listed.
 
     The rank of an entry that is not in the bin is after all ranks.
     """
+    row_logits, best, inverse, scale, row_list = row[0], row[1], row[2], row[3], row[6]
     is_listed, at = num <= LISTED, start + tl.arange(0, TILE)[None, :]
     is_in = is_found & (at < tl.where(is_listed, num, size))
     ids = tl.where(is_listed, tl.load(row_list + at, mask=is_in & is_listed, other=0), at)
     x = _read(row_logits, is_in, ids, size)
     scaled = (x - best) * inverse
-    is_in &= (scaled >= LEAST) & (_bin(x, best, scale, BINS) == bin)
+    is_in &= (scaled >= LEAST) & (_bin(x, best, scale, BLOCK) == bin)
     return tl.where(is_in, _rank(x).to(tl.int64), 0x80000000), _weight(scaled), ids
 
 
 @triton.jit
-def _nth(
-    row_logits, is_found, best, inverse, scale, row_list, size, bin, num, wanted, index,
-    ROWS: tl.constexpr, BINS: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
+def _nth(row, is_found, size, bin, num, wanted, index, BLOCK: tl.constexpr):
     """Return the id, in ascending order from 0, with this index among those of the wanted rank."""
-    id, seen = tl.full([ROWS, 1], -1, tl.int32), tl.zeros([ROWS, 1], tl.int64)
+    id, seen = tl.full(bin.shape, -1, tl.int32), tl.zeros(bin.shape, tl.int64)
     start, length = tl.full((), 0, tl.int32), tl.max(tl.where(num <= LISTED, num, size))
     while _any(is_found & (id < 0)) & (start < length):
-        rank, _, ids = _entries(
-            row_logits, is_found, best, inverse, scale, row_list, size, bin, num, start, BINS, LISTED
-        )  # fmt: skip
+        rank, _, ids = _entries(row, is_found, size, bin, num, start, BLOCK)
         is_tie = (rank == wanted).to(tl.int32)
         is_it = (is_tie > 0) & (seen + tl.cumsum(is_tie, 1) - 1 == index)
         id = tl.maximum(id, tl.max(tl.where(is_it, ids, -1), 1, keep_dims=True))
@@ -283,22 +272,17 @@ def _nth(
 
 
 @triton.jit
-def _kept_weight(
-    row_logits, has_cut, best, inverse, scale, top_k, top_p, total, kept, row_extremes, row_bins, row_list, size,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
+def _kept_weight(row, has_cut, size, top_k, top_p, total, kept, BLOCK: tl.constexpr):
     """Return the weight that top-k, top-p and min-p keep: each of them keeps a prefix of the candidates.
 
     `total` is the weight of all candidates, `kept` that of those that min-p keeps.
     """
-    at = row_bins + BINS + tl.arange(0, BINS)[None, :]
+    best, inverse, row_bins = row[1], row[2], row[5]
+    at = row_bins + BLOCK + tl.arange(0, BLOCK)[None, :]
     is_short = has_cut & (top_k > 0)
     is_short &= top_k < tl.sum(tl.load(at, mask=is_short, other=0), 1, keep_dims=True)
     if _any(is_short):
-        rank, count, weight, _, _ = _find(
-            row_logits, is_short, best, inverse, scale, row_extremes, row_bins, row_list, size,
-            top_k.to(tl.int64) - 1, True, ROWS, BLOCK, BINS, LISTED,
-        )  # fmt: skip
+        rank, count, weight, _, _ = _find(row, is_short, size, top_k.to(tl.int64) - 1, True, BLOCK)
         first = weight + (top_k - count) * _weight((_logit(tl.where(is_short, rank, -1)) - best) * inverse)
         total = tl.where(is_short, first, total)
         kept = tl.minimum(kept, total)
@@ -307,10 +291,7 @@ def _kept_weight(
     mass += (mass.to(tl.float64) < share).to(tl.int64)
     is_short = has_cut & (mass < kept)
     if _any(is_short):
-        rank, _, weight, _, _ = _find(
-            row_logits, is_short, best, inverse, scale, row_extremes, row_bins, row_list, size, mass - 1, False,
-            ROWS, BLOCK, BINS, LISTED,
-        )  # fmt: skip
+        rank, _, weight, _, _ = _find(row, is_short, size, mass - 1, False, BLOCK)
         each = tl.maximum(_weight((_logit(tl.where(is_short, rank, -1)) - best) * inverse), 1)
         kept = tl.where(is_short, tl.minimum(kept, weight + (mass - weight + each - 1) // each * each), kept)
     return kept
@@ -346,17 +327,16 @@ def _draw_in_id_order(
     return block * BLOCK + tl.sum((reached <= target).to(tl.int32), 1, keep_dims=True)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**ANY_ROWS)
 def choose(
     logits, stride, packed, extremes, sums, scales, bins, lists, ids, bests, cuts, size, num_rows, num_blocks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, BINS: tl.constexpr, LISTED: tl.constexpr,
-    CUTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, CUTS: tl.constexpr,
 ):  # fmt: skip
     """Write each row's id and best logit. With CUTS, the id is the last candidate's; `cuts` gets its rank and the
     weight of all candidates."""
     rows, is_row = _rows_of(num_rows, ROWS)
     row_logits, row_extremes = logits + rows * stride, extremes + rows * 2 * num_blocks
-    row_sums, row_bins, row_list = sums + rows * 2 * num_blocks, bins + rows * 2 * BINS, lists + rows * LISTED
+    row_sums = sums + rows * 2 * num_blocks
     best_rank = _best_rank(row_extremes, is_row, num_blocks, WIDE)
     is_drawn, has_cut, best, inverse, floor, top_k, top_p = _parameters(packed, rows, is_row, num_rows, best_rank)
     uniform = _double(packed + rows + 5 * num_rows, is_row, num_rows)
@@ -374,24 +354,16 @@ def choose(
             id = tl.where(is_whole, drawn, id)
     if _any(has_cut):
         scale = tl.load(scales + rows, mask=has_cut, other=1.0)
-        kept = _kept_weight(
-            row_logits, has_cut, best, inverse, scale, top_k, top_p, total, kept, row_extremes, row_bins, row_list,
-            size, ROWS, BLOCK, BINS, LISTED,
-        )  # fmt: skip
+        row = (row_logits, best, inverse, scale, row_extremes, bins + rows * 2 * BLOCK, lists + rows * LISTED)
+        kept = _kept_weight(row, has_cut, size, top_k, top_p, total, kept, BLOCK)
         if CUTS:
             target = kept - 1
         else:
             target = (uniform * kept.to(tl.float64)).to(tl.int64)
-        rank, _, weight, bin, num = _find(
-            row_logits, has_cut, best, inverse, scale, row_extremes, row_bins, row_list, size, target, False,
-            ROWS, BLOCK, BINS, LISTED,
-        )  # fmt: skip
+        rank, _, weight, bin, num = _find(row, has_cut, size, target, False, BLOCK)
         last_rank = tl.where(has_cut, rank, last_rank)
         each = tl.maximum(_weight((_logit(tl.where(has_cut, rank, -1)) - best) * inverse), 1)
-        drawn = _nth(
-            row_logits, has_cut, best, inverse, scale, row_list, size, bin, num, rank, (target - weight) // each,
-            ROWS, BINS, LISTED,
-        )  # fmt: skip
+        drawn = _nth(row, has_cut, size, bin, num, rank, (target - weight) // each, BLOCK)
         id = tl.where(has_cut, drawn, id)
     tl.store(ids + rows, id, mask=is_row)
     tl.store(bests + rows, _logit(best_rank), mask=is_row)
@@ -400,7 +372,7 @@ def choose(
         tl.store(cuts + num_rows + rows, kept, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**ANY_ROWS)
 def keep_weights(
     logits, stride, packed, extremes, ids, cuts, probs, size, num_rows, num_blocks,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -420,7 +392,7 @@ def keep_weights(
     tl.store(probs + rows * size + at, tl.where(is_drawn, prob, float("nan")), mask=is_row & (at < size))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**ANY_ROWS)
 def sum_exponentials(
     logits, stride, extremes, sums, size, num_rows, num_blocks,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -435,7 +407,7 @@ def sum_exponentials(
     tl.store(sums + rows * num_blocks + tl.program_id(1), tl.sum(units, 1, keep_dims=True), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**ANY_ROWS)
 def subtract_logs(
     logits, stride, extremes, sums, logprobs, size, num_rows, num_blocks,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -480,14 +452,14 @@ class _Rows:
         """Launch the three kernels that choose; return ids, best logits, and cuts."""
         assert packed_KR.shape == (WORDS, self.num_rows) and packed_KR.is_contiguous(), "see SelectionColumns.pack"
         sums, scales = self.empty(2 * self.num_blocks, torch.int64), self.empty(1, torch.float32)
-        bins, lists = self.empty(2 * self.block, torch.int64), self.empty(LISTED, torch.int32)
+        bins, lists = self.empty(2 * self.block, torch.int64), self.empty(LISTED.value, torch.int32)
         ids_R, best_R = self.empty(1, torch.int32)[:, 0], self.empty(1, torch.float32)[:, 0]
         cuts_2R = self.logits.new_empty((2, self.num_rows), dtype=torch.int64)
-        self.launch(find_extremes, self.extremes, bins, BINS=self.block)
-        self.launch(weigh_blocks, packed_KR, self.extremes, sums, scales, bins, WIDE=self.wide, BINS=self.block)
+        self.launch(find_extremes, self.extremes, bins, HAS_BINS=True)
+        self.launch(weigh_blocks, packed_KR, self.extremes, sums, scales, bins, WIDE=self.wide)
         self.launch(
             choose, packed_KR, self.extremes, sums, scales, bins, lists, ids_R, best_R, cuts_2R,
-            is_by_row=True, WIDE=self.wide, BINS=self.block, LISTED=LISTED, CUTS=has_cuts,
+            is_by_row=True, WIDE=self.wide, CUTS=has_cuts,
         )  # fmt: skip
         return ids_R, best_R, cuts_2R
 
@@ -532,7 +504,7 @@ def log_softmax(logits_RV: Tensor) -> Tensor:
     if len(logits_RV):
         rows = _Rows(logits_RV)
         sums = rows.empty(rows.num_blocks, torch.int64)
-        rows.launch(find_extremes, rows.extremes, rows.extremes, BINS=0)
+        rows.launch(find_extremes, rows.extremes, rows.extremes, HAS_BINS=False)
         rows.launch(sum_exponentials, rows.extremes, sums, WIDE=rows.wide)
         rows.launch(subtract_logs, rows.extremes, sums, logprobs_RV, WIDE=rows.wide)
     return logprobs_RV
@@ -549,7 +521,7 @@ def _variant(kernel: Any, warps: int = WARPS, **constants: int) -> Variant:
     types |= dict.fromkeys(("sums", "bins", "cuts"), "*i64")
     types |= dict.fromkeys(("logits", "scales", "bests", "logprobs"), "*fp32") | {"probs": "*fp64"}
     numbers = dict.fromkeys(("stride", "size", "num_rows", "num_blocks"), "i32")
-    values = {"ROWS": 1, "BLOCK": BLOCK, "WIDE": 64, "BINS": BLOCK, "LISTED": LISTED, **constants}
+    values = {"ROWS": 1, "BLOCK": BLOCK, "WIDE": 64, "HAS_BINS": True, **constants}
     names = kernel.arg_names
     return Variant(
         kernel,
@@ -562,7 +534,7 @@ def _variant(kernel: Any, warps: int = WARPS, **constants: int) -> Variant:
 
 VARIANTS: tuple[Variant, ...] = (
     _variant(find_extremes),
-    _variant(find_extremes, BINS=0),
+    _variant(find_extremes, HAS_BINS=False),
     _variant(weigh_blocks),
     _variant(choose, WARPS_OF_ROW, CUTS=False),
     _variant(choose, WARPS_OF_ROW, CUTS=True),
