@@ -77,8 +77,7 @@ if TYPE_CHECKING:
 DRAFT_POOL_LEN = 2048  # tokens of each lane that the draft model's pool holds, if all lanes are used
 _NO_STANDBY = "--standby opens no engine beside one on a device, which has no room for a second copy of the weights"
 WATCH_S = 0.5  # interval of the check that an in-process engine is alive
-# Kind of device -> (maximum tokens per step, maximum sequences).
-DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
+DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}  # maximum tokens per step, maximum sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,14 +453,13 @@ def create_executor(config: Config, files: ModelFiles, spec: ModelSpec, is_draft
     """Return the executor for the configured device, and the device's kind. Raises ConfigError if torch is missing."""
     limit_spinning()
     with machine.needing_torch():
-        # these load torch, so they are not at the top
-        from octavo.executors import device_choice, encoder_executor, loading, torch_executor
+        from octavo.executors import device_choice, encoder_executor, loading, torch_executor  # they load torch
 
-    device, model = device_choice.choose_device(config.execution.device), config.model
+    model, execution = config.model, config.execution
     if is_draft:
-        model = replace(model, quantization=loading.draft_quantization(files, spec, config.execution, model))
+        model = replace(model, quantization=loading.draft_quantization(files, spec, execution, model))
     kind = torch_executor.TorchExecutor if spec.encoder is None else encoder_executor.EncoderExecutor
-    return kind(files, spec, config.execution, model), device.type
+    return kind(files, spec, execution, model), device_choice.choose_device(execution.device).type
 
 
 def create_scripted(files: ModelFiles, can_die: bool = False) -> ScriptedExecutor:

@@ -34,6 +34,7 @@ from octavo.nn.expert_weights import StackedExperts
 from octavo.nn.gguf_weights import GGUFWeights
 from octavo.nn.importance import Importances, read_importances
 from octavo.nn.safetensors_file import FLOAT_TYPES, SafetensorsFile, StoredTensor
+from octavo.nn.staging import Stage
 from octavo.nn.weight_source import CodedMatrix, WeightSource, copy_values
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -90,6 +91,7 @@ class Weights:
         self._on_read = on_read
         self._importances: Importances = importances or {}
         self._num_mapped = 0
+        self._stage: Stage | None = None  # on the way to a device
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,8 +124,12 @@ class Weights:
         """Convert the tensor into `out`, which must have the same shape."""
         self.check_shape(name, tuple(out.shape))
         self._read.add(name)
-        with torch.no_grad():
-            self._source.read_into(name, out)
+        if out.device.type == "cpu":
+            with torch.no_grad():
+                self._source.read_into(name, out)
+        else:
+            self._stage = self._stage or Stage(out.device)
+            self._stage.fill(out, lambda first_row, rows: self.read_rows(name, first_row, rows))
         self.count_read(out.numel())
 
     def read(
