@@ -17,10 +17,10 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.executors import loading_progress
 from octavo.executors.loading import DecoderChoice
 from octavo.executors.loading_progress import LoadingProgress
-from octavo.models.decoder import load_model
 from octavo.models.native_weights import load_native_weights
 from octavo.nn.weights import ReadOptions
 from octavo.ops import cpu
+from tests.models.dense_backend import load_model
 from tests.tiny_models import make_tiny_model
 
 
@@ -83,7 +83,7 @@ def test_every_value_is_counted_once(quantization: str, tmp_path: Path) -> None:
     counted: list[tuple[int, int]] = []
     options = ReadOptions(on_read=lambda count, total: counted.append((count, total)))
     if quantization == "none":
-        load_model(files, spec, torch.float32, "cpu", None, options)
+        load_model(files, spec, torch.float32, options)
     elif cpu.status().is_loaded:
         load_native_weights(files, spec, quantization, torch.float32, None, options)
     assert {total for _, total in counted} in ({sum(count for count, _ in counted)}, set())

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.read_spec import read_model_spec
-from octavo.artifacts.resolve import resolve_model
-from octavo.models.decoder import Decoder, load_model
+from octavo.artifacts.resolve import ModelFiles, resolve_model
+from octavo.models.decoder import Decoder
+from octavo.models.loader import Loader
+from octavo.nn.weights import ReadOptions, open_weights
 from octavo.ops.attention import AttentionBatch, LayerAttention
 
 
@@ -74,4 +77,9 @@ def all_logits(decoder: Decoder, rows: list[list[int]]) -> list[Tensor]:
 def load_decoder(name: object, dtype: torch.dtype = torch.float32) -> Decoder:
     """Load by path or alias onto the CPU."""
     files = resolve_model(str(name))
-    return load_model(files, read_model_spec(files), dtype, "cpu")
+    return load_model(files, read_model_spec(files), dtype)
+
+
+def load_model(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, options: ReadOptions | None = None) -> Decoder:
+    """Load onto the CPU."""
+    return Decoder(Loader(spec, dtype, torch.device("cpu"), open_weights(files, spec, options)))

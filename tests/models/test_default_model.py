@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import find_wheel_model
 from octavo.models import decoder as decoder_module
-from octavo.models.decoder import load_model
 from octavo.nn.weights import open_weights
-from tests.models.dense_backend import all_logits
+from tests.models.dense_backend import all_logits, load_model
 
 FILES = find_wheel_model()
 ROWS = [  # the beginnings of a conversation, a story and a program
@@ -58,7 +57,7 @@ def test_logits_equal_transformers(
     assert FILES is not None
     if path == "plain":
         monkeypatch.setattr("octavo.nn.layers.choose_path", lambda dtype, device: "plain")
-    decoder = load_model(FILES, read_model_spec(FILES), torch.float32, "cpu")
+    decoder = load_model(FILES, read_model_spec(FILES), torch.float32)
     for row, logits in zip(ROWS, all_logits(decoder, ROWS), strict=True):
         with torch.inference_mode():
             expected = reference(torch.tensor([row])).logits[0]
@@ -73,10 +72,14 @@ def test_loading_holds_no_second_copy() -> None:
         "import torch, re; torch.set_num_threads(1)\n"
         "from octavo.artifacts.read_spec import read_model_spec\n"
         "from octavo.artifacts.resolve import find_wheel_model\n"
-        "from octavo.models.decoder import load_model\n"
+        "from octavo.models.decoder import Decoder\n"
+        "from octavo.models.loader import Loader\n"
+        "from octavo.nn.weights import open_weights\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) / 1024\n"
         "before = peak(); files = find_wheel_model()\n"
-        "load_model(files, read_model_spec(files), torch.bfloat16, 'cpu'); print(peak() - before)\n"
+        "spec = read_model_spec(files)\n"
+        "Decoder(Loader(spec, torch.bfloat16, torch.device('cpu'), open_weights(files, spec)))\n"
+        "print(peak() - before)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(decoder_module.__file__).parents[2])}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

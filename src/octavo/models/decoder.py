@@ -13,29 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.artifacts.model_spec import ModelSpec
-from octavo.artifacts.resolve import ModelFiles
 from octavo.models.layer_attention import layer_attention
 from octavo.models.loader import Loader, Multiplication
 from octavo.models.step_extras import StepExtras
 from octavo.nn.experts import Mixture
 from octavo.nn.layers import NoNorm, RMSNorm
 from octavo.nn.lora import Adapter
-from octavo.nn.weights import ReadOptions, open_weights
 from octavo.ops.attention import AttentionBackend, PlacedAttention
 from octavo.ops.rope import Rotation
-
-
-def load_model(
-    files: ModelFiles,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    max_model_len: int | None = None,
-    options: ReadOptions | None = None,
-) -> Decoder:
-    """Read the weights into a new decoder. Raises ModelFileError naming the file, the tensor and the reason."""
-    return Decoder(Loader(spec, dtype, torch.device(device), open_weights(files, spec, options)), max_model_len)
 
 
 class Decoder:
