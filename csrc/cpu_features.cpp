@@ -67,7 +67,7 @@ bool has_bf16() { return isa >= kAvx512 && features.bf16; }
 }  // namespace octavo
 
 // Version of this ABI. The loader refuses any other version.
-EXPORT int32_t octavo_kernels_abi() { return 12; }
+EXPORT int32_t octavo_kernels_abi() { return 13; }
 
 // Instruction set in use: 0 portable, 1 AVX2 (with FMA and F16C), 2 AVX-512 (F, BW, DQ, VL), 3 AMX too.
 EXPORT int32_t octavo_kernels_isa() { return isa; }

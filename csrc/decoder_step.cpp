@@ -12,10 +12,12 @@
 #include "decoder_step.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "kernel.h"
 #include "linear_layout.h"
 #include "rows.h"
+#include "sampling_passes.h"
 #include "team.h"
 
 namespace octavo {
@@ -47,12 +49,19 @@ int64_t outputs(const Multiplication& m) {
     return sum;
 }
 
+// How many columns of logits of so many rows a thread computes before it looks at them: few enough to stay in a cache.
+int64_t block_panels(int64_t rows) {
+    constexpr int64_t kMost = kMostSeen / kPanel, kLeast = 4;
+    return std::max(kLeast, kMost / std::max<int64_t>(1, rows));
+}
+
 // The addresses of a step's buffers in the workspace; `bytes` is the size of the whole.
 struct Workspace {
-    float *stream, *qkv, *attended, *gate_up, *added, *scratch, *own_joined, *own_gate_up;
+    float *stream, *qkv, *attended, *gate_up, *added, *scratch, *own_joined, *own_gate_up, *own_logits;
+    BestLogit* own_best;
     char *prepared, *own_prepared;
     void* mixture;
-    int64_t prepared_bytes, scratch_size, joined_size, mlp_stride, own_rows, bytes;
+    int64_t prepared_bytes, scratch_size, joined_size, mlp_stride, own_rows, logits_stride, bytes;
 
     Workspace(const Model& m, int64_t tokens, int64_t threads, void* memory) {
         Buffers buffers(memory);
@@ -71,6 +80,9 @@ struct Workspace {
         own_gate_up = buffers.take<float>(threads * own_rows * mlp_stride);
         prepared = buffers.take<char>(tokens * prepared_bytes);
         own_prepared = buffers.take<char>(threads * own_rows * prepared_bytes);
+        logits_stride = (block_panels(tokens) + 1) * kPanel;  // see mlp_stride
+        own_logits = buffers.take<float>(threads * tokens * logits_stride);
+        own_best = buffers.take<BestLogit>(threads * tokens);
         int64_t mixture_bytes = 0;
         for (int64_t l = 0; l < m.num_layers; ++l)
             if (m.layers[l].mixture != nullptr)
@@ -119,13 +131,36 @@ class Runner {
         multiply(m_.head, kHead, row, out, stride, false);
         if (m_.logits_scale == 1.0 && m_.logits_cap == 0.0) return;
         team_.wait();
-        const int64_t vocabulary = outputs(m_.head);
-        const Share own(vocabulary, thread_, threads_);
+        const Share own(outputs(m_.head), thread_, threads_);
+        for (int64_t t = 0; t < rows; ++t) scale_logits(own.end - own.first, out + t * stride + own.first);
+    }
+
+    // The best logit of each row and its id, as of `logits`. Logits leave no cache: each thread looks at those of a
+    // block of columns before it computes the next block.
+    void best(const float* hidden, int64_t rows, float* best, int64_t* ids) {
+        const bool is_private = rows <= kPrivateRows;
+        const Multiplier multiplier{team_, thread_, threads_, is_private ? own_prepared_ : w_.prepared, is_private};
+        const int64_t panels = block_panels(rows), stride = w_.logits_stride;
+        float* const logits = w_.own_logits + thread_ * rows * stride;
+        BestLogit* const own = w_.own_best + thread_ * rows;
+        std::fill_n(own, rows, BestLogit{-std::numeric_limits<float>::infinity(), 0});
+        const auto look = [&](const Weight& weight, int64_t first) {
+            const Share share(num_panels(weight.outputs), thread_, threads_);
+            for (int64_t panel = share.first; panel < share.end; panel += panels) {
+                const Weight some = some_panels(weight, panel, std::min(panel + panels, share.end));
+                linear(some, multiplier.prepared, rows, logits, stride, false, 0, 1);
+                for (int64_t t = 0; t < rows; ++t) {
+                    scale_logits(some.outputs, logits + t * stride);
+                    own[t].see(logits + t * stride, some.outputs, first + panel * kPanel);
+                }
+            }
+        };
+        multiplier.for_parts(m_.head, rows, [&](int64_t t) { return hidden + t * m_.hidden_size; }, look);
+        team_.wait();
+        if (thread_ > 0) return;
         for (int64_t t = 0; t < rows; ++t) {
-            float* first = out + t * stride + own.first;
-            const int64_t count = own.end - own.first;
-            if (m_.logits_scale != 1.0) rows_.scale(static_cast<float>(m_.logits_scale), count, first);
-            if (m_.logits_cap != 0.0) rows_.soft_cap(static_cast<float>(m_.logits_cap), count, first);
+            for (int64_t other = 1; other < threads_; ++other) own[t].see(w_.own_best[other * rows + t]);
+            best[t] = own[t].value, ids[t] = own[t].id;
         }
     }
 
@@ -168,6 +203,11 @@ class Runner {
 
     // Of the block's rows, those whose row operations this thread does.
     Share own_rows() const { return is_alone_ ? block_ : Share(tokens_, thread_, threads_); }
+
+    void scale_logits(int64_t count, float* logits) {
+        if (m_.logits_scale != 1.0) rows_.scale(static_cast<float>(m_.logits_scale), count, logits);
+        if (m_.logits_cap != 0.0) rows_.soft_cap(static_cast<float>(m_.logits_cap), count, logits);
+    }
 
     // Wait for the other threads, if they compute the same block.
     void sync() {
@@ -403,4 +443,11 @@ EXPORT void octavo_decoder_logits(const octavo::Model* model, const float* hidde
                                   int64_t stride, void* workspace, int32_t threads) {
     octavo::run(*model, rows, workspace, threads,
                 [=](octavo::Runner runner) { runner.logits(hidden, rows, out, stride); });
+}
+
+// best [rows], ids [rows] = the largest value of each row of octavo_decoder_logits, and the first id that has it; if a
+// value is NaN, NaN and the first such id.
+EXPORT void octavo_decoder_best(const octavo::Model* model, const float* hidden, int64_t rows, float* best, int64_t* ids,
+                                void* workspace, int32_t threads) {
+    octavo::run(*model, rows, workspace, threads, [=](octavo::Runner runner) { runner.best(hidden, rows, best, ids); });
 }

@@ -2,6 +2,8 @@
 
 #include "linear.h"
 
+#include <algorithm>
+
 #include "cpu_features.h"
 #include "linear_kernels.h"
 
@@ -37,6 +39,14 @@ void linear(const Weight& weight, const void* prepared, int64_t rows, float* out
                         accumulate};
     const int64_t panels = num_panels(weight.outputs);
     kernels.panels(weight, job, panels * thread / threads, panels * (thread + 1) / threads);
+}
+
+Weight some_panels(const Weight& weight, int64_t begin, int64_t end) {
+    Weight some = weight;
+    some.packed = static_cast<const uint8_t*>(weight.packed) + begin * panel_bytes(weight.kind, weight.inputs, weight.group);
+    some.outputs = std::min(weight.outputs, end * kPanel) - begin * kPanel;
+    if (weight.bias != nullptr) some.bias = weight.bias + begin * kPanel;
+    return some;
 }
 
 }  // namespace octavo

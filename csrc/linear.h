@@ -34,6 +34,9 @@ void prepare_row(int64_t kind, const float* x, int64_t inputs, void* out);
 void linear(const Weight& weight, const void* prepared, int64_t rows, float* out, int64_t out_stride, bool accumulate,
             int thread, int threads);
 
+// The outputs of the panels [begin, end), of 16 outputs each, as a weight of their own.
+Weight some_panels(const Weight& weight, int64_t begin, int64_t end);
+
 // Dequantise row `output` of the weight into out[inputs]: the embedding lookup of a tied table.
 void unpack_row(const Weight& weight, int64_t output, float* out);
 

@@ -42,12 +42,12 @@ struct Multiplier {
     char* prepared;
     bool is_private;
 
-    // out (+)= row(t) times the weights, for every row. `row` returns the inputs of row t. Wait on the barrier before
-    // `out` is read, or anything prepared again.
-    template <typename Row>
-    void multiply(const Multiplication& m, int64_t rows, const Row& row, float* out, int64_t stride,
-                  bool accumulate) const {
+    // Prepare every row, and call work(weight, first output) for each part of the weights. `row` returns the inputs of
+    // row t. Wait on the barrier before anything is prepared again.
+    template <typename Row, typename Work>
+    void for_parts(const Multiplication& m, int64_t rows, const Row& row, const Work& work) const {
         const Share own = is_private ? Share(rows, 0, 1) : Share(rows, thread, threads);
+        int64_t first = 0;
         for (int64_t p = 0; p < m.num_parts; ++p) {
             const Weight& weight = m.parts[p];
             const int64_t bytes = prepared_bytes(weight.kind, weight.inputs);
@@ -57,9 +57,18 @@ struct Multiplier {
                     prepare_row(weight.kind, row(t), weight.inputs, prepared + t * bytes);
                 if (!is_private) team.wait();
             }
-            linear(weight, prepared, rows, out, stride, accumulate, thread, threads);
-            out += weight.outputs;
+            work(weight, first);
+            first += weight.outputs;
         }
+    }
+
+    // out (+)= row(t) times the weights, for every row. Wait on the barrier before `out` is read.
+    template <typename Row>
+    void multiply(const Multiplication& m, int64_t rows, const Row& row, float* out, int64_t stride,
+                  bool accumulate) const {
+        for_parts(m, rows, row, [&](const Weight& weight, int64_t first) {
+            linear(weight, prepared, rows, out + first, stride, accumulate, thread, threads);
+        });
     }
 };
 

@@ -207,4 +207,18 @@ const SamplingPasses& sampling_passes() {
     return portable_passes;
 }
 
+void BestLogit::see(const float* x, int64_t size, int64_t first) {
+    float maxima[kMostSeen / kBlock];
+    const int64_t num_blocks = (size + kBlock - 1) / kBlock;
+    sampling_passes().find_maxima(x, size, 0, num_blocks, maxima);
+    int64_t found = -1;
+    for (int64_t b = 0; b < num_blocks; ++b)
+        if (is_below(maxima[b])) value = maxima[b], found = b;
+    if (found < 0) return;
+    const bool is_nan = value != value;
+    int64_t i = found * kBlock;
+    while (is_nan ? x[i] == x[i] : x[i] != value) ++i;
+    id = first + i;
+}
+
 }  // namespace octavo

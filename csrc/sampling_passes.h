@@ -83,4 +83,23 @@ struct SamplingPasses {
 
 const SamplingPasses& sampling_passes();
 
+// The best logit of the ids seen so far, and the first id that has it. A NaN is better than any number.
+struct BestLogit {
+    float value;
+    int64_t id;
+
+    bool is_below(float other) const { return other > value || (other != other && value == value); }
+
+    // See the logits of `size` ids from `first` on, all of them higher than those seen before; size <= kMostSeen.
+    void see(const float* x, int64_t size, int64_t first);
+
+    // See what another run of ids gave.
+    void see(const BestLogit& other) {
+        const bool is_equal = other.value == value || (other.value != other.value && value != value);
+        if (is_below(other.value) || (is_equal && other.id < id)) *this = other;
+    }
+};
+
+constexpr int64_t kMostSeen = 32768;
+
 }  // namespace octavo

@@ -43,7 +43,7 @@ class Served:
         self.driver = Driver(self.executor, self.executor.open(SPEC))
         self.logits = torch.empty(0)
         decoder_: Any = self.executor._decoder
-        compute = decoder_.logits
+        compute, self.executor.keeps_logits = decoder_.logits, True
 
         def watched(hidden_NE: torch.Tensor) -> torch.Tensor:
             self.logits = compute(hidden_NE).clone()

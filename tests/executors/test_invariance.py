@@ -61,7 +61,7 @@ class Probe(Driver):
         super().__init__(executor, executor.open(spec))
         decoder, self.logits = executor._decoder, torch.empty(0)
         assert decoder is not None
-        compute = decoder.logits
+        compute, executor.keeps_logits = decoder.logits, True
 
         def watched(hidden_NE: torch.Tensor) -> torch.Tensor:
             self.logits = compute(hidden_NE)

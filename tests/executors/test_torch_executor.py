@@ -118,6 +118,7 @@ def test_a_step_that_raises_leaves_the_executor_usable(driver: Driver, dense: De
     plan = driver.plan()
     decoder = driver.executor._decoder
     with monkeypatch.context() as patch:
+        patch.setattr(driver.executor, "keeps_logits", True)
         patch.setattr(decoder, "logits", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.executor.collect(driver.executor.submit(plan))

@@ -37,6 +37,7 @@ class Probe(Driver):
         self.logits = torch.empty(0)
         self.decoder = executor._decoder
         assert self.decoder is not None
+        executor.keeps_logits = True
         compute: Callable[[torch.Tensor], torch.Tensor] = self.decoder.logits
 
         def watched(hidden_NE: torch.Tensor) -> torch.Tensor:

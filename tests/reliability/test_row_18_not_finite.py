@@ -144,7 +144,7 @@ def test_row_18_logits_that_are_not_finite_once_beside_drafts_and_beams(
         rng, executor = random.Random(seed), open_executor(folder, decoder)
         with RealHarness(executor, 1 + seed % 2, max_draft_tokens=drafts, max_draft_rows=24) as harness:
             assert executor._decoder is not None
-            compute, pause = executor._decoder.logits, 0
+            compute, pause, executor.keeps_logits = executor._decoder.logits, 0, True
 
             def spoil(hidden: torch.Tensor, rng: Any = rng, compute: Any = compute) -> torch.Tensor:
                 nonlocal pause, num_spoilt

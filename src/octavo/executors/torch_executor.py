@@ -10,7 +10,7 @@ failed step by sending the step's sequences again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -103,6 +103,7 @@ class TorchExecutor:
         self._decoder: AnyDecoder | None = None
         self._buffers = None if self._device.is_host else StepBuffers(self._device)
         self._graphs: DecodeGraphs | None = None
+        self.keeps_logits = False  # compute all logits even where only the best id of each row is wanted: the slow twin
         self._steps = Steps()
         self._pace: ThreadPace | None = None
         self._loaded: LoadedDecoder
@@ -291,7 +292,7 @@ class TorchExecutor:
         clock.lap()
         if not self._samples:
             return outputs, clock
-        self._finish(decoder.logits, inputs, hidden_TE, outputs)
+        self._finish(decoder, inputs, hidden_TE, outputs)
         if outputs.unsampled_RV is None:
             clock.lap()
         return outputs, clock
@@ -350,11 +351,9 @@ class TorchExecutor:
         """Return the statistics of media (see MediaRows.report)."""
         return self._media.report()
 
-    def _finish(
-        self, logits: Callable[[Tensor], Tensor], inputs: StepInputs, hidden_TE: Tensor, outputs: StepOutputs
-    ) -> None:
+    def _finish(self, decoder: AnyDecoder, inputs: StepInputs, hidden_TE: Tensor, outputs: StepOutputs) -> None:
         """Sample, score and pool. Logits are computed only for rows that sample or score."""
-        outputs.inputs = inputs
+        outputs.inputs, logits = inputs, decoder.logits
         if len(inputs.score_rows):
             outputs.scores = score_rows(inputs, self._slots, hidden_TE, logits, self._sampler.distribution)
         if len(inputs.pool_rows):
@@ -363,13 +362,24 @@ class TorchExecutor:
             outputs.is_finite_R = are_finite(inputs, silent, hidden_TE)
         if len(inputs.sample_rows):  # last, since another call of logits() may overwrite this call's result
             last_R = inputs.sample_last_R
-            logits_RV = logits(hidden_TE if last_R is None else hidden_TE.index_select(0, last_R))
-            if np.count_nonzero(self._sampler.columns.has_grammar[inputs.sampling.slots]):
-                outputs.unsampled_RV = logits_RV
+            last_RE = hidden_TE if last_R is None else hidden_TE.index_select(0, last_R)
+            if isinstance(decoder, NativeDecoder) and not self.keeps_logits and self._wants_best(inputs):
+                self._keep(Sampled(*decoder.best(last_RE), NO_IDS, None), outputs)
+            elif np.count_nonzero(self._sampler.columns.has_grammar[inputs.sampling.slots]):
+                outputs.unsampled_RV = logits(last_RE)
             else:
-                self._sample(logits_RV, outputs)
+                self._sample(logits(last_RE), outputs)
         if outputs.pair is not None and outputs.unsampled_RV is None:
             outputs.start_download(outputs.pair)
+
+    def _wants_best(self, inputs: StepInputs) -> bool:
+        return not len(inputs.beams) and self._sampler.wants_best(inputs.sampling)
+
+    def _keep(self, sampled: Sampled, outputs: StepOutputs) -> None:
+        """Write the sampled ids to the slots."""
+        assert outputs.inputs is not None
+        self._slots.write_sampled(outputs.inputs.sample_target_R, sampled.ids_R)
+        outputs.sampled = sampled
 
     def _sample(self, logits_RV: Tensor, outputs: StepOutputs, masks: TokenMasks | None = None) -> None:
         """Sample, and write the sampled ids to the slots."""
@@ -382,8 +392,7 @@ class TorchExecutor:
             sampled = self._sampler.sample(logits_RV, inputs.sampling, masks)
         else:
             sampled = Sampled(*self._sampler.sample_packed(logits_RV, inputs.packed_KR), NO_IDS, None)
-        self._slots.write_sampled(inputs.sample_target_R, sampled.ids_R)
-        outputs.sampled = sampled
+        self._keep(sampled, outputs)
 
     def _sample_beside_beams(self, logits_RV: Tensor, outputs: StepOutputs, masks: TokenMasks | None) -> None:
         """Compute the candidates of beams without writing them to slots, and sample the other rows."""

@@ -101,6 +101,9 @@ class NativeDecoder:
         self._run_logits = _function(
             "octavo_decoder_logits", c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int32
         )
+        self._run_best = _function(
+            "octavo_decoder_best", c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int32
+        )
         self._workspace_bytes = _function("octavo_decoder_workspace", c_void_p, c_int64, c_int64, result=c_int64)
 
     def put_adapter(self, number: int, adapter: Adapter, dtype: torch.dtype) -> None:
@@ -163,6 +166,17 @@ class NativeDecoder:
             self._work(count, threads), threads,
         )  # fmt: skip
         return logits_NV
+
+    def best(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first id of each row's best logit, int64, and that logit: NaN if any is. Logits are not kept."""
+        count, threads = hidden_NE.shape[0], cpu.team_size()
+        ids_N, best_N = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        hidden_NE = hidden_NE.contiguous()
+        self._run_best(
+            ctypes.addressof(self._model), hidden_NE.data_ptr(), count, best_N.data_ptr(), ids_N.data_ptr(),
+            self._work(count, threads), threads,
+        )  # fmt: skip
+        return ids_N, best_N
 
     @property
     def weight_bytes(self) -> int:

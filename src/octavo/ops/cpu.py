@@ -21,7 +21,7 @@ import torch
 
 from octavo.errors import ConfigError
 
-ABI = 12
+ABI = 13
 ISA_NAMES = ("portable", "avx2", "avx512", "amx")  # each has all before it
 MAX_ISA = os.environ.get("OCTAVO_ISA") or ISA_NAMES[-1]  # the best one to use where the machine has it
 LIBRARY_PATH = Path(os.environ.get("OCTAVO_KERNELS") or Path(__file__).with_name("libkernels.so"))  # for developers

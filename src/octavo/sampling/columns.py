@@ -66,6 +66,7 @@ class SamplingColumns:
         self.has_grammar: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # its rows sample only with a mask
         self.may_reject: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # see core.proposals
         self.wants_more: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # more than an id from unedited logits
+        self.wants_logits: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # more than the best id
 
     def put(self, slot: int, params: SamplingParams, ids: SequenceIds, has_edits: bool, has_rare_draw: bool) -> None:
         """Set a slot's entries. `has_edits`: logits processors edit the slot's rows. See selection.is_rare."""
@@ -76,6 +77,7 @@ class SamplingColumns:
         self.num_candidates[slot] = max(2, 1 + len(set(ids.stops(params)))) * params.beam_width
         self.has_grammar[slot] = bool(params.grammar)
         self.wants_more[slot] = has_edits or params.num_logprobs is not None or has_rare_draw
+        self.wants_logits[slot] = self.wants_more[slot] or bool(params.grammar) or params.temperature > 0
 
 
 class SlotState:

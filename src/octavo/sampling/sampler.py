@@ -144,6 +144,10 @@ class Sampler:
         self.processors.release(slot)
         self.mirostat.release(slot)
 
+    def wants_best(self, rows: SamplingRows) -> bool:
+        """Return True if `sample` needs only the best id of each row and its logit, no other logits."""
+        return not self.num_proposed and not np.count_nonzero(self.columns.wants_logits[rows.slots])
+
     def sample(self, logits_RV: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
         """Sample one id per row. `logits_RV` (float32) is edited in place after log-probabilities are taken."""
         wants_more = bool(np.count_nonzero(self.columns.wants_more[rows.slots]))
