@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import pytest
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE
 from octavo.core.request import SamplingParams
 from octavo.executors.protocol import Executor
-from tests.executors.conformance import SPEC, Conformance, Dense, Driver, make_prompt
+from tests.executors.conformance import SPEC, Conformance, Dense, Driver, make_prompt, masks_of
 from tests.executors.emulated_device import Emulator, Happened, OnEmulated
 from tests.executors.test_torch_executor import make
+from tests.ops.test_attention_triton import patched_once
+
+__all__ = ["patched_once"]
 
 PLAIN = SamplingParams(temperature=0.0)
 
@@ -25,8 +29,10 @@ class TestEmulated(Conformance):
 
 
 @pytest.fixture(params=[False, True], ids=["twins", "kernels"])
-def driver(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Driver]:
+def driver(request: pytest.FixtureRequest, tiny_folder: Path, patched_once: None) -> Iterator[Driver]:
+    """An executor whose steps all run eagerly."""
     executor = OnEmulated(lambda: make(tiny_folder, "auto"), has_kernels=request.param)
+    executor.real.max_captured_rows = 0
     yield Driver(executor, executor.open(SPEC))
     executor.close()
 
@@ -70,3 +76,20 @@ def test_results_of_a_step_do_not_wait_for_the_next_step(driver: Driver, dense: 
         assert emulator.waited_until <= ends[-2] < ends[-1]
     tokens += driver.executor.collect(tickets.pop()).token_ids or ()
     assert tokens == dense.greedy(prompt, 7)
+
+
+def test_grammars_penalties_and_log_probabilities_wait_for_nothing(driver: Driver) -> None:
+    emulator = emulator_of(driver)
+    held = replace(PLAIN, grammar="held")
+    asks = SamplingParams(temperature=0.9, seed=3, logprobs=2, presence_penalty=0.5, top_p=0.8, min_tokens=3)
+    for slot, params in enumerate((held, asks, PLAIN)):
+        driver.add(slot, make_prompt(4 + slot, seed=slot), params)
+        driver.row(slot, 0, 4 + slot, ROW_SAMPLE)
+    emulator.clear()
+    ticket = driver.executor.submit(driver.plan())
+    driver.executor.supply(ticket, masks_of({0: [7, 60]}))
+    result = driver.executor.collect(ticket)
+    assert result.token_ids is not None and result.token_ids[0] in (7, 60) and result.logprobs is not None
+    waits = {name: dict(happened.waits) for name, happened in emulator.phases.items() if happened.waits}
+    assert not waits and "collect" not in emulator.phases
+    assert emulator.phases["supply"].downloads == 1 and not emulator.phases["submit"].downloads

@@ -2,12 +2,11 @@
 
 Owns: Device and its forms for CPUs and CUDA. Does not: choose a device (loading.choose_device), or compute.
 Invariants: everything runs on the device's current stream, in the order of the calls. A host computes during the call,
-so its events are moments and it has no graphs. Tests add an emulated accelerator to KINDS.
+so it has no events and no graphs. Tests add an emulated accelerator to KINDS.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -100,8 +99,8 @@ class HostDevice:
         return torch.empty(size, dtype=dtype)
 
     def event(self) -> DeviceEvent:
-        """Return the current moment."""
-        return HostMoment(time.perf_counter())
+        """Raise AssertionError."""
+        raise AssertionError("a host has no events: calls compute at once")
 
     def graph(self) -> DeviceGraph:
         """Raise AssertionError."""
@@ -109,17 +108,6 @@ class HostDevice:
 
     def wait(self) -> None:
         """Do nothing."""
-
-
-class HostMoment(float):
-    """An event of a host: a time."""
-
-    def wait(self) -> None:
-        """Do nothing: calls compute at once."""
-
-    def seconds_since(self, earlier: float) -> float:
-        """Return the seconds between the two."""
-        return self - earlier
 
 
 class CudaDevice:
@@ -200,7 +188,7 @@ class CudaGraph:
         with self._cuda.stream(stream):
             run()
         self._cuda.current_stream().wait_stream(stream)
-        with self._cuda.graph(self._graph, pool=self._pool):
+        with self._cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
 
     def replay(self) -> None:

@@ -149,20 +149,19 @@ class DecodeGraphs:
         step.ids_B.copy_(ids_B)
         step.best_B.copy_(best_B)
 
-    def start(self, plan: StepPlan, pair: BufferPair) -> tuple[StepInputs, Sampled] | None:
-        """Launch a plan, with all pending edits of slots; return None if it must run eagerly.
-
-        The results are valid until the next step.
-        """
-        if not plan.is_fast_path or plan.num_drafts or not PLAIN_FLAGS.issuperset(plan.flags):
-            return None
+    def size_of(self, plan: StepPlan) -> int | None:
+        """Return the captured size that fits a plan, or None if it must run eagerly."""
         size = next((size for size in self.sizes if size >= len(plan.slots)), None)
-        slots_N, starts_N = from_packed(plan.slots), from_packed(plan.starts)
-        sampling = SamplingRows(slots_N, starts_N + 1)
-        slots = self._slots
-        has_adapters = bool(slots.adapters) and bool((slots.adapter_S[slots_N] >= 0).any())
-        if size is None or has_adapters or not slots.sampler.is_plain(sampling):
+        if size is None or not plan.is_fast_path or plan.num_drafts or not PLAIN_FLAGS.issuperset(plan.flags):
             return None
+        slots, slots_N = self._slots, from_packed(plan.slots)
+        has_adapters = bool(slots.adapters) and bool((slots.adapter_S[slots_N] >= 0).any())
+        is_plain = not has_adapters and slots.sampler.is_plain(SamplingRows(slots_N, slots_N))
+        return size if is_plain else None
+
+    def launch(self, plan: StepPlan, size: int, pair: BufferPair) -> tuple[StepInputs, Sampled]:
+        """Launch a plan, with all pending edits of slots. The results are valid until the next step is launched."""
+        slots_N, starts_N = from_packed(plan.slots), from_packed(plan.starts)
         step, count = self._steps[size], len(slots_N)
         columns: list[NDArray[Any]] = list(self._columns(size, step.rooms, slots_N, starts_N))
         edits_CE = self._tables.take_edits()
@@ -184,7 +183,7 @@ class DecodeGraphs:
             counts_N=np.ones(count, dtype=np.int64),
             sample_rows=rows_N,
             sample_last_R=None,
-            sampling=sampling,
+            sampling=SamplingRows(slots_N, starts_N + 1),
             sample_target_R=step.ids_B,
             beams=NO_ROWS,
             score_rows=NO_ROWS,

@@ -10,7 +10,9 @@ failed step by sending the step's sequences again.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.core.request import Request
 from octavo.errors import CapacityError, ConfigError, EngineError
 from octavo.executors.cache import CacheGroups, CacheLayout, MakeAttention, Steps, make_resident
-from octavo.executors.device import Device, DeviceEvent, device_of
+from octavo.executors.device import Device, device_of
 from octavo.executors.device_choice import device_notes
 from octavo.executors.device_errors import free_memory, raise_typed
 from octavo.executors.device_inputs import device_inputs
@@ -35,7 +37,7 @@ from octavo.executors.memory import DeviceMemory, HostMemory, PoolSizing, descri
 from octavo.executors.profiling import largest_step, measure_step, wait_for_memory
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.executors.slots import Slots
-from octavo.executors.step_buffers import BufferPair, StepBuffers
+from octavo.executors.step_buffers import StepBuffers
 from octavo.executors.step_inputs import StepInputs, build_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.executors.thread_pace import ThreadPace
@@ -268,9 +270,8 @@ class TorchExecutor:
         outputs = StepOutputs(faults=dict(self._slots.faults))
         if not plan.slots:
             return outputs, clock
-        if self._buffers is not None and self._graphs is not None and self._replay(plan, outputs, self._buffers.take()):
-            clock.lap()
-            clock.lap()
+        if self._graphs is not None and not self._media.has_rows(plan) and (size := self._graphs.size_of(plan)):
+            self._replay(self._graphs, plan, size, (outputs, clock))
             return outputs, clock
         if self._buffers is None:
             inputs = build_inputs(plan, self._slots, self._block_size, self._cache.reads_unwritten)
@@ -297,17 +298,14 @@ class TorchExecutor:
             clock.lap()
         return outputs, clock
 
-    def _replay(self, plan: StepPlan, outputs: StepOutputs, pair: BufferPair) -> bool:
-        """Launch the plan as a captured step; return False if it must run eagerly."""
-        started = None
-        if self._graphs is not None and not self._media.has_rows(plan):
-            started = self._graphs.start(plan, pair)
-        if started is None:
-            pair.release()
-            return False
-        outputs.inputs, outputs.sampled = started
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, size: int, ticket: tuple[StepOutputs, _StepClock]) -> None:
+        """Launch a captured step of this size."""
+        assert self._buffers is not None, "only accelerators have graphs"
+        (outputs, clock), pair = ticket, self._buffers.take()
+        clock.lap()
+        outputs.inputs, outputs.sampled = graphs.launch(plan, size, pair)
+        clock.lap()
         outputs.start_download(pair)
-        return True
 
     def _vote(self, parallel: Parallel, inputs: StepInputs) -> None:
         """Raise MemoryError on every rank of the stage if one of them lacks memory for the step.
@@ -498,19 +496,20 @@ class TorchExecutor:
 
 
 class _StepClock:
-    """Timer of a step's three parts: prepare, forward, sample."""
+    """Timer of a step's three parts: prepare, forward, sample. On an accelerator it records events."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._marks: list[DeviceEvent] = []
+        self._is_host = device.is_host
+        self._marks: list[Any] = []  # times of a host, events of a device
         self.lap()
 
     def lap(self) -> None:
         """Mark the end of a part."""
-        self._marks.append(self._device.event())
+        self._marks.append(time.perf_counter() if self._is_host else self._device.event())
 
     @property
     def timings(self) -> StepTimings:
-        """Seconds of the parts so far; waits for the device."""
-        marks = self._marks
-        return StepTimings(*(later.seconds_since(mark) for mark, later in itertools.pairwise(marks)))
+        """Seconds of the parts so far; waits for an accelerator."""
+        pairs = itertools.pairwise(self._marks)
+        return StepTimings(*(end - begin if self._is_host else end.seconds_since(begin) for begin, end in pairs))
