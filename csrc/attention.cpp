@@ -6,6 +6,7 @@
 #include "attention.h"
 
 #include "attention_kernels.h"
+#include "cpu_features.h"
 
 namespace octavo {
 
@@ -34,6 +35,10 @@ void write_kv(const AttentionLayer& layer, const int64_t* slot_mapping, int64_t 
 
 void attend(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
             float* out, int64_t out_stride, int64_t share, int64_t shares) {
+#if defined(__x86_64__)
+    if (layer.kv_kind == kKvBfloat16 && has_bf16())
+        return kAttendPairs(layer, step, query, query_stride, out, out_stride, share, shares);
+#endif
     kernels().items[layer.kv_kind](layer, step, query, query_stride, out, out_stride, share, shares);
 }
 

@@ -20,6 +20,7 @@ namespace octavo {
 namespace {
 
 struct Avx2Lanes {
+    static constexpr int kPacked = 1;
     static constexpr int kLanes = 8, kRows = 6, kBlock = 8;  // 6 x 2 or 3 x 4 sums, a row of keys, one weight
     typedef __m256 Reg;
 

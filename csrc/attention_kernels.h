@@ -27,9 +27,11 @@ struct alignas(64) AttentionScratch {
 
 AttentionScratch& attention_scratch();
 
-struct AttentionKernels {
-    void (*items[kKvKinds])(const AttentionLayer&, const AttentionStep&, const float* query, int64_t query_stride,
+typedef void (*AttendItems)(const AttentionLayer&, const AttentionStep&, const float* query, int64_t query_stride,
                             float* out, int64_t out_stride, int64_t thread, int64_t threads);
+
+struct AttentionKernels {
+    AttendItems items[kKvKinds];
     void (*join)(const AttentionLayer&, const AttentionStep&, float* out, int64_t out_stride, int64_t first,
                  int64_t end);
     void (*write[kKvKinds])(const AttentionLayer&, const int64_t* slots, int64_t first, int64_t end, const NewKv& kv);
@@ -38,6 +40,7 @@ struct AttentionKernels {
 extern const AttentionKernels kAttentionPortable;
 #if defined(__x86_64__)
 extern const AttentionKernels kAttentionAvx2, kAttentionAvx512;
+extern const AttendItems kAttendPairs;  // of a bfloat16 pool, with AVX512_BF16
 #endif
 
 }  // namespace octavo

@@ -26,6 +26,20 @@ INLINE typename V::Reg exp_lanes(typename V::Reg x) {
     return V::zero_where_less(V::times_power(y, shifted), x, V::set1(-87.0f));
 }
 
+// e^x for x <= 0 within 3e-6 of it, for what is then rounded to bfloat16; 0 for x < -87. Fitted to 2^f, |f| <= 1/2, by
+// Lawson's method.
+template <class V>
+INLINE typename V::Reg rough_exp_lanes(typename V::Reg x) {
+    typedef typename V::Reg Reg;
+    const Reg magic = V::set1(12582912.0f), log2e = V::set1(1.44269504088896341f);
+    const Reg shifted = V::fma(x, log2e, magic), f = V::fma(x, log2e, V::sub(magic, shifted));
+    Reg y = V::fma(f, V::set1(9.570101276e-3f), V::set1(5.591785908e-2f));
+    y = V::fma(y, f, V::set1(2.402474433e-1f));
+    y = V::fma(y, f, V::set1(6.931217909e-1f));
+    y = V::fma(y, f, V::set1(9.999992847e-1f));
+    return V::zero_where_less(V::times_power(y, shifted), x, V::set1(-87.0f));
+}
+
 template <class V>
 INLINE typename V::Reg tanh_lanes(typename V::Reg x) {
     typedef typename V::Reg Reg;
@@ -38,6 +52,16 @@ INLINE typename V::Reg tanh_lanes(typename V::Reg x) {
     near = V::fma(near, z, V::set1(-3.33332819422e-1f));
     near = V::fma(V::mul(near, z), x, x);
     return V::where_less(size, V::set1(0.625f), near, far);
+}
+
+// sum + a * b, in each lane; of pairs of bfloat16 the sum of both products.
+template <class V>
+INLINE typename V::Reg multiply_add(typename V::Reg a, typename V::Reg b, typename V::Reg sum) {
+    if constexpr (V::kPacked == 2) {
+        return V::dot(a, b, sum);
+    } else {
+        return V::fma(a, b, sum);
+    }
 }
 
 // c[m][v] (+)= sum over k of a[m][k] * b[k][v]: M rows, NV vectors, in registers. `Rows` gives the row b[k].
@@ -55,14 +79,14 @@ INLINE void multiply(const float* a, int64_t a_stride, const Rows& b, int64_t fi
             for (int m = 0; m < M; ++m) ones[m] = V::set1(a[m * a_stride + k]);
             for (int v = 0; v < NV; ++v) {
                 const typename V::Reg row = b.template load<V>(k, v);
-                for (int m = 0; m < M; ++m) sums[m][v] = V::fma(ones[m], row, sums[m][v]);
+                for (int m = 0; m < M; ++m) sums[m][v] = multiply_add<V>(ones[m], row, sums[m][v]);
             }
         } else {
             typename V::Reg row[NV];
             for (int v = 0; v < NV; ++v) row[v] = b.template load<V>(k, v);
             for (int m = 0; m < M; ++m) {
                 const typename V::Reg one = V::set1(a[m * a_stride + k]);
-                for (int v = 0; v < NV; ++v) sums[m][v] = V::fma(one, row[v], sums[m][v]);
+                for (int v = 0; v < NV; ++v) sums[m][v] = multiply_add<V>(one, row[v], sums[m][v]);
             }
         }
     }
@@ -98,6 +122,21 @@ struct PoolRows {  // rows of the pool itself; also prefetches lines of the pool
     template <class V>
     INLINE_MEMBER typename V::Reg load(int64_t k, int v) const {
         return V::load(pool + at[k] + v * V::kLanes);
+    }
+};
+
+template <class T, int kLines>
+struct PoolPairs {  // pairs of rows of the pool; k counts pairs of positions
+    const T* pool;
+    const int64_t* at;
+    int64_t first;
+    const void* const* lines;
+    INLINE_MEMBER void ask(int64_t k) const {
+        for (int i = 0; i < 2 * kLines; ++i) ask_for(lines[(k - first) * 2 * kLines + i]);
+    }
+    template <class V>
+    INLINE_MEMBER typename V::Reg load(int64_t k, int v) const {
+        return V::pair(pool + at[2 * k] + v * V::kLanes, pool + at[2 * k + 1] + v * V::kLanes);
     }
 };
 

@@ -14,12 +14,13 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kMaxBlock = 8;  // most keys that are transposed at once
+constexpr int64_t kMaxBlock = 16;  // most keys that are transposed at once
 constexpr int64_t kAhead = 64;    // distance of the prefetch, in positions
 constexpr int64_t kMaxLines = (kPart + kMaxRows) * kMaxSize * 4 / 64;  // lines of a part's rows: one head's share
 
 // The pool offsets of the keys of a part's positions [first, end), and of the values. Keys are transposed in whole
-// blocks, so the entries around this range repeat a visible position; what is computed for these entries is masked.
+// blocks, and values taken in pairs of positions, so the entries around this range repeat a visible position; what is
+// computed for these entries is masked.
 struct Places {
     int64_t part, first, end;
     bool are_alike;  // rows of values are as wide as rows of keys
@@ -54,12 +55,13 @@ INLINE void find_places(const AttentionLayer& layer, const AttentionStep& step, 
         int64_t place = (table[block] * block_size + offset) * width;
         for (; offset < block_size && at < places.end; ++offset, place += width) places.at[at++] = place;
     }
-    places.are_alike = value_width == width;
-    if (!places.are_alike)
-        for (int64_t at = places.first; at < places.end; ++at) places.of_values[at] = places.at[at] / width * value_width;
     const int64_t seen = places.at[places.first];
     for (int64_t at = places.first / kMaxBlock * kMaxBlock; at < places.first; ++at) places.at[at] = seen;
     for (int64_t at = places.end; at % kMaxBlock != 0; ++at) places.at[at] = seen;
+    places.are_alike = value_width == width;
+    if (places.are_alike) return;
+    const int64_t first = places.first / 2 * 2, end = (places.end + 1) / 2 * 2;
+    for (int64_t at = first; at < end; ++at) places.of_values[at] = places.at[at] / width * value_width;
 }
 
 // The rows that an item reads, in reading order: a part's keys, the part's values, then the next part's rows.

@@ -16,6 +16,7 @@ constexpr int kCount = 4;
 #endif
 
 struct PortableLanes {
+    static constexpr int kPacked = 1;
     static constexpr int kLanes = kCount, kRows = 6, kBlock = kCount < 8 ? kCount : 8;
     typedef float Reg __attribute__((vector_size(4 * kCount)));
     typedef int32_t Ints __attribute__((vector_size(4 * kCount)));

@@ -5,6 +5,8 @@
 //     score[row, key]   = sum over size, ascending, of (scale * query) * key      weight = exp(score - part's maximum)
 //     value[row, size]  = sum over the part's positions, ascending, of weight * value
 //     fold: parts ascending; both sides are rescaled to the larger maximum. A sink joins the sum after the last part.
+// If the vectors have pairs of bfloat16 (V::kPacked is 2), scaled queries and weights are rounded to bfloat16, and the
+// sums take two sizes, or two positions, at once: positions 2i and 2i + 1 of the part. A "word" below is one or two numbers.
 // Scales of int8 keys multiply the scores, and scales of values the weights, after the weights were summed.
 // A position that a row does not see has weight 0, and adding 0 * value changes no bit, so tiles and edges do not
 // matter. Does not: choose items, or know the instruction set's intrinsics.
@@ -17,6 +19,7 @@
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "attention.h"
 #include "attention_kernels.h"
@@ -36,7 +39,7 @@ class Tile {
    public:
     Tile(const AttentionLayer& layer, const AttentionStep& step, const AttentionItem& item, AttentionScratch& scratch)
         : layer_(layer), step_(step), item_(item), s_(scratch), size_(layer.head_dim), value_size_(layer.value_dim),
-          padded_((value_size_ + V::kLanes - 1) / V::kLanes * V::kLanes), group_(layer.num_heads / layer.num_kv_heads),
+          padded_((value_size_ + V::kLanes - 1) / V::kLanes * V::kLanes), words_(size_ / V::kPacked), group_(layer.num_heads / layer.num_kv_heads),
           members_(step.members + item.first_member) {}
 
     // Compute the item for heads [first_of_group, + heads) of each group. On entry `places` are those of the item's
@@ -111,7 +114,12 @@ class Tile {
         for (int64_t head = item_.first_head; head < item_.end_head; ++head)
             for (int64_t i = 0; i < item_.num_members; ++i) {
                 const float* from = query + members_[i] * stride + (head * group_ + first_of_group_) * size_;
-                for (int64_t d = 0; d < heads_ * size_; ++d) *to++ = from[d] * scale;
+                if constexpr (V::kPacked == 2) {
+                    for (int64_t j = 0; j < heads_; ++j, from += size_, to += words_)
+                        V::pack_scaled(from, size_, scale, to);
+                } else {
+                    for (int64_t d = 0; d < heads_ * size_; ++d) *to++ = from[d] * scale;
+                }
             }
     }
 
@@ -149,7 +157,7 @@ class Tile {
     INLINE_MEMBER void score(const Places& places) {
         constexpr int64_t kWidth = kVectors * V::kLanes;
         const int64_t shift = sizeof(T) == 1 ? (kWidth <= 32 ? 2 : 1) : sizeof(T) == 2 && kWidth <= 32 ? 1 : 0;
-        const int64_t in_product = ((size_ - 1) >> shift) + 1;
+        const int64_t in_product = ((words_ - 1) >> shift) + 1;
         const int64_t first_block = first_ / V::kBlock * V::kBlock;
         for (int64_t at = first_ / kWidth * kWidth; at < end_; at += kWidth) {
             const int64_t end = at + kWidth < end_ ? at + kWidth : end_, begin = at > first_block ? at : first_block;
@@ -166,7 +174,7 @@ class Tile {
                     V::turn(keys, places.at + i, size_, s_.panel + (i - at), kWidth);
                 }
                 multiply_panel<kVectors, kRows>(vectors, PanelRows{s_.panel, kWidth}, lines_ + now, shift,
-                                                s_.query + base_row(head) * size_,
+                                                s_.query + base_row(head) * words_,
                                                 s_.scores + base_row(head) * kScoreStride + at);
                 scale_rows(layer_.keys, places.at, size_, from, end, head);
             }
@@ -195,16 +203,16 @@ class Tile {
         if (vectors == kVectors) {
             if constexpr (kVectors == kWide) {
                 const FetchingPanelRows fetching{panel, lines, shift};
-                multiply_rows<V, kVectors, kRows>(rows_, query, size_, fetching, 0, size_, scores, kScoreStride, false);
+                multiply_rows<V, kVectors, kRows>(rows_, query, words_, fetching, 0, words_, scores, kScoreStride, false);
             } else {
-                multiply_rows<V, kVectors, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride, false);
+                multiply_rows<V, kVectors, kRows>(rows_, query, words_, panel, 0, words_, scores, kScoreStride, false);
             }
         } else if (vectors == 1) {
-            multiply_rows<V, 1, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride, false);
+            multiply_rows<V, 1, kRows>(rows_, query, words_, panel, 0, words_, scores, kScoreStride, false);
         } else if (vectors == 2) {
-            multiply_rows<V, 2, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride, false);
+            multiply_rows<V, 2, kRows>(rows_, query, words_, panel, 0, words_, scores, kScoreStride, false);
         } else if constexpr (kVectors == kWide) {
-            multiply_rows<V, 3, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride, false);
+            multiply_rows<V, 3, kRows>(rows_, query, words_, panel, 0, words_, scores, kScoreStride, false);
         }
     }
 
@@ -228,13 +236,20 @@ class Tile {
             const auto shift = V::set1(highest);
             auto sum = V::set1(0.0f);
             for (int64_t at = from; at < to; at += V::kLanes) {
-                const auto weights = exp_lanes<V>(V::sub(V::load(scores + at), shift));
-                V::store(weights, scores + at);
-                sum = V::add(sum, weights);
+                const auto difference = V::sub(V::load(scores + at), shift);
+                if constexpr (V::kPacked == 2) {
+                    const auto weights = rough_exp_lanes<V>(difference);
+                    V::pack(weights, scores + at / 2);  // in place: at / 2 is behind what is still to be read
+                    sum = V::add(sum, weights);
+                } else {
+                    const auto weights = exp_lanes<V>(difference);
+                    V::store(weights, scores + at);
+                    sum = V::add(sum, weights);
+                }
             }
             s_.part_max[row] = highest, s_.part_sum[row] = V::total(sum);
             if (!sees(of_head, part))
-                for (int64_t at = from; at < to; ++at) scores[at] = 0.0f;
+                for (int64_t word = from / V::kPacked; word < to / V::kPacked; ++word) scores[word] = 0.0f;
         }
     }
 
@@ -254,14 +269,17 @@ class Tile {
     // Weight the values of positions [first, end) in place, without copying them.
     INLINE_MEMBER void weigh_in_place(const Places& places, int64_t first, int64_t end, int64_t head) {
         constexpr int64_t kWidth = kWide * V::kLanes, kLines = kWidth * static_cast<int64_t>(sizeof(T)) / 64;
-        const int64_t row = base_row(head), in_products = (end - first) * kLines * (value_size_ / kWidth);
+        const int64_t begin = first / V::kPacked, stop = (end + V::kPacked - 1) / V::kPacked;  // words of weights
+        const int64_t row = base_row(head), lines_each = (stop - begin) * V::kPacked * kLines;
+        const int64_t in_products = lines_each * (value_size_ / kWidth);
         const T* values = static_cast<const T*>(layer_.values) + head * value_size_;
         const int64_t num = lines_of_values(first, end, head, in_products);
         int64_t line = 0;
         for (; line < num - in_products; ++line) ask_for(lines_[line]);
-        for (int64_t d = 0; d < value_size_; d += kWidth, line += (end - first) * kLines) {
-            const PoolRows<T, kLines> pool_rows{values + d, places.values_at(), first, lines_ + line};
-            multiply_rows<V, kWide, kFew>(rows_, s_.scores + row * kScoreStride, kScoreStride, pool_rows, first, end,
+        for (int64_t d = 0; d < value_size_; d += kWidth, line += lines_each) {
+            typedef std::conditional_t<V::kPacked == 2, PoolPairs<T, kLines>, PoolRows<T, kLines>> Rows;
+            const Rows pool_rows{values + d, places.values_at(), begin, lines_ + line};
+            multiply_rows<V, kWide, kFew>(rows_, s_.scores + row * kScoreStride, kScoreStride, pool_rows, begin, stop,
                                           s_.part + row * padded_ + d, padded_, first > first_);
         }
     }
@@ -270,37 +288,51 @@ class Tile {
         return lookahead_.lines(end_ - first_ + first - first_, end - first, head - item_.first_head, least, lines_);
     }
 
-    // Copy the values of positions [first, end) to panels [positions][sizes], then weight the panels.
+    // Copy the values of positions [first, end) to panels [words of positions][sizes], then weight the panels.
     INLINE_MEMBER void weigh(const Places& places, int64_t first, int64_t end, int64_t head) {
         constexpr int64_t kWidth = kNarrow * V::kLanes;
         const T* values = static_cast<const T*>(layer_.values) + head * value_size_;
         const int64_t* offsets = places.values_at();
-        const int64_t num = lines_of_values(first, end, head, 0), each = (num + end - first - 1) / (end - first);
+        const int64_t begin = first / V::kPacked, stop = (end + V::kPacked - 1) / V::kPacked;  // words of weights
+        const int64_t num = lines_of_values(first, end, head, 0), each = (num + stop - begin - 1) / (stop - begin);
         const float* weights = s_.scores + base_row(head) * kScoreStride;
         int64_t line = 0;
         for (int64_t d = 0; d < value_size_; d += kWidth) {
             const int64_t vectors = d + V::kLanes < value_size_ ? 2 : 1;
-            for (int64_t at = first; at < end; ++at) {
-                float* to = s_.panel + at * kWidth;
+            for (int64_t at = begin; at < stop; ++at) {
                 if (d == 0)
-                    for (const int64_t stop = line + each < num ? line + each : num; line < stop; ++line)
+                    for (const int64_t last = line + each < num ? line + each : num; line < last; ++line)
                         ask_for(lines_[line]);
-                if (d + vectors * V::kLanes <= value_size_) {
-                    for (int64_t v = 0; v < vectors * V::kLanes; v += V::kLanes)
-                        V::store(V::load(values + offsets[at] + d + v), to + v);
-                } else {
-                    for (int64_t i = 0; i < vectors * V::kLanes; ++i)
-                        to[i] = d + i < value_size_ ? V::one(values + offsets[at] + d + i) : 0.0f;
-                }
+                copy_values(values + d, offsets + at * V::kPacked, vectors * V::kLanes, value_size_ - d,
+                            s_.panel + at * kWidth);
             }
             const PanelRows panel{s_.panel, kWidth};
             float* to = s_.part + base_row(head) * padded_ + d;
             const bool goes_on = first > first_;
             if (vectors == 2) {
-                multiply_rows<V, 2, kMost>(rows_, weights, kScoreStride, panel, first, end, to, padded_, goes_on);
+                multiply_rows<V, 2, kMost>(rows_, weights, kScoreStride, panel, begin, stop, to, padded_, goes_on);
             } else {
-                multiply_rows<V, 1, kMost>(rows_, weights, kScoreStride, panel, first, end, to, padded_, goes_on);
+                multiply_rows<V, 1, kMost>(rows_, weights, kScoreStride, panel, begin, stop, to, padded_, goes_on);
             }
+        }
+    }
+
+    // Copy `count` sizes of the position at `at[0]`, or of a pair of positions, of which `left` are the head's own.
+    INLINE_MEMBER void copy_values(const T* values, const int64_t* at, int64_t count, int64_t left, float* to) {
+        if constexpr (V::kPacked == 2) {
+            T padded[2][V::kLanes] = {};
+            for (int64_t d = 0; d < count; d += V::kLanes) {
+                const T *first = values + at[0] + d, *second = values + at[1] + d;
+                if (d + V::kLanes > left) {
+                    for (int64_t i = 0; d + i < left; ++i) padded[0][i] = first[i], padded[1][i] = second[i];
+                    first = padded[0], second = padded[1];
+                }
+                V::store(V::pair(first, second), to + d);
+            }
+        } else if (count <= left) {
+            for (int64_t d = 0; d < count; d += V::kLanes) V::store(V::load(values + at[0] + d), to + d);
+        } else {
+            for (int64_t i = 0; i < count; ++i) to[i] = i < left ? V::one(values + at[0] + i) : 0.0f;
         }
     }
 
@@ -349,7 +381,7 @@ class Tile {
     const AttentionStep& step_;
     const AttentionItem& item_;
     AttentionScratch& s_;
-    const int64_t size_, value_size_, padded_, group_;
+    const int64_t size_, value_size_, padded_, words_, group_;
     const int64_t* members_;
     int64_t first_of_group_ = 0, heads_ = 0, rows_ = 0;  // rows of one KV head: (member, head of the group)
     int64_t first_ = 0, end_ = 0;                        // positions of the part that any row sees
