@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_int32
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from octavo import machine
+from octavo.ops import cpu
 from octavo.ops.attention import AttentionBackend, AttentionBatch, KVPool, LayerAttention, PoolShape, ReferenceAttention
 from octavo.ops.attention_kernel import KernelAttention
 
@@ -23,6 +26,22 @@ def whole(rows: Sequence[tuple[int, int]]) -> list[Row]:
 
 
 WHOLE = whole(ROWS)
+
+
+def has_pairs(kind: torch.dtype) -> bool:
+    """Whether the kernel in use rounds queries and weights to bfloat16, to multiply pairs of numbers."""
+    isa = cpu.function("octavo_kernels_isa", result=c_int32)
+    is_wide = isa is not None and isa() >= cpu.ISA_NAMES.index("avx512")
+    return kind == torch.bfloat16 and is_wide and "avx512_bf16" in machine.look().features
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor, is_rounded: bool = False) -> None:
+    """Equal but for the order of sums; with rounded queries and weights, but for two roundings of at most 2^-9."""
+    if not is_rounded:
+        torch.testing.assert_close(found, expected, atol=4e-6, rtol=4e-6)
+        return
+    error = found - expected
+    assert error.abs().max() < 0.03 and error.square().mean() < 2**-16 * expected.square().mean()
 
 
 class Rig:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.ops.attention_rig import Rig, whole
+from tests.ops.attention_rig import Rig, check_close, whole
 
 from octavo.ops import attention_kernel, cpu
 from octavo.ops.attention import KVPool, PoolShape
@@ -34,7 +34,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if compiler is None or not (ROOT / "csrc").is_dir() or cpu.status().isa in ("", "portable"):
         pytest.skip("needs g++, the sources and an x86-64 machine with AVX2")
     here, target = Path(__file__).parent / "emulated_avx512", tmp_path_factory.mktemp("emulated") / "attention.so"
-    sources = [ROOT / "csrc" / name for name in ("attention.cpp", "attention_avx512.cpp")]
+    sources = [ROOT / "csrc" / name for name in ("attention.cpp", "attention_avx512.cpp", "attention_avx512_bf16.cpp")]
     sources += [here / name for name in ("features.cpp", "attention_tables.cpp")]
     flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fvisibility=hidden", "-w", "-Wno-psabi"]
     includes = ["-DOCTAVO_EMULATED", f"-I{here}", f"-I{ROOT / 'csrc'}"]
@@ -42,13 +42,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
-@pytest.fixture(autouse=True)
-def emulated(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every KernelAttention call the emulated functions."""
+@pytest.fixture(autouse=True, params=[False, True], ids=["avx512", "pairs"])
+def pairs(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let every KernelAttention call the emulated functions, without and with the instructions over pairs."""
+    kinds = [value for value in request.node.callspec.params.values() if isinstance(value, torch.dtype)]
+    if request.param and kinds and kinds[0] != torch.bfloat16:
+        pytest.skip("pairs are of bfloat16")
+    library.octavo_use_extensions(int(request.param))
     library.octavo_attention.argtypes = [*[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int32]
     library.octavo_write_kv.argtypes = [c_void_p, c_void_p, c_int64, *(c_void_p, c_int64) * 2, c_int32]
     pair = library.octavo_attention, library.octavo_write_kv
     monkeypatch.setattr(attention_kernel, "_kernels", lambda: pair)
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -65,23 +70,23 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
-def test_equals_the_reference(kind: torch.dtype, head_dim: int, heads: tuple[int, int]) -> None:
+def test_equals_the_reference(kind: torch.dtype, head_dim: int, heads: tuple[int, int], pairs: bool) -> None:
     rig = Rig(kind, heads, head_dim, rows=ROWS)
-    torch.testing.assert_close(rig.run(whole(ROWS)), rig.reference(), atol=BOUND, rtol=BOUND)
+    check_close(rig.run(whole(ROWS)), rig.reference(), pairs)
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [((1, 1), 256), ((7, 1), 16), ((100, 1), 40)])
-def test_the_widest_heads_and_groups(heads: tuple[int, int], head_dim: int) -> None:
+def test_the_widest_heads_and_groups(heads: tuple[int, int], head_dim: int, pairs: bool) -> None:
     rows = ((130, 1), (40, 5))
     rig = Rig(torch.bfloat16, heads, head_dim, rows=rows)
-    torch.testing.assert_close(rig.run(whole(rows)), rig.reference(), atol=BOUND, rtol=BOUND)
+    check_close(rig.run(whole(rows)), rig.reference(), pairs)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("window", [1, 7, 128, 150])
-def test_windows(kind: torch.dtype, window: int) -> None:
+def test_windows(kind: torch.dtype, window: int, pairs: bool) -> None:
     rig = Rig(kind, (3, 1), rows=ROWS, block=24)
-    torch.testing.assert_close(rig.run(whole(ROWS), window), rig.reference(window), atol=BOUND, rtol=BOUND)
+    check_close(rig.run(whole(ROWS), window), rig.reference(window), pairs)
 
 
 @pytest.mark.parametrize("soft_cap", [0.3, 5.0, 50.0])
@@ -114,7 +119,7 @@ def test_a_token_has_the_same_bits_alone_and_in_any_chunk(
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1)])
 def test_a_shared_prefix_and_threads_change_no_bit(
-    kind: torch.dtype, heads: tuple[int, int], threads: Callable[[int], None]
+    kind: torch.dtype, heads: tuple[int, int], threads: Callable[[int], None], pairs: bool
 ) -> None:
     rows = ((100, 1), (270, 1), (290, 1), (300, 1), (300, 9))
     rig = Rig(kind, heads, rows=rows, shared=256)
@@ -125,7 +130,7 @@ def test_a_shared_prefix_and_threads_change_no_bit(
         assert backend.plan.shared_parts == 2
         for row, output in zip(whole(rows), rig.split(together), strict=True):
             assert torch.equal(rig.run([row]), output)
-    torch.testing.assert_close(together, rig.reference(), atol=BOUND, rtol=BOUND)
+    check_close(together, rig.reference(), pairs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.ops.attention_rig import ROWS, WHOLE, Rig
+from tests.ops.attention_rig import ROWS, WHOLE, Rig, check_close, has_pairs
 
 from octavo.ops import cpu
 from octavo.ops.attention import KVPool, LayerAttention, PoolShape
@@ -43,7 +43,7 @@ def threads(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("heads", [(2, 2), (9, 3), (4, 1), (7, 1), (8, 1), (128, 1)])
 def test_equals_the_reference(kind: torch.dtype, head_dim: int, heads: tuple[int, int]) -> None:
     rig = Rig(kind, heads, head_dim)
-    torch.testing.assert_close(rig.run(WHOLE), rig.reference(), atol=4e-6, rtol=4e-6)
+    check_close(rig.run(WHOLE), rig.reference(), has_pairs(kind))
 
 
 @pytest.mark.usefixtures("isa")
@@ -83,7 +83,7 @@ def test_sinks_and_slopes_have_the_same_bits_in_any_chunk_and_thread(
 ) -> None:
     rig = Rig(torch.bfloat16, (6, 2), head_dim, value_dim=value_dim)
     together = rig.run(WHOLE, window, **WAYS[way])
-    torch.testing.assert_close(together, rig.reference(window, **WAYS[way]), atol=4e-6, rtol=4e-6)
+    check_close(together, rig.reference(window, **WAYS[way]), has_pairs(torch.bfloat16))
     for row, output in enumerate(rig.split(together)):
         context, count = ROWS[row]
         chunks = [(start, min(start + 33, context)) for start in range(context - count, context, 33)]
@@ -104,7 +104,7 @@ def test_values_have_a_size_of_their_own(
     rig = Rig(kind, heads, head_dim, value_dim=value_dim)
     together = rig.run(WHOLE)
     assert together.shape[1:] == (heads[0], value_dim)
-    torch.testing.assert_close(together, rig.reference(), atol=4e-6, rtol=4e-6)
+    check_close(together, rig.reference(), has_pairs(kind))
     threads(3)
     assert torch.equal(rig.run(WHOLE), together)
     assert torch.equal(rig.run([WHOLE[3]]), rig.split(together)[3])
@@ -198,7 +198,7 @@ def test_rows_that_share_blocks_attend_them_once_with_the_same_bits(
         assert (backend.plan.shared_parts > 0) == (parts > 0)
         for row, output in zip(rows, together, strict=True):
             assert torch.equal(rig.run([row]), output)
-    torch.testing.assert_close(torch.cat(together), rig.reference(), atol=4e-6, rtol=4e-6)
+    check_close(torch.cat(together), rig.reference(), has_pairs(kind))
 
 
 def test_what_is_shared_by_some_rows_only_is_planned_in_levels() -> None:

@@ -1,4 +1,4 @@
-// The AVX-512 intrinsics that csrc/linear_avx512*.cpp, csrc/linear_amx*.cpp and csrc/attention_avx512.cpp use, as plain
+// The AVX-512 intrinsics that csrc/linear_avx512*.cpp, csrc/linear_amx*.cpp and csrc/attention_avx512*.cpp use, as plain
 // functions: for machines without the instructions. Found before the compiler's own header, which it includes. Those of
 // AMX are in tiles.h.
 // Source: Intel's intrinsics guide.
@@ -204,7 +204,57 @@ EMULATED_INLINE __m256 emulated_extractf32x8_ps(const __m512& a, int half) {
     return out;
 }
 
+// Of each quarter, lanes of `a` and `b` in turn: the first two of each, or the last two; then the same of 64 bits.
+EMULATED __m512i emulated_unpack_epi32(const __m512i& a, const __m512i& b, int half) {
+    const EmulatedInts x = emulated_bits<EmulatedInts>(a), y = emulated_bits<EmulatedInts>(b);
+    EmulatedInts out;
+    for (int i = 0; i < 16; ++i) out.at[i] = (i % 2 == 0 ? x : y).at[i / 4 * 4 + 2 * half + i % 4 / 2];
+    return emulated_bits<__m512i>(out);
+}
+EMULATED __m512i emulated_unpack_epi64(const __m512i& a, const __m512i& b, int half) {
+    const EmulatedInts x = emulated_bits<EmulatedInts>(a), y = emulated_bits<EmulatedInts>(b);
+    EmulatedInts out;
+    for (int i = 0; i < 16; ++i) out.at[i] = (i % 4 < 2 ? x : y).at[i / 4 * 4 + 2 * half + i % 2];
+    return emulated_bits<__m512i>(out);
+}
+// Two quarters of `a`, then two of `b`.
+EMULATED __m512i emulated_shuffle_i32x4(const __m512i& a, const __m512i& b, int which) {
+    const EmulatedInts x = emulated_bits<EmulatedInts>(a), y = emulated_bits<EmulatedInts>(b);
+    EmulatedInts out;
+    for (int i = 0; i < 16; ++i) out.at[i] = (i < 8 ? x : y).at[(which >> i / 4 * 2 & 3) * 4 + i % 4];
+    return emulated_bits<__m512i>(out);
+}
+EMULATED __m512i emulated_maskz_loadu_epi32(__mmask16 mask, const void* from) {
+    EmulatedInts out = {};
+    for (int i = 0; i < 16; ++i)
+        if ((mask >> i & 1) != 0) std::memcpy(&out.at[i], static_cast<const char*>(from) + 4 * i, 4);
+    return emulated_bits<__m512i>(out);
+}
+EMULATED __m512i emulated_or(const __m512i& a, const __m512i& b) {
+    return emulated_pairs<EmulatedInts>(a, b, [](int32_t x, int32_t y) { return x | y; });
+}
+// Rounded to the nearest even bfloat16; the instruction also takes subnormal numbers as zeros.
+EMULATED_INLINE __m256i emulated_cvtneps_pbh(const __m512& a) {
+    const EmulatedInts x = emulated_bits<EmulatedInts>(a);
+    uint16_t halves[16];
+    for (int i = 0; i < 16; ++i) {
+        const uint32_t bits = static_cast<uint32_t>(x.at[i]), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        halves[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
+    }
+    __m256i out;
+    std::memcpy(&out, halves, sizeof out);
+    return out;
+}
+
 #define __m512bh __m512i
+#define _mm512_unpacklo_epi32(a, b) emulated_unpack_epi32(a, b, 0)
+#define _mm512_unpackhi_epi32(a, b) emulated_unpack_epi32(a, b, 1)
+#define _mm512_unpacklo_epi64(a, b) emulated_unpack_epi64(a, b, 0)
+#define _mm512_unpackhi_epi64(a, b) emulated_unpack_epi64(a, b, 1)
+#define _mm512_shuffle_i32x4 emulated_shuffle_i32x4
+#define _mm512_maskz_loadu_epi32 emulated_maskz_loadu_epi32
+#define _mm512_or_si512 emulated_or
+#define _mm512_cvtneps_pbh emulated_cvtneps_pbh
 #define _mm512_loadu_ps emulated_loadu_ps
 #define _mm512_storeu_ps emulated_storeu
 #define _mm512_storeu_si512 emulated_storeu
