@@ -85,7 +85,9 @@ async def test_a_killed_engine_is_replaced_and_streams_go_on() -> None:
         assert len(report["recovery_gaps_s"]) == 3 and report["open_requests"] == 0  # type: ignore[arg-type]
 
 
-async def test_a_lost_device_ends_the_engine_and_the_next_one_resumes(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_lost_device_ends_the_engine_and_the_next_one_resumes(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     async with keeping("lost_device") as keeper:
         requests = [make_request(f"r{i}", max_tokens=40) for i in range(4)]
         await asyncio.gather(*map(keeper.submit, requests))
@@ -93,8 +95,9 @@ async def test_a_lost_device_ends_the_engine_and_the_next_one_resumes(capfd: pyt
         for request, (ids, last) in zip(requests, answers, strict=True):
             assert ids == expected(request) and last.finish_reason is FinishReason.LENGTH
         assert (keeper.epoch, keeper.num_restarts) == (2, 1)
+    why = "the device cuda cannot be used any more: CUDA error: an illegal memory access"
+    assert f"the engine of epoch 1 ended (EngineDeadError: {why}" in caplog.text
     logged = capfd.readouterr().err
-    assert "the device cuda cannot be used any more: CUDA error: an illegal memory access" in logged
     assert "failed" not in logged.replace("test_", ""), "no step was tried again on the lost device"
 
 

@@ -242,7 +242,7 @@ class EngineProcess:
         self.close_files()
         where = "before its first step" if beat is None else f"{beat.phase.name.lower()} {beat.step}"
         return EngineDeath(
-            f"{stall or self.describe_exit()}, {where}",
+            f"{stall or client.failure or self.describe_exit()}, {where}",
             ended_at,
             batch,
             client.unanswered,

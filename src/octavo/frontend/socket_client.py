@@ -44,6 +44,7 @@ class SocketClient:
         self.epoch = self._wire_epoch = epoch
         self.has_begun = asyncio.Event()  # the first frame was received, or the connection ended
         self.num_malformed = 0
+        self.failure = ""  # why the engine says that it ends
         self.num_stale = 0
         self._receive = receive
         self._reader = reader
@@ -204,7 +205,8 @@ class SocketClient:
             if message.to is not None:
                 self._answer(message.to, message.error())
             elif self._ready.done():
-                self._finish(message.message)
+                self.failure = message.message
+                self._finish(self.failure)
             else:
                 self._end = message.error()
                 settle(self._ready, self._end)
