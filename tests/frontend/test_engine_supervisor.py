@@ -222,8 +222,9 @@ async def test_on_a_device_no_standby_opens_and_the_next_engine_follows_the_last
         await asyncio.sleep(0.3)
         assert not keeper.report()["has_standby"] and standby_pid(keeper) is None
         request = make_request("r", max_tokens=50)
+        os.kill(keeper.processes["engine"], signal.SIGKILL)  # first, or the request may end before it
+        await until(lambda: keeper.state is EngineState.RECOVERING)
         await keeper.submit(request)
-        os.kill(keeper.processes["engine"], signal.SIGKILL)
         ids, last = await read(keeper, "r")
         assert ids == expected(request) and last.finish_reason is FinishReason.LENGTH and keeper.num_restarts == 1
 
