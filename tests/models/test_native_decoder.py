@@ -67,11 +67,11 @@ def test_logits_equal_the_torch_twin(family: str, dtype: str, tmp_path: Path) ->
     native, twin = Probe(folder, "native", dtype=dtype), Probe(folder, "torch", dtype=dtype)
     assert isinstance(native.decoder, NativeDecoder) and not isinstance(twin.decoder, NativeDecoder)
     exact = Probe(folder, "torch", dtype="float32").all_logits(prompts())
-    for ours, theirs, true in zip(native.all_logits(prompts()), twin.all_logits(prompts()), exact, strict=True):
-        if dtype == "float32":
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-        else:  # activations are not rounded natively: it may only be nearer to the truth
-            assert (ours - true).square().mean() < 1.25 * (theirs - true).square().mean() + 1e-9
+    ours, theirs, true = map(torch.stack, (native.all_logits(prompts()), twin.all_logits(prompts()), exact))
+    if dtype == "float32":
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    else:  # the stream is not rounded natively, nor are most activations: all in all it is nearer to the truth
+        assert (ours - true).square().mean() < (theirs - true).square().mean()
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "gemma3", "qwen2"])
