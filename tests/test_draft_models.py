@@ -31,13 +31,14 @@ from tests.tiny_models import make_tiny_model
 PROMPTS = ["the cat sat on the mat", "seven sheep", "under the old oak tree another hat waited"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, seed=4, max_tokens=48, ignore_eos=True)
+LONG = 2048  # positions of an answer that takes long enough for its engine to be killed before its end
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("models")
-    make_tiny_model("smollm2", made / "target", seed=1)
-    make_tiny_model("smollm2", made / "draft", seed=2)
+    for seed, name in enumerate(("target", "draft"), 1):
+        make_tiny_model("smollm2", made / name, seed=seed, max_position_embeddings=LONG)
     return made
 
 
@@ -103,9 +104,9 @@ def test_drafts_are_counted_by_source(folder: Path) -> None:
 
 
 async def test_row_01_drafts_go_on_after_the_engine_is_killed(folder: Path, plain: list[Any]) -> None:
-    values = {"speculate": str(folder / "target"), "dtype": "float32", "max_model_len": 128, "kv_cache_tokens": 1024}
+    values = {"speculate": str(folder / "target"), "dtype": "float32", "kv_cache_tokens": 2 * LONG}
     text = TextModel.load(resolve_model(str(folder / "target")))
-    params = replace(GREEDY, max_tokens=100, seed=1)
+    params = replace(GREEDY, max_tokens=LONG - 100, seed=1)
     async with keeping(config_from_keywords(str(folder / "target"), values)) as keeper:
 
         def make(name: str) -> Request:
@@ -114,10 +115,8 @@ async def test_row_01_drafts_go_on_after_the_engine_is_killed(folder: Path, plai
 
         whole = await follow(keeper, make("whole"))
         reading = asyncio.create_task(follow(keeper, make("cut")))
-        engine = keeper.processes["engine"]
-        while not any(entry.has_progress for entry in keeper.requests):
-            await asyncio.sleep(0)  # at every turn of the event loop: the whole answer takes some milliseconds
-        os.kill(engine, signal.SIGKILL)
+        await until(lambda: any(entry.has_progress for entry in keeper.requests))
+        os.kill(keeper.processes["engine"], signal.SIGKILL)
         cut = await reading
         assert keeper.num_restarts == 1 and cut.ids == whole.ids and cut.reason == whole.reason
         assert whole.ids[:48] == list(plain[0][0])
@@ -128,9 +127,9 @@ async def test_row_01_drafts_go_on_after_the_engine_is_killed(folder: Path, plai
 async def test_row_01_rejection_sampling_goes_on_after_the_engine_is_killed(folder: Path) -> None:
     """Ids that a reader has are kept. A request with choices begins again, and gets its own ids again."""
     values = {"speculate": str(folder / "draft"), "speculate_sampling": "rejection", "dtype": "float32"}
-    values |= {"max_model_len": 128, "kv_cache_tokens": 1024}
+    values |= {"kv_cache_tokens": 8 * LONG}
     text = TextModel.load(resolve_model(str(folder / "target")))
-    params = replace(SEEDED, max_tokens=100)
+    params = replace(SEEDED, max_tokens=LONG // 2)
     async with keeping(config_from_keywords(str(folder / "target"), values)) as keeper:
 
         def make(name: str, n: int) -> Request:
@@ -150,7 +149,7 @@ async def test_row_01_rejection_sampling_goes_on_after_the_engine_is_killed(fold
         await until(lambda: all(entry.has_progress for entry in keeper.requests))
         os.kill(keeper.processes["engine"], signal.SIGKILL)
         single, choices = await asyncio.gather(*reading)
-        assert keeper.num_restarts == 1 and len(single[0]) == 100
+        assert keeper.num_restarts == 1 and len(single[0]) == LONG // 2
         assert choices == whole
 
 

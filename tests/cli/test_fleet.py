@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,29 @@ class Streams:
         )
 
 
+@contextmanager
+def running_requests(fleet: Fleet, count: int) -> Iterator[None]:
+    """Requests that run until they are cancelled, which is at the end."""
+    answers: list[tuple[int, str]] = []
+
+    def ask() -> None:
+        status, _, body = fleet.post("/v1/completions", {"prompt": "hello", "max_tokens": 12_000}, 2 * WAIT_S)
+        answers.append((status, body["error"]["code"]))
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: [row["state"] for row in call_admin(fleet.admin, "explain")["open"]] == ["decode"] * count)
+        yield
+    finally:
+        for row in call_admin(fleet.admin, "explain")["open"]:
+            call_admin(fleet.admin, "cancel", row["id"])
+        for thread in threads:
+            thread.join(WAIT_S)
+    assert answers == [(499, "cancelled")] * count
+
+
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What a command prints; it must succeed."""
     code = cli.main(list(words))
@@ -113,7 +137,7 @@ def test_the_report_names_the_replicas_and_the_router(fleet: Fleet) -> None:
 
 
 def test_requests_finish_although_a_replica_is_killed(fleet: Fleet) -> None:
-    streams = Streams(fleet, 6, 400)
+    streams = Streams(fleet, 6, 800)
     wait_until(lambda: all(row["open_requests"] for row in fleet.replicas))
     os.kill(fleet.replicas[0]["pid"], signal.SIGKILL)
     streams.end()
@@ -123,21 +147,20 @@ def test_requests_finish_although_a_replica_is_killed(fleet: Fleet) -> None:
 
 
 def test_ps_top_and_metrics_have_a_row_for_each_replica(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    streams = Streams(fleet, 6, 600)
-    shown = json.loads(run(capsys, "top", "fleet", "--json"))
-    assert [row["number"] for row in shown["replicas"]] == [row["number"] for row in fleet.replicas]
-    assert shown["requests"]["running"] == 6 and len(shown["running"]) == 6
-    assert shown["server"]["max_sequences"] == 12
-    out = run(capsys, "top", "fleet", "--once")
-    assert out.count(" local  ") == 3 and "6 of 12" in out
-    lines = run(capsys, "ps").splitlines()
-    assert len([line for line in lines if line.startswith("  replica ")]) == 3
-    text = fleet_metrics(fleet)
-    for row in fleet.replicas:
-        assert f'octavo_replica_up{{model_name="fleet",replica="{row["number"]}"}} 1.0' in text
-    assert "octavo_fleet_resumed_requests_total" in text
-    assert 'octavo_sequences_running{model_name="fleet"} 6.0' in text
-    streams.end()
+    with running_requests(fleet, 6):
+        shown = json.loads(run(capsys, "top", "fleet", "--json"))
+        assert [row["number"] for row in shown["replicas"]] == [row["number"] for row in fleet.replicas]
+        assert shown["requests"]["running"] == 6 and len(shown["running"]) == 6
+        assert shown["server"]["max_sequences"] == 12
+        out = run(capsys, "top", "fleet", "--once")
+        assert out.count(" local  ") == 3 and "6 of 12" in out
+        lines = run(capsys, "ps").splitlines()
+        assert len([line for line in lines if line.startswith("  replica ")]) == 3
+        text = fleet_metrics(fleet)
+        for row in fleet.replicas:
+            assert f'octavo_replica_up{{model_name="fleet",replica="{row["number"]}"}} 1.0' in text
+        assert "octavo_fleet_resumed_requests_total" in text
+        assert 'octavo_sequences_running{model_name="fleet"} 6.0' in text
 
 
 def fleet_metrics(fleet: Fleet) -> str:
@@ -155,11 +178,10 @@ def test_health_names_the_replicas(fleet: Fleet) -> None:
 
 
 def test_explain_names_the_replica(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    streams = Streams(fleet, 1, 400)
-    [found] = call_admin(fleet.admin, "explain")["open"]
-    out = run(capsys, "explain", found["id"], "--server", "fleet")
-    assert "engine   replica-" in out
-    streams.end()
+    with running_requests(fleet, 1):
+        [found] = call_admin(fleet.admin, "explain")["open"]
+        out = run(capsys, "explain", found["id"], "--server", "fleet")
+        assert "engine   replica-" in out
 
 
 def test_it_is_scaled_rolled_and_drained_without_a_lost_request(

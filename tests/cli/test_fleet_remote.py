@@ -45,7 +45,7 @@ def test_engines_join_are_killed_and_no_request_is_lost(folder: Path) -> None:
     ):
         wait_until(lambda: len(fleet.replicas) == 2)
         assert f"octavo serve MODEL --join {address}" in fleet.text
-        streams = Streams(fleet, 6, 400)
+        streams = Streams(fleet, 6, 800)
         wait_until(lambda: all(row["open_requests"] for row in fleet.replicas))
         one.send_signal(signal.SIGKILL)
         streams.end()

@@ -35,7 +35,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, two adapters a and b, and the models into which they are merged."""
     folder = tmp_path_factory.mktemp("adapters")
-    model = make_tiny_model("llama3", folder / "base", eos_token_id=None)
+    model = make_tiny_model("llama3", folder / "base", eos_token_id=None, max_position_embeddings=1024)
     for seed, name in enumerate("ab"):
         adapter = RandomAdapter.of(model, seed, rank=8)
         adapter.write(folder / name)
@@ -160,8 +160,8 @@ async def test_requests_with_adapters_go_on_after_a_kill_of_the_engine(
         a = registry.get("a")
         assert a is not None
         numbers = {"a": a.adapter_id, "b": b.adapter_id, None: 0}
-        long = [(name, request_of(f"{name}{i}", numbers[name], 190)) for name in texts for i in range(2)]
-        before = [await follow(keeper, request_of(f"before {name}", number, 190)) for name, number in numbers.items()]
+        long = [(name, request_of(f"{name}{i}", numbers[name], 900)) for name in texts for i in range(2)]
+        before = [await follow(keeper, request_of(f"before {name}", number, 900)) for name, number in numbers.items()]
         reading = [asyncio.create_task(follow(keeper, request)) for _, request in long]
         for _ in range(2):
             epoch = keeper.epoch

@@ -30,7 +30,7 @@ NAMES = ("a", "b", "c")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    model = make_tiny_model("smollm2", folder / "base")
+    model = make_tiny_model("smollm2", folder / "base", max_position_embeddings=1024)
     for seed, name in enumerate(NAMES):
         RandomAdapter.of(model, seed, rank=8).write(folder / name)
     return folder
@@ -173,10 +173,10 @@ def test_requests_of_a_loaded_adapter_go_on_after_a_kill_of_the_api_process(fold
         body = {
             "model": "b",
             "prompt": "the cat",
-            "max_tokens": 190,
+            "max_tokens": 900,
             "ignore_eos": True,
             "seed": 4,
-            "n": 8,  # and no drafts: an answer that takes long enough to be cut
+            "n": 4,  # and no drafts: an answer that takes long enough to be cut
             "stream": True,
         }
         plain, killed = Retrying(port, "plain", body), Retrying(port, "killed", body)

@@ -91,9 +91,9 @@ async def test_streams_go_on_over_a_killed_rank(tiny: Path) -> None:
     """The rank is killed while the others wait for it in a collective."""
     async with keeping(config(tiny, tensor_parallel_size=2)) as supervisor:
         expected = await ids_of(supervisor, range(40))
+        rows: Any = (await supervisor.statistics())["ranks"]
         streams = [asyncio.create_task(follow(supervisor, renamed(number))) for number in range(40)]
         await until(lambda: any(state.has_progress for state in supervisor.requests))
-        rows: Any = (await supervisor.statistics())["ranks"]
         os.kill(rows["1"]["pid"], signal.SIGKILL)
         found = [await stream for stream in streams]
         assert [(stream.ids, stream.reason) for stream in found] == expected
