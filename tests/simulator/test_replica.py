@@ -10,12 +10,13 @@ import pytest
 from tests.core.random_config import BUILT_IN
 from tests.simulator.fakes import ConstantCosts, Digests, LinearCosts, columns, limits, workload
 
-from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
+from octavo.core.plan import Events, StepFailure, StepPlan, StepResult, WaitReason
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
 from octavo.simulator.arrival import Arrival, make_request
 from octavo.simulator.cost_model import CostModel, shape_of
+from octavo.simulator.outcomes import Samples
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
 
@@ -152,6 +153,29 @@ def test_the_steps_that_are_planned_by_themselves_have_the_digests_of_the_slow_w
     assert all(by_step[step] == (digest, planned) for step, digest, planned in made)
     assert 0 < len(made) < len(by_step) / 2
     assert len(made) + run.replicas[0].forwarded_steps == len(by_step)
+
+
+def test_samples_say_what_bounds_a_step_and_what_the_first_request_waits_for() -> None:
+    arrivals = [Arrival(0.0, 10, 60) for _ in range(5)]
+    run = simulate(arrivals, Setup(limits(max_sequences=2), ConstantCosts(), sample_s=0.1))
+    samples, totals = run.samples, run.replicas[0]
+    assert samples.part_names == ("device",) and len(samples.parts) == len(samples.waiting) == len(samples)
+    assert samples.waiting[0] == 3 and samples.reasons[0] == WaitReason.SEQUENCE_CAP and samples.rows[0] == 2
+    assert samples.waiting[-1] == 0 and samples.reasons[-1] == -1 and samples.rows[-1] == 1
+    assert list(samples.parts) == pytest.approx([0.013] * len(samples)) and {*samples.compute} == {-1.0}
+    assert totals.rows == sum(run.outcomes.output_tokens) and totals.max_sequences == 2
+    assert totals.steps_at_max_sequences * 2 + (totals.steps - totals.steps_at_max_sequences) == totals.rows
+    assert totals.steps_at_max_batch_tokens == 0 < totals.steps_at_max_sequences
+    tight = simulate(arrivals[:1], Setup(limits(max_batch_tokens=10), ConstantCosts()))
+    assert tight.replicas[0].steps_at_max_batch_tokens == 1
+
+
+def test_a_long_run_is_sampled_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(limits(), ConstantCosts(), sample_s=0.1)
+    many = simulate([Arrival(0.0, 4, 100)] * 20, setup)
+    monkeypatch.setattr(Samples, "MANY", 5)
+    few = simulate([Arrival(0.0, 4, 100)] * 20, setup)
+    assert 5 < len(few.samples) < len(many.samples) / 2 and few.duration == many.duration
 
 
 def test_a_request_that_cannot_be_served_ends_with_an_error() -> None:

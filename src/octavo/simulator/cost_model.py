@@ -1,13 +1,13 @@
-"""CostModel (predicts step times), StepShape (the part of a plan that a cost model may read) and ScaledCosts.
+"""CostModel (predicts step times), StepShape (what it may read of a plan), StepParts (what bounds a step), ScaledCosts.
 
 Owns: the protocol, and the conversion of a plan to its shape. Does not: know any device or model (costs does).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from octavo.core.plan import ROW_SAMPLE, StepPlan
 from octavo.errors import ConfigError
@@ -56,6 +56,30 @@ class CostModel(Protocol):
         ...
 
 
+class StepParts(NamedTuple):
+    """A step's device time by what bounds it: `seconds` has the same names for every step, and adds up to step_s.
+
+    `compute_s`: seconds that the step's FLOP alone take, at the rate that kernels reach; None if unknown.
+    """
+
+    seconds: Mapping[str, float]
+    compute_s: float | None = None
+
+
+@runtime_checkable
+class PartedCosts(Protocol):
+    """A CostModel that knows what bounds a step."""
+
+    def parts(self, shape: StepShape) -> StepParts:
+        """Return the parts of step_s. May be slower than step_s."""
+        ...
+
+
+def parts_of(costs: CostModel, shape: StepShape) -> StepParts:
+    """Return a step's parts; a single one, `device`, if the cost model does not know them."""
+    return costs.parts(shape) if isinstance(costs, PartedCosts) else StepParts({"device": costs.step_s(shape)})
+
+
 def shape_of(plan: StepPlan) -> StepShape:
     """Return a plan's shape."""
     starts, counts = plan.starts, plan.counts
@@ -86,6 +110,11 @@ class ScaledCosts:
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
         return max(0.0, self._costs.step_s(shape) * self._factor)
+
+    def parts(self, shape: StepShape) -> StepParts:
+        """Return the other model's parts, scaled; the FLOP of a step stay the same."""
+        parts = parts_of(self._costs, shape)
+        return StepParts({name: time_s * self._factor for name, time_s in parts.seconds.items()}, parts.compute_s)
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
         assert self._costs.decode_s is not None

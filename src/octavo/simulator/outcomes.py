@@ -23,6 +23,7 @@ class Outcomes:
     `reasons` holds FinishReasons; `indices` holds positions in the workload; `replicas` holds the number of the serving
     replica; `tenants` holds indices into `tenant_names`. `cached` counts tokens found in the prefix cache; `restarts`
     counts restarts after a replica's failure. `output_tokens` counts all choices, `longest` the longest choice.
+    `num_keyed` counts the requests that arrived with block keys.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,7 @@ class Outcomes:
         self.replicas = array("i")
         self.tenants = array("i")
         self.reasons = array("b")
+        self.num_keyed = 0
         self.tenant_names: list[str] = []
         self._tenant_of: dict[str, int] = {}
 
@@ -96,6 +98,8 @@ class RequestTracker:
         self.open[entry.name] = entry
         if arrival.choices:
             self._with_choices[entry.name] = entry
+        if arrival.keys:
+            self.outcomes.num_keyed += 1
         return entry
 
     def apply_decisions(self, decisions: tuple[Event, ...]) -> list[SimulatedRequest]:
@@ -166,6 +170,8 @@ class ReplicaTotals:
     `busy_s` is the device's time, `host_s` the time of scheduling and delivery. `queried_tokens` were looked up in the
     prefix cache for admitted requests; `hit_tokens` were found. Of `steps`, `forwarded_steps` were fast-forwarded.
     `max_blocks_used` is the maximum, over all steps that were not fast-forwarded, of the blocks of running requests.
+    `rows` counts sequences over all steps. `steps_at_max_sequences` and `steps_at_max_batch_tokens` count the steps
+    that reached these limits, which `max_sequences` and `max_batch_tokens` repeat.
     """
 
     requests: int = 0
@@ -183,14 +189,25 @@ class ReplicaTotals:
     num_blocks: int = 0
     max_blocks_used: int = 0
     down_s: float = 0.0
+    max_sequences: int = 0
+    max_batch_tokens: int = 0
+    rows: int = 0
+    steps_at_max_sequences: int = 0
+    steps_at_max_batch_tokens: int = 0
 
 
 class Samples:
     """Columns of samples in order of time. A replica is sampled at its first turn after each `sample_s` seconds.
 
     `used` counts the blocks of the leading cache group that running requests hold. `steps`, and `tokens` (computed),
-    count from the replica's last start.
+    count from the replica's last start. `busy_s` and `host_s` are the replica's totals. After the turn's plans,
+    `waiting` requests wait, the first one for the WaitReason `reasons` (-1 without one), and `rows` sequences are in
+    the turn's first plan. `parts` has len(part_names) entries for each sample: the seconds of that plan by what bounds
+    them (StepParts), 0 without a plan; `compute` is the share of these seconds that its FLOP take, -1 if unknown.
+    After MANY samples the interval grows, so that a long run's samples fit in memory.
     """
+
+    MANY = 1 << 17
 
     def __init__(self) -> None:
         self.times = array("d")
@@ -198,6 +215,14 @@ class Samples:
         self.used = array("i")
         self.steps = array("q")
         self.tokens = array("q")
+        self.busy_s = array("d")
+        self.host_s = array("d")
+        self.waiting = array("i")
+        self.reasons = array("b")
+        self.rows = array("i")
+        self.part_names: tuple[str, ...] = ()
+        self.parts = array("f")
+        self.compute = array("f")
 
     def __len__(self) -> int:
         return len(self.times)

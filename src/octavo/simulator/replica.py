@@ -21,7 +21,7 @@ from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
 from octavo.simulator.arrival import make_request
-from octavo.simulator.cost_model import CostModel, StepShape, shape_of
+from octavo.simulator.cost_model import CostModel, StepShape, parts_of, shape_of
 from octavo.simulator.drafts import SimulatedDrafts
 from octavo.simulator.outcomes import ReplicaTotals, RequestTracker, Samples, SimulatedRequest
 from octavo.simulator.setup import Setup
@@ -240,6 +240,8 @@ class Replica:
         totals.queried_tokens += counted.queried_tokens
         totals.hit_tokens += counted.hit_tokens
         totals.num_blocks = sum(self._setup.limits.num_blocks)
+        totals.max_sequences = self._setup.limits.max_sequences
+        totals.max_batch_tokens = self._setup.limits.max_batch_tokens
 
     # --- time
 
@@ -256,7 +258,8 @@ class Replica:
     def _turn(self) -> list[SimulatedRequest]:
         """Admit queued requests, then plan up to the depth."""
         now, self._is_idle = self.next_at, False
-        if now >= self._next_sample:
+        is_sampled = now >= self._next_sample
+        if is_sampled:
             self._sample(now)
         self._note_blocks()
         ended: list[SimulatedRequest] = []
@@ -266,6 +269,8 @@ class Replica:
                 ended.append(entry)
         if not (self._is_fast and self._begin_run(now)):
             ended += self._make_plans(now)
+        if is_sampled:
+            self._sample_plan(now)
         return ended
 
     def _admit(self, entry: SimulatedRequest, now: float) -> bool:
@@ -311,6 +316,7 @@ class Replica:
     def _launch(self, plan: StepPlan, now: float) -> None:
         """Queue a plan on the device."""
         step_s, host_s = self._prices.of(plan)
+        self._count_rows(len(plan.slots), plan.num_query_tokens, 1)
         drafting_s = 0.0
         if self._drafts is not None and plan.num_drafts:
             plain = StepShape([start + 1 for start in plan.starts], [], len(plan.starts))
@@ -393,6 +399,7 @@ class Replica:
                 self.scheduler.end_choice(name, choice, run.commits[last], FinishReason.LENGTH)
         decisions = self.scheduler.take_events()
         totals.forwarded_steps += num_turns
+        self._count_rows(run.steps.num_rows, run.steps.num_rows, num_turns)
         self._free_at = run.ends[last]
         committed = run.steps_s[:num_turns]
         if plan is not None:
@@ -413,11 +420,47 @@ class Replica:
         if used > self.totals.max_blocks_used:
             self.totals.max_blocks_used = used
 
+    def _count_rows(self, num_rows: int, num_tokens: int, num_steps: int) -> None:
+        totals, limits = self.totals, self._setup.limits
+        totals.rows += num_rows * num_steps
+        if num_rows >= limits.max_sequences:
+            totals.steps_at_max_sequences += num_steps
+        if num_tokens >= limits.max_batch_tokens:
+            totals.steps_at_max_batch_tokens += num_steps
+
     def _sample(self, now: float) -> None:
+        """Sample the replica before the turn's plans."""
         samples, gauges, interval = self._samples, self.scheduler.gauges(), self._setup.sample_s
         samples.times.append(now)
         samples.replicas.append(self.number)
         samples.used.append(gauges.blocks_used[0])
         samples.steps.append(gauges.num_steps)
         samples.tokens.append(gauges.num_computed_tokens)
+        samples.busy_s.append(self.totals.busy_s)
+        samples.host_s.append(self.totals.host_s)
+        interval *= 1 + len(samples) // samples.MANY
         self._next_sample = (now // interval + 1) * interval
+
+    def _sample_plan(self, now: float) -> None:
+        """Complete the turn's sample after its plans."""
+        samples, first = self._samples, self.scheduler.first_waiting(1)
+        samples.waiting.append(self.scheduler.num_waiting)
+        samples.reasons.append(-1 if not first or first[0].reason is None else first[0].reason)
+        shape = self._planned_shape(now)
+        num_rows = 0 if shape is None else len(shape.decode_kv) + len(shape.prefills)
+        samples.rows.append(num_rows)
+        parts = parts_of(self._setup.costs, shape or StepShape([1], []))
+        samples.part_names = tuple(parts.seconds)
+        samples.parts.extend(parts.seconds.values() if num_rows else [0.0] * len(parts.seconds))
+        step_s = sum(parts.seconds.values())
+        is_known = num_rows > 0 and step_s > 0 and parts.compute_s is not None
+        samples.compute.append((parts.compute_s or 0.0) / step_s if is_known else -1.0)
+
+    def _planned_shape(self, now: float) -> StepShape | None:
+        """Return the shape of the first plan that was made at `now`; None without one."""
+        if self._run is not None:
+            steps = self._run.steps  # models that price more than the sum of the lengths have no runs
+            mean, rest = divmod(steps.kv_sum, steps.num_rows)
+            return StepShape([mean] * (steps.num_rows - 1) + [mean + rest], [], steps.num_rows)
+        plan = next((flight.plan for flight in self._flight if flight.plan.now == now), None)
+        return None if plan is None or not plan.slots else shape_of(plan)

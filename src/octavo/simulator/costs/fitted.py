@@ -24,7 +24,7 @@ from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.errors import ConfigError
 from octavo.observe.recording.reader import RecordedStep, open_recording, steps
-from octavo.simulator.cost_model import DecodeSeconds, StepShape, shape_of
+from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape, shape_of
 from octavo.simulator.costs.least_squares import Array, solve
 
 VERSION = 1
@@ -164,6 +164,19 @@ class Fitted:
     def host_s(self, shape: StepShape) -> float:
         """Return seconds of the host."""
         return _priced(host_features(shape), self._host)
+
+    def parts(self, shape: StepShape) -> StepParts:
+        """Return the seconds of each kind of work, from the prices of its features."""
+        priced = [number * price for number, price in zip(features(shape), self._device, strict=True)]
+        of = dict(zip(NAMES, priced, strict=True))
+        attention_s = of["decode position read"] + of["chunk position pair"]
+        copies_s = of["block copied"] + of["block moved to or from the host"]
+        return StepParts({
+            "tokens and rows": sum(priced) - attention_s - copies_s - of["step"],
+            "attention": attention_s,
+            "copies of blocks": copies_s,
+            "fixed costs": of["step"],
+        })  # fmt: skip
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
         del kv_max

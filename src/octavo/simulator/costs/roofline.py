@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import DecodeSeconds, StepShape
+from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape
 from octavo.simulator.costs.hardware import Hardware, ModelFacts
 
 
@@ -72,6 +72,28 @@ class Roofline:
         """Return seconds of scheduling and delivery: half of the device's `step_s`, and 0.5 % of it for each row."""
         return self._device.step_s * (0.5 + 0.005 * (len(shape.decode_kv) + len(shape.prefills)))
 
+    def parts(self, shape: StepShape) -> StepParts:
+        """Return a step's seconds by what bounds them. A part that is not bound by compute is bound by memory."""
+        tokens, layers, device = shape.num_tokens, self._model.num_layers, self._device
+        work: list[tuple[float, float]] = []  # seconds to read and seconds to multiply, one pair per part
+        if tokens:
+            work.append((layers * self._layer_read_s(tokens), layers * tokens * self._product_s))
+            work.append((self._head_read_s, shape.num_samples * self._head_product_s))
+        for window, count in self._windows:
+            for read, pairs in self._attention_work(shape, window):
+                work.append((count * read * self._kv_s, count * pairs * self._score_s))
+        compute_s = sum(product_s for read_s, product_s in work if product_s > read_s)
+        memory_s = sum(read_s for read_s, product_s in work if product_s <= read_s)
+        links_s = 2 * layers * self._reduce_s(tokens) if tokens else 0.0
+        fixed_s = device.step_s + (layers * device.kernel_s if tokens else 0.0)
+        return StepParts(
+            {
+                "compute": compute_s, "memory bandwidth": memory_s, "links": links_s,
+                "copies of blocks": self._transfer_s(shape), "fixed costs": fixed_s,
+            },
+            sum(product_s for _, product_s in work),
+        )  # fmt: skip
+
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
         del kv_max
         attention = self._model.num_layers * max(kv_sum * self._kv_s, kv_sum * self._score_s)
@@ -84,8 +106,7 @@ class Roofline:
         known = self._decodes.get(tokens) if tokens == samples else None
         if known is not None:
             return known
-        read_s = self._read_s + _distinct(self._model.num_experts, self._model.active_experts * tokens) * self._expert_s
-        layer = max(read_s + tokens * self._activation_s, tokens * self._product_s)
+        layer = max(self._layer_read_s(tokens), tokens * self._product_s)
         head = max(self._head_read_s, samples * self._head_product_s)
         layers = self._model.num_layers * (layer + self._device.kernel_s + 2 * self._reduce_s(tokens))
         time_s = layers + head + self._device.step_s
@@ -93,17 +114,29 @@ class Roofline:
             self._decodes[tokens] = time_s
         return time_s
 
+    def _layer_read_s(self, tokens: int) -> float:
+        """Return seconds to read a layer's weights and activations."""
+        read_s = self._read_s + _distinct(self._model.num_experts, self._model.active_experts * tokens) * self._expert_s
+        return read_s + tokens * self._activation_s
+
     def _attention_s(self, shape: StepShape, window: int | None) -> float:
         """Return seconds of one layer's attention: reads and products, of decode rows and of chunks."""
-        kv = sum(shape.decode_kv) if window is None else sum(min(length, window) for length in shape.decode_kv)
-        time_s = max(kv * self._kv_s, kv * self._score_s)
-        for count, before in shape.prefills:
-            if window is None:
-                read, pairs = before + count, count * before + count * (count + 1) // 2
-            else:
-                read, pairs = min(before + count, window + count), count * min(window, before + (count + 1) // 2)
+        time_s = 0.0
+        for read, pairs in self._attention_work(shape, window):
             time_s += max(read * self._kv_s, pairs * self._score_s)
         return time_s
+
+    def _attention_work(self, shape: StepShape, window: int | None) -> list[tuple[int, int]]:
+        """Return the (positions read, pairs of positions) of all decode rows together, and of each chunk."""
+        kv = sum(shape.decode_kv) if window is None else sum(min(length, window) for length in shape.decode_kv)
+        work = [(kv, kv)]
+        for count, before in shape.prefills:
+            if window is None:
+                work.append((before + count, count * before + count * (count + 1) // 2))
+            else:
+                read = min(before + count, window + count)
+                work.append((read, count * min(window, before + (count + 1) // 2)))
+        return work
 
     def _reduce_s(self, tokens: int) -> float:
         """Return seconds of one ring all-reduce of the step's activations."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import DecodeSeconds, StepShape
+from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape
 from octavo.simulator.costs.hardware import Hardware
 from octavo.simulator.rows import FileRow, csv_rows
 
@@ -296,6 +296,18 @@ class CostTable:
         """Return the host's seconds from the profile."""
         del shape
         return self._profile.host_s
+
+    def parts(self, shape: StepShape) -> StepParts:
+        """Return the seconds of each kind of operator."""
+        rows, layers = len(shape.decode_kv) + len(shape.prefills), self._profile.num_layers
+        links_s = 2 * layers * self._reduce_s(shape.num_tokens) if rows else 0.0
+        return StepParts({
+            "linear layers": self._linear_s(shape.num_tokens) - links_s if rows else 0.0,
+            "attention": layers * self._attention_s(shape) if rows else 0.0,
+            "sampling": sum(times.at(rows) for times in self._per_sequence) if rows else 0.0,
+            "links": links_s,
+            "fixed costs": self._profile.step_s,
+        })  # fmt: skip
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
         del kv_max
