@@ -47,6 +47,7 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
         raise CapacityError("the pool holds nothing")
     if behaviour == "crash":
         os._exit(9)
+    device_error = lost_device() if behaviour == "lost_device" else None  # imports torch, which may take seconds
     executor, limits = GatedExecutor(), make_limits()
     capacity = replace(open_fake(executor, limits), device="cuda" if behaviour == "on_device" else "cpu")
     if behaviour == "gated":
@@ -62,8 +63,8 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
             time.sleep(60.0)  # this thread may not stop at once, and goes on while its stacks are written
         if behaviour == "slow":
             time.sleep(SLOW_STEP_S)
-        if behaviour == "lost_device" and EPOCH == 1 and plan.step > 8:
-            return lost_device()
+        if device_error is not None and EPOCH == 1 and plan.step > 8:
+            return device_error
         return EngineDeadError("the device is gone") if behaviour == "dying" and plan.step > 8 else None
 
     executor.fail = fail
