@@ -113,7 +113,7 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device", "abacus"], "unknown device 'abacus'; give one of t4"),
         (["--cost", "guess"], "unknown cost 'guess'; give one of roofline"),
         (["--router", "nearest"], "unknown --router 'nearest'; give one of round_robin, random"),
-        (["--tp", "0"], "--tp is 0; give a whole number from 1 to 64"),
+        (["--tp", "0"], "--tensor-parallel-size is 0; give a whole number from 1 to 64"),
         (["--price", "-1"], "--price is -1; give a number of at least 0"),
         (["--depth", "3"], "depth is 3; an engine has 1 or 2 plans in flight"),
         (["--replicas", "0"], "replicas is 0; give at least 1"),

@@ -1,4 +1,4 @@
-"""Two measured runs of vLLM, simulated from their arrivals, settings and operator profiles.
+"""Three measured runs of vLLM, simulated from their arrivals, settings and operator profiles.
 
 Owns: reading the runs (../shared/data/measured_vllm, from casys-kaist/LLMServingSim, MIT), the settings in our words.
 Does not: tune. Stamps: a request's arrival is on the wall clock, all others on a monotonic one; the least distance of
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tools.fidelity.closeness import Times
+from tools.fidelity.closeness import Column, Times
 
 from octavo.core.limits import Limits
 from octavo.simulator.arrival import Arrival
@@ -52,6 +52,9 @@ CASES = {
     "rtxpro6000": Case(
         "RTXPRO6000__Qwen3-32B", "sharegpt-qwen3-32b-300-sps10", "qwen3-32b", "rtxpro6000-server", 2
     ),
+    "experts": Case(
+        "RTXPRO6000__Qwen3-30B-A3B", "sharegpt-qwen3-30b-a3b-300-sps10", "qwen3-30b-a3b", "rtxpro6000-server", 1
+    ),
 }  # fmt: skip
 
 
@@ -61,19 +64,25 @@ class MeasuredRun:
     def __init__(self, case: Case, data: Path = DATA) -> None:
         root = data / "measured_vllm"
         self.case, self._root = case, root
-        self.hardware = Hardware.of(case.model, case.device, case.tp)
         self._meta = _json(root / case.folder / "meta.json.gz")
+        asked = self._meta["engine_kwargs"]
+        self.hardware = replace(
+            Hardware.of(case.model, case.device, case.tp),
+            dp=asked.get("data_parallel_size", 1),
+            is_expert_parallel=asked.get("enable_expert_parallel", False),
+        )
         self._node = _json(root / case.folder / "config.json.gz")
         stamps = _lines(root / case.folder / "requests.jsonl.gz")
         shapes = _lines(root / "workloads" / f"{case.workload}.lengths.jsonl.gz")
-        column = {name: np.array([row[name] for row in stamps]) for name in stamps[0] if name != "request_id"}
+        column = {name: np.array([row[name] for row in stamps], float) for name in stamps[0] if name != "request_id"}
         arrived = column["arrival_time"] + np.min(column["queued_ts"] - column["arrival_time"])
         order = np.argsort(arrived, kind="stable")
         self.arrived, first, last, self.outputs = (
             values[order]
             for values in (arrived, column["first_token_ts"], column["last_token_ts"], column["output_toks"])
         )
-        self.measured = Times.of(self.arrived, first, last, self.outputs)
+        self.is_known = ~np.isnan(last)  # some runs lack the stamps of their later requests
+        self.measured = self._times(self.arrived, first, last)
         start = self.arrived[0]
         self.workload = [
             Arrival(
@@ -111,6 +120,8 @@ class MeasuredRun:
             padded_tokens=captured,
             all_reduce_s=steps * self._node["link_latency"] * 1e-9,
             all_reduce_bandwidth=self._node["link_bw"] * 1e9 / (steps / tp) if tp > 1 else 0.0,
+            exchange_s=(self.hardware.dp - 1) * self._node["link_latency"] * 1e-9,
+            exchange_bandwidth=self._node["link_bw"] * 1e9,
         )
         return CostTable(replace(files, profile=profile))
 
@@ -120,11 +131,18 @@ class MeasuredRun:
 
     def simulate(self, costs: CostModel) -> tuple[SimulatedRun, Times]:
         """The run as predicted, in the order of `workload`."""
-        run = simulate(self.workload, Setup(self.limits, costs, depth=self.depth))
+        ranks = self.hardware.dp
+        router = "least_requests" if ranks > 1 else "round_robin"
+        setup = Setup(self.limits, costs, depth=self.depth, router=router, ranks=ranks)
+        run = simulate(self.workload, setup)
         order = np.argsort(np.array(run.outcomes.indices))
         first, ends = (np.array(values)[order] for values in (run.outcomes.first_tokens, run.outcomes.ends))
         arrivals = np.array([arrival.time for arrival in self.workload])
-        return run, Times.of(arrivals, first, ends, self.outputs)
+        return run, self._times(arrivals, first, ends)
+
+    def _times(self, arrivals: Column, first: Column, last: Column) -> Times:
+        """The times of the requests whose stamps are known."""
+        return Times.of(*(column[self.is_known] for column in (arrivals, first, last, self.outputs)))
 
     def fit(self, costs: CostModel, evaluations: int = 10) -> ScaledCosts:
         """Stretch a cost model so that the first requests come right: least relative squares of e2e and tpot.

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="M", help="a shape known by name, or a model [llama-3.1-8b]")
     group.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt + output [the model's]")
     group.add_argument("--device", metavar="D", help="a device by name, or this [h100]")
-    group.add_argument("--tp", type=Number(int, 1, 64), default=1, metavar="N", help="devices of one replica [1]")
+    _add_parallel_arguments(group)
     group.add_argument("--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE [roofline]")
     group.add_argument(
         "--price", type=Number(float, 0), metavar="X", help="dollars an hour of one device [its usual rent]"
@@ -126,11 +126,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_search_arguments(parser)
     rare = (
-        "--start", "--end", "--too-long", "--seed", "--tp", "--price", "--depth", "--max-waiting", "--fail",
+        "--start", "--end", "--too-long", "--seed", "--tensor-parallel-size",
+        "--data-parallel-size", "--pipeline-parallel-size", "--enable-expert-parallel", "--price", "--depth",
+        "--max-waiting", "--fail",
         "--draft-acceptance", "--draft-cost",
         "--tenant-weight", "--fast-forward", "--perfetto", "--page", "--fit", "--search-space", "--max-replicas",
     )  # fmt: skip
     add_settings(parser, ("scheduling", "cache"), is_short=False, rare=rare)
+
+
+def _add_parallel_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tensor-parallel-size", "--tp", dest="tp", type=Number(int, 1, 64), default=1, metavar="N",
+        help="devices over which each layer is split [1]",
+    )  # fmt: skip
+    group.add_argument(
+        "--data-parallel-size", "--dp", dest="dp", type=Number(int, 1, 1024), default=1, metavar="N",
+        help="engines of one replica; with a model of experts they step together [1]",
+    )  # fmt: skip
+    group.add_argument(
+        "--pipeline-parallel-size", "--pp", dest="pp", type=Number(int, 1, 256), default=1, metavar="N",
+        help="stages into which the layers are divided [1]",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-expert-parallel", "--ep", dest="ep", action="store_true",
+        help="whole experts on each device, instead of a slice of every expert",
+    )  # fmt: skip
 
 
 def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
@@ -236,10 +257,12 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
         args.seed, args.rate_scale, args.start, args.end, args.limit, limits[0].max_model_len, args.too_long
     )
     workload = open_workload(args.workload or [DEFAULT_WORKLOAD], shaping)
+    apart = args.dp // engine.ranks  # data-parallel engines of a dense model share nothing
     setup = Setup(
-        limits[0], costs, engine.depth if args.depth is None else args.depth, args.replicas, args.router,
+        limits[0], costs, engine.depth if args.depth is None else args.depth, args.replicas * apart, args.router,
         failures=tuple(map(_read_failure, args.fail)), max_waiting=args.max_waiting,
         fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed, drafts=drafts,
+        ranks=engine.ranks, pipeline=engine.pipeline,
     )  # fmt: skip
     goals = read_goals(args.objective) if args.objective or args.search else Goals()
     price = engine.price if args.price is None else args.price * args.tp
@@ -258,7 +281,15 @@ def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, 
         raise UsageError(f"--cost {args.cost} does not say whose engine it is; give --model and --device")
     names = args.model or DEFAULT_MODEL, args.device or DEFAULT_DEVICE
     hardware = Hardware.of(*names, args.tp, config.cache.block_size)
-    return SimulatedEngine.of_hardware(hardware), cost_model(args.cost, hardware)
+    dp = args.dp if hardware.model.num_experts else 1
+    hardware = replace(hardware, dp=dp, pp=args.pp, is_expert_parallel=args.ep)
+    engine = SimulatedEngine.of_hardware(hardware)
+    if args.cost.startswith("fitted:") and (engine.ranks > 1 or args.pp > 1):
+        raise UsageError(
+            f"--cost is {args.cost}, which knows steps of one engine; leave out --data-parallel-size and "
+            "--pipeline-parallel-size, or give roofline or table:DIR"
+        )
+    return engine, cost_model(args.cost, hardware)
 
 
 def _limits(
@@ -349,8 +380,8 @@ def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
 
 def _fleet_plan(args: argparse.Namespace, plan: SimulationPlan, result: SearchResult) -> dict[str, Any] | None:
     """Return the fleet that was found for `octavo fleet --plan`: what the user set and what the search chose."""
-    if result.setup is None or result.verdict is None:
-        return None
+    if result.setup is None or result.verdict is None or args.dp * args.pp > 1:
+        return None  # octavo fleet starts replicas of one engine
     resolved, limits = plan.resolved, result.setup.limits
     given = {
         setting.name: resolved.value(setting)

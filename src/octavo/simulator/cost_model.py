@@ -21,7 +21,8 @@ class StepShape:
 
     `decode_kv` has, for each one-token row, the number of positions that the row attends to, its own included.
     `prefills` has (tokens, positions before them) for each other row, including rows with drafts. `num_samples` rows
-    sample a token. The last three fields count the blocks copied on the device, swapped out and loaded.
+    sample a token. The next three fields count the blocks copied on the device, swapped out and loaded. `peer_tokens`
+    has the tokens of each other rank of a data-parallel group in the same step (see lockstep).
     """
 
     decode_kv: list[int]
@@ -30,6 +31,7 @@ class StepShape:
     copied_blocks: int = 0
     swapped_out_blocks: int = 0
     loaded_blocks: int = 0
+    peer_tokens: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +82,7 @@ def parts_of(costs: CostModel, shape: StepShape) -> StepParts:
     return costs.parts(shape) if isinstance(costs, PartedCosts) else StepParts({"device": costs.step_s(shape)})
 
 
-def shape_of(plan: StepPlan) -> StepShape:
+def shape_of(plan: StepPlan, peer_tokens: tuple[int, ...] = ()) -> StepShape:
     """Return a plan's shape."""
     starts, counts = plan.starts, plan.counts
     decode_kv = [start + 1 for start, count in zip(starts, counts, strict=True) if count == 1]
@@ -92,6 +94,7 @@ def shape_of(plan: StepPlan) -> StepShape:
         len(plan.copies) // 3,
         len(plan.swap_outs) // 3,
         len(plan.host_loads) // 3,
+        peer_tokens,
     )
 
 

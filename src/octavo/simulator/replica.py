@@ -2,7 +2,7 @@
 
 Owns: turns (admit commands, then plan up to the depth); retirements (commit and delivery); the times of both; runs of
 decode steps in which no request arrives, ends or waits for a block, which core.repeat applies together.
-Does not: know other replicas, or the source of requests (run).
+Does not: know other replicas, or the source of requests (run); step a group of engines together (lockstep).
 Time: a plan is made at a turn's start, begins on the device after the previous plan ends, and is committed at its end.
 `host_s` passes after each commit; with two plans in flight, the device computes during `host_s`.
 Invariant: plans and times equal those of an engine loop whose executor takes the cost model's times.
@@ -24,7 +24,8 @@ from octavo.simulator.arrival import make_request
 from octavo.simulator.cost_model import CostModel, StepShape, parts_of, shape_of
 from octavo.simulator.drafts import SimulatedDrafts
 from octavo.simulator.outcomes import ReplicaTotals, RequestTracker, Samples, SimulatedRequest
-from octavo.simulator.setup import Setup
+from octavo.simulator.pipeline import PipelineStages
+from octavo.simulator.setup import ReplicaSetup, Setup
 
 MIN_WAIT_S = 0.001  # minimum seconds between an empty plan and the next plan, as in engine.loop
 MORE_TURNS = 8  # maximum turns that DecodeRun.more predicts
@@ -38,15 +39,18 @@ class StepPrices:
         self.decode_s = costs.decode_s
         self._host: dict[int, float] = {}
 
-    def of(self, plan: StepPlan) -> tuple[float, float]:
-        """Return a plan's seconds on the device and on the host. Without rows and copies, the device time is 0."""
+    def of(self, plan: StepPlan, peer_tokens: tuple[int, ...] = ()) -> tuple[float, float]:
+        """Return a plan's seconds on the device and on the host. Without rows and copies, the device time is 0.
+
+        `peer_tokens` has the tokens of the other ranks' plans in the same step.
+        """
         num_rows = len(plan.slots)
         has_copies = plan.copies or plan.swap_outs or plan.host_loads
         if not num_rows and not has_copies:
             return 0.0, self._costs.host_s(shape_of(plan))
-        if plan.is_fast_path and self.decode_s is not None and not has_copies:
+        if plan.is_fast_path and self.decode_s is not None and not has_copies and not peer_tokens:
             return self.decode_s(num_rows, plan.num_kv_read, max(plan.starts) + 1), self.host_s(num_rows)
-        shape = shape_of(plan)
+        shape = shape_of(plan, peer_tokens)
         return self._costs.step_s(shape), self._costs.host_s(shape)
 
     def host_s(self, num_rows: int) -> float:
@@ -153,34 +157,43 @@ class StepInFlight:
 class Replica:
     """One engine, up or down. The caller must call `advance` at `next_at`.
 
-    `num_open` counts the replica's open requests, `load` their prompt tokens.
+    `num_open` counts the replica's open requests, `load` their prompt tokens. `stages`: the pipeline of which this is
+    one engine.
     """
 
-    def __init__(self, number: int, setup: Setup, tracker: RequestTracker, samples: Samples) -> None:
+    def __init__(
+        self,
+        number: int,
+        setup: Setup,
+        tracker: RequestTracker,
+        samples: Samples,
+        own: ReplicaSetup,
+        stages: PipelineStages | None = None,
+    ) -> None:
         self.number = number
         self.totals = ReplicaTotals()
         self.load = 0
         self.num_open = 0
         self.is_up = True
         self.next_at = inf
-        self._setup = setup
-        self._prices = StepPrices(setup.costs)
+        self._setup, self._own, self._stages = setup, own, stages
+        self._prices = StepPrices(self._own.costs)
         self._tracker, self._samples = tracker, samples
         self._next_sample = 0.0 if setup.sample_s else inf
-        self._is_fast = setup.fast_forward and setup.make_sink is None
+        self._is_fast = setup.fast_forward and setup.make_sink is None and stages is None
         self._open: dict[str, SimulatedRequest] = {}
         self._start()
 
     def _start(self) -> None:
         drafts, seed = self._setup.drafts, self._setup.seed + self.number
         self._drafts = None if drafts is None else SimulatedDrafts(drafts, seed)
-        self.scheduler = Scheduler(self._setup.limits, drafts=self._drafts)
+        self.scheduler = Scheduler(self._own.limits, drafts=self._drafts)
         make = self._setup.make_sink
         self._sink = None if make is None else make(self.scheduler)
         self._flight: deque[StepInFlight] = deque()
         self._inbox: deque[SimulatedRequest] = deque()
         self._run: DecodeRun | None = None
-        self._is_retiring = False
+        self._is_retiring = self._is_sampled = False
         self._is_idle, self._idle_since = True, 0.0  # no turn begins before _idle_since
         self._free_at = 0.0  # when the device has finished all its plans
         self.next_at = inf
@@ -188,7 +201,7 @@ class Replica:
     # --- commands
 
     def submit(self, entry: SimulatedRequest, at: float) -> None:
-        """Queue a request that arrives at `at`; the next turn admits it."""
+        """Queue a request that arrives at `at`; the next turn admits it. The caller must call `wake` then."""
         entry.replica = self.number
         self._open[entry.name] = entry
         self.load += entry.arrival.prompt_tokens
@@ -197,6 +210,9 @@ class Replica:
         if self._run is not None:
             self._cut_run(self._run, at)
         self._inbox.append(entry)
+
+    def wake(self, at: float) -> None:
+        """End the idle time of an idle replica."""
         if self._is_idle:
             self._is_idle, self.next_at = False, max(at, self._idle_since)
 
@@ -239,9 +255,9 @@ class Replica:
         totals.preemptions += counted.num_preemptions
         totals.queried_tokens += counted.queried_tokens
         totals.hit_tokens += counted.hit_tokens
-        totals.num_blocks = sum(self._setup.limits.num_blocks)
-        totals.max_sequences = self._setup.limits.max_sequences
-        totals.max_batch_tokens = self._setup.limits.max_batch_tokens
+        totals.num_blocks = sum(self._own.limits.num_blocks)
+        totals.max_sequences = self._own.limits.max_sequences
+        totals.max_batch_tokens = self._own.limits.max_batch_tokens
 
     # --- time
 
@@ -258,8 +274,17 @@ class Replica:
     def _turn(self) -> list[SimulatedRequest]:
         """Admit queued requests, then plan up to the depth."""
         now, self._is_idle = self.next_at, False
-        is_sampled = now >= self._next_sample
-        if is_sampled:
+        ended = self.admit_queued(now)
+        if not (self._is_fast and self._begin_run(now)):
+            ended += self._make_plans(now)
+        if self._is_sampled:
+            self.sample_plan(self._planned_shape(now))
+        return ended
+
+    def admit_queued(self, now: float) -> list[SimulatedRequest]:
+        """Begin a turn: sample, and admit the queued requests; return those that could not be admitted."""
+        self._is_sampled = now >= self._next_sample
+        if self._is_sampled:
             self._sample(now)
         self._note_blocks()
         ended: list[SimulatedRequest] = []
@@ -267,17 +292,13 @@ class Replica:
             entry = self._inbox.popleft()
             if not self._admit(entry, now):
                 ended.append(entry)
-        if not (self._is_fast and self._begin_run(now)):
-            ended += self._make_plans(now)
-        if is_sampled:
-            self._sample_plan(now)
         return ended
 
     def _admit(self, entry: SimulatedRequest, now: float) -> bool:
         """Admit a request. End the request with an error if it does not fit, or if too many requests wait."""
         setup = self._setup
         is_full = setup.max_waiting and not entry.restarts and self.scheduler.num_waiting >= setup.max_waiting
-        request = make_request(entry.name, entry.arrival, entry.at, entry.emitted, setup.limits)
+        request = make_request(entry.name, entry.arrival, entry.at, entry.emitted, self._own.limits)
         try:
             if not is_full:
                 self.scheduler.admit(request, now)
@@ -297,9 +318,8 @@ class Replica:
         ended: list[SimulatedRequest] = []
         wake_at = None
         while len(self._flight) < self._setup.depth:
-            plan = self.scheduler.plan(now)
-            if plan.events:
-                ended += self._apply(plan.events)
+            plan, ended_now = self.plan(now)
+            ended += ended_now
             if plan.is_empty:
                 wake_at = plan.wake_at
                 break
@@ -315,19 +335,40 @@ class Replica:
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         """Queue a plan on the device."""
-        step_s, host_s = self._prices.of(plan)
+        flight, begin = self.price(plan), max(now, self._free_at)
+        if self._stages is None:
+            flight.end = begin + flight.drafting_s + flight.step_s
+        else:
+            flight.end = self._stages.run(begin, flight.drafting_s + flight.step_s, sum(plan.counts))
+        self._free_at = flight.end
+        self._flight.append(flight)
+
+    def plan(self, now: float) -> tuple[StepPlan, list[SimulatedRequest]]:
+        """Return the scheduler's next plan, and the requests that ended by it."""
+        plan = self.scheduler.plan(now)
+        return plan, self._apply(plan.events) if plan.events else []
+
+    def price(self, plan: StepPlan, peer_tokens: tuple[int, ...] = ()) -> StepInFlight:
+        """Count a plan, and return it with its times; the caller sets its end. `peer_tokens`: see StepShape."""
+        step_s, host_s = self._prices.of(plan, peer_tokens)
         self._count_rows(len(plan.slots), plan.num_query_tokens, 1)
         drafting_s = 0.0
         if self._drafts is not None and plan.num_drafts:
             plain = StepShape([start + 1 for start in plan.starts], [], len(plan.starts))
-            drafting_s = self._drafts.drafting_s(plan, self._setup.costs.step_s(plain))
-        end = max(now, self._free_at) + drafting_s + step_s
-        self._free_at = end
-        self._flight.append(StepInFlight(plan, step_s, host_s, end, drafting_s))
+            drafting_s = self._drafts.drafting_s(plan, self._own.costs.step_s(plain))
+        return StepInFlight(plan, step_s, host_s, inf, drafting_s)
 
     def _retire(self) -> list[SimulatedRequest]:
         """Commit the oldest plan, and advance by the plan's host time."""
-        now, flight, totals = self.next_at, self._flight.popleft(), self.totals
+        now, flight = self.next_at, self._flight.popleft()
+        ended = self.commit(flight, now)
+        self._is_retiring = False
+        self.next_at = now + flight.host_s
+        return ended
+
+    def commit(self, flight: StepInFlight, now: float) -> list[SimulatedRequest]:
+        """Commit a plan; return the requests that ended."""
+        totals = self.totals
         if self._drafts is not None:
             result = self._drafts.result(flight.plan, flight.step_s)
         else:
@@ -341,8 +382,6 @@ class Replica:
             self.scheduler.end_choice(name, choice, now)
         totals.busy_s += flight.step_s + flight.drafting_s
         totals.host_s += flight.host_s
-        self._is_retiring = False
-        self.next_at = now + flight.host_s
         return ended
 
     def _apply(self, decisions: tuple[Event, ...]) -> list[SimulatedRequest]:
@@ -421,7 +460,7 @@ class Replica:
             self.totals.max_blocks_used = used
 
     def _count_rows(self, num_rows: int, num_tokens: int, num_steps: int) -> None:
-        totals, limits = self.totals, self._setup.limits
+        totals, limits = self.totals, self._own.limits
         totals.rows += num_rows * num_steps
         if num_rows >= limits.max_sequences:
             totals.steps_at_max_sequences += num_steps
@@ -441,17 +480,18 @@ class Replica:
         interval *= 1 + len(samples) // samples.MANY
         self._next_sample = (now // interval + 1) * interval
 
-    def _sample_plan(self, now: float) -> None:
-        """Complete the turn's sample after its plans."""
+    def sample_plan(self, shape: StepShape | None) -> None:
+        """Complete the turn's sample after its plans, if it has one. `shape` is of the first plan; None without one."""
+        if not self._is_sampled:
+            return
         samples, first = self._samples, self.scheduler.first_waiting(1)
         samples.waiting.append(self.scheduler.num_waiting)
         samples.reasons.append(-1 if not first or first[0].reason is None else first[0].reason)
-        shape = self._planned_shape(now)
         num_rows = 0 if shape is None else len(shape.decode_kv) + len(shape.prefills)
         samples.rows.append(num_rows)
-        parts = parts_of(self._setup.costs, shape or StepShape([1], []))
-        samples.part_names = tuple(parts.seconds)
-        samples.parts.extend(parts.seconds.values() if num_rows else [0.0] * len(parts.seconds))
+        parts = parts_of(self._own.costs, shape or StepShape([1], []))
+        samples.part_names = samples.part_names or tuple(parts.seconds)  # other cost models' parts are left out
+        samples.parts.extend(parts.seconds.get(name, 0.0) if num_rows else 0.0 for name in samples.part_names)
         step_s = sum(parts.seconds.values())
         is_known = num_rows > 0 and step_s > 0 and parts.compute_s is not None
         samples.compute.append((parts.compute_s or 0.0) / step_s if is_known else -1.0)

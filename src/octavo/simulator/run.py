@@ -20,9 +20,11 @@ from octavo.core.request import FinishReason
 from octavo.errors import ConfigError
 from octavo.fleet.routing import create_router
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.lockstep import LockStep
 from octavo.simulator.outcomes import NEVER, RequestTracker, Samples, SimulatedRequest, SimulatedRun
+from octavo.simulator.pipeline import PipelineStages
 from octavo.simulator.replica import Replica
-from octavo.simulator.setup import Setup
+from octavo.simulator.setup import ReplicaSetup, Setup
 
 LOOK_EVERY = 1024  # events between two checks of `give_up`
 YOUNG_OBJECTS = 100_000  # allocations between garbage collections; Python's 700 made a simulation a fifth slower
@@ -57,7 +59,11 @@ class _Fleet:
         self._setup = setup
         self._tracker = RequestTracker()
         self._samples = Samples()
-        self._replicas = [Replica(number, setup, self._tracker, self._samples) for number in range(setup.replicas)]
+        self._replicas: list[Replica] = []  # all engines
+        self._parts: list[list[Replica | LockStep]] = []  # what steps by itself, of each replica of the setup
+        self._steppers: list[Replica | LockStep] = []  # the same, of each engine
+        for part in setup.parts():
+            self._add(part)
         self._up = self._replicas[:]
         self._router = create_router(setup.router, setup.seed)
         self._heap: list[tuple[float, int, int]] = []
@@ -81,7 +87,7 @@ class _Fleet:
         while heap and (self._arriving or self._tracker.open):
             self._now, kind, number = heappop(heap)
             if kind == _REPLICA:
-                self._advance(self._replicas[number])
+                self._advance(self._steppers[number])
             elif kind == _ARRIVAL:
                 self._arrive(number)
             else:
@@ -92,12 +98,29 @@ class _Fleet:
                 break
         return self._close()
 
-    def _advance(self, replica: Replica) -> None:
-        if replica.next_at != self._now or not replica.is_up:
-            return  # an outdated entry: the replica's next_at has changed
-        ended = replica.advance()
-        if replica.next_at != inf:
-            heappush(self._heap, (replica.next_at, _REPLICA, replica.number))
+    def _add(self, part: ReplicaSetup) -> None:
+        """Add the engines of a replica: for each pipeline stage, one group of its ranks."""
+        stages = None if part.pipeline is None else PipelineStages(part.pipeline)
+        own_stages = stages if part.ranks == 1 else None
+        steppers: list[Replica | LockStep] = []
+        for _ in range(part.num_engines // part.ranks):
+            first = len(self._replicas)
+            ranks = [
+                Replica(number, self._setup, self._tracker, self._samples, part, own_stages)
+                for number in range(first, first + part.ranks)
+            ]
+            self._replicas += ranks
+            stepper = ranks[0] if part.ranks == 1 else LockStep(ranks, self._setup.depth, stages)
+            self._steppers += [stepper] * part.ranks
+            steppers.append(stepper)
+        self._parts.append(steppers)
+
+    def _advance(self, stepper: Replica | LockStep) -> None:
+        if stepper.next_at != self._now or not stepper.is_up:
+            return  # an outdated entry: the stepper's next_at has changed
+        ended = stepper.advance()
+        if stepper.next_at != inf:
+            heappush(self._heap, (stepper.next_at, _REPLICA, stepper.number))
         for entry in ended:
             self._ended(entry)
 
@@ -178,11 +201,12 @@ class _Fleet:
             self._unrouted.append(entry)
             return
         target = self._router.choose(entry.arrival, self._up)
-        replica = self._replicas[target.number]
-        before = replica.next_at
-        replica.submit(entry, self._now)
-        if replica.next_at != before:
-            heappush(self._heap, (replica.next_at, _REPLICA, replica.number))
+        stepper = self._steppers[target.number]
+        before = stepper.next_at
+        self._replicas[target.number].submit(entry, self._now)
+        stepper.wake(self._now)
+        if stepper.next_at != before:
+            heappush(self._heap, (stepper.next_at, _REPLICA, stepper.number))
 
     def _ended(self, entry: SimulatedRequest) -> None:
         """Schedule the requests that follow this one, strictly after its end."""
@@ -198,22 +222,27 @@ class _Fleet:
         """Fail or restart a replica. Number n is failure n; number n + len(failures) is the restart after failure n."""
         failures = self._setup.failures
         failure = failures[number % len(failures)]
-        replica = self._replicas[failure.replica]
+        steppers = self._parts[failure.replica]
         if number >= len(failures):
-            self._restart(replica)
+            self._restart(steppers)
             return
-        if not replica.is_up:
+        if not steppers[0].is_up:
             return
-        lost = replica.fail(self._now)
+        lost = sorted(
+            (entry for stepper in steppers for entry in stepper.fail(self._now)),
+            key=lambda entry: (entry.at, entry.index),
+        )
         self._up = [one for one in self._replicas if one.is_up]
         if failure.restart_s is not None:
             heappush(self._heap, (self._now + failure.restart_s, _FAILURE, number + len(failures)))
-            replica.totals.down_s += failure.restart_s
+            for engine, stepper in zip(self._replicas, self._steppers, strict=True):
+                engine.totals.down_s += failure.restart_s if stepper in steppers else 0.0
         for entry in lost:
             self._send(entry)
 
-    def _restart(self, replica: Replica) -> None:
-        replica.restart(self._now)
+    def _restart(self, steppers: list[Replica | LockStep]) -> None:
+        for stepper in steppers:
+            stepper.restart(self._now)
         self._up = [one for one in self._replicas if one.is_up]
         unrouted, self._unrouted = self._unrouted, []
         for entry in unrouted:

@@ -190,7 +190,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class CapacitySearch:
-    """A search. `workload()` returns the same `num_requests` arrivals each time; `price` is per replica and hour.
+    """A search. `workload()` returns the same `num_requests` arrivals each time; `price` is per engine and hour.
 
     `setup.replicas` is the first number of replicas tried. `make_limits` returns the Limits for chosen settings.
     `report` is called with each trial.
@@ -271,7 +271,7 @@ class _SearchRun:
         rank = number, -verdict.margin
         if best.setup is None or best.verdict is None or rank < (best.setup.replicas, -best.verdict.margin):
             best.setup, best.label = replace(setup, replicas=number), label
-            best.verdict, best.cost = verdict, number * self._search.price
+            best.verdict, best.cost = verdict, number * setup.parts()[0].num_engines * self._search.price
             self._max_replicas = number
 
     def _fewest(self, reaches: Callable[[int], bool], label: str) -> int | None:

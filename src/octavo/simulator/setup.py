@@ -22,6 +22,7 @@ from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.outcomes import RequestTracker
+from octavo.simulator.pipeline import PipelineFacts
 
 # An engine's default (tokens per step, sequences), as in assembly.DEVICE_DEFAULTS.
 CPU_DEFAULTS, GPU_DEFAULTS = (512, 32), (8192, 256)
@@ -39,14 +40,33 @@ class ReplicaFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaSetup:
+    """One replica: `ranks` data-parallel engines that step together, or `pipeline.stages` times as many.
+
+    `limits` are of one engine. The engines of a fleet are numbered in order, those of replica 0 first.
+    """
+
+    limits: Limits
+    costs: CostModel
+    ranks: int = 1
+    pipeline: PipelineFacts | None = None
+
+    @property
+    def num_engines(self) -> int:
+        """Return the number of schedulers."""
+        return self.ranks * (1 if self.pipeline is None else self.pipeline.stages)
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """The engines of a simulation, and its options.
 
-    Each replica has up to `depth` plans in flight and up to `max_waiting` waiting requests (0: no limit). `router` is a
-    name in fleet.routing.ROUTERS. `make_sink` is called with each new scheduler; with it, every step is planned
-    separately. Without it, `fast_forward` computes unchanged decode steps together, with the same outcome. `sample_s`
-    is the time between samples of each replica (0: none). `give_up` is called at intervals with the requests and the
-    time; if it returns True, the run ends. `drafts`: the engines have a draft model.
+    Every replica is a ReplicaSetup of `limits`, `costs`, `ranks` and `pipeline`, but for those in `others`, by number.
+    Each engine has up to `depth` plans in flight and up to `max_waiting` waiting requests (0: no limit). `router` is a
+    name in fleet.routing.ROUTERS, and chooses an engine. `make_sink` is called with each new scheduler; with it, every
+    step is planned separately. Without it, `fast_forward` computes unchanged decode steps together, with the same
+    outcome. `sample_s` is the time between samples of each engine (0: none). `give_up` is called at intervals with the
+    requests and the time; if it returns True, the run ends. `drafts`: the engines have a draft model.
     """
 
     limits: Limits
@@ -62,25 +82,39 @@ class Setup:
     seed: int = 0
     give_up: Callable[[RequestTracker, float], bool] | None = None
     drafts: DraftSettings | None = None
+    ranks: int = 1
+    pipeline: PipelineFacts | None = None
+    others: tuple[tuple[int, ReplicaSetup], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, minimum in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0)):
+        for name, minimum in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0), ("ranks", 1)):
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give at least {minimum}")
         if self.depth > 2:
             raise ConfigError(f"depth is {self.depth}; an engine has 1 or 2 plans in flight")
+        if self.depth > 1 and any(one.pipeline is not None for one in self.parts()):
+            raise ConfigError(f"depth is {self.depth}; give 1 with a pipeline, whose stages have a plan in flight each")
+        for number, _ in self.others:
+            if not 0 <= number < self.replicas:
+                raise ConfigError(f"others names replica {number}; there are 0 to {self.replicas - 1}")
         for failure in self.failures:
             if not 0 <= failure.replica < self.replicas:
                 raise ConfigError(f"a failure names replica {failure.replica}; there are 0 to {self.replicas - 1}")
             if failure.time < 0 or (failure.restart_s is not None and failure.restart_s < 0):
                 raise ConfigError(f"a failure is at {failure.time} s, back after {failure.restart_s} s; give 0 or more")
 
+    def parts(self) -> list[ReplicaSetup]:
+        """Return each replica's setup."""
+        others = dict(self.others)
+        common = ReplicaSetup(self.limits, self.costs, self.ranks, self.pipeline)
+        return [others.get(number, common) for number in range(self.replicas)]
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
     """The engine of one replica: a model on `hardware`, or an engine with the Limits of a recording (`recorded`).
 
-    `price` is dollars per replica and hour.
+    `price` is dollars per engine and hour (a rank of a pipeline has as many engines as stages).
     """
 
     model: str
@@ -93,8 +127,19 @@ class SimulatedEngine:
     @staticmethod
     def of_hardware(hardware: Hardware) -> SimulatedEngine:
         """Return the engine of a model on a device."""
-        device = hardware.device.name if hardware.tp == 1 else f"{hardware.tp} x {hardware.device.name}"
+        devices = hardware.tp * hardware.dp * hardware.pp
+        device = hardware.device.name if devices == 1 else f"{devices} x {hardware.device.name}"
         return SimulatedEngine(hardware.model.name, device, 1, hardware.device.price * hardware.tp, hardware=hardware)
+
+    @property
+    def ranks(self) -> int:
+        """Return the data-parallel ranks that step together."""
+        return 1 if self.hardware is None else self.hardware.dp
+
+    @property
+    def pipeline(self) -> PipelineFacts | None:
+        """Return the pipeline of each rank."""
+        return None if self.hardware is None else self.hardware.pipeline
 
     def limits(
         self, scheduling: SchedulingConfig, cache: CacheConfig, given: Collection[str], max_model_len: int | None = None
@@ -118,6 +163,10 @@ class SimulatedEngine:
             "prefix cache": "on" if limits.prefix_caching else "off",
             "chunked prefill": "on" if limits.chunked_prefill else "off",
         }
+        if self.hardware is not None and self.hardware.dp * self.hardware.pp > 1:
+            sizes = self.hardware
+            experts = ", whole experts" if sizes.is_expert_parallel else ""
+            description["parallel"] = f"tensor {sizes.tp}, data {sizes.dp}, pipeline {sizes.pp}{experts}"
         if limits.host_blocks:
             description["host tier"] = f"{limits.host_blocks[0]:,} blocks"
         if limits.headroom is not None:
@@ -170,7 +219,7 @@ def _hardware_limits(
         max_model_len=length,
         vocab_size=hardware.model.vocab_size,
         max_batch_tokens=max_batch_tokens,
-        max_sequences=scheduling.max_sequences or sequences,
+        max_sequences=max(1, (scheduling.max_sequences or sequences) // hardware.pp),
         host_blocks=_host_blocks(hardware, cache),
     )
     return configured_limits(scheduling, cache, find_policy(scheduling.policy), sizes)

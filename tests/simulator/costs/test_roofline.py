@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.tiny_gguf import make_tiny_gguf
@@ -110,6 +111,46 @@ def test_layers_with_a_window_read_no_more_than_it() -> None:
     costs = Roofline(Hardware(windowed, DEVICE), PERFECT)
     assert costs.decode_s is None
     assert costs.step_s(StepShape([4], [], 1)) == costs.step_s(StepShape([4000], [], 1))
+
+
+def test_a_rank_reads_its_own_experts_and_all_ranks_tokens_use_them() -> None:
+    alone = Hardware(MODELS["qwen3-30b-a3b"], replace(DEVICES["h100"], link_s=0.0, kernel_s=0.0, step_s=0.0))
+    pair = replace(alone, dp=2, is_expert_parallel=True)
+    model, device = alone.model, alone.device
+    shape, met = StepShape([1], [], 1), StepShape([1], [], 1, peer_tokens=(1,))
+    expert_s = model.expert_weights * 2 / device.bandwidth
+    one, two = Roofline(alone, PERFECT).step_s(shape), Roofline(pair, PERFECT).step_s(met)
+    # One token reads 8 experts. Two tokens of two ranks use 15.5 of 128, half of them on each rank.
+    used = 128 * (1 - (15 / 16) ** 2) / 2
+    exchange_s = 2 * model.hidden_size * 2 / device.link_bandwidth
+    assert two - one == pytest.approx(model.num_layers * ((used - 8) * expert_s + exchange_s))
+
+
+def test_ranks_keep_their_own_dense_weights_and_a_share_of_the_experts() -> None:
+    alone = Hardware.of("qwen3-30b-a3b", "h100")
+    model = alone.model
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    assert alone.weight_bytes == model.weight_bytes
+    assert replace(alone, dp=4).weight_bytes == pytest.approx(model.weight_bytes - 0.75 * experts)
+    assert replace(alone, dp=4, is_expert_parallel=True).pool_blocks() == replace(alone, dp=4).pool_blocks()
+    more = replace(alone, dp=2).pool_blocks() - alone.pool_blocks()
+    assert more == pytest.approx(experts / 2 / (model.kv_bytes_per_token * 16), abs=1)
+    halves = replace(alone, pp=2)  # two engines with a half each of what two devices leave
+    assert 2 * halves.pool_blocks() > 2 * alone.pool_blocks() + model.weight_bytes / (model.kv_bytes_per_token * 17)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "told"),
+    [
+        ("llama-3.1-8b", {"pp": 33}, "pipeline_parallel_size is 33; llama-3.1-8b has 32 layers"),
+        ("llama-3.1-8b", {"dp": 2}, "data_parallel_size is 2; llama-3.1-8b has no experts, give replicas"),
+        ("llama-3.1-8b", {"is_expert_parallel": True}, "llama-3.1-8b has no experts, leave it out"),
+        ("qwen3-30b-a3b", {"dp": 3, "is_expert_parallel": True}, "is 3; give sizes whose product divides the 128"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model_are_refused(model: str, sizes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        replace(Hardware.of(model, "h100"), **sizes)
 
 
 def test_a_larger_batch_reads_more_experts_but_not_more_than_there_are() -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_prefix_names_one_table_of_several_and_files_may_be_compressed(tmp_pat
         ("attention_csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n16,0,0,0,1\n", "no row with n_decode"),
         ("attention_csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,16,1\n", "no row with a prefill"),
         ("profile_json", "{", "profile.json"),
-        ("profile_json", '{"layers": 2}', "give an object of all_reduce_bandwidth"),
+        ("profile_json", '{"layers": 2}', "give an object of active_experts"),
         ("profile_json", '{"num_layers": -2}', "number of 0 or more"),
         ("profile_json", '{"num_layers": 2, "padded_tokens": 5}', "number of 0 or more"),
     ],
@@ -174,16 +175,60 @@ def test_a_missing_or_torn_file_is_named(tmp_path: Path) -> None:
         cost_model(spec)
 
 
-@pytest.mark.parametrize("name", ["moe.csv", "moe.csv.gz", "table__moe.csv.gz"])
-def test_a_profile_with_experts_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    spec = write(tmp_path)
-    if name.startswith("table"):
-        for path in list(tmp_path.iterdir()):
-            path.rename(path.with_name(f"table__{path.name}"))
-        spec = f"{spec}/table"
-    (tmp_path / name).write_bytes(gzip.compress(b"tokens,activated_experts,time_us\n1,8,50.2\n"))
-    with pytest.raises(ConfigError, match=rf"{name}: this profile is of a mixture-of-experts model"):
+EXPERTS = """tokens,activated_experts,time_us
+1,2,10
+1,4,20
+3,2,14
+3,4,24
+"""
+ROUTED = {"num_layers": 2, "num_experts": 4, "active_experts": 2}
+
+
+def test_experts_take_the_time_of_those_that_the_tokens_are_expected_to_use(tmp_path: Path) -> None:
+    plain = cost_model(write(tmp_path))
+    routed = cost_model(write(tmp_path, moe_csv=EXPERTS, profile_json=json.dumps(ROUTED)))
+    one, two = StepShape([16], [], 1), StepShape([16, 16], [], 2)
+    assert routed.step_s(one) - plain.step_s(one) == pytest.approx(2 * 10 * US)
+    # Two tokens with 2 of 4 experts each leave out a quarter: 3 experts; tokens between 1 and 3.
+    assert routed.step_s(two) - plain.step_s(two) == pytest.approx(2 * 17 * US)
+    assert routed.decode_s is not None
+    assert routed.decode_s(2, 32, 16) == pytest.approx(routed.step_s(two))
+
+
+def test_ranks_compute_the_tokens_of_all_over_their_own_experts_and_exchange_them_twice(tmp_path: Path) -> None:
+    plain = cost_model(write(tmp_path))
+    link = {"hidden_size": 50, "ep": 2, "exchange_s": 1e-3, "exchange_bandwidth": 1e5}
+    routed = cost_model(write(tmp_path, moe_csv=EXPERTS, profile_json=json.dumps({**ROUTED, **link})))
+    own, met = StepShape([16], [], 1), StepShape([16], [], 1, peer_tokens=(3,))
+    # 4 tokens use 4 (1 - 1/16) = 3.75 of 4 experts: 1.875 of the device's 2 (below the table: 2), for 2 tokens' worth.
+    assert routed.step_s(met) - plain.step_s(own) == pytest.approx(2 * (12 * US + 2 * (1e-3 + 3 * 100 / 1e5)))
+
+
+def test_all_ranks_are_padded_to_one_captured_size_or_none_is(tmp_path: Path) -> None:
+    fields = {**ROUTED, "hidden_size": 50, "exchange_bandwidth": 1e5, "padded_tokens": [2, 3]}
+    routed = cost_model(write(tmp_path, moe_csv=EXPERTS, profile_json=json.dumps(fields)))
+    small, large = StepShape([16], [], 1, peer_tokens=(3,)), StepShape([16], [], 1, peer_tokens=(4,))
+    once = 5 + 100
+    padded = 12 + 2 + 2 + 14 + 3 * 2 + (3.9375 - 2) / 2 * 10  # 3 and 3 tokens, beyond the table's last two
+    plain = 10 + 2 + 2 + 14 + 2 * 2 + (3.875 - 2) / 2 * 10  # 1 and 4 tokens
+    assert routed.step_s(small) == pytest.approx((once + 2 * padded) * US + 2 * 2 * 3 * 100 / 1e5)
+    assert routed.step_s(large) == pytest.approx((once + 2 * plain) * US + 2 * 2 * 4 * 100 / 1e5)
+
+
+def test_experts_need_a_model_with_experts_and_whole_ones_on_each_rank(tmp_path: Path) -> None:
+    spec = write(tmp_path, moe_csv=EXPERTS)
+    with pytest.raises(ConfigError, match="does not say num_experts and active_experts"):
         cost_model(spec)
+    hardware = Hardware.of("qwen3-30b-a3b", "h100")
+    assert cost_model(spec, hardware).step_s(StepShape([16], [], 1)) > 0
+    with pytest.raises(ConfigError, match="2 ranks hold slices of them; give --enable-expert-parallel"):
+        cost_model(spec, replace(hardware, dp=2))
+    (tmp_path / "moe.csv").write_text("tokens,activated_experts,time_us\n")
+    with pytest.raises(ConfigError, match=r"moe\.csv has no rows"):
+        cost_model(spec)
+    (tmp_path / "moe.csv").unlink()
+    with pytest.raises(ConfigError, match=r"no moe.csv, and qwen3-30b-a3b has 128 experts"):
+        cost_model(spec, hardware)
 
 
 def test_a_scaled_model_is_the_other_one_stretched() -> None:

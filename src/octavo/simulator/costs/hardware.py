@@ -20,6 +20,7 @@ from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError, UnknownModelError
+from octavo.simulator.pipeline import PipelineFacts
 
 GIB, GB, TERA = 2.0**30, 1e9, 1e12
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "fp4": 0.5625}
@@ -313,6 +314,14 @@ def _seconds_of(work: Callable[[], object]) -> float:
     return max(time.perf_counter() - start, 1e-9)
 
 
+def expected_experts(num_experts: int, active_experts: int, tokens: float) -> float:
+    """Return the expected number of distinct experts of a layer that `tokens` tokens use.
+
+    Each token uses `active_experts` different ones, all equally likely.
+    """
+    return num_experts * (1.0 - (1.0 - active_experts / num_experts) ** tokens) if num_experts else 0.0
+
+
 ACTIVATION_TOKENS_BYTES = 24  # activation bytes per hidden element and token of the largest step
 FIXED_BYTES = 1.0e9  # bytes of contexts, graphs and libraries, per device
 MIN_BLOCKS = 16
@@ -320,33 +329,77 @@ MIN_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware of a replica: a model on `tp` devices, with KV blocks of `block_size` tokens."""
+    """The hardware of a replica: a model on tp * dp * pp devices, with KV blocks of `block_size` tokens.
+
+    `tp`, `dp` and `pp` are the tensor, data and pipeline parallel sizes. Data-parallel engines of a dense model share
+    nothing, and are replicas. The experts of a layer are divided over
+    tp * dp devices: whole experts if `is_expert_parallel`, else a slice of every expert on each device.
+    """
 
     model: ModelFacts
     device: DeviceFacts
     tp: int = 1
     block_size: int = 16
+    dp: int = 1
+    pp: int = 1
+    is_expert_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        model = self.model
+        if self.pp > model.num_layers:
+            raise ConfigError(
+                f"pipeline_parallel_size is {self.pp}; {model.name} has {model.num_layers} layers, give at most as many"
+            )
+        if self.dp > 1 and not model.num_experts:
+            raise ConfigError(f"data_parallel_size is {self.dp}; {model.name} has no experts, give replicas instead")
+        if self.is_expert_parallel and not model.num_experts:
+            raise ConfigError(f"enable_expert_parallel is on; {model.name} has no experts, leave it out")
+        if model.num_experts % self.expert_ranks:
+            raise ConfigError(
+                f"tensor_parallel_size * data_parallel_size is {self.expert_ranks}; give sizes whose product divides "
+                f"the {model.num_experts} experts of {model.name}, or leave out enable_expert_parallel"
+            )
 
     @staticmethod
     def of(model: str, device: str, tp: int = 1, block_size: int = 16) -> Hardware:
         """Look up the model and the device by name. Raises ConfigError naming the known names."""
         return Hardware(model_facts(model), device_facts(device), tp, block_size)
 
-    def pool_blocks(self, max_batch_tokens: int = 2048, memory_share: float = 0.9) -> int:
-        """Return the number of blocks that fit beside the weights in `memory_share` of the devices' memory.
+    @property
+    def pipeline(self) -> PipelineFacts | None:
+        """Return the pipeline; between its stages, activations of 2 bytes an element pass the device's link."""
+        if self.pp == 1:
+            return None
+        return PipelineFacts(self.pp, self.device.link_s, self.model.hidden_size * 2 / self.device.link_bandwidth)
 
-        Raises ConfigError with the numbers if fewer than 16 fit.
+    @property
+    def expert_ranks(self) -> int:
+        """Return the number of devices among which whole experts are divided."""
+        return self.tp * self.dp if self.is_expert_parallel else 1
+
+    @property
+    def weight_bytes(self) -> float:
+        """Return the weights of one data-parallel rank: all of the dense ones, and its share of the experts."""
+        model = self.model
+        experts = model.num_layers * model.num_experts * model.expert_weights * model.linear_bytes
+        return model.weight_bytes - experts * (1 - 1 / self.dp)
+
+    def pool_blocks(self, max_batch_tokens: int = 2048, memory_share: float = 0.9) -> int:
+        """Return the number of an engine's blocks: what fits beside the weights in `memory_share` of the memory.
+
+        The `pp` engines of a rank (see lockstep) have equal shares. Raises ConfigError with the numbers if fewer than
+        16 fit.
         """
-        model, device, tp = self.model, self.device, self.tp
-        usable = device.memory_bytes * memory_share * tp
-        fixed = 0.0 if device.is_measured else FIXED_BYTES * tp
-        activations = ACTIVATION_TOKENS_BYTES * model.hidden_size * max_batch_tokens
-        free = usable - model.weight_bytes - fixed - activations
-        copies = max(1, tp // model.num_kv_heads)
-        count = int(free // (model.kv_bytes_per_token * copies * self.block_size)) if free > 0 else 0
+        model, device, num_devices = self.model, self.device, self.tp * self.pp
+        usable = device.memory_bytes * memory_share * num_devices
+        fixed = 0.0 if device.is_measured else FIXED_BYTES * num_devices
+        activations = ACTIVATION_TOKENS_BYTES * model.hidden_size * max_batch_tokens * self.pp
+        free = usable - self.weight_bytes - fixed - activations
+        copies = max(1, self.tp // model.num_kv_heads)
+        count = int(free // (model.kv_bytes_per_token * copies * self.block_size * self.pp)) if free > 0 else 0
         if count < MIN_BLOCKS:
             raise ConfigError(
-                f"{model.name} has {model.weight_bytes / 1e9:.1f} GB of weights; {tp} x {device.name} give "
+                f"{model.name} has {self.weight_bytes / 1e9:.1f} GB of weights; {num_devices} x {device.name} give "
                 f"{usable / 1e9:.1f} GB, which leaves {count} KV blocks: take more or larger devices, or a narrower "
                 "dtype"
             )

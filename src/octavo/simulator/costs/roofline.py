@@ -4,6 +4,9 @@ Owns: the bytes and FLOP of a step's parts; the efficiencies (reached shares of 
 Does not: look up facts (hardware).
 Each part takes the larger of bytes / bandwidth and FLOP / peak (Williams, Waterman and Patterson, "Roofline: an
 insightful visual performance model", CACM 2009). The parts run one after another.
+The experts of a layer are divided over tp * dp devices, as whole experts or as slices. Each device reads the part that
+it has of the expected experts that the tokens of all ranks use, and a rank with peers gathers their tokens before and
+scatters results after. A step with pipeline stages is priced as a whole (pipeline divides it).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 
 from octavo.errors import ConfigError
 from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape
-from octavo.simulator.costs.hardware import Hardware, ModelFacts
+from octavo.simulator.costs.hardware import Hardware, ModelFacts, expected_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,10 @@ class Roofline:
         self._expert_s = model.expert_weights * model.linear_bytes / self._bandwidth
         width = 6 * model.hidden_size + 3 * (model.active_experts * model.expert_size or model.intermediate_size)
         self._activation_s = 2 * width / self._bandwidth
-        used = model.dense_weights + model.active_experts * model.expert_weights
-        self._product_s = 2 * used / (device.flops(model.linear_bytes) * share.matmul * tp)
+        self._expert_s /= hardware.dp
+        product_s = 2 / (device.flops(model.linear_bytes) * share.matmul * tp)
+        self._product_s = product_s * model.dense_weights
+        self._expert_product_s = product_s * model.active_experts * model.expert_weights / hardware.dp
         head_flops = device.flops(model.head_bytes / model.head_weights) * share.matmul * tp
         self._head_read_s = model.head_bytes / self._bandwidth
         self._head_product_s = 2 * model.head_weights / head_flops
@@ -66,7 +71,8 @@ class Roofline:
         """Return seconds on the device."""
         tokens = shape.num_tokens
         attention = sum(count * self._attention_s(shape, window) for window, count in self._windows)
-        return self._linear_s(tokens, shape.num_samples) + attention + self._transfer_s(shape)
+        linear = self._linear_s(tokens, shape.num_samples, shape.peer_tokens)
+        return linear + attention + self._transfer_s(shape)
 
     def host_s(self, shape: StepShape) -> float:
         """Return seconds of scheduling and delivery: half of the device's `step_s`, and 0.5 % of it for each row."""
@@ -75,16 +81,18 @@ class Roofline:
     def parts(self, shape: StepShape) -> StepParts:
         """Return a step's seconds by what bounds them. A part that is not bound by compute is bound by memory."""
         tokens, layers, device = shape.num_tokens, self._model.num_layers, self._device
+        of_peers = sum(shape.peer_tokens)
         work: list[tuple[float, float]] = []  # seconds to read and seconds to multiply, one pair per part
         if tokens:
-            work.append((layers * self._layer_read_s(tokens), layers * tokens * self._product_s))
+            read_s, product_s = self._layer_work(tokens, of_peers)
+            work.append((layers * read_s, layers * product_s))
             work.append((self._head_read_s, shape.num_samples * self._head_product_s))
         for window, count in self._windows:
             for read, pairs in self._attention_work(shape, window):
                 work.append((count * read * self._kv_s, count * pairs * self._score_s))
         compute_s = sum(product_s for read_s, product_s in work if product_s > read_s)
         memory_s = sum(read_s for read_s, product_s in work if product_s <= read_s)
-        links_s = 2 * layers * self._reduce_s(tokens) if tokens else 0.0
+        links_s = layers * self._links_s(tokens, of_peers) if tokens else 0.0
         fixed_s = device.step_s + (layers * device.kernel_s if tokens else 0.0)
         return StepParts(
             {
@@ -99,25 +107,31 @@ class Roofline:
         attention = self._model.num_layers * max(kv_sum * self._kv_s, kv_sum * self._score_s)
         return self._linear_s(num_rows, num_rows) + attention + 0.0
 
-    def _linear_s(self, tokens: int, samples: int) -> float:
-        """Return seconds of projections, feed-forward, output head, the gaps between kernels, and all-reduces."""
+    def _linear_s(self, tokens: int, samples: int, peers: tuple[int, ...] = ()) -> float:
+        """Return seconds of projections, feed-forward, output head, the gaps between kernels, and communication."""
         if not tokens:
             return self._device.step_s
-        known = self._decodes.get(tokens) if tokens == samples else None
+        is_plain = tokens == samples and not peers
+        known = self._decodes.get(tokens) if is_plain else None
         if known is not None:
             return known
-        layer = max(self._layer_read_s(tokens), tokens * self._product_s)
+        of_peers = sum(peers)
+        layer = max(self._layer_work(tokens, of_peers)) + self._links_s(tokens, of_peers)
         head = max(self._head_read_s, samples * self._head_product_s)
-        layers = self._model.num_layers * (layer + self._device.kernel_s + 2 * self._reduce_s(tokens))
-        time_s = layers + head + self._device.step_s
-        if tokens == samples:
+        time_s = self._model.num_layers * (layer + self._device.kernel_s) + head + self._device.step_s
+        if is_plain:
             self._decodes[tokens] = time_s
         return time_s
 
-    def _layer_read_s(self, tokens: int) -> float:
-        """Return seconds to read a layer's weights and activations."""
-        read_s = self._read_s + _distinct(self._model.num_experts, self._model.active_experts * tokens) * self._expert_s
-        return read_s + tokens * self._activation_s
+    def _layer_work(self, tokens: int, of_peers: int) -> tuple[float, float]:
+        """Return seconds to read a layer's weights and activations, and seconds of its products."""
+        used = expected_experts(self._model.num_experts, self._model.active_experts, tokens + of_peers)
+        read_s = self._read_s + used * self._expert_s + tokens * self._activation_s
+        return read_s, tokens * self._product_s + (tokens + of_peers) * self._expert_product_s
+
+    def _links_s(self, tokens: int, of_peers: int) -> float:
+        """Return seconds of a layer's all-reduces and exchanges."""
+        return 2 * self._reduce_s(tokens) + 2 * self._exchange_s(of_peers)
 
     def _attention_s(self, shape: StepShape, window: int | None) -> float:
         """Return seconds of one layer's attention: reads and products, of decode rows and of chunks."""
@@ -145,6 +159,12 @@ class Roofline:
         moved = 2 * (self._tp - 1) / self._tp * tokens * self._model.hidden_size * 2
         return self._device.link_s + moved / self._link_bandwidth
 
+    def _exchange_s(self, tokens: int) -> float:
+        """Return seconds in which a rank's devices get, or give, a share each of the peers' activations."""
+        if not tokens:
+            return 0.0
+        return self._device.link_s + tokens * self._model.hidden_size * 2 / (self._link_bandwidth * self._tp)
+
     def _transfer_s(self, shape: StepShape) -> float:
         """Return seconds of blocks copied on the device, and of those moved to and from the host."""
         if not (shape.copied_blocks or shape.swapped_out_blocks or shape.loaded_blocks):
@@ -152,11 +172,6 @@ class Roofline:
         on_device = 2 * shape.copied_blocks * self._block_bytes / self._bandwidth
         hosted = shape.swapped_out_blocks + shape.loaded_blocks
         return on_device + hosted * self._block_bytes / self._device.host_bandwidth
-
-
-def _distinct(kinds: int, draws: int) -> float:
-    """Return the expected number of distinct values in `draws` uniform draws from `kinds` values."""
-    return kinds * (1.0 - (1.0 - 1.0 / kinds) ** draws) if kinds else 0.0
 
 
 def _count_windows(model: ModelFacts) -> list[tuple[int | None, int]]:

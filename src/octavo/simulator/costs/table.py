@@ -2,11 +2,14 @@
 
 Owns: finding and reading a table's files; interpolation; which operators a step runs, and how often.
 Does not: parse rows (rows), or know facts of models and devices (hardware).
-A table is FOLDER or FOLDER/PREFIX: [PREFIX]dense.csv, per_sequence.csv and attention.csv, optionally skew_fit.csv and
-profile.json, each plain or .gz. docs/simulating.md describes the columns.
+A table is FOLDER or FOLDER/PREFIX: [PREFIX]dense.csv, per_sequence.csv and attention.csv, optionally moe.csv,
+skew_fit.csv and profile.json, each plain or .gz. docs/simulating.md describes the columns.
 A step runs each operator of a layer once per layer for all tokens (layernorm twice), and embedding, the final norm and
 the per_sequence operators once. If a step has several chunks, the longest chunk is looked up together with the decode
 rows; each other chunk adds its own time minus the smallest chunk's time.
+The experts of moe.csv take the tokens of all data-parallel ranks. Each of the `ep` devices with whole experts computes
+its share of them: tokens / ep of full choices, over the expected number of its experts that the tokens use. Before,
+every rank gathers the other ranks' tokens, and after, it gives their results back (all-gather and reduce-scatter).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pathlib import Path
 
 from octavo.errors import ConfigError
 from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape
-from octavo.simulator.costs.hardware import Hardware
+from octavo.simulator.costs.hardware import Hardware, expected_experts
 from octavo.simulator.rows import FileRow, csv_rows
 
 MAX_ROWS = 1 << 22  # maximum rows of one file
@@ -42,7 +45,9 @@ class Profile:
     `num_layers` and `hidden_size` are the model's, and required if the user names no model. `padded_tokens` lists the
     sizes to which steps are padded (captured graphs); larger steps are not padded. One all-reduce of b bytes over `tp`
     devices takes all_reduce_s + b / all_reduce_bandwidth (bytes/s). `step_s` is a step's overhead between operators,
-    `host_s` a step's host time.
+    `host_s` a step's host time. A token uses `active_experts` of `num_experts` experts, which are divided over `ep`
+    devices. One exchange, in which a rank gets or gives b bytes of other ranks, takes exchange_s + b /
+    exchange_bandwidth.
     """
 
     num_layers: int = 0
@@ -53,41 +58,60 @@ class Profile:
     all_reduce_bandwidth: float = 0.0
     step_s: float = 0.0
     host_s: float = 0.0
+    num_experts: int = 0
+    active_experts: int = 0
+    ep: int = 1
+    exchange_s: float = 0.0
+    exchange_bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TableFiles:
-    """The contents of a table's files: operator times by name and size, and attention times by four sizes."""
+    """The contents of a table's files: operator times by name and size, and attention times by four sizes.
+
+    `experts` has one layer's times by tokens and activated experts; empty for a dense model.
+    """
 
     name: str
     dense: Mapping[str, Times]
     per_sequence: Mapping[str, Times]
     attention: Times
+    experts: Times = field(default_factory=dict)
     skew: Sequence[FileRow] = ()
     profile: Profile = field(default_factory=Profile)
 
     def completed(self, hardware: Hardware) -> TableFiles:
         """Return a copy with missing profile fields (the model's sizes, the device's links) filled in."""
-        known, device, tp = self.profile, hardware.device, hardware.tp
+        known, device, tp, model = self.profile, hardware.device, hardware.tp, hardware.model
+        if model.num_experts and not self.experts:
+            raise ConfigError(
+                f"cost table {self.name!r} has no moe.csv, and {model.name} has {model.num_experts} experts; give the "
+                "profile of this model"
+            )
+        if self.experts and hardware.dp > 1 and not hardware.is_expert_parallel:
+            raise ConfigError(
+                f"cost table {self.name!r} has times of whole experts, and {hardware.dp} ranks hold slices of them; "
+                "give --enable-expert-parallel"
+            )
         moved = 2 * (tp - 1) / tp if tp > 1 else 1  # transfers per byte of a ring all-reduce
         profile = replace(
             known,
-            num_layers=known.num_layers or hardware.model.num_layers,
-            hidden_size=known.hidden_size or hardware.model.hidden_size,
+            num_layers=known.num_layers or model.num_layers,
+            hidden_size=known.hidden_size or model.hidden_size,
             tp=known.tp if known.tp > 1 else tp,
             all_reduce_s=known.all_reduce_s or device.link_s,
             all_reduce_bandwidth=known.all_reduce_bandwidth or device.link_bandwidth / moved,
+            num_experts=known.num_experts or model.num_experts,
+            active_experts=known.active_experts or model.active_experts,
+            ep=known.ep if known.ep > 1 else hardware.expert_ranks,
+            exchange_s=known.exchange_s or device.link_s,
+            exchange_bandwidth=known.exchange_bandwidth or device.link_bandwidth,
         )
         return replace(self, profile=profile)
 
 
 def read_table(path: str) -> TableFiles:
     """Read a table. Raises ConfigError naming the file, the line and the fault."""
-    if experts := _find(path, "moe.csv"):
-        raise ConfigError(
-            f"{experts}: this profile is of a mixture-of-experts model, whose experts a table cannot predict yet; "
-            "give the profile of a dense model, or fit a recording of the model (--fit)"
-        )
     attention = {
         tuple(map(row.count, ATTENTION_COLUMNS)): _seconds(row)
         for row in _rows(path, "attention.csv", (*ATTENTION_COLUMNS, "time_us"))
@@ -96,12 +120,21 @@ def read_table(path: str) -> TableFiles:
         raise ConfigError(f"cost table {path!r}: attention.csv has no row with n_decode of 1 or more")
     if not any(chunk for chunk, _, _, _ in attention):
         raise ConfigError(f"cost table {path!r}: attention.csv has no row with a prefill_chunk of 1 or more")
+    experts: dict[tuple[int, ...], float] = {}
+    if _find(path, "moe.csv") is not None:
+        experts = {
+            (row.count("tokens"), row.count("activated_experts")): _seconds(row)
+            for row in _rows(path, "moe.csv", ("tokens", "activated_experts", "time_us"))
+        }
+        if not experts:
+            raise ConfigError(f"cost table {path!r}: moe.csv has no rows")
     has_skew = _find(path, "skew_fit.csv") is not None
     return TableFiles(
         Path(path).name,
         _by_layer(path, "dense.csv", "tokens"),
         _by_layer(path, "per_sequence.csv", "sequences"),
         attention,
+        experts,
         _rows(path, "skew_fit.csv", ("pc", *SKEW_LABELS, "alpha", "n_samples")) if has_skew else (),
         _read_profile(path),
     )
@@ -280,7 +313,13 @@ class CostTable:
         self._mixed = Interpolator(mixed) if mixed else None
         self._min_chunk_s = self._chunks.at(1, 0, 0, 0)
         self._skew = Skew(files.skew)
-        self._linear: dict[int, float] = {}
+        self._experts = Interpolator(files.experts) if files.experts else None
+        if self._experts is not None and not 0 < profile.active_experts <= profile.num_experts:
+            raise ConfigError(
+                f"cost table {files.name!r} has moe.csv and does not say num_experts and active_experts; name a model "
+                "with experts, or add them to profile.json"
+            )
+        self._linear: dict[tuple[int, ...], float] = {}
         self.decode_s: DecodeSeconds | None = None if files.skew else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
@@ -290,7 +329,7 @@ class CostTable:
             return self._profile.step_s
         per_row = sum(times.at(rows) for times in self._per_sequence)
         attention = self._profile.num_layers * self._attention_s(shape)
-        return self._linear_s(shape.num_tokens) + attention + per_row + self._profile.step_s
+        return self._linear_s(shape.num_tokens, shape.peer_tokens) + attention + per_row + self._profile.step_s
 
     def host_s(self, shape: StepShape) -> float:
         """Return the host's seconds from the profile."""
@@ -300,9 +339,10 @@ class CostTable:
     def parts(self, shape: StepShape) -> StepParts:
         """Return the seconds of each kind of operator."""
         rows, layers = len(shape.decode_kv) + len(shape.prefills), self._profile.num_layers
-        links_s = 2 * layers * self._reduce_s(shape.num_tokens) if rows else 0.0
+        ranks = self._padded(shape.num_tokens, shape.peer_tokens)
+        links_s = layers * self._links_s(ranks) if rows else 0.0
         return StepParts({
-            "linear layers": self._linear_s(shape.num_tokens) - links_s if rows else 0.0,
+            "linear layers": self._linear_s(shape.num_tokens, shape.peer_tokens) - links_s if rows else 0.0,
             "attention": layers * self._attention_s(shape) if rows else 0.0,
             "sampling": sum(times.at(rows) for times in self._per_sequence) if rows else 0.0,
             "links": links_s,
@@ -315,17 +355,43 @@ class CostTable:
         attention = self._profile.num_layers * self._decodes.at(0, num_rows, 0, kv_sum / num_rows)
         return self._linear_s(num_rows) + attention + per_row + self._profile.step_s
 
-    def _linear_s(self, tokens: int) -> float:
-        """Return the seconds of all-reduces, and of the operators whose time depends on the number of tokens."""
-        sizes = self._profile.padded_tokens
-        if sizes and tokens <= sizes[-1]:
-            tokens = sizes[bisect_left(sizes, tokens)]
-        time_s = self._linear.get(tokens)
+    def _linear_s(self, tokens: int, peers: tuple[int, ...] = ()) -> float:
+        """Return the seconds of what depends on the number of tokens: operators, experts, and their communication."""
+        ranks = self._padded(tokens, peers)
+        time_s = self._linear.get(ranks)
         if time_s is None:
-            time_s = sum(count * times.at(tokens) for count, times in self._dense)
-            time_s += 2 * self._profile.num_layers * self._reduce_s(tokens)
-            self._linear[tokens] = time_s
+            time_s = sum(count * times.at(ranks[0]) for count, times in self._dense)
+            layer_s = self._links_s(ranks)
+            if self._experts is not None:
+                layer_s += self._experts_s(self._experts, sum(ranks))
+            time_s += self._profile.num_layers * layer_s
+            self._linear[ranks] = time_s
         return time_s
+
+    def _padded(self, tokens: int, peers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens of all ranks. All are padded to the same size, or none is, as in vLLM."""
+        sizes, ranks = self._profile.padded_tokens, (tokens, *peers)
+        largest = max(ranks)
+        if not sizes or largest > sizes[-1]:
+            return ranks
+        return (sizes[bisect_left(sizes, largest)],) * len(ranks)
+
+    def _links_s(self, ranks: tuple[int, ...]) -> float:
+        """Return the seconds of one layer's all-reduces and exchanges."""
+        return 2 * self._reduce_s(ranks[0]) + 2 * self._exchange_s(sum(ranks[1:]))
+
+    def _experts_s(self, times: Interpolator, tokens: int) -> float:
+        """Return the seconds of one layer's experts on one of `ep` devices, for the tokens of all ranks."""
+        profile = self._profile
+        used = expected_experts(profile.num_experts, profile.active_experts, tokens) / profile.ep
+        return times.at(tokens / profile.ep, used)
+
+    def _exchange_s(self, tokens: int) -> float:
+        """Return the seconds in which a rank gets, or gives, the activations of other ranks' tokens."""
+        profile = self._profile
+        if not tokens:
+            return 0.0
+        return profile.exchange_s + tokens * profile.hidden_size * 2 / profile.exchange_bandwidth
 
     def _reduce_s(self, tokens: int) -> float:
         profile = self._profile
