@@ -40,6 +40,21 @@ def test_figures_of_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in told
 
 
+def test_parallel_sizes_make_engines_and_their_prices(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "--model", "qwen3-30b-a3b", "--price", "2", "--json", "-")
+    sizes = ("--data-parallel-size", "2", "--pipeline-parallel-size", "2", "--enable-expert-parallel")
+    facts = json.loads(simulate(capsys, *words, *sizes, "--tensor-parallel-size", "2"))
+    run, described = facts["runs"]["fcfs"], facts["settings"]
+    assert described["device"] == "8 x h100"
+    assert described["parallel"] == "tensor 2, data 2, pipeline 2, whole experts"
+    assert run["replicas"]["count"] == 4  # ranks x stages
+    assert run["requests"]["served"] == 60
+    assert run["cost"]["price_per_hour"] == 16.0
+    dense = json.loads(simulate(capsys, *SMALL, "--data-parallel-size", "3", "--json", "-"))
+    apart = json.loads(simulate(capsys, *SMALL, "--replicas", "3", "--json", "-"))
+    assert dense["runs"] == apart["runs"]
+
+
 def test_policies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     told = simulate(capsys, *SMALL, "--policy", "fcfs,fair,shortest_prefill")
     head = next(line for line in told.splitlines() if "shortest_prefi" in line)
@@ -114,6 +129,10 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--cost", "guess"], "unknown cost 'guess'; give one of roofline"),
         (["--router", "nearest"], "unknown --router 'nearest'; give one of round_robin, random"),
         (["--tp", "0"], "--tensor-parallel-size is 0; give a whole number from 1 to 64"),
+        (["--dp", "0"], "--data-parallel-size is 0; give a whole number from 1 to 1024"),
+        (["--pp", "33"], "pipeline_parallel_size is 33; llama-3.1-8b has 32 layers"),
+        (["--ep"], "enable_expert_parallel is on; llama-3.1-8b has no experts, leave it out"),
+        (["--pp", "2", "--depth", "2"], "depth is 2; give 1 with a pipeline"),
         (["--price", "-1"], "--price is -1; give a number of at least 0"),
         (["--depth", "3"], "depth is 3; an engine has 1 or 2 plans in flight"),
         (["--replicas", "0"], "replicas is 0; give at least 1"),
