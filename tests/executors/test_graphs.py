@@ -20,6 +20,8 @@ from tests.executors.captured_twins import TwinAttention, sample_best
 from tests.executors.conformance import SPEC, Dense, Driver, make_prompt
 from tests.executors.emulated_device import Happened, OnEmulated
 from tests.executors.test_torch_executor import make
+from tests.models.zoo import MIXTURES
+from tests.models.zoo_checks import random_model
 from tests.ops.test_attention_triton import patched_once
 
 __all__ = ["patched_once"]
@@ -95,6 +97,25 @@ def test_replayed_kernels_equal_eager_ones_and_the_cpu(tiny_folder: Path, params
             assert launches["graph"] == 5 * bool(captured)
     executor = make(tiny_folder, "auto")
     found.append([result.token_ids for result in steps(Driver(executor, executor.open(SPEC)), 2, 5, params)])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.usefixtures("patched_once")
+def test_replayed_experts_equal_eager_ones_and_the_cpu(tmp_path: Path) -> None:
+    """A mixture with a shared expert and its gate: no step waits, and its decode steps are captured."""
+    (row,) = (row for row in MIXTURES if row.name == "qwen2_moe")
+    random_model(row, 0).save_pretrained(tmp_path)
+    found = []
+    for captured in (2, 0):
+        with opened(tmp_path, 2, captured, has_kernels=True) as driver:
+            emulator = driver.executor.emulator  # type: ignore[attr-defined]
+            emulator.clear()
+            found.append([result.token_ids for result in steps(driver, 2, 3)])
+            submit = emulator.phases["submit"]
+            assert submit.launches["graph"] == 3 * bool(captured) and not submit.waits
+            assert submit.launches["octavo.choose_experts.default"] >= (not captured)
+    executor = make(tmp_path, "auto")
+    found.append([result.token_ids for result in steps(Driver(executor, executor.open(SPEC)), 2, 3)])
     assert found[0] == found[1] == found[2]
 
 

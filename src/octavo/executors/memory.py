@@ -232,7 +232,9 @@ def _left_free(memory: DeviceMemory) -> int:
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, num_tokens: int, num_sampled: int) -> int:
     """Return about the bytes of the largest tensors of a step of `num_tokens` tokens that samples `num_sampled`."""
-    widest = 3 * spec.intermediate_size + 4 * spec.hidden_size
+    widest, mixture = 3 * spec.intermediate_size + 4 * spec.hidden_size, spec.mixture
+    if mixture is not None:  # a device computes all chosen experts of all tokens together
+        widest = max(widest, 4 * spec.hidden_size + mixture.top_k * (3 * mixture.intermediate_size + spec.hidden_size))
     return dtype.itemsize * num_tokens * widest + 12 * num_sampled * spec.vocab_size
 
 

@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.artifacts.model_spec import MixtureSpec
 from octavo.core.request import SamplingParams
 from octavo.nn.coded_linear import CodedLinear, DeviceCodes
+from octavo.nn.experts import Expert, Mixture, StackedLinear
 from octavo.nn.layers import Linear
 from octavo.nn.packed_weight import Codes, WeightKind, WeightShape
 from octavo.ops.attention import (
@@ -121,6 +123,7 @@ def make_trials(is_interpreted: bool) -> list[Trial]:
         Trial("linear", _linear(Linear), 150, has_bits=False),
         Trial("invariant linear", _linear(_invariant_linear), 150, has_bits=has_bits),
         Trial("4-bit linear", _coded_linear(), 150, has_bits=has_bits),
+        Trial("experts", _experts(), 40, has_bits=has_bits),
         Trial("attention", _attention(plain, torch.bfloat16, num_tokens), num_tokens),
         Trial("attention with window, cap and sinks", _attention(odd, torch.bfloat16, num_tokens), num_tokens),
         Trial("attention over int8", _attention(plain, torch.int8, SHORT), SHORT),
@@ -186,6 +189,24 @@ def _coded_linear() -> Compute:
         weight = DeviceCodes.empty(shape, device)
         weight.put(0, codes)
         return CodedLinear([weight])(x_TE[begin:end].to(device)).cpu().clone()
+
+    return compute
+
+
+def _experts() -> Compute:
+    """A mixture of 8 experts, of which a token has 2."""
+    spec = MixtureSpec(8, 2, 128, (0,), is_normalised=True)
+    x_TE, router_XE = _random(13, 40, 256), _random(14, 8, 256, dtype=torch.float32) / 4.0
+    weights = _random(15, 8 * 256, 256) / 16.0, _random(16, 8 * 256, 128) / 128**0.5
+
+    def compute(device: torch.device, begin: int, end: int) -> Tensor:
+        gate_up, down = (weight.to(device) for weight in weights)
+        pairs = zip(gate_up.chunk(8), down.chunk(8), strict=True)
+        experts = [Expert(*(Linear(weight, path="plain") for weight in pair)) for pair in pairs]
+        stacked = StackedLinear(8, [gate_up], None), StackedLinear(8, [down], None)
+        router, has_kernels = _invariant_linear(router_XE.to(device)), available.uses_kernels(gate_up)
+        parts = (router, experts, None, None, activation_of("silu", True), stacked if has_kernels else None)
+        return Mixture(spec, *parts)(x_TE[begin:end].to(device)).cpu().clone()
 
     return compute
 

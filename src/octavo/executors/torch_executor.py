@@ -228,7 +228,7 @@ class TorchExecutor:
         """Capture the largest decode steps on a device whose kernels can all be captured; return notes for the user."""
         if self._device.is_host or self._parallel is not None or None in self._cache.planners:
             return []
-        if not isinstance(decoder, Decoder) or self._spec.mixture is not None:  # experts are chosen by the host
+        if not isinstance(decoder, Decoder) or decoder.waits_for_device:
             return []
         graphs = DecodeGraphs(self._device, self._slots, self._cache, decoder, self._block_size)
         note = graphs.capture(capture_sizes(min(self._opening.max_sequences, self.max_captured_rows))[:num_sizes])

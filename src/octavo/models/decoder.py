@@ -112,6 +112,11 @@ class Decoder:
         """Bytes of experts' weights that a step of one token does not read."""
         return sum(part.idle_bytes for part in self._multiplications() if isinstance(part, Mixture))
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Return True if a step needs values of the device on the host, so that it cannot be captured."""
+        return any(isinstance(part, Mixture) and part.stacked is None for part in self._multiplications())
+
     def _multiplications(self) -> list[Multiplication]:
         head = [] if self._head is None else [self._head]
         return head + [linear for layer in self._layers for linear in layer.linears]

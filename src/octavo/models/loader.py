@@ -18,13 +18,14 @@ from octavo.artifacts.families import FAMILIES, has_bias, layer_linears, layer_n
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.models.native_weights import TABLES
 from octavo.nn.coded_linear import CodedEmbedding, CodedLinear, Part, read_parts
-from octavo.nn.experts import Expert, Mixture
+from octavo.nn.experts import Expert, Mixture, StackedLinear
 from octavo.nn.layers import Embedding, LayerNorm, Linear, NoNorm, RMSNorm, RopeTable, ScaledEmbedding
 from octavo.nn.lora import AdaptedLinear, AdapterBank
 from octavo.nn.packed_weight import most_frequent_code
 from octavo.nn.packing import WantedTensor, WeightRun, recoding_notes
 from octavo.nn.weights import Weights
 from octavo.ops.gated_mul import activation_of
+from octavo.ops.triton import available
 
 
 class Multiplication(Protocol):
@@ -169,36 +170,38 @@ class Loader:
         assert mixture is not None, "a layer with experts"
         (weight,), bias = self._rows("router", layer, is_router=True)
         router = self._linear([weight], bias)
-        experts = self._experts(("expert_gate", "expert_up", "expert_down"), mixture.num_experts, layer)
+        stacked = self._stacked(("expert_gate", "expert_up", "expert_down"), mixture.num_experts, layer)
         shared = None
         if mixture.shared_size:
-            (shared,) = self._experts(("shared_gate_proj", "shared_up_proj", "shared_down_proj"), 1, layer)
+            roles = ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
+            (shared,) = self._experts(self._stacked(roles, 1, layer))
         choice_bias = None
         if mixture.has_choice_bias:
             name = f"{self.family.tensor('choice_bias', layer)}.bias"
             choice_bias = self.tensor(name, mixture.num_experts, dtype=torch.float32)
-        return Mixture(mixture, router, experts, shared, choice_bias, activation_of(spec.activation, True))
+        experts, activation = self._experts(stacked), activation_of(spec.activation, True)
+        has_kernels = available.uses_kernels(torch.empty(0, device=self.device))
+        return Mixture(mixture, router, experts, shared, choice_bias, activation, stacked if has_kernels else None)
 
-    def _experts(self, names: Sequence[str], count: int, layer: int) -> list[Expert]:
-        """Read experts whose matrices are one tensor for each of the names of gate, up and down."""
-        columns: list[list[tuple[Part, Tensor | None]]] = []
-        for name in names:
-            (stacked,), bias = self._rows(name, layer)
-            parts: Sequence[Part]
-            if isinstance(stacked, Tensor):
-                parts = stacked.chunk(count)
-            else:
-                size = stacked.outputs // count
-                parts = [stacked.window(range(one * size, (one + 1) * size)) for one in range(count)]
-            biases = [None] * count if bias is None else bias.chunk(count)
-            columns.append(list(zip(parts, biases, strict=True)))
-        experts = []
-        for (gate, gate_bias), (up, up_bias), (down, down_bias) in zip(*columns, strict=True):
-            bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-            are_floats = isinstance(gate, Tensor) and isinstance(up, Tensor)
-            gate_up: list[Part] = [torch.cat((gate, up))] if are_floats else [gate, up]
-            experts.append(Expert(self._linear(gate_up, bias), self._linear([down], down_bias)))
-        return experts
+    def _stacked(self, names: Sequence[str], count: int, layer: int) -> tuple[StackedLinear, StackedLinear]:
+        """Read equal experts whose matrices are one tensor for each of the names of gate, up and down."""
+        (gate, gate_bias), (up, up_bias), (down, down_bias) = (self._stack(name, count, layer) for name in names)
+        gate_up = [gate, up]
+        if isinstance(gate, Tensor) and isinstance(up, Tensor):
+            pairs = (part.view(count, -1, part.shape[1]) for part in (gate, up))
+            gate_up = [torch.cat(list(pairs), 1).flatten(0, 1)]
+        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias), 1)
+        return StackedLinear(count, gate_up, bias), StackedLinear(count, [down], down_bias)
+
+    def _stack(self, name: str, count: int, layer: int) -> tuple[Part, Tensor | None]:
+        """Read one role's matrices and biases [X, F] of all experts."""
+        (part,), bias = self._rows(name, layer)
+        return part, None if bias is None else bias.view(count, -1)
+
+    def _experts(self, stacked: tuple[StackedLinear, StackedLinear]) -> list[Expert]:
+        """Return the experts as layers of their own; on a device these are windows of the stacked weights."""
+        gate_up, down = ([self._linear(*part.of_expert(one)) for one in range(part.num_experts)] for part in stacked)
+        return [Expert(*layers) for layers in zip(gate_up, down, strict=True)]
 
     def _rows(self, linear: str, layer: int, is_router: bool = False) -> tuple[list[Part], Tensor | None]:
         """Read the tensors of a linear layer into parts, and one bias. A router's are float32."""

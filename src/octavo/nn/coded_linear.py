@@ -137,7 +137,7 @@ class CodedLinear:
     def __init__(self, parts: Sequence[Part], bias_F: Tensor | None = None) -> None:
         self._parts = tuple(parts)
         self._bias_F = bias_F
-        self._size = sum(_outputs(part) for part in parts)
+        self._size = sum(outputs_of(part) for part in parts)
         self.nbytes = sum(part.nbytes for part in parts) + (0 if bias_F is None else bias_F.nbytes)
         first = parts[0]
         self.num_weights = self._size * (first.shape[1] if isinstance(first, Tensor) else first.shape.inputs)
@@ -147,7 +147,7 @@ class CodedLinear:
         out_TF = x_TE.new_empty((x_TE.shape[0], self._size))
         first = 0
         for part in self._parts:
-            end = first + _outputs(part)
+            end = first + outputs_of(part)
             bias_F = None if self._bias_F is None else self._bias_F[first:end]
             if isinstance(part, DeviceCodes):
                 part.multiply_into(x_TE, bias_F, out_TF[:, first:end])
@@ -216,7 +216,8 @@ def _put(part: DeviceCodes, first_row: int, name: str, converted: Future[Codes |
     part.put(first_row, codes)
 
 
-def _outputs(part: Part) -> int:
+def outputs_of(part: Part) -> int:
+    """Return the number of a part's outputs."""
     return part.shape[0] if isinstance(part, Tensor) else part.outputs
 
 
