@@ -57,7 +57,7 @@ def test_parallel_sizes_make_engines_and_their_prices(capsys: pytest.CaptureFixt
 
 def test_policies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     told = simulate(capsys, *SMALL, "--policy", "fcfs,fair,shortest_prefill")
-    head = next(line for line in told.splitlines() if "shortest_prefi" in line)
+    head = next(line for line in told.splitlines() if "shortest_prefi" in line and not line.startswith("advice "))
     assert head.split() == ["fcfs", "fair", "shortest_prefi"]
 
 
@@ -84,6 +84,47 @@ def test_every_file_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert [float(row["arrival"]) for row in rows] == sorted(float(row["arrival"]) for row in rows)
     assert 'id="frames"' in files["page"].read_text()
     assert len(json.loads(files["perfetto"].read_text())["traceEvents"]) > 100
+
+
+def test_saved_runs_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.json" for name in ("small", "large")]
+    for path, count in zip(paths, ("2", "64"), strict=True):
+        simulate(capsys, *SMALL, "--max-num-seqs", count, "--json", str(path))
+    told = simulate(capsys, "--compare", *map(str, paths), "--html", str(tmp_path / "both.html"))
+    lines = told.splitlines()
+    assert lines[0].split() == ["sequences", "at", "once", "2", "64"]
+    assert sum("p99 rests on the slowest of 60 requests" in line for line in lines) == 1
+    assert any(line.split() == ["small", "large"] for line in lines)
+    text = (tmp_path / "both.html").read_text()
+    assert "<th>setting</th><th>small</th><th>large</th>" in text and "<h1>Simulations: small, large</h1>" in text
+    several = tmp_path / "policies.json"
+    simulate(capsys, *SMALL, "--policy", "fcfs,fair", "--json", str(several))
+    assert "policies fcfs" in simulate(capsys, "--compare", str(several), str(paths[0]))
+    (tmp_path / "torn.json").write_text("{")
+    (tmp_path / "other.json").write_text('{"runs": {}}')
+    for words, reason in (
+        (["--compare", "/none.json"], "--compare /none.json cannot be read: No such file"),
+        (["--compare", str(tmp_path / "torn.json")], "is no JSON"),
+        (["--compare", str(tmp_path / "other.json")], "has no runs of this version; make it anew"),
+        (["--compare", str(paths[0]), str(paths[0])], "two runs with the name 'small'"),
+        (["--compare", str(paths[0]), "--json", "-"], "--compare looks at saved runs alone"),
+    ):
+        assert main(["simulate", *words]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_advice_is_printed_in_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--workload", "poisson:rate=6,requests=60,prompt=200,output=20", "--router", "prefix_hash")
+    told = simulate(capsys, *load, "--policy", "fcfs,fair", "--replicas", "2")
+    advice = [line for line in told.splitlines() if line.startswith("advice ")]
+    starts = (
+        "prefix_hash compares prefixes",
+        "p99 rests on",
+        "fair: fair divides",
+        "fcfs and fair have the same figures",
+    )
+    assert all(sum(line.removeprefix("advice").strip().startswith(start) for line in advice) == 1 for start in starts)
+    assert json.loads(simulate(capsys, *load, "--replicas", "2", "--json", "-"))["advice"][0].startswith("prefix_hash")
 
 
 def test_each_policy_has_its_own_file_of_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,16 @@ from octavo.fleet.routing import ROUTERS
 from octavo.observe.frames import Frame, FrameSource, FrameSpool, FrameWriter
 from octavo.observe.history import History
 from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
+from octavo.simulator.advice import advise
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import Fitted, fit_recording
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.outcomes import NEVER, SimulatedRun
-from octavo.simulator.report import Case, comparison_table, latency_table, page
+from octavo.simulator.report import Case, advice_lines, comparison_table, latency_table, page
 from octavo.simulator.run import simulate
+from octavo.simulator.saved import as_json, read_cases
 from octavo.simulator.search import MAX_REPLICAS, CapacitySearch, Goals, SearchResult, read_goals, read_space
 from octavo.simulator.setup import ReplicaFailure, Setup, SimulatedEngine
 from octavo.simulator.summary import summarise
@@ -114,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", nargs="?", const="-", metavar="FILE", help="print all figures as JSON instead, or write them to FILE"
     )
     group.add_argument("--html", metavar="FILE", help="a report with charts, one file")
+    group.add_argument("--compare", nargs="+", metavar="FILE", help="show the runs that --json FILE saved side by side")
     group.add_argument("--requests", metavar="FILE", help="the outcome of each request, as CSV")
     group.add_argument("--page", metavar="FILE", help="the dashboard's page playing the first replica's steps")
     group.add_argument("--perfetto", metavar="FILE", help="the first replica's steps for ui.perfetto.dev")
@@ -205,6 +208,8 @@ def run(args: argparse.Namespace) -> int:
         check_output(f"--{flag}", getattr(args, flag))
     if args.fit:
         return _fit(args)
+    if args.compare:
+        return _compare(args)
     plan = make_plan(args)
     if args.search:
         return _search(args, plan)
@@ -215,7 +220,11 @@ def run(args: argparse.Namespace) -> int:
         views = FirstReplicaViews(plan.engine.model, args.page, args.perfetto)
         setup = replace(plan.setup, limits=limits, make_sink=views.make_sink if args.page or args.perfetto else None)
         result = _simulate(plan.workload, setup, limits.policy)
-        cases.append(Case.of(limits.policy, result, summarise(result, plan.goals.bounds, plan.price)))
+        facts = summarise(result, plan.goals.bounds, plan.price)
+        case = Case.of(limits.policy, result, facts, plan.goals)
+        bounds = plan.goals.bounds | {goal.name: goal.bound for goal in plan.goals.goals}
+        case.advice = advise(facts, limits.policy, setup.router, bounds)
+        cases.append(case)
         if plan.goals.goals or "goodput" in args.objective:  # per-request objectives without goodput cannot fail a run
             verdict = plan.goals.judge(result)
             is_missed = is_missed or not verdict.is_reached
@@ -241,6 +250,28 @@ def _fit(args: argparse.Namespace) -> int:
         with writing(args.json):
             fit.save(Path(args.json))
         print(f"\nkept in {args.json}; use it with --cost fitted:{args.json}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Print, and draw, the saved runs of files side by side."""
+    if args.workload or args.search or args.json:
+        raise UsageError("--compare looks at saved runs alone; leave out --workload, --search and --json")
+    cases, settings = read_cases(args.compare)
+    unlike = {name: texts for name, texts in settings.items() if len({*texts}) > 1}
+    for name, texts in unlike.items():
+        print(f"{name:28}" + "".join(f"{text[:22]:>24}" for text in texts))
+    advice = advice_lines(cases)
+    for line in advice:
+        print(f"{'advice':12}{line}")
+    print()
+    print("\n".join(comparison_table(cases, [case.label[:22] for case in cases], 24, COMPARED)))
+    if args.html:
+        same = {name: [texts[0]] for name, texts in settings.items() if name not in unlike}
+        alike = [f"{name}: {same[name][0]}" for name in ("workload", "model", "device") if name in same]
+        with writing(args.html):
+            text = page("Simulations: " + ", ".join(case.label for case in cases), cases, settings, alike, advice)
+            Path(args.html).write_text(text, encoding="utf-8")
     return 0
 
 
@@ -451,12 +482,18 @@ def _output(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], r
         if (requests := case.facts["requests"])["refused"]
     ]
     remarks = [*changed, *refused, *remarks]
-    _output_json(args.json, {"settings": described, "notes": notes, "runs": {case.label: case.facts for case in cases}})
+    advice = advice_lines(cases)
+    facts = {
+        "settings": described, "notes": notes, "advice": advice, "runs": {case.label: case.facts for case in cases}
+    }  # fmt: skip
+    _output_json(args.json, facts, cases)
     if args.json != "-":
         for name in ("workload", "model", "device", "KV pool", "cost model", "replicas"):
             print(f"{name:12}{described[name]}")
         for remark in remarks:
             print(f"{'note':12}{remark}")
+        for line in advice:
+            print(f"{'advice':12}{line}")
         print()
         if len(cases) == 1:
             print("\n".join([*latency_table(cases[0].facts), "", *comparison_table(cases, points=())]))
@@ -465,15 +502,19 @@ def _output(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], r
     if args.html:
         title = f"Simulation: {plan.engine.model} on {plan.setup.replicas} x {plan.engine.device}"
         with writing(args.html):
-            Path(args.html).write_text(page(title, cases, described, remarks), encoding="utf-8")
+            settings = {name: [text] for name, text in described.items()}
+            first = ", ".join(described[name] for name in ("workload", "objectives") if name in described)
+            text = page(title, cases, settings, [first, *remarks], advice)
+            Path(args.html).write_text(text, encoding="utf-8")
 
 
-def _output_json(path: str | None, facts: dict[str, Any]) -> None:
+def _output_json(path: str | None, facts: dict[str, Any], cases: Sequence[Case] = ()) -> None:
     if path == "-":
         print(json.dumps(facts, indent=1))
     elif path:
         with writing(path):
-            Path(path).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            text = as_json(facts, cases) if cases else json.dumps(facts, indent=1) + "\n"
+            Path(path).write_text(text, encoding="utf-8")
 
 
 def _describe(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:

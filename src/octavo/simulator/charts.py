@@ -1,6 +1,7 @@
-"""Draws line charts as SVG text: inside a page, in the page's light or dark colours, or as a separate file.
+"""Draws charts as SVG text: inside a page, in the page's light or dark colours, or as a separate file.
 
-Owns: axes (linear or logarithmic), ticks, stepped or straight lines, a legend. Does not: write files or compute points.
+Owns: axes (linear or logarithmic), ticks, lines (stepped or straight), stacked bands, marked values, a legend.
+Does not: write files or compute points.
 Equal numbers give equal text. The caller reduces the points to a number that a chart can show.
 """
 
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 290, 62, 30, 14, 62
+LEGEND = 28  # height of the legend's two rows
+FAR = 4  # a marked y above so many times the highest point does not extend the axis: the lines would be flat
 # Okabe and Ito's colours, darkened: legible on white and on near-black, and distinct for colour-blind readers.
 LIGHT = ("#0072b2", "#c8500a", "#007a5a", "#9b4f8a", "#8a6d00", "#c22d4a", "#3b6f8f", "#555555")
 DARK = ("#56b4e9", "#f08a4b", "#2fc49a", "#d39ac6", "#e6c84a", "#f2738c", "#8fc1e0", "#b8b8b8")
@@ -29,8 +32,20 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A dashed line at a value of x (`is_upright`) or y, with texts beside it, each with a colour (None: muted)."""
+
+    value: float
+    texts: Sequence[tuple[str, int | None]]
+    is_upright: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart's axes and lines. `is_log`: x in powers of ten, for widely spread values."""
+    """A chart's axes and lines. `is_log`: x in powers of ten, for widely spread values.
+
+    `is_stacked`: the lines are bands on top of each other; all have the same values of x.
+    """
 
     title: str
     x_name: str
@@ -38,11 +53,14 @@ class Chart:
     lines: Sequence[Line]
     is_log: bool = False
     top: float | None = None
+    marks: Sequence[Mark] = ()
+    is_stacked: bool = False
 
 
 def draw(chart: Chart) -> str:
     """Return one chart as an `svg` element, for a page whose style sheet defines the colour variables."""
-    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title, quote=True)}">'
+    height = HEIGHT if _legend(chart.lines, chart.is_stacked) else HEIGHT - LEGEND
+    head = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(chart.title, quote=True)}">'
     return "\n".join([head, *_chart(chart), "</svg>"])
 
 
@@ -69,7 +87,9 @@ def palette(colours: Sequence[str]) -> str:
 RULES = (
     "svg text{font:11px system-ui,sans-serif;fill:var(--muted)}svg .title{font-size:12.5px;fill:var(--fg)}"
     "svg .grid{stroke:var(--grid);fill:none}svg .line{fill:none;stroke-width:1.6;stroke-linejoin:round}"
-    "svg .dash{stroke-dasharray:5 4}"
+    "svg .dash{stroke-dasharray:5 4}svg .band{fill-opacity:.72;stroke:none}"
+    "svg .mark{stroke:var(--fg);stroke-dasharray:5 4;stroke-width:1.2;fill:none}"
+    "svg .note{font-weight:600;paint-order:stroke;stroke:var(--panel,var(--page));stroke-width:4px}"
 )
 _STYLE_ALONE = (
     f"svg{{--fg:#1c1e21;--muted:#5d636b;--grid:#e3e5e8;--page:#fff;{palette(LIGHT)}}}"
@@ -103,8 +123,7 @@ def _chart(chart: Chart) -> list[str]:
     title = f'<text x="{LEFT - 48}" y="16" class="title">{escape(chart.title)}</text>'
     if not points:
         return [title, f'<text x="{LEFT}" y="60">nothing to show</text>']
-    xs = [x for x, _ in points]
-    axes = _Axes(min(xs), max(xs), chart.top or _round_up(max(y for _, y in points)), chart.is_log)
+    axes = _axes(chart, points)
     parts, right, base = [title], WIDTH - RIGHT, HEIGHT - BOTTOM
     for step in range(5):
         value = axes.top * step / 4
@@ -115,7 +134,54 @@ def _chart(chart: Chart) -> list[str]:
         parts.append(f'<text x="{axes.x(value)}" y="{base + 15}" text-anchor="middle">{short(value)}</text>')
     parts.append(f'<text x="{right}" y="{base + 29}" text-anchor="end">{escape(chart.x_name)}</text>')
     parts.append(f'<text x="{right}" y="16" text-anchor="end">{escape(chart.y_name)}</text>')
-    return [*parts, *(_path(line, axes) for line in chart.lines), *_legend(chart.lines)]
+    drawn = _bands(chart.lines, axes) if chart.is_stacked else [_path(line, axes) for line in chart.lines]
+    marks = [text for mark in chart.marks for text in _mark(mark, axes)]
+    return [*parts, *drawn, *marks, *_legend(chart.lines, chart.is_stacked)]
+
+
+def _axes(chart: Chart, points: Sequence[tuple[float, float]]) -> _Axes:
+    """Return axes that hold the points and the marks, except marks far above all points."""
+    xs = [x for x, _ in points] + [mark.value for mark in chart.marks if mark.is_upright]
+    if chart.is_stacked:
+        highest = max(sum(level) for level in zip(*([y for _, y in line.points] for line in chart.lines), strict=True))
+    else:
+        highest = max(y for _, y in points)
+    near = [mark.value for mark in chart.marks if not mark.is_upright and mark.value <= FAR * highest]
+    return _Axes(min(xs), max(xs), chart.top or _round_up(max(highest, *near, 0.0)), chart.is_log)
+
+
+def _bands(lines: Sequence[Line], axes: _Axes) -> list[str]:
+    """Return the areas between each line's sum with the lines before it and the sum without it."""
+    below = [0.0] * len(lines[0].points)
+    parts = []
+    for line in lines:
+        above = [low + y for low, (_, y) in zip(below, line.points, strict=True)]
+        xs = [axes.x(x) for x, _ in line.points]
+        edge = [f"{x:g} {axes.y(y):g}" for x, y in zip(xs, above, strict=True)]
+        edge += [f"{x:g} {axes.y(y):g}" for x, y in zip(reversed(xs), reversed(below), strict=True)]
+        parts.append(f'<path d="M{"L".join(edge)}Z" class="band" style="fill:var(--c{line.colour % len(LIGHT)})"/>')
+        below = above
+    return parts
+
+
+def _mark(mark: Mark, axes: _Axes) -> list[str]:
+    base, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    if mark.is_upright:
+        at = axes.x(mark.value)
+        is_left = at > right - 6.5 * max(len(text) for text, _ in mark.texts)
+        parts = [f'<path d="M{at} {TOP}V{base}" class="mark"/>']
+        y = TOP + 14.0 if is_left else base - 8 - 14.0 * (len(mark.texts) - 1)
+        x, anchor = (at - 6, "end") if is_left else (at + 6, "start")
+    else:
+        is_above = mark.value > axes.top
+        at = axes.y(mark.value)
+        parts = [] if is_above else [f'<path d="M{LEFT} {at}H{right}" class="mark"/>']
+        x, y, anchor = LEFT + 4.0, TOP + 13.0 if at < TOP + 24 else at - 6, "start"
+    for row, (text, colour) in enumerate(mark.texts):
+        fill = "" if colour is None else f' style="fill:var(--c{colour % len(LIGHT)})"'
+        place = f'x="{x:g}" y="{y + 14 * row:g}" text-anchor="{anchor}"'
+        parts.append(f'<text {place} class="note"{fill}>{escape(text)}</text>')
+    return parts
 
 
 def _path(line: Line, axes: _Axes) -> str:
@@ -129,17 +195,18 @@ def _path(line: Line, axes: _Axes) -> str:
     return f'<path d="{"".join(commands)}" class="line{dash}" style="stroke:var(--c{line.colour % len(LIGHT)})"/>'
 
 
-def _legend(lines: Sequence[Line]) -> list[str]:
+def _legend(lines: Sequence[Line], is_stacked: bool) -> list[str]:
     named = [line for line in lines if line.name]
-    if len(named) < 2:
+    if len(named) < 2 and not is_stacked:
         return []
     parts, x, y = [], 14.0, HEIGHT - BOTTOM + 44
     for line in named[: len(LIGHT)]:
-        width = 6.2 * len(line.name) + 12
+        width = 6.7 * len(line.name) + 28
         if x + width > WIDTH and x > 14:
             x, y = 14.0, y + 13
-        colour = f"fill:var(--c{line.colour % len(LIGHT)})"
-        parts.append(f'<text x="{x:.0f}" y="{y}" style="{colour}">{escape(line.name)}</text>')
+        place = f'x="{x:.0f}" y="{y - 9 if is_stacked else y - 5}" width="10" height="{10 if is_stacked else 3}"'
+        parts.append(f'<rect {place} style="fill:var(--c{line.colour % len(LIGHT)})"/>')
+        parts.append(f'<text x="{x + 14:.0f}" y="{y}">{escape(line.name)}</text>')
         x += width
     return parts
 

@@ -1,4 +1,4 @@
-"""A simulation's report: tables for a terminal, and one self-contained HTML page with tables and charts.
+"""A simulation's report: tables for a terminal, and one self-contained HTML page with charts and tables.
 
 Owns: the contents and layout, for one setting or several side by side. Does not: compute figures (summary) or write
 files (cli). Invariants: the page has no script, needs no network and follows the light or dark setting; text from users
@@ -7,25 +7,29 @@ is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
 from octavo.simulator import charts, summary
-from octavo.simulator.charts import DARK, LIGHT, RULES, Chart, Line, palette
+from octavo.simulator.advice import advise_comparison
+from octavo.simulator.charts import DARK, LIGHT, RULES, Chart, Line, Mark, palette
 from octavo.simulator.outcomes import ReplicaTotals, SimulatedRun
+from octavo.simulator.search import Goals
 from octavo.simulator.summary import METRICS, Columns, Facts, Points
 
 MAX_TENANT_LINES = 8
 MAX_TENANT_ROWS = 20
 MAX_ROWS = 64
-MAX_CASES_BY_TENANT = 4  # with more cases, the page has no charts by tenant
+MAX_DETAILED = 4  # with more cases, the page has no charts of a single case
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 TITLES = {"ttft": "Time to first token", "tpot": "Time per token", "e2e": "End to end", "queue": "Time in the queue"}
-TIME_CHARTS = (
+LATENCY_CHARTS = (
     ("ttft p50", "Time to first token, median by arrival", "seconds"),
     ("ttft p99", "Time to first token, p99 by arrival", "seconds"),
+)
+TIME_CHARTS = (
     ("tpot p50", "Time per token, median by arrival", "seconds"),
     ("waiting", "Requests that wait for their first step", "requests"),
     ("running", "Running requests", "requests"),
@@ -37,9 +41,35 @@ TIME_CHARTS = (
 )
 
 
+BOUNDS = ("compute", "memory bandwidth", "linear layers", "tokens and rows", "attention", "sampling", "device", "links",
+          "copies of blocks", "fixed costs", "host")  # fmt: skip
+BOUND_COLOURS = (0, 1, 0, 0, 1, 3, 0, 4, 6, 7, 2)
+USES = ("device busy", "compute", "slots", "KV pool", "step tokens")
+HEADLINES = ("goodput", "ttft p50", "ttft p99", "tpot p50", "tpot p99", "output tokens/s", "device busy",
+             "$ per million output tokens")  # fmt: skip
+
+
+class Objective(NamedTuple):
+    """An objective and what a run reached: the `share` of requests within `bound` seconds, and the statistic's value.
+
+    `statistic` is "" for a bound on each request; then there is no value.
+    """
+
+    metric: str
+    statistic: str
+    bound: float
+    share: float
+    value: float | None
+
+    @property
+    def reached(self) -> str:
+        """Return what was reached as a text: the statistic, or the share of requests."""
+        return seconds(self.value) if self.value is not None else percent(self.share)
+
+
 @dataclass(slots=True)
 class Case:
-    """The figures and curves of one setting's run, for the report."""
+    """The figures and curves of one setting's run, for the report. `bands` has charts of this case alone."""
 
     label: str
     facts: Facts
@@ -47,10 +77,13 @@ class Case:
     services: dict[str, Points] = field(default_factory=dict)
     replicas: list[ReplicaTotals] = field(default_factory=list)
     duration: float = 0.0
+    bands: dict[str, dict[str, Points]] = field(default_factory=dict)
+    objectives: list[Objective] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(label: str, run: SimulatedRun, facts: Facts) -> Case:
-        """Reduce a run to its figures and curves."""
+    def of(label: str, run: SimulatedRun, facts: Facts, goals: Goals | None = None) -> Case:
+        """Reduce a run to its figures and curves, and what it reached of its goals."""
         columns, span = Columns.of(run.outcomes), run.duration
         curves = {f"cdf {name}": summary.distribution(columns.latency(name)) for name in METRICS}
         curves |= {
@@ -70,7 +103,26 @@ class Case:
         if len(names) > 1:
             curves["gap"] = summary.service_gap(columns, listed, span)
             services = {names[tenant]: summary.service_points(columns, tenant, span) for tenant in listed}
-        return Case(label, facts, curves, services, run.replicas, span)
+        bands = {
+            "bounds": summary.bounds_over_time(run, span),
+            "waits": summary.waits_over_time(run, span),
+            "use": summary.use_over_time(run, span),
+        }
+        return Case(label, facts, curves, services, run.replicas, span, bands, _objectives(columns, facts, goals))
+
+
+def _objectives(columns: Columns, facts: Facts, goals: Goals | None) -> list[Objective]:
+    if goals is None:
+        return []
+    wanted = [(name, "", bound) for name, bound in goals.bounds.items()]
+    wanted += [(goal.metric, goal.statistic, goal.bound) for goal in goals.goals]
+    return [
+        Objective(
+            metric, statistic, bound, float(summary.within(columns, metric, bound).mean()),
+            facts[metric][statistic] if statistic else None,
+        )
+        for metric, statistic, bound in wanted
+    ]  # fmt: skip
 
 
 class Figure(NamedTuple):
@@ -104,6 +156,7 @@ def figures(facts: Facts) -> list[Figure]:
         Figure("device busy", replicas["busy_share"], percent, 0),
         Figure("tokens a step", replicas["tokens_per_step"], plain, 0),
         Figure("step", replicas["step_s"], seconds, 0),
+        *_limit_figures(facts["limits"]),
         Figure("KV pool held, mean while busy", replicas["kv_use_mean"], percent, 0),
         Figure("KV pool held, most", peak, percent, 0),
         Figure("prefix cache hits", cache["hit_rate"], percent, 1),
@@ -116,6 +169,20 @@ def figures(facts: Facts) -> list[Figure]:
         rows.append(Figure("$ per million output tokens", facts["cost"]["per_million_output_tokens"], plain, -1))
         rows.append(Figure("$ per thousand requests", facts["cost"]["per_thousand_requests"], plain, -1))
     return [row for row in rows if row.value is not None]
+
+
+def _limit_figures(limits: Facts) -> Iterator[Figure]:
+    """Yield what bounds the time of the devices, and the use of limits."""
+    yield Figure("compute used while busy", limits["compute"], percent, 0)
+    for name, share in limits["time"].items():
+        if share >= 0.0005 and len(limits["time"]) > 1:
+            yield Figure(f"time bound by {name}" if name in BOUNDS[:2] else f"time of {name}", share, percent, 0)
+    if limits["max_sequences"]:
+        yield Figure("sequences a step", limits["sequences_per_step"], plain, 0)
+        yield Figure("steps at max_sequences", limits["at_max_sequences"], percent, 0)
+        yield Figure("steps at max_batch_tokens", limits["at_max_batch_tokens"], percent, 0)
+    for name, count in limits["waiting"].items():
+        yield Figure(f"waiting for {name.replace('_', ' ')}, mean", count, plain, 0)
 
 
 def seconds(value: float) -> str:
@@ -140,6 +207,16 @@ def plain(value: float) -> str:
 def whole(value: float) -> str:
     """Return a count."""
     return f"{value:,.0f}"
+
+
+def advice_lines(cases: Sequence[Case]) -> list[str]:
+    """Return the advice on all cases, each line once; a line that is not of every case names its cases."""
+    labels: dict[str, list[str]] = {}
+    for case in cases:
+        for line in case.advice:
+            labels.setdefault(line, []).append(case.label)
+    lines = [line if len(of) == len(cases) else f"{', '.join(of)}: {line}" for line, of in labels.items()]
+    return [*lines, *advise_comparison({case.label: case.facts for case in cases})]
 
 
 # --- for a terminal
@@ -172,23 +249,28 @@ def comparison_table(
 # --- the page
 
 
-def page(title: str, cases: Sequence[Case], settings: Mapping[str, str], remarks: Sequence[str]) -> str:
-    """Return the HTML page."""
+def page(
+    title: str,
+    cases: Sequence[Case],
+    settings: Mapping[str, Sequence[str]],
+    remarks: Sequence[str],
+    advice: Sequence[str],
+) -> str:
+    """Return the HTML page. `settings` has one text for all cases, or one for each case."""
+    heads = ["value"] if all(len(texts) == 1 for texts in settings.values()) else [case.label for case in cases]
     body = [
         f"<h1>{escape(title)}</h1>",
         *(f'<p class="remark">{escape(remark)}</p>' for remark in remarks),
+        _headline(cases),
+        *(['<ul class="advice">', *(f"<li>{escape(line)}</li>" for line in advice), "</ul>"] if advice else []),
+        *_section("Latencies", _latency_charts(cases)),
+        *_section("What limits", _limit_charts(cases)),
+        *_section("Over time", _time_charts(cases)),
         '<div class="top"><section><h2>Figures</h2>',
         _figures(cases),
         "</section><section><h2>Settings</h2>",
-        _table(("setting", "value"), [(name, value) for name, value in settings.items()], style="words"),
-        "</section></div><h2>Latencies</h2>",
-        '<div class="charts">',
-        *(charts.draw(chart) for chart in _latency_charts(cases)),
-        "</div>",
-        "<h2>Over time</h2>",
-        '<div class="charts">',
-        *(charts.draw(chart) for chart in _time_charts(cases)),
-        "</div>",
+        _table(("setting", *heads), [(name, *texts) for name, texts in settings.items()], style="words"),
+        "</section></div>",
         *_tenants(cases),
         *_replicas(cases),
         _LEGEND,
@@ -199,22 +281,97 @@ def page(title: str, cases: Sequence[Case], settings: Mapping[str, str], remarks
     )
 
 
+def _section(title: str, drawn: Iterable[Chart]) -> list[str]:
+    parts = [charts.draw(chart) for chart in drawn]
+    return [f'<h2>{title}</h2><div class="charts">', *parts, "</div>"] if parts else []
+
+
+def _headline(cases: Sequence[Case]) -> str:
+    """Return the most important figures, in large letters: one row of tiles per case."""
+    rows = []
+    for number, case in enumerate(cases):
+        known = {figure.name: figure.text for figure in figures(case.facts)}
+        bounds = {f"{one.metric} {one.statistic}": one for one in case.objectives}
+        bounds |= {f"{one.metric} p99": one for one in case.objectives if not one.statistic}
+        tiles = []
+        for name in HEADLINES:
+            if name in known:
+                bound = bounds.get(name)
+                note = f"{percent(bound.share)} ≤ {seconds(bound.bound)}" if bound is not None else ""
+                short = name.replace("per million", "/ M")
+                tiles.append(f"<div><dt>{short}</dt><dd>{known[name]}</dd><small>{note}</small></div>")
+        head = f'<h3 style="color:var(--c{number % len(LIGHT)})">{escape(case.label)}</h3>' if len(cases) > 1 else ""
+        rows.append(f'{head}<dl class="tiles">{"".join(tiles)}</dl>')
+    return "".join(rows)
+
+
 def _latency_charts(cases: Sequence[Case]) -> Iterator[Chart]:
     for name in METRICS:
-        lines = _lines(cases, f"cdf {name}")
-        yield Chart(TITLES[name], "seconds", "% of requests", lines, is_log=True, top=100.0)
+        lines, marks = _lines(cases, f"cdf {name}"), _marks(cases, name)
+        yield Chart(TITLES[name], "seconds", "% of requests", lines, is_log=True, top=100.0, marks=marks)
+    for name, title, unit in LATENCY_CHARTS:
+        yield _time_chart(cases, name, title, unit)
+
+
+def _marks(cases: Sequence[Case], metric: str) -> list[Mark]:
+    """Return a mark for each objective on a latency: its bound, and what each case reached."""
+    marks = []
+    for first in dict.fromkeys(one[:3] for case in cases for one in case.objectives if one.metric == metric):
+        reached = [
+            (one.reached, number)
+            for number, case in enumerate(cases[:MAX_DETAILED])
+            for one in case.objectives
+            if one[:3] == first
+        ]
+        marks.append(Mark(first[2], [(_bound_text(*first[1:]), None), *reached], is_upright=True))
+    return marks
+
+
+def _limit_charts(cases: Sequence[Case]) -> Iterator[Chart]:
+    """Yield, for each case, its devices' time by what bounds it, what requests wait for, and how full it is."""
+    for case in cases if len(cases) <= MAX_DETAILED else ():
+        of = f", {case.label}" if len(cases) > 1 else ""
+        known = case.bands.get("bounds", {})
+        colours = dict(zip(BOUNDS, BOUND_COLOURS, strict=True))
+        names = [*(name for name in BOUNDS if name in known), *(name for name in known if name not in colours)]
+        lines = [Line(name, known[name], colours.get(name, index)) for index, name in enumerate(names)]
+        if lines:
+            yield Chart(f"Devices' time by what bounds it{of}", "time, s", "%", lines, top=100.0, is_stacked=True)
+        waits = case.bands.get("waits", {})
+        lines = [Line(name.replace("_", " "), points, index) for index, (name, points) in enumerate(waits.items())]
+        if known:
+            lines = lines or [Line("none", [(0.0, 0.0), (case.duration, 0.0)])]
+            yield Chart(f"Requests that wait, by reason{of}", "time, s", "requests", lines, is_stacked=True)
+        used = case.bands.get("use", {})
+        lines = [Line(name, used[name], index) for index, name in enumerate(USES) if name in used]
+        if lines:
+            yield Chart(f"How full it is{of}", "time, s", "% of each limit", lines, top=100.0)
 
 
 def _time_charts(cases: Sequence[Case]) -> Iterator[Chart]:
     for name, title, unit in TIME_CHARTS:
-        lines = _lines(cases, name)
-        if any(line.points for line in lines):
-            yield Chart(title, "time, s", unit, lines)
-    for case in cases if len(cases) <= MAX_CASES_BY_TENANT else ():
+        if name == "waiting" and len(cases) == 1 and cases[0].bands.get("bounds"):
+            continue  # the chart by reason has it
+        if any(case.curves.get(name) for case in cases):
+            yield _time_chart(cases, name, title, unit)
+    for case in cases if len(cases) <= MAX_DETAILED else ():
         if case.services:
             named = enumerate(case.services.items())
             lines = [Line(name or "(none)", points, number) for number, (name, points) in named]
             yield Chart(f"Service by tenant, {case.label}", "time, s", "tokens", lines)
+
+
+def _bound_text(statistic: str, bound: float) -> str:
+    return f"{statistic} ≤ {seconds(bound)}".lstrip()
+
+
+def _time_chart(cases: Sequence[Case], name: str, title: str, unit: str) -> Chart:
+    """Return a chart of one curve of each case, with the objectives on this statistic, or on each request."""
+    metric, _, statistic = name.partition(" ")
+    known = [one for case in cases for one in case.objectives]
+    bounds = {one.bound for one in known if one.metric == metric and one.statistic in ("", statistic)}
+    marks = [Mark(bound, [(_bound_text("", bound), None)]) for bound in sorted(bounds)]
+    return Chart(title, "time, s", unit, _lines(cases, name), marks=marks)
 
 
 def _lines(cases: Sequence[Case], name: str) -> list[Line]:
@@ -284,17 +441,20 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], *, is_escaped: b
 
 
 _LEGEND = """<h2>What the words mean</h2>
-<p>ttft: from arrival to the first token. tpot: from the first token to the last, over the tokens after the first.
-e2e: from arrival to the last token. queue: from arrival to the first step that computed any of it. Refused requests
-have no latency and meet no objective. Service of a tenant: prompt tokens, and twice the output tokens. KV pool held:
-blocks of running requests; those kept for their prefix alone are not counted. Times come from a cost model: the
-scheduler's decisions are the real ones, the durations of its steps are predicted.</p>"""
+<p>ttft: from arrival to the first token. tpot: from the first token to the last, over the tokens after the first. e2e:
+from arrival to the last token. queue: from arrival to the first step that computed any of it. Refused requests have
+no latency and meet no objective. Service of a tenant: prompt tokens, and twice the output tokens. KV pool held:
+blocks of running requests; those kept for their prefix alone are not counted. Devices' time: busy while a step runs,
+divided by what bounds the parts of the step sampled each second; host is the time in which a device waits for the
+scheduler; the rest is idle. Slots: sequences in a step, of max_sequences. Step tokens: tokens in a step, of
+max_batch_tokens. Compute: the time that a step's operations alone would take at the rate that kernels reach. Times
+come from a cost model: the scheduler's decisions are the real ones, the durations of its steps are predicted.</p>"""
 
 _STYLE = (
     f":root{{color-scheme:light dark;--bg:#fff;--panel:#f6f7f8;--fg:#1c1e21;--muted:#5d636b;--grid:#e3e5e8;"
-    f"--accent:#0072b2;{palette(LIGHT)}}}"
+    f"--accent:#0072b2;--warn:#c8500a;{palette(LIGHT)}}}"
     f"@media(prefers-color-scheme:dark){{:root{{--bg:#17191c;--panel:#1f2226;--fg:#e8eaed;--muted:#a2a8b0;"
-    f"--grid:#33373d;--accent:#56b4e9;{palette(DARK)}}}}}"
+    f"--grid:#33373d;--accent:#56b4e9;--warn:#f08a4b;{palette(DARK)}}}}}"
     "body{margin:0 auto;max-width:1440px;padding:16px 24px 48px;background:var(--bg);color:var(--fg);"
     "font:14px/1.5 system-ui,sans-serif}h1{font-size:22px;margin:8px 0 4px}h2{font-size:16px;margin:28px 0 8px}"
     "h3{font-size:13px;margin:14px 0 4px;color:var(--muted)}p{max-width:90ch;color:var(--muted)}"
@@ -303,6 +463,11 @@ _STYLE = (
     ".remark{margin:2px 0}.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
     "th,td{padding:3px 14px 3px 0;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}"
     "th:first-child,td:first-child{text-align:left}th{color:var(--muted);font-weight:500}b{color:var(--accent)}"
+    ".tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(150px,45%),1fr));gap:8px 14px;margin:8px 0}"
+    "dt{color:var(--muted);font-size:12px}"
+    "dd{margin:0;font-size:24px;font-weight:600;line-height:1.25;font-variant-numeric:tabular-nums}"
+    "small{color:var(--muted)}.advice{margin:14px 0;padding:10px 16px 10px 34px;background:var(--panel);"
+    "border-left:4px solid var(--warn);border-radius:4px;max-width:110ch}.advice li{margin:2px 0}"
     ".charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr));gap:14px}"
     ".charts svg{background:var(--panel);border-radius:8px;width:100%;height:auto;padding:6px;box-sizing:border-box}"
     f"{RULES}"

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.core.plan import WaitReason
 from octavo.core.request import FinishReason
 from octavo.simulator.outcomes import NEVER, Outcomes, SimulatedRun
 
@@ -26,6 +27,7 @@ NUM_BATCHES = 20
 STUDENT_T = 2.093  # two-sided 95 % for 19 degrees of freedom
 MAX_TENANTS = 50
 NUM_BUCKETS = 160  # time buckets of a curve
+MIN_BUCKETS, SAMPLES_PER_BUCKET = 20, 6  # of a curve from samples
 NUM_QUANTILES = 200  # points of a distribution
 Facts = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -94,6 +96,7 @@ def summarise(run: SimulatedRun, objectives: Mapping[str, float] | None = None, 
         **{name: spread(columns.latency(name)) for name in METRICS},
         "throughput": _throughput(columns, span),
         "replicas": _replicas(run, span),
+        "limits": _limits(run, span),
         "cache": _cache(run),
         "preemptions": _preemptions(run.outcomes),
         "tenants": _tenants(run.outcomes, columns),
@@ -177,7 +180,33 @@ def _replicas(run: SimulatedRun, span: float) -> Facts:
 
 def _cache(run: SimulatedRun) -> Facts:
     queried, hit = sum(one.queried_tokens for one in run.replicas), sum(one.hit_tokens for one in run.replicas)
-    return {"queried_tokens": queried, "hit_tokens": hit, "hit_rate": hit / queried if queried else 0.0}
+    return {
+        "queried_tokens": queried, "hit_tokens": hit, "hit_rate": hit / queried if queried else 0.0,
+        "requests_with_keys": run.outcomes.num_keyed,
+    }  # fmt: skip
+
+
+def _limits(run: SimulatedRun, span: float) -> Facts:
+    """Return what bounds the run: shares of time by bound, mean waiting requests by reason, and the use of limits.
+
+    `time`, `waiting`, and `compute` (the share of the device's compute, while it is busy) come from samples.
+    """
+    totals, spans = run.replicas, _Spans.of(run)
+    steps, total_s = sum(one.steps for one in totals) or 1, span * len(totals)
+    sequences = max((one.max_sequences for one in totals), default=0)
+    tokens = max((one.max_batch_tokens for one in totals), default=0)
+    shares = {name: float((spans.busy * share).sum()) / total_s for name, share in spans.shares.items() if total_s > 0}
+    busy_s = float(spans.busy[spans.compute >= 0].sum())
+    used_s = float((spans.busy * spans.compute)[spans.compute >= 0].sum())
+    waiting = {name: float((level * spans.lengths).sum()) / span for name, level in spans.waiting.items() if span > 0}
+    return {
+        "time": shares, "waiting": {name: level for name, level in waiting.items() if level},
+        "compute": used_s / busy_s if busy_s else None,
+        "max_sequences": sequences, "max_batch_tokens": tokens,
+        "sequences_per_step": sum(one.rows for one in totals) / steps,
+        "at_max_sequences": sum(one.steps_at_max_sequences for one in totals) / steps,
+        "at_max_batch_tokens": sum(one.steps_at_max_batch_tokens for one in totals) / steps,
+    }  # fmt: skip
 
 
 def _preemptions(outcomes: Outcomes) -> Facts:
@@ -219,15 +248,24 @@ def _cost(run: SimulatedRun, columns: Columns, span: float, price_per_hour: floa
 def _goodput(columns: Columns, span: float, objectives: Mapping[str, float]) -> Facts:
     met = {name: ~(columns.latency(name) > bound) for name, bound in objectives.items()}
     good = columns.served.copy()
-    for name, kept in met.items():
-        # A one-token answer has no tpot, so it cannot miss a tpot bound. A missing ttft misses its bound.
-        good &= kept & (~np.isnan(columns.latency(name)) if name != "tpot" else True)
+    for name, bound in objectives.items():
+        good &= within(columns, name, bound)
     count, came = int(good.sum()), len(good)
     return {
         "objectives": dict(objectives), "requests": count, "share": count / came if came else 0.0,
         "requests_per_s": count / span if span > 0 else 0.0,
         "met": {name: int((kept & columns.served).sum()) / came if came else 0.0 for name, kept in met.items()},
     }  # fmt: skip
+
+
+def within(columns: Columns, name: str, bound: float) -> np.ndarray:
+    """Return True for each request whose latency is at most `bound` seconds.
+
+    A one-token answer has no tpot, so it cannot miss a tpot bound. A missing ttft misses its bound.
+    """
+    values = columns.latency(name)
+    kept: np.ndarray = columns.served & ((values <= bound) | (np.isnan(values) & (name == "tpot")))
+    return kept
 
 
 # --- curves
@@ -312,6 +350,113 @@ def batch(run: SimulatedRun, span: float) -> Points:
     seen = steps > 0
     at = (np.arange(NUM_BUCKETS) + 0.5) * span / NUM_BUCKETS
     return _points(at[seen], tokens[seen] / steps[seen])
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """The times between two samples of a replica, and what happened in them, for all replicas.
+
+    `busy` and `host` are seconds, `active` the share of time in which either passed. `shares` (of busy, by what bounds
+    it), `waiting` (requests, by reason), `rows`, `used` and `compute` (-1: unknown) are those at the span's begin.
+    `step_tokens` is the mean of its steps.
+    """
+
+    begins: np.ndarray
+    ends: np.ndarray
+    busy: np.ndarray
+    host: np.ndarray
+    shares: dict[str, np.ndarray]
+    waiting: dict[str, np.ndarray]
+    rows: np.ndarray
+    used: np.ndarray
+    compute: np.ndarray
+    step_tokens: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return seconds."""
+        lengths: np.ndarray = np.maximum(self.ends - self.begins, 1e-9)
+        return lengths
+
+    @property
+    def active(self) -> np.ndarray:
+        """Return the shares of time in which the device or the host worked."""
+        active: np.ndarray = np.minimum(1.0, (self.busy + self.host) / self.lengths)
+        return active
+
+    @staticmethod
+    def of(run: SimulatedRun) -> _Spans:
+        """Read a run's samples. A replica's last span lasts until the end of the run."""
+        samples, num_parts = run.samples, len(run.samples.part_names)
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in ("begins", "ends", "busy", "host", "step_tokens")}
+        order = np.argsort(np.asarray(samples.replicas, np.int32), kind="stable")
+        for number, totals in enumerate(run.replicas):
+            own = order[np.asarray(samples.replicas, np.int32)[order] == number]
+            times = np.append(np.asarray(samples.times)[own], run.duration)
+            columns["begins"].append(times[:-1])
+            columns["ends"].append(times[1:])
+            columns["busy"].append(np.diff(np.append(np.asarray(samples.busy_s)[own], totals.busy_s)))
+            columns["host"].append(np.diff(np.append(np.asarray(samples.host_s)[own], totals.host_s)))
+            tokens, steps = (np.diff(np.asarray(column)[own]) for column in (samples.tokens, samples.steps))
+            per_step = np.where(steps > 0, tokens / np.maximum(steps, 1), 0.0)  # steps fall when a replica restarts
+            columns["step_tokens"].append(np.append(per_step, per_step[-1:] if len(per_step) else np.zeros(len(own))))
+        flat = {name: np.concatenate(column) if column else np.zeros(0) for name, column in columns.items()}
+        parts = np.asarray(samples.parts, float).reshape(-1, num_parts or 1)[order]
+        sums = parts.sum(axis=1)
+        planned = np.flatnonzero(sums > 0)
+        nearest = np.searchsorted(planned, np.arange(len(sums))).clip(0, max(len(planned) - 1, 0))
+        mix = parts[planned[nearest]] / sums[planned[nearest]][:, None] if len(planned) else np.zeros_like(parts)
+        waiting, reasons = np.asarray(samples.waiting, float)[order], np.asarray(samples.reasons)[order]
+        found = [reason for reason in WaitReason if (reasons == reason).any()]
+        return _Spans(
+            **flat,
+            shares={name: mix[:, index] for index, name in enumerate(samples.part_names)},
+            waiting={reason.name.lower(): np.where(reasons == reason, waiting, 0.0) for reason in found},
+            rows=np.asarray(samples.rows, float)[order],
+            used=np.asarray(samples.used, float)[order],
+            compute=np.asarray(samples.compute, float)[order],
+        )
+
+    def mean(self, level: np.ndarray, span: float) -> Points:
+        """Return the sum over replicas of a level, in equal intervals of time."""
+        # One step stands for a second, in which steps differ, so an interval needs several samples.
+        count = min(NUM_BUCKETS, max(MIN_BUCKETS, len(self.begins) // SAMPLES_PER_BUCKET))
+        grid = np.linspace(0, span or 1.0, count + 1)
+        total = _ramps(self.begins, self.ends, level * self.lengths, grid)
+        return _points((grid[1:] + grid[:-1]) / 2, np.maximum(0.0, np.diff(total)) * count / (span or 1.0))
+
+
+def bounds_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
+    """Return the per cent of all devices' time by what bounds it; the host's time if the devices wait for it."""
+    spans = _Spans.of(run)
+    if not len(spans.begins):
+        return {}
+    each = 100 / len(run.replicas) / spans.lengths
+    levels = {name: spans.busy * share * each for name, share in spans.shares.items()}
+    levels["host"] = np.minimum(spans.host, np.maximum(0.0, spans.lengths - spans.busy)) * each
+    return {name: spans.mean(level, span) for name, level in levels.items() if level.any()}
+
+
+def waits_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
+    """Return the number of waiting requests by what the first of them waits for."""
+    spans = _Spans.of(run)
+    return {name: spans.mean(level, span) for name, level in spans.waiting.items() if level.any()}
+
+
+def use_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
+    """Return the use of the devices' time and compute, of slots, of the KV pool and of a step's tokens, in per cent."""
+    spans, totals = _Spans.of(run), run.replicas
+    if not len(spans.begins):
+        return {}
+    each, one, is_known = 100 / len(totals), totals[0], spans.compute >= 0
+    levels = {
+        "device busy": np.minimum(1.0, spans.busy / spans.lengths) * each,
+        "compute": np.where(is_known, spans.compute * np.minimum(1.0, spans.busy / spans.lengths), 0.0) * each,
+        "slots": spans.active * spans.rows / max(one.max_sequences, 1) * each,
+        "KV pool": spans.active * spans.used / max(one.num_blocks, 1) * each,
+        "step tokens": spans.active * spans.step_tokens / max(one.max_batch_tokens, 1) * each,
+    }
+    return {name: spans.mean(level, span) for name, level in levels.items() if name != "compute" or is_known.any()}
 
 
 def service(columns: Columns, tenant: int, grid: np.ndarray) -> np.ndarray:

@@ -1,0 +1,69 @@
+"""Saves a simulation's figures and curves as JSON, and reads the files of several runs back for a comparison.
+
+Owns: the file's form. Does not: compute figures (summary) or lay out (report).
+Figures have one line each, for people and tools; the curves of a case are in one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.simulator.outcomes import ReplicaTotals
+from octavo.simulator.report import Case, Objective
+
+VERSION = 1
+
+
+def as_json(facts: Mapping[str, Any], cases: Sequence[Case]) -> str:
+    """Return the text of a file with `facts`, and each case's curves."""
+    figures = json.dumps(facts, indent=1).removesuffix("\n}")
+    curves = ",\n  ".join(
+        json.dumps({name: value for name, value in asdict(case).items() if name != "facts"}) for case in cases
+    )
+    return f'{figures},\n "version": {VERSION},\n "cases": [\n  {curves}\n ]\n}}\n'
+
+
+def read_cases(paths: Sequence[str]) -> tuple[list[Case], dict[str, list[str]]]:
+    """Return the cases of files in order, and for each setting a text for each case. Raises ConfigError.
+
+    A case is named after its file, and after its policy too where a file has several.
+    """
+    cases: list[Case] = []
+    settings: list[dict[str, str]] = []
+    for path in paths:
+        saved = _load(path)
+        for fields in saved["cases"]:
+            fields["facts"] = saved["runs"][fields["label"]]
+            fields["replicas"] = [ReplicaTotals(**totals) for totals in fields["replicas"]]
+            fields["objectives"] = [Objective(*one) for one in fields["objectives"]]
+            settings.append({**saved["settings"], "policy": fields["label"]})
+            case = Case(**fields)
+            case.label = Path(path).stem + (f" {case.label}" if len(saved["cases"]) > 1 else "")
+            cases.append(case)
+    labels = [case.label for case in cases]
+    for case in cases:
+        if labels.count(case.label) > 1:
+            raise ConfigError(f"--compare has two runs with the name {case.label!r}; give the files other names")
+    names = dict.fromkeys(name for one in settings for name in one)
+    return cases, {name: [one.get(name, "-") for one in settings] for name in names}
+
+
+def _load(path: str) -> dict[str, Any]:
+    try:
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--compare {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(
+            f"--compare {path} is no JSON ({error}); give a file of octavo simulate --json FILE"
+        ) from None
+    if not isinstance(saved, dict) or saved.get("version") != VERSION or not {"cases", "runs", "settings"} <= {*saved}:
+        raise ConfigError(
+            f"--compare {path} has no runs of this version; make it anew with octavo simulate --json {path}"
+        )
+    return saved
