@@ -460,7 +460,8 @@ _STYLE = (
     "h3{font-size:13px;margin:14px 0 4px;color:var(--muted)}p{max-width:90ch;color:var(--muted)}"
     ".top{display:flex;flex-wrap:wrap;gap:0 56px}.top section{min-width:0;max-width:100%}"
     ".words th,.words td{text-align:left;white-space:normal}"
-    ".remark{margin:2px 0}.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
+    ".remark{margin:2px 0;overflow-wrap:anywhere}"
+    ".wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
     "th,td{padding:3px 14px 3px 0;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}"
     "th:first-child,td:first-child{text-align:left}th{color:var(--muted);font-weight:500}b{color:var(--accent)}"
     ".tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(150px,45%),1fr));gap:8px 14px;margin:8px 0}"
@@ -470,5 +471,6 @@ _STYLE = (
     "border-left:4px solid var(--warn);border-radius:4px;max-width:110ch}.advice li{margin:2px 0}"
     ".charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr));gap:14px}"
     ".charts svg{background:var(--panel);border-radius:8px;width:100%;height:auto;padding:6px;box-sizing:border-box}"
+    "@media(max-width:600px){dd{font-size:17px}.tiles{grid-template-columns:repeat(3,1fr);gap:4px 10px}}"
     f"{RULES}"
 )
