@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.compare_runs import COMPARED, compare_saved_runs
 from octavo.cli.flags import UsageError, add_settings, check_output, resolve_args, whole, writing
 from octavo.config import SETTINGS, Config
 from octavo.config.setting import Number
@@ -40,7 +41,7 @@ from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.report import Case, advice_lines, comparison_table, latency_table, page
 from octavo.simulator.run import simulate
-from octavo.simulator.saved import as_json, read_cases
+from octavo.simulator.saved import as_json
 from octavo.simulator.search import MAX_REPLICAS, CapacitySearch, Goals, SearchResult, read_goals, read_space
 from octavo.simulator.setup import ReplicaFailure, Setup, SimulatedEngine
 from octavo.simulator.summary import summarise
@@ -51,7 +52,6 @@ DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"
 MAX_POLICIES = 16
 MAX_DRAFTS = 7  # of a sequence in a step, as --speculate-max-tokens
 PROGRESS_S = 0.5
-COMPARED = ("mean", "p99")  # statistics of latencies in the comparison of policies
 REQUEST_COLUMNS = (
     "index", "tenant", "replica", "arrival", "start", "first_token", "end", "prompt_tokens", "output_tokens",
     "cached_tokens", "preemptions", "restarts", "reason",
@@ -97,11 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-waiting", type=whole, default=0, metavar="N", help="most waiting requests; 0 = no bound")
     group.add_argument(
-        "--fail",
-        action="append",
-        default=[],
-        metavar="R@T+S",
-        help="replica R fails at T s, back S s later",
+        "--fail", action="append", default=[], metavar="R@T+S", help="replica R fails at T s, back S s later"
     )
     _add_draft_arguments(group)
     group.add_argument(
@@ -209,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
     if args.fit:
         return _fit(args)
     if args.compare:
-        return _compare(args)
+        return compare_saved_runs(args)
     plan = make_plan(args)
     if args.search:
         return _search(args, plan)
@@ -250,28 +246,6 @@ def _fit(args: argparse.Namespace) -> int:
         with writing(args.json):
             fit.save(Path(args.json))
         print(f"\nkept in {args.json}; use it with --cost fitted:{args.json}")
-    return 0
-
-
-def _compare(args: argparse.Namespace) -> int:
-    """Print, and draw, the saved runs of files side by side."""
-    if args.workload or args.search or args.json:
-        raise UsageError("--compare looks at saved runs alone; leave out --workload, --search and --json")
-    cases, settings = read_cases(args.compare)
-    unlike = {name: texts for name, texts in settings.items() if len({*texts}) > 1}
-    for name, texts in unlike.items():
-        print(f"{name:28}" + "".join(f"{text[:22]:>24}" for text in texts))
-    advice = advice_lines(cases)
-    for line in advice:
-        print(f"{'advice':12}{line}")
-    print()
-    print("\n".join(comparison_table(cases, [case.label[:22] for case in cases], 24, COMPARED)))
-    if args.html:
-        same = {name: [texts[0]] for name, texts in settings.items() if name not in unlike}
-        alike = [f"{name}: {same[name][0]}" for name in ("workload", "model", "device") if name in same]
-        with writing(args.html):
-            text = page("Simulations: " + ", ".join(case.label for case in cases), cases, settings, alike, advice)
-            Path(args.html).write_text(text, encoding="utf-8")
     return 0
 
 
