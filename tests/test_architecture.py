@@ -87,7 +87,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("engine", "frontend"): 5_858,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_416,
-    ("executors",): 4_603,
+    ("executors",): 4_608,
     ("artifacts",): 3_560,
     ("text",): 2_420,
     ("grammar", "sandbox"): 1_870,
@@ -97,9 +97,9 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("server",): 12_075,
     ("cli",): 5_964,
     ("bench",): 2_912,
-    ("config",): 1_251,
+    ("config",): 1_256,
 }
-ALL_CODE_LINES, ALL_FILES = 69_268, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 69_278, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -92,8 +92,9 @@ def test_vllms_arguments_are_taken_where_they_mean_something() -> None:
         "dtype": "half", "max_model_len": 2048, "gpu_memory_utilization": 0.9, "max_num_seqs": 16,
         "max_num_batched_tokens": 4096, "enable_prefix_caching": False, "seed": 7, "quantization": None,
         "kv_cache_dtype": "auto", "block_size": 32, "enable_chunked_prefill": True, "revision": "main",
+        "enforce_eager": True,
     }  # fmt: skip
-    ignored = {"tensor_parallel_size": 1, "enforce_eager": True, "trust_remote_code": False, "tokenizer": None}
+    ignored = {"tensor_parallel_size": 1, "disable_log_stats": True, "trust_remote_code": False, "tokenizer": None}
     config = config_from_keywords("m", {**given, **ignored})
     assert (config.model.dtype, config.model.max_model_len, config.model.quantization) == ("float16", 2048, "auto")
     assert (config.scheduling.max_sequences, config.scheduling.max_batch_tokens) == (16, 4096)
@@ -102,7 +103,7 @@ def test_vllms_arguments_are_taken_where_they_mean_something() -> None:
         0.9,
         32,
     )
-    assert (config.execution.seed, config.model.revision) == (7, "main")
+    assert (config.execution.seed, config.model.revision) == (7, "main") and config.execution.enforce_eager
 
 
 def test_an_unknown_model_is_a_typed_error() -> None:

@@ -119,6 +119,14 @@ def test_replayed_experts_equal_eager_ones_and_the_cpu(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+def test_nothing_is_captured_if_the_user_wants_that(tiny_folder: Path) -> None:
+    executor = OnEmulated(lambda: make(tiny_folder, "auto"), has_kernels=True)
+    executor.real._execution = replace(executor.real._execution, enforce_eager=True)
+    executor.open(SPEC)
+    assert executor.real._graphs is None and not executor.emulator.phases["open"].launches["graph"]
+    executor.close()
+
+
 def test_other_steps_run_eagerly_between_replayed_ones(tiny_folder: Path, dense: Dense) -> None:
     """A step with log-probabilities, and edits too many for a captured step's room."""
     with opened(tiny_folder, 4, 4) as driver, patch.object(graphs, "EDIT_WORDS", 2):

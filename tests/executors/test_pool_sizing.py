@@ -66,6 +66,9 @@ def test_K11_another_process_on_the_device_is_named_or_left_room() -> None:
         on_device(shared, memory_fraction=0.9)
     assert on_device(shared, memory_fraction=0.5) == 500 - 200 - 50
     assert on_device(shared) == 300 - 50 - 100
+    full = DeviceMemory(total=1000 * MIB, free=100 * MIB, own=200 * MIB, step=50 * MIB)
+    with pytest.raises(CapacityError, match=r"0\.9 \(other processes use 700.0 MiB; .* a share each, .*no KV block"):
+        on_device(full)
 
 
 def test_K11_without_a_size_a_host_gives_what_is_typical() -> None:

@@ -264,6 +264,11 @@ class ExecutionConfig:
         "--numerics",
         choices=("auto", "invariant", "fast"),
     )
+    enforce_eager: bool = option(
+        False,
+        "capture no decode steps as CUDA graphs: the engine opens sooner, and steps are slower",
+        "--enforce-eager",
+    )
     seed: int = option(0, "seed of requests that have none of their own", "--seed", "-s", within=(-(2**63), 2**64 - 1))
 
 

@@ -66,7 +66,7 @@ _REASONS = {
     "the model's configuration is used as it is": ("--hf-overrides",),
     "the format is read from the files": ("--load-format",),
     "weights are always read from the file's own pages": ("--mlock", "--no-mmap"),
-    "there is nothing to switch": ("--flash-attn", "-fa", "--enforce-eager"),
+    "there is nothing to switch": ("--flash-attn", "-fa"),
     "it is always on": (
         "--cont-batching", "-cb", "--jinja", "--enable-auto-tool-choice", "--embedding", "--embeddings",
         "--is-embedding", "--rerank", "--reranking", "--metrics", "--enable-metrics",
@@ -85,7 +85,7 @@ UNSUPPORTED_FLAGS = {flag: reason for reason, flags in _REASONS.items() for flag
 # Keyword arguments of vLLM's LLM that have no effect here, whatever the value.
 _IGNORED = {
     "compilation_config", "disable_custom_all_reduce", "disable_log_requests", "disable_log_stats",
-    "enable_log_requests", "enforce_eager",
+    "enable_log_requests",
 }  # fmt: skip
 # Other keyword arguments -> the values that have no effect here.
 _HARMLESS: dict[str, tuple[object, ...]] = {

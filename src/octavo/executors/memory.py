@@ -158,13 +158,18 @@ class PoolSizing:
     def _device_share(self, memory: DeviceMemory) -> tuple[int, str]:
         """Return the bytes for the pool on a device, and what they follow from. Raises CapacityError."""
         fraction, taken = self._spec.memory_fraction, memory.own + memory.step
+        others = memory.total - memory.free - memory.own
         if fraction is None:
             share = min(int(memory.total * DEVICE_FRACTION) - taken, memory.available - _left_free(memory))
-            return max(0, share), f"the default --gpu-memory-utilization {DEVICE_FRACTION:g}"
+            source = f"the default --gpu-memory-utilization {DEVICE_FRACTION:g}"
+            if others > _left_free(memory):
+                source += (
+                    f" (other processes use {_size(others)}; engines on one device need a share each, such as 0.4)"
+                )
+            return max(0, share), source
         limit = int(memory.total * fraction)
         parts = f"{_size(memory.own)} of weights and buffers, {_size(memory.step)} for a step"
         source = f"--gpu-memory-utilization {fraction:g} ({_size(limit)} of {_size(memory.total)}: {parts})"
-        others = memory.total - memory.free - memory.own
         if limit - memory.own > memory.free:
             fitting = int(100 * (memory.free + memory.own) / memory.total) / 100
             raise CapacityError(

@@ -226,9 +226,9 @@ class TorchExecutor:
     @torch.inference_mode()
     def _capture(self, decoder: AnyDecoder, num_sizes: int) -> list[str]:
         """Capture the largest decode steps on a device whose kernels can all be captured; return notes for the user."""
-        if self._device.is_host or self._parallel is not None or None in self._cache.planners:
+        if self._execution.enforce_eager or self._device.is_host or self._parallel is not None:
             return []
-        if not isinstance(decoder, Decoder) or decoder.waits_for_device:
+        if None in self._cache.planners or not isinstance(decoder, Decoder) or decoder.waits_for_device:
             return []
         graphs = DecodeGraphs(self._device, self._slots, self._cache, decoder, self._block_size)
         note = graphs.capture(capture_sizes(min(self._opening.max_sequences, self.max_captured_rows))[:num_sizes])
