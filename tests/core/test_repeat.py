@@ -15,7 +15,7 @@ from tests.core.state_digest import state_digest, state_lines
 
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, StepPlan, StepResult
-from octavo.core.request import FinishReason, Request, SamplingParams
+from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 
 
@@ -45,7 +45,8 @@ class Engine:
         params = SamplingParams(max_tokens=outputs, ignore_eos=True, seed=0, temperature=0.0)
         self.scheduler.admit(Request(name, None, params, self.now, num_prompt_tokens=prompt, **fields), self.now)
 
-    def turn(self) -> None:
+    def turn(self, has_look: bool = False) -> None:
+        """One turn; with a look at the whole state between plan and commit."""
         while len(self.flight) < self.depth:
             plan = self.scheduler.plan(self.now)
             self.decisions += plan.events
@@ -53,6 +54,8 @@ class Engine:
                 break
             self.digests.append(plan.digest())
             self.flight.append(plan)
+        if has_look:
+            self.digests.append(state_digest(self.scheduler))
         if self.flight:
             events = self.scheduler.commit(self.flight.popleft(), StepResult(None), self.now + 0.5)
             self.decisions += events.decisions
@@ -62,10 +65,7 @@ class Engine:
         steps = self.scheduler.find_repeat()
         assert steps is not None
         planned = self.now + num_steps - 1
-        plan = self.scheduler.repeat(num_steps, planned)
-        if num_steps == steps.max_steps:
-            for name, choice in steps.ending:
-                self.scheduler.end_choice(name, choice, planned + 0.5, FinishReason.LENGTH)
+        plan, _ = self.scheduler.repeat(num_steps, planned, planned + 0.5)
         self.decisions += self.scheduler.take_events()
         self.now += num_steps
         assert (plan is not None) == bool(self.flight)
@@ -107,7 +107,7 @@ class Twins:
         self.num_repeats += 1
         self.num_steps += count
         self.num_waiting += bool(len(engine.scheduler._state.waiting))
-        self.num_ends += bool(steps.ending) and count == steps.max_steps
+        self.num_ends += steps.has_end and count == steps.max_steps
         self.compare(engine, count)
 
     def compare(self, engine: Engine, count: int) -> None:
@@ -156,6 +156,47 @@ def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: st
     assert twins.num_waiting > 0 and (twins.num_ends > 0 or depth == 2), vars(twins)
 
 
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_plans_beside_repeating_rows_are_those_of_a_scheduler_that_never_repeats(policy: str) -> None:
+    """The state is compared now and then only: a look at it brings all counters up to date."""
+    num_beside = num_repeated = num_adopted = num_ended = 0
+    for seed in range(6):
+        rng = random.Random(f"{policy} {seed}")
+        sizes = limits(policy=policy, num_blocks=(rng.choice((40, 60, 90)),), max_sequences=rng.choice((3, 6)))
+        fast, slow = Engine(sizes, 1), Engine(sizes, 1)
+        for index in range(200):
+            if rng.random() < 0.25 and fast.scheduler.num_waiting < 4:
+                draws = rng.getstate()
+                admit_some(fast, rng, index)
+                rng.setstate(draws)
+                admit_some(slow, rng, index)
+            steps = fast.scheduler.find_repeat()
+            most = 0 if steps is None else steps.max_steps
+            if steps is not None and steps.wake_at is not None:
+                most = min(most, int(steps.wake_at - fast.now))
+            if most > 0 and rng.random() < 0.9:
+                count = rng.choice((1, most, rng.randint(1, most)))
+                num_repeated += count
+                fast.repeat(count)
+                for _ in range(count):
+                    slow.turn()
+            else:
+                num_beside += bool(fast.scheduler._rows)
+                has_look = rng.random() < 0.05
+                for engine in (fast, slow):
+                    engine.turn(has_look)
+                assert fast.digests[-2:] == slow.digests[-2:] or not has_look
+                assert fast.digests[-1:] == slow.digests[-1:]
+            assert fast.decisions == slow.decisions
+            assert fast.scheduler.gauges() == slow.scheduler.gauges()
+            if rng.random() < 0.05:
+                check_equal(fast, slow, f"at {index}")
+        num_adopted += slow.scheduler.statistics().num_adopted_blocks
+        num_ended += len(slow.decisions)
+        check_equal(fast, slow, "at the end")
+    assert num_beside > 60 and num_repeated > 150 and num_adopted > 0 and num_ended > 100
+
+
 def steady(sizes: Limits, depth: int = 1, **fields: Any) -> Engine:
     """Two requests that decode, nothing else to tell."""
     engine = Engine(sizes, depth)
@@ -169,7 +210,7 @@ def steady(sizes: Limits, depth: int = 1, **fields: Any) -> Engine:
 def test_the_last_step_ends_requests_at_their_length() -> None:
     engine = steady(limits())
     steps = engine.scheduler.find_repeat()
-    assert steps is not None and steps.ending == (("a", 0),) and steps.max_steps == 17
+    assert steps is not None and steps.has_end and steps.max_steps == 17
     assert steps.kv_sum == sum(one.sequences[0].num_scheduled + 1 for one in engine.scheduler._state.running.requests)
     engine.repeat(17)
     assert list(engine.scheduler._state.requests) == ["b"]
@@ -198,6 +239,6 @@ def test_nothing_is_made_as_one_where_a_step_may_do_more() -> None:
 def test_steps_end_before_the_pool_is_empty() -> None:
     engine = steady(limits(num_blocks=(9,)))
     steps = engine.scheduler.find_repeat()
-    assert steps is not None and not steps.ending
+    assert steps is not None and not steps.has_end
     engine.repeat(steps.max_steps)
     invariants.check(engine.scheduler)

@@ -81,7 +81,7 @@ class StepCommit:
             self._take_outputs(result, bad)
         self._take_rows(result, is_regular=result.num_token_ids is None and not bad and not flight.plan.num_drafts)
         if flight.effects.published:
-            self._deduplicate(flight.effects.published)
+            deduplicate(state, flight.effects.published)
         for request in self.searching:
             self._advance(request)
         if state.limits.encoder_budget:
@@ -247,20 +247,7 @@ class StepCommit:
         """Publish the sequence's full, computed blocks in the prefix cache."""
         cache = self.state.cache
         if sequence.slot >= 0 and sequence.num_computed >= (sequence.num_published + 1) * cache.block_size:
-            self._deduplicate(cache.publish(sequence, sequence.num_computed, None))
-
-    def _deduplicate(self, published: list[Publication]) -> None:
-        """Replace duplicate blocks by the equal cached blocks; the next plan has the table edits (K04)."""
-        state = self.state
-        for made in published:
-            if not made.is_duplicate or made.owner.slot < 0:
-                continue
-            cached = state.cache.find_duplicated(made)
-            if cached is not None:
-                for sequence in state.cache.dedup(made, cached):
-                    state.updates.table_edits.extend((sequence.slot, made.group, made.index, cached))
-                    state.defer_release(made.group, made.block)
-                state.totals.num_adopted_blocks += 1
+            deduplicate(self.state, cache.publish(sequence, sequence.num_computed, None))
 
     # --- beams, scores, service -----------------------------------------------------------------------
 
@@ -323,3 +310,16 @@ class StepCommit:
         requests = {sequence.request.name: sequence.request for sequence in self.flight.rows}
         for name, count in Counter(self.events.request_ids).items():
             self.state.policy.notify("served", requests[name], count)
+
+
+def deduplicate(state: State, published: list[Publication]) -> None:
+    """Replace duplicate blocks by the equal cached blocks; the next plan has the table edits (K04)."""
+    for made in published:
+        if not made.is_duplicate or made.owner.slot < 0:
+            continue
+        cached = state.cache.find_duplicated(made)
+        if cached is not None:
+            for sequence in state.cache.dedup(made, cached):
+                state.updates.table_edits.extend((sequence.slot, made.group, made.index, cached))
+                state.defer_release(made.group, made.block)
+            state.totals.num_adopted_blocks += 1

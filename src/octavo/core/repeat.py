@@ -1,9 +1,10 @@
 """Repeats decode steps for simulations: many steps in which every running request only decodes are made in one call.
 
-Owns: when steps repeat (find_repeat), and the state after them (repeat). Does not: know how long a step takes, or how
-many steps to repeat (the simulator's fast_forward does).
+Owns: RepeatingRows, the running requests that decode one token in every step; their counters, which are brought up to
+date when anything else reads them; steps of these rows alone (find, repeat) and beside other rows (plan, commit).
+Does not: know how long a step takes, or how many steps to repeat (the simulator does).
 Invariant: the state afterwards is the same as after that many calls of plan and commit with results that have no token
-ids. Blocks are allocated in the order of the single steps. tests/core/test_repeat.py compares with the scheduler.
+ids. Blocks are allocated and published in the order of the single steps. tests/core/test_repeat.py compares with these.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan, WaitReason
+from octavo.core.commit import commit_step, deduplicate
+from octavo.core.kv.effects import Effects
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, Events, StepPlan, StepResult, WaitReason
+from octavo.core.request import FinishReason
 from octavo.core.request_state import RequestState, Sequence
-from octavo.core.start import is_still_short
-from octavo.core.state import State, Updates
-from octavo.core.step import is_fast
+from octavo.core.run import grant_running
+from octavo.core.start import is_still_short, start_waiting
+from octavo.core.state import Flight, State, Updates
+from octavo.core.step import Step, is_fast
 
 _MOST_STEPS = 2**31
 
@@ -25,8 +30,8 @@ class Repeat:
     """The next decode steps: up to `max_steps` steps, each with one row for every running request.
 
     The first step reads `kv_sum` positions, and its longest row reads `kv_max`; in each later step every row reads one
-    position more. Steps whose `now` reaches `wake_at` must not be repeated. `ending` has the (request, choice) that
-    reach their length limit after `max_steps`; the caller ends them.
+    position more. Steps whose `now` reaches `wake_at` must not be repeated. `has_end`: after `max_steps` requests reach
+    their length limit.
     """
 
     num_rows: int
@@ -34,82 +39,360 @@ class Repeat:
     kv_sum: int
     kv_max: int
     wake_at: float | None
-    ending: tuple[tuple[str, int], ...]
+    has_end: bool
 
 
-def find_repeat(state: State) -> Repeat | None:
-    """Find decode steps that can be repeated, with at most one plan in flight. O(running).
-
-    Return None if the next step may do anything else: admit, preempt, change a rank or publish a block.
-    """
+def find_rows(state: State) -> RepeatingRows | None:
+    """Return the first running requests that only decode, with at most one plan in flight. O(running)."""
     running = state.running.requests
-    depth = len(state.flight)
-    if (
-        not running
-        or not running[-1].is_decoding
-        or len(running) > state.max_step_tokens
-        or not _is_calm(state)
-        or (len(state.waiting) and not _is_stuck(state))
-        or (depth and not _is_whole_flight(state))
-    ):
+    if not running or not _is_plain(state) or (state.flight and not _is_whole_flight(state)):
         return None
-    rows: list[Sequence] = []
-    max_steps, kv_sum, kv_max = _MOST_STEPS, 0, 0
-    for request in running:
-        sequence = request.sequences[0]
-        start = sequence.num_scheduled
-        steps = _steps_of(request, sequence, depth)
-        if steps < max_steps:
-            if steps < 1:
-                return None
-            max_steps = steps
-        kv_sum += start
-        if start > kv_max:
-            kv_max = start
-        rows.append(sequence)
-    max_steps = _steps_that_fit(state, rows, max_steps)
-    if not max_steps:
-        return None
-    ending = tuple([(row.request.name, row.choice) for row in rows if row.limit - row.num_committed <= max_steps])
-    return Repeat(len(rows), max_steps, kv_sum + len(rows), kv_max + 1, state.deadlines.next(), ending)
+    rows = RepeatingRows(state)
+    rows.join()
+    return rows if len(rows) else None
 
 
-def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
-    """Return for how many steps a running request only decodes and publishes no block; 0 if not even in the next.
+class RepeatingRows:
+    """The first running requests, in order, which all decode one token in every step.
 
-    If each plan is committed before the next is made, the last of these steps may end the request.
+    Before step number `_num_steps` (from 0 on), a row's num_scheduled is `_num_steps` plus its entry in `_offsets`; its
+    counters lag behind until it is settled. `_ends` has the step before which each row must leave. Rows that take a new
+    block in step s are in `_growing[s % block_size]`; if they have keys, they publish the block before in step s - 1.
+    If each plan is committed before the next is made, rows end by themselves; else they leave before their last step.
     """
-    start, committed = sequence.num_scheduled, sequence.num_committed
+
+    __slots__ = (
+        "_depth", "_ends", "_growing", "_is_planned", "_most_used", "_next_end", "_num_keyed", "_num_steps", "_offsets",
+        "_state",
+    )  # fmt: skip
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._depth = len(state.flight)
+        self._offsets: dict[Sequence, int] = {}
+        self._ends: dict[Sequence, int] = {}
+        self._growing: list[list[Sequence]] = [[] for _ in range(state.cache.block_size)]
+        self._num_keyed = 0  # rows with blocks to publish
+        self._num_steps = 0
+        self._next_end = _MOST_STEPS
+        self._is_planned = False  # the plan in flight was made by `plan`
+        self._most_used = 0
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    # --- membership
+
+    def join(self) -> None:
+        """Add the running requests after these rows, up to the first that does not only decode."""
+        size = self._state.cache.block_size
+        for request in self._state.running.requests[len(self._offsets) :]:
+            row = request.sequences[0]
+            left = _steps_of(request, row, self._depth)
+            publishes_in = _steps_to_publish(self._state, row)
+            if self._depth:  # blocks are published in single steps
+                left = min(left, publishes_in - 1)
+            if left < 1 or publishes_in < 1 or row.capacity - row.num_scheduled >= size:
+                return
+            self._offsets[row] = row.num_scheduled - self._num_steps
+            end = self._ends[row] = self._num_steps + left
+            self._next_end = min(self._next_end, end)
+            self._growing[-self._offsets[row] % size].append(row)
+            self._num_keyed += publishes_in < _MOST_STEPS
+
+    def _leave(self, row: Sequence) -> None:
+        self._growing[-self._offsets[row] % self._state.cache.block_size].remove(row)
+        self._num_keyed -= _steps_to_publish(self._state, row) < _MOST_STEPS
+        del self._offsets[row], self._ends[row]
+        self._next_end = min(self._ends.values(), default=_MOST_STEPS)
+
+    def settle(self) -> None:
+        """Bring all counters up to date; the rows must not be used afterwards."""
+        for row in self._offsets:
+            self._settle_row(row, self._num_steps)
+        if self._is_planned:
+            for row in self._offsets:
+                row.num_scheduled += 1
+                row.num_pending += 1
+                row.in_flight += 1
+
+    def _settle_row(self, row: Sequence, num_steps: int) -> None:
+        behind = self._offsets[row] + num_steps - row.num_scheduled
+        row.num_scheduled += behind
+        row.num_computed += behind
+        row.num_committed += behind
+        if len(row.tables[0]) * self._state.cache.block_size != row.capacity:
+            self._state.cache.resize(row)
+
+    # --- steps of these rows alone
+
+    def find(self) -> Repeat | None:
+        """Find steps that can be repeated; None if the next step may do more than decode these rows."""
+        state, num_rows = self._state, len(self._offsets)
+        if (
+            not num_rows
+            or num_rows != len(state.running)
+            or num_rows > state.max_step_tokens
+            or not _is_calm(state)
+            or (len(state.waiting) and not _is_stuck(state))
+        ):
+            return None
+        max_steps = self._next_end - self._num_steps
+        if len(state.waiting) and self._num_keyed:  # a published block may let a request start
+            max_steps = min(max_steps, self._steps_to_publish())
+        max_steps = self._steps_that_fit(max_steps)
+        if not max_steps:
+            return None
+        starts = self._offsets.values()
+        return Repeat(
+            num_rows,
+            max_steps,
+            sum(starts) + num_rows * (self._num_steps + 1),
+            max(starts) + self._num_steps + 1,
+            state.deadlines.next(),
+            not self._depth and self._num_steps + max_steps == self._next_end,
+        )
+
+    def repeat(self, num_steps: int, planned: float, committed: float) -> int:
+        """Make `num_steps` of the steps that `find` found; the last is planned and committed at these times.
+
+        Return the most blocks of the leading group that were in use in any of them.
+
+        A plan in flight is replaced by the last repeated step. A policy that tracks service is notified of each token.
+        """
+        state, updates = self._state, self._state.updates
+        state.step += num_steps
+        state.updates = Updates()
+        state.totals.num_steps += num_steps
+        self._count(num_steps)
+        _note_shortage(state)
+        effects = state.cache.begin_plan(state.step - 1)
+        self._most_used = 0
+        for steps_left in range(num_steps - 1, -1, -1):
+            self._grow(effects if not steps_left else None)
+            self._end_step(steps_left, effects, committed)
+        state.cache.end_plan()
+        if state.flight:
+            self._replace_flight(planned, updates if num_steps == 1 else Updates())
+        state.report_ended()
+        return self._most_used
+
+    def _steps_to_publish(self) -> int:
+        """Return after how many steps the next block is published; too few if rows without keys take a block sooner."""
+        size = self._state.cache.block_size
+        return next(count for count in range(1, size + 1) if self._growing[(self._num_steps + count) % size])
+
+    def _steps_that_fit(self, max_steps: int) -> int:
+        """Return a number of steps, at most `max_steps`, for which the pool has enough free blocks."""
+        free, size, offsets = self._state.cache.num_free(), self._state.cache.block_size, self._offsets
+        while max_steps and len(offsets) * (max_steps // size + 1) > free:  # an upper bound, usually far below `free`
+            end = self._num_steps + max_steps
+            needed = sum(max(0, -(-(offset + end) // size) - len(row.tables[0])) for row, offset in offsets.items())
+            if needed <= free:
+                break
+            max_steps //= 2
+        return max_steps
+
+    def _replace_flight(self, now: float, updates: Updates) -> None:
+        """Replace the plan in flight by the last repeated step. Only the first step reports freed slots and ended ids.
+
+        So `updates` are those before the repeated steps if there is only one, else empty.
+        """
+        state, flight = self._state, self._state.flight[0]
+        starts = array("i", [offset + self._num_steps - 1 for offset in self._offsets.values()])
+        counts = array("i", [1]) * len(starts)
+        flight.effects = state.cache.effects
+        flight.plan = StepPlan(
+            state.step - 1,
+            now,
+            array("i", [row.slot for row in self._offsets]),
+            starts,
+            counts,
+            array("i", [ROW_SAMPLE | ROW_CARRY]) * len(starts),
+            edits=flight.effects.edits,
+            freed_slots=updates.freed_slots,
+            finished_ids=tuple(updates.finished_ids),
+            preempted_ids=tuple(updates.preempted_ids),
+            num_query_tokens=len(starts),
+            num_kv_read=sum(starts) + len(starts),
+            is_fast_path=is_fast(starts, counts, state.limits),
+            wake_at=state.deadlines.next(),
+        )
+
+    # --- steps of these rows beside others
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Make the plan of a step in which other requests may have rows too; None if a row of these might be left out.
+
+        Until the plan's commit, the counters of these rows do not include it.
+        """
+        state, num_rows = self._state, len(self._offsets)
+        others, wake_at = state.running.requests[num_rows:], state.deadlines.next()
+        most_blocks = num_rows + state.max_step_tokens // state.cache.block_size + 2 * len(others)
+        if (
+            state.flight
+            or not _is_plain(state)
+            or state.updates.sequences
+            or state.updates.id_edits
+            or state.overdue
+            or state.policy.preempt_on_arrival
+            or num_rows > state.max_step_tokens
+            or most_blocks > state.cache.num_free()
+            or (wake_at is not None and wake_at <= now)
+            or any(request.has_several for request in others)
+        ):
+            return None
+        state.report_ended()
+        step = Step(state, now, None)
+        step.begin_turn(None)
+        step.tokens_left -= num_rows
+        step.rows += self._offsets
+        step.starts += [offset + self._num_steps for offset in self._offsets.values()]
+        step.counts += [1] * num_rows
+        step.flags += [ROW_SAMPLE] * num_rows
+        self._grow(step.effects)
+        grant_running(step, num_rows)
+        start_waiting(step)
+        plan = step.finish()
+        self._is_planned = not plan.is_empty
+        return plan
+
+    def commit(self, plan: StepPlan, outcome: StepResult, now: float) -> Events | None:
+        """Commit the plan that `plan` made; the events have no tokens of these rows. None if it is another plan."""
+        state, num_rows = self._state, len(self._offsets)
+        if not self._is_planned or state.flight[0].plan.step != plan.step:
+            return None
+        self._is_planned = False
+        flight = state.flight.popleft()
+        state.cache.confirm(flight.effects)
+        self._count(1)
+        self._end_step(0, flight.effects, now)
+        others = StepPlan(
+            plan.step,
+            plan.now,
+            starts=plan.starts[num_rows:],
+            counts=plan.counts[num_rows:],
+            flags=plan.flags[num_rows:],
+            num_query_tokens=plan.num_query_tokens - num_rows,
+        )
+        state.flight.appendleft(Flight(others, flight.rows[num_rows:], flight.effects, flight.releases))
+        events = commit_step(state, others, outcome, now)
+        if self.are_first:
+            self.join()
+        return events
+
+    @property
+    def are_first(self) -> bool:
+        """True if these rows are the first running requests, in order."""
+        last = next(reversed(self._offsets), None)
+        return last is None or self._state.running.requests[len(self._offsets) - 1] is last.request
+
+    # --- the parts of a step
+
+    def _grow(self, effects: Effects | None) -> None:
+        """Give a block of each group to the rows that need one in the next step; `effects` get the table edits."""
+        allocate = self._state.cache.allocate
+        for row in self._growing[self._num_steps % len(self._growing)]:
+            for group, table in enumerate(row.tables):
+                block = allocate(group)
+                if effects is not None:
+                    effects.edits.extend((row.slot, group, len(table), block))
+                table.append(block)
+
+    def _end_step(self, steps_left: int, effects: Effects, now: float) -> None:
+        """Commit the next step: publish full blocks, and end the requests that reach their length limit.
+
+        `effects` are those of the last repeated step, which is `steps_left` steps later.
+        """
+        self._num_steps += 1
+        has_end = self._num_steps == self._next_end
+        if not steps_left:
+            self._note_used()
+        if has_end:
+            for row in [row for row, end in self._ends.items() if end == self._num_steps or self._num_keyed]:
+                self._end_row(row, steps_left, effects, now)
+        elif self._num_keyed:
+            for row in self._growing[self._num_steps % len(self._growing)]:
+                self._end_row(row, steps_left, effects, now)
+
+    def _end_row(self, row: Sequence, steps_left: int, effects: Effects, now: float) -> None:
+        is_last = self._ends[row] == self._num_steps and not self._depth
+        is_keyed = _steps_to_publish(self._state, row) < _MOST_STEPS
+        if not is_last and not is_keyed:
+            return
+        self._settle_row(row, self._num_steps)
+        if is_keyed:
+            self._publish(row, steps_left, effects)
+            self._num_keyed -= _steps_to_publish(self._state, row) == _MOST_STEPS
+        if is_last:
+            self._leave(row)
+            self._state.end_choice(row, now, FinishReason.LENGTH)
+
+    def _publish(self, row: Sequence, steps_left: int, effects: Effects) -> None:
+        """Publish a row's full blocks. The next step's plan has the table edits of duplicates."""
+        state = self._state
+        made = state.cache.publish(row, row.num_computed, None)
+        if made:
+            self._note_used()
+            deduplicate(state, made)
+            if steps_left:
+                if steps_left == 1:
+                    effects.edits.extend(state.updates.table_edits)
+                state.updates.table_edits = array("i")
+
+    def _note_used(self) -> None:
+        """Note how many blocks are in use; called before blocks are released."""
+        pool = self._state.cache.pools[0]
+        self._most_used = max(self._most_used, pool.num_blocks - pool.num_free)
+
+    def _count(self, num_steps: int) -> None:
+        """Add the rows' tokens to the totals, and notify a policy that tracks service."""
+        num_tokens, totals = len(self._offsets) * num_steps, self._state.totals
+        totals.num_computed_tokens += num_tokens
+        totals.num_output_tokens += num_tokens
+        if self._state.policy.tracks_service:
+            for _ in range(num_steps):
+                for row in self._offsets:
+                    self._state.policy.notify("served", row.request, 1)
+
+
+# --- conditions
+
+
+def _steps_of(request: RequestState, row: Sequence, depth: int) -> int:
+    """Return for how many steps a running request only decodes; 0 if not even in the next.
+
+    If each plan is committed before the next is made, the last of these steps ends the request.
+    """
+    start, committed = row.num_scheduled, row.num_committed
     if (
         not request.is_decoding
         or not request.samples
         or request.has_several
-        or sequence.num_pending != depth
+        or row.num_pending != depth
         or committed + depth - start != 1
-        or sequence.in_flight != depth
-        or committed == sequence.num_prompt  # its first token changes its rank
-        or sequence.token_ids is not None
-        or (start >= sequence.in_place_end and start != sequence.capacity)
+        or row.in_flight != depth
+        or committed == row.num_prompt  # its first token changes its rank
+        or row.token_ids is not None
+        or (start >= row.in_place_end and start != row.capacity)
     ):
         return 0
-    left = sequence.limit - committed - depth
-    keys = request.request.block_keys
-    if keys is None or not sequence.capacity or len(keys) <= sequence.num_published:
-        return left
-    size = sequence.capacity // len(sequence.tables[0])
-    return min(left, (sequence.num_published + 1) * size - sequence.num_computed - 1)
+    return row.limit - committed - depth
 
 
-def _is_calm(state: State) -> bool:
-    """Return True if the next plan has only rows, freed slots and ended requests, and no optional feature acts."""
-    limits, cache, updates = state.limits, state.cache, state.updates
+def _steps_to_publish(state: State, row: Sequence) -> int:
+    """Return after how many steps a row has its next block to publish; less than 1 if it has one now."""
+    keys = row.request.request.block_keys
+    if not state.cache.caching or keys is None or len(keys) <= row.num_published:
+        return _MOST_STEPS
+    return (row.num_published + 1) * state.cache.block_size - row.num_computed
+
+
+def _is_plain(state: State) -> bool:
+    """Return True if no optional feature acts in a step."""
+    limits, cache = state.limits, state.cache
     return not (
-        updates.sequences
-        or updates.id_edits
-        or updates.table_edits
-        or state.events
-        or state.ended
-        or state.encoder.num_needs
+        state.encoder.num_needs
         or limits.max_kv_read
         or limits.max_draft_tokens
         or limits.num_stages > 1
@@ -119,6 +402,14 @@ def _is_calm(state: State) -> bool:
         or cache.host.pools
         or state.composition is not None
     )
+
+
+def _is_calm(state: State) -> bool:
+    """Return True if the next plan has only rows, freed slots and ended requests."""
+    updates = state.updates
+    return not (
+        updates.sequences or updates.id_edits or updates.table_edits or state.events or state.ended
+    ) and _is_plain(state)
 
 
 def _is_whole_flight(state: State) -> bool:
@@ -161,53 +452,6 @@ def _is_stuck(state: State) -> bool:
     )
 
 
-def _steps_that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
-    """Return a number of steps, at most `max_steps`, for which the pool has enough free blocks."""
-    free, size = state.cache.num_free(), state.cache.block_size
-    while max_steps and len(rows) * (max_steps // size + 1) > free:  # an upper bound, usually far below `free`
-        needed = sum(max(0, -(-(row.num_scheduled + max_steps - row.capacity) // size)) for row in rows)
-        if needed <= free:
-            break
-        max_steps //= 2
-    return max_steps
-
-
-def repeat(state: State, num_steps: int, planned: float) -> None:
-    """Make `num_steps` of the steps that find_repeat found; `planned` is the last one's time. O(rows + new blocks).
-
-    A plan in flight is replaced by the last repeated step. A policy that tracks service is notified of each token. The
-    caller ends the requests that reach their length limit.
-    """
-    rows, cache = [request.sequences[0] for request in state.running.requests], state.cache
-    state.step += num_steps
-    effects = cache.begin_plan(state.step - 1)
-    growing: list[tuple[int, int]] = []  # (step, row) that takes a block before it
-    size = cache.block_size
-    for index, row in enumerate(rows):
-        start = row.num_scheduled
-        end = row.num_scheduled = start + num_steps
-        row.num_computed += num_steps
-        row.num_committed += num_steps
-        if end > row.capacity:
-            growing.extend((step - start, index) for step in range(row.capacity, end, size))
-    growing.sort()
-    for step, index in growing:
-        row = rows[index]
-        for group, table in enumerate(row.tables):
-            block = cache.allocate(group)
-            if step == num_steps - 1:
-                effects.edits.extend((row.slot, group, len(table), block))
-            table.append(block)
-        row.capacity += size
-        row.in_place_end = min(row.capacity, row.limit - 1)
-    cache.end_plan()
-    _count(state, rows, num_steps)
-    _note_shortage(state)
-    if state.flight:
-        _replace_flight(state, planned, num_steps == 1)
-    state.updates = Updates()
-
-
 def _note_shortage(state: State) -> None:
     """Update the wait numbers of the first waiting request if every repeated step would have looked at it."""
     if not len(state.waiting) or state.is_paused or state.free_slots:
@@ -215,41 +459,3 @@ def _note_shortage(state: State) -> None:
     head = state.waiting.peek()
     if head is not None:
         head.wait_numbers = (head.num_slots, 0, state.step - 1)
-
-
-def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
-    """Update the totals, and notify a policy that tracks service."""
-    num_tokens = len(rows) * num_steps
-    totals = state.totals
-    totals.num_steps += num_steps
-    totals.num_computed_tokens += num_tokens
-    totals.num_output_tokens += num_tokens
-    if state.policy.tracks_service:
-        requests = [row.request for row in rows]
-        for _ in range(num_steps):
-            for request in requests:
-                state.policy.notify("served", request, 1)
-
-
-def _replace_flight(state: State, now: float, is_first: bool) -> None:
-    """Replace the plan in flight by the last repeated step. Only the first step reports freed slots and ended ids."""
-    flight = state.flight[0]
-    starts = array("i", [row.num_scheduled - 1 for row in flight.rows])
-    counts = array("i", [1]) * len(starts)
-    flight.effects = state.cache.effects
-    flight.plan = StepPlan(
-        state.step - 1,
-        now,
-        array("i", [row.slot for row in flight.rows]),
-        starts,
-        counts,
-        array("i", [ROW_SAMPLE | ROW_CARRY]) * len(starts),
-        edits=flight.effects.edits,
-        freed_slots=state.updates.freed_slots if is_first else array("i"),
-        finished_ids=tuple(state.updates.finished_ids) if is_first else (),
-        preempted_ids=tuple(state.updates.preempted_ids) if is_first else (),
-        num_query_tokens=len(starts),
-        num_kv_read=sum(starts) + len(starts),
-        is_fast_path=is_fast(starts, counts, state.limits),
-        wake_at=state.deadlines.next(),
-    )

@@ -16,8 +16,8 @@ from octavo.core.step import Step
 _DECODE_AHEAD = ROW_SAMPLE | ROW_CARRY
 
 
-def grant_running(step: Step) -> None:
-    """Grant rows to the running requests, in rank order.
+def grant_running(step: Step, first: int = 0) -> None:
+    """Grant rows to the running requests, in rank order, from the one with index `first` on.
 
     The hot path: this function itself adds a row that decodes inside its last block, because a call per row would cost
     more than the rest of the step. `grant_row` grants all other rows.
@@ -27,7 +27,7 @@ def grant_running(step: Step) -> None:
     may_skip = step.only is not None or step.turn is not None or has_drafts_in_flight or state.limits.num_stages > 1
     rows, starts, counts, flags = step.rows, step.starts, step.counts, step.flags
     left = step.tokens_left
-    for request in _in_order(step) if has_read_limit else tuple(state.running.requests):
+    for request in _in_order(step) if has_read_limit else state.running.requests[first:]:
         if not left:
             break
         if may_skip and _skips(step, request):

@@ -24,7 +24,7 @@ from octavo.core.feasibility import Admission, check_feasible
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.proposals import DraftSource
-from octavo.core.repeat import Repeat, find_repeat, repeat
+from octavo.core.repeat import Repeat, RepeatingRows, find_rows
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.request_state import RequestState, Sequence
 from octavo.core.run import grant_running
@@ -37,7 +37,7 @@ from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
 class Scheduler:
     """Decides what every step computes. Not thread-safe: one caller owns the scheduler."""
 
-    __slots__ = ("_drafter", "_noted", "_source", "_state", "_tap")
+    __slots__ = ("_drafter", "_lagging", "_noted", "_rows", "_source", "_tap")
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class Scheduler:
         source: calls.InputSource | None = None,
         drafts: DraftSource | None = None,
     ) -> None:
-        self._state = State(limits)
+        self._lagging = State(limits)  # counters of repeating rows lag: see _state
+        self._rows: RepeatingRows | None = None
         self._tap = tap
         self._source = source
         self._drafter = Drafter(drafts)
@@ -58,12 +59,20 @@ class Scheduler:
             if source.has_drafts:
                 self._drafter = calls.GivenDrafts(source)
 
+    @property
+    def _state(self) -> State:
+        """The state, in which no row repeats any more: all counters are up to date."""
+        if self._rows is not None:
+            self._rows.settle()
+            self._rows = None
+        return self._lagging
+
     def admit(self, request: Request, now: float) -> Admission:
         """Check a request and put it in the waiting queue. It will end with exactly one FINISHED event.
 
         Raises InvalidRequestError, AdmissionError or DuplicateRequestError; a refused request changes nothing.
         """
-        state = self._state
+        state = self._lagging
         if state.is_draining:
             raise AdmissionError("the engine is draining and takes no new requests; send it to another engine", None)
         if request.request_id in state.requests:
@@ -132,11 +141,16 @@ class Scheduler:
 
         An empty plan's `waits` say why it is empty. Every other plan must be submitted and committed, in order.
         """
-        while (late := self._state.deadlines.expired(now)) is not None:
+        if self._rows is not None and only is None and self._tap is None:
+            whole = self._rows.plan(now)
+            if whole is not None:
+                return whole
+        state = self._state
+        while (late := state.deadlines.expired(now)) is not None:
             self._expire(late[0], late[1], now)
-        self._state.report_ended()
-        step = Step(self._state, now, only)
-        composition = self._state.composition
+        state.report_ended()
+        step = Step(state, now, only)
+        composition = state.composition
         for turn in (None,) if composition is None else composition.turns():
             step.begin_turn(turn)
             grant_running(step)
@@ -145,7 +159,7 @@ class Scheduler:
                 if composition is not None and turn is not None:
                     composition.count(turn)
                 break
-        if self._state.limits.max_draft_tokens:
+        if state.limits.max_draft_tokens:
             add_drafts(step, self._drafter)
         plan = step.finish()
         if self._tap is not None:
@@ -158,15 +172,22 @@ class Scheduler:
         A StepFailure also undoes every later plan in flight: do not commit those plans.
         Raises InvariantError if `plan` is not the oldest in flight.
         """
-        events = commit_step(self._state, plan, outcome, now)
+        events = None
+        if self._rows is not None and isinstance(outcome, StepResult) and outcome.token_ids is None:
+            events = self._rows.commit(plan, outcome, now)
+            if events is not None and not self._rows.are_first:
+                self._rows.settle()
+                self._rows = None
+        if events is None:
+            events = commit_step(self._state, plan, outcome, now)
         if self._tap is not None:
             self._tap.called(calls.CommitCall(now, plan.step, outcome, self._noted.take()))
         return events
 
     def take_events(self) -> tuple[Event, ...]:
         """Return the decisions made since the last plan or commit; the next plan or commit does not repeat them."""
-        events = tuple(self._state.events)
-        self._state.events = []
+        events = tuple(self._lagging.events)
+        self._lagging.events = []
         return events
 
     # --- controls ------------------------------------------------------------------------------------
@@ -208,31 +229,37 @@ class Scheduler:
     @property
     def limits(self) -> Limits:
         """The limits that were given to the constructor."""
-        return self._state.limits
+        return self._lagging.limits
 
     @property
     def num_waiting(self) -> int:
         """The number of waiting requests, including preempted ones."""
-        return len(self._state.waiting)
+        return len(self._lagging.waiting)
 
     @property
     def num_running(self) -> int:
         """The number of slots in use by running requests."""
-        return self._state.num_sequences
+        return self._lagging.num_sequences
+
+    @property
+    def num_used_blocks(self) -> int:
+        """The number of blocks of the leading cache group that requests hold."""
+        pool = self._lagging.cache.pools[0]
+        return pool.num_blocks - pool.num_free
 
     @property
     def has_work(self) -> bool:
         """True if any request is open."""
-        return bool(self._state.requests)
+        return bool(self._lagging.requests)
 
     @property
     def is_paused(self) -> bool:
         """True during a pause: nothing is admitted from the queue."""
-        return self._state.is_paused
+        return self._lagging.is_paused
 
     def gauges(self) -> snapshots.Gauges:
         """Return current levels and totals since the start. O(groups), cheap enough for every step."""
-        state = self._state
+        state = self._lagging
         cache, totals = state.cache, state.totals
         cached = [len(pool.cached) for pool in cache.pools]
         used = [pool.num_blocks - len(pool.plain) - count for pool, count in zip(cache.pools, cached, strict=True)]
@@ -288,13 +315,23 @@ class Scheduler:
     # --- steps made as one, for simulations ------------------------------------------------------------
 
     def find_repeat(self) -> Repeat | None:
-        """Find decode steps that can be repeated; None if the next step may do anything else. O(running)."""
-        return find_repeat(self._state)
+        """Find decode steps that can be repeated; None if the next step may do more. O(running) the first time.
 
-    def repeat(self, num_steps: int, planned: float) -> StepPlan | None:
-        """Make `num_steps` steps that find_repeat found, the last at time `planned`; return the plan in flight."""
-        repeat(self._state, num_steps, planned)
-        return self._state.flight[0].plan if self._state.flight else None
+        From then on plans cost no time for the requests that only decode, until a method reads or changes one of them,
+        and commits return no tokens of these.
+        """
+        if self._rows is None:
+            self._rows = find_rows(self._lagging)
+        return None if self._rows is None else self._rows.find()
+
+    def repeat(self, num_steps: int, planned: float, committed: float) -> tuple[StepPlan | None, int]:
+        """Make `num_steps` steps that find_repeat found; return the plan in flight, and the most blocks in use.
+
+        The last step is planned and committed at these times; requests that reach their length limit end then.
+        """
+        assert self._rows is not None
+        most_used, flight = self._rows.repeat(num_steps, planned, committed), self._lagging.flight
+        return flight[0].plan if flight else None, most_used
 
     def _expire(self, late: RequestState, is_queue: bool, now: float) -> None:
         """End a request whose deadline, or whose queue timeout (`is_queue`), has passed."""

@@ -122,7 +122,7 @@ class DecodeRun:
     @property
     def has_end(self) -> bool:
         """True if requests end in the last commit."""
-        return bool(self.steps.ending) and len(self.steps_s) == self.steps.max_steps
+        return self.steps.has_end and len(self.steps_s) == self.steps.max_steps
 
     @property
     def next_at(self) -> float:
@@ -286,7 +286,6 @@ class Replica:
         self._is_sampled = now >= self._next_sample
         if self._is_sampled:
             self._sample(now)
-        self._note_blocks()
         ended: list[SimulatedRequest] = []
         while self._inbox:
             entry = self._inbox.popleft()
@@ -431,11 +430,8 @@ class Replica:
         if not num_turns:
             return []
         last = num_turns - 1
-        plan = self.scheduler.repeat(num_turns, run.begins[last])
-        self._note_blocks()
-        if run.has_end and num_turns == run.num_turns:
-            for name, choice in run.steps.ending:
-                self.scheduler.end_choice(name, choice, run.commits[last], FinishReason.LENGTH)
+        plan, most_used = self.scheduler.repeat(num_turns, run.begins[last], run.commits[last])
+        totals.max_blocks_used = max(totals.max_blocks_used, most_used)
         decisions = self.scheduler.take_events()
         totals.forwarded_steps += num_turns
         self._count_rows(run.steps.num_rows, run.steps.num_rows, num_turns)
@@ -455,7 +451,7 @@ class Replica:
     # --- gauges and samples
 
     def _note_blocks(self) -> None:
-        used = self.scheduler.gauges().blocks_used[0]
+        used = self.scheduler.num_used_blocks
         if used > self.totals.max_blocks_used:
             self.totals.max_blocks_used = used
 

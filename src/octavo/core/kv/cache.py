@@ -227,9 +227,10 @@ class KVCache:
     def allocate(self, group: int, is_load: bool = False) -> int:
         """Allocate a block. A prefix in the block is saved to the host, unless the block is for a load (`is_load`)."""
         pool = self.pools[group]
-        victim = pool.next_evicted()
-        if victim is not None and not is_load:
-            self.host.save(group, pool, victim, self.effects)
+        if not pool.plain and not is_load:
+            victim = pool.next_evicted()
+            if victim is not None:
+                self.host.save(group, pool, victim, self.effects)
         return pool.allocate()
 
     def extend(self, sequence: Sequence, end: int) -> None:

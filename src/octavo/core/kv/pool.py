@@ -97,9 +97,10 @@ class BlockPool:
 
     def release_table(self, table: list[int]) -> None:
         """Release all blocks of a table, the last first, and empty the table. Skip negative entries (NO_BLOCK)."""
-        references, key_of = self.references, self.key_of
+        references = self.references
         held = list(map(references.__getitem__, table))
-        if held.count(1) == len(held) and -1 not in table and not any(map(key_of.__getitem__, table)):
+        has_keys = bool(self.block_of) and any(map(self.key_of.__getitem__, table))
+        if held.count(1) == len(held) and -1 not in table and not has_keys:
             # Long sequences have hundreds of blocks of their own: release them together.
             for block in table:
                 references[block] = 0
