@@ -83,7 +83,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # but for what is new: the kernels, buffers, graphs and checks of CUDA devices raised five.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 4_984,
+    ("core",): 5_161,
     ("engine", "frontend"): 5_858,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_416,

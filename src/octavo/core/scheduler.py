@@ -298,7 +298,7 @@ class Scheduler:
 
     def first_waiting(self, max_requests: int) -> list[snapshots.RequestView]:
         """Return the first waiting requests, with their reasons. O(max_requests log waiting)."""
-        return snapshots.first_waiting(self._state, max_requests)
+        return snapshots.first_waiting(self._lagging, max_requests)
 
     def open_work(self) -> snapshots.OpenWork:
         """Return the remaining work of every open request, for forecasts. O(requests log requests)."""
@@ -329,6 +329,8 @@ class Scheduler:
 
         The last step is planned and committed at these times; requests that reach their length limit end then.
         """
+        if self._rows is None:  # the state was read since find_repeat
+            self._rows = find_rows(self._lagging)
         assert self._rows is not None
         most_used, flight = self._rows.repeat(num_steps, planned, committed), self._lagging.flight
         return flight[0].plan if flight else None, most_used
