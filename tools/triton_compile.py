@@ -4,9 +4,9 @@
 
 Each entry of VARIANTS in octavo/ops/triton/*.py is compiled for each architecture, in processes without
 TRITON_INTERPRET. A kernel fails if it needs a stack or local memory (spilled registers), more than 99 KB of shared
-memory (what every architecture from sm_80 on gives a block), or lacks its tensor core instruction; or if the machine
-code has a fused multiply-add where the variant forbids it. Exit status 1 if one fails. The last line is one JSON
-object.
+memory (what every architecture from sm_80 on gives a block), or lacks its tensor core instruction; or if it has, or its
+assembler may make, a fused multiply-add where the variant forbids it. Exit status 1 if one fails. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ MAX_SHARED = 99 << 10
 PACKAGE = "octavo.ops.triton"
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _PRODUCTS = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync")
-_FUSES = re.compile(r"\b(fma|div|sqrt|rcp)\.")  # what is exactly rounded has fused multiply-adds inside
+# The assembler never fuses a product that has a rounding modifier, such as mul.rn.f32 (PTX ISA, "mul").
+_MAY_FUSE = re.compile(r"\bmul\.(?:ftz\.|sat\.)*b?f(?:16|32|64)")
+_FUSED = re.compile(r"\bfma\.rn\.(?:ftz\.|sat\.)*f(?:32|64)")  # of 16 bits, it is sm_80's only product and sum
+_ASKED = re.compile(r"@llvm\.(?:nvvm\.)?fma|@llvm\.fmuladd")
 # What multiplies matrices on each architecture, widest first; small tiles use mma.sync everywhere.
 PRODUCTS = {90: ("wgmma.mma_async", "mma.sync"), 100: ("tcgen05.mma", "mma.sync")}
 
@@ -73,8 +76,7 @@ def compile_one(module: str, index: int, architecture: int) -> Compiled:
     started_at = time.perf_counter()
     try:
         made = _compile(variant, architecture)
-        usage = _USAGE.search(_tool("cuobjdump", made.asm["cubin"], "-res-usage"))
-        code = _tool("nvdisasm", made.asm["cubin"])
+        usage = _USAGE.search(_resource_usage(made.asm["cubin"]))
     except Exception as error:  # the shell: whatever the compiler raises is this kernel's result
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         return Compiled(kernel, architecture, time.perf_counter() - started_at, faults=(text,))
@@ -89,7 +91,7 @@ def compile_one(module: str, index: int, architecture: int) -> Compiled:
         local,
         max(static, made.metadata.shared),
         tuple(sorted(set(_PRODUCTS.findall(made.asm["ptx"])))),
-        "FFMA" in code,
+        has_fused(made.asm["ptx"], made.asm["llir"]),
     )
     faults = tuple(find_faults(found, variant, made.asm["ptx"]))
     return Compiled(**(asdict(found) | {"faults": faults}))
@@ -113,15 +115,21 @@ def _compile(variant: Any, architecture: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
-def _tool(name: str, cubin: bytes, *flags: str) -> str:
-    """Run one of the tools that Triton brings on a cubin."""
+def _resource_usage(cubin: bytes) -> str:
+    """Run the tool that Triton brings for it."""
     import triton
 
-    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    path = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([path, *flags, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([path, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def has_fused(ptx: str, llir: str) -> bool:
+    """Return True if there is, or may be, a fused multiply-add in the machine code that LLVM was not asked for."""
+    is_asked = _ASKED.search(llir) is not None
+    return _MAY_FUSE.search(ptx) is not None or (_FUSED.search(ptx) is not None and not is_asked)
 
 
 def find_faults(found: Compiled, variant: Any, ptx: str) -> Iterator[str]:
@@ -134,7 +142,7 @@ def find_faults(found: Compiled, variant: Any, ptx: str) -> Iterator[str]:
         allowed = PRODUCTS.get(found.architecture, ("mma.sync",))
         if not any(name in ptx for name in allowed):
             yield f"no {' or '.join(allowed)}"
-    if found.has_fused and variant.options.get("enable_fp_fusion") is False and not _FUSES.search(ptx):
+    if found.has_fused and variant.options.get("enable_fp_fusion") is False:
         yield "a fused multiply-add that the source has not"
 
 

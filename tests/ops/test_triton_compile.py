@@ -58,5 +58,16 @@ def test_a_kernel_that_spills_or_lacks_its_product_is_a_fault() -> None:
     assert faults("add.f32") == ["no wgmma.mma_async or mma.sync"]
     assert faults(stack=8) == ["8 bytes of stack and 0 of local memory"] == faults(local=0, stack=8)
     assert faults(shared=(99 << 10) + 1)[0].endswith("at most 101376")
-    assert faults("mma.sync mul.f32", has_fused=True) == ["a fused multiply-add that the source has not"]
-    assert faults("mma.sync div.full.f32", has_fused=True) == []
+    assert faults(has_fused=True) == ["a fused multiply-add that the source has not"]
+
+
+@pytest.mark.parametrize(("ptx", "llir", "is_fused"), [
+    ("mul.rn.f32 add.rn.ftz.f32 div.full.f32 mad.lo.s32 add.s32", "fmul float", False),
+    ("fma.rn.bf16", "fmul bfloat", False), ("fma.rn.f32 fma.rn.bf16", "fmul float", True),
+    ("mul.f32", "fmul float", True), ("mul.ftz.f32", "fmul float", True), ("mul.bf16x2", "fmul bfloat", True),
+    ("fma.rn.f32", "fmul float", True), ("fma.rn.ftz.f32", "fadd contract float", True),
+    ("fma.rn.f32", "call <2 x float> @llvm.fma.v2f32(", False), ("fma.rn.f32", "@llvm.fmuladd.v32f32(", False),
+    ("fma.rn.f64", "call double @llvm.nvvm.fma.rn.d(", False),
+])  # fmt: skip
+def test_a_fused_product_is_found_unless_the_source_has_it(ptx: str, llir: str, is_fused: bool) -> None:
+    assert triton_compile.has_fused(ptx, llir) is is_fused
