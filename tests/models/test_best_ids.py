@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from octavo.models.native_decoder import NativeDecoder
 from octavo.nn.packed_weight import Codes, PackedWeight, WeightKind
 from octavo.ops import cpu
 from tests.executors.driver import Driver, make_prompt
+from tests.ops.instruction_sets import isa
 from tests.tiny_models import make_tiny_model
 
+__all__ = ["isa"]
 pytestmark = pytest.mark.skipif(not cpu.LIBRARY_PATH.exists(), reason="the kernels are not built")
 
 SIZE, INPUTS = 36_009, 64  # of the vocabulary: more than a block of one row's columns, and no whole number of panels
@@ -50,16 +52,6 @@ def decoder(folder: Path) -> NativeDecoder:
     executor.open(SPEC)
     assert isinstance(executor._decoder, NativeDecoder)
     return executor._decoder
-
-
-@pytest.fixture(params=cpu.ISA_NAMES)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = cpu.status().isa
-    if cpu.use_isa(request.param) != request.param:
-        cpu.use_isa(best)
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    cpu.use_isa(best)
 
 
 def put_head(decoder: NativeDecoder, parts: Sequence[PackedWeight], scale: float = 1.0, cap: float = 0.0) -> None:

@@ -24,7 +24,9 @@ from octavo.nn.packed_weight import PackedWeight, WeightKind
 from octavo.nn.packing import codes_of_floats
 from octavo.ops import cpu
 from octavo.ops.packed_linear import round_activations
+from tests.ops.instruction_sets import isa
 
+__all__ = ["isa"]
 KINDS = list(WeightKind)[:4]
 HIDDEN, SIZE = 64, 32
 SILU = 0
@@ -84,16 +86,6 @@ def twin(spec, weights, x_TE):
 
 def rows(count, hidden=HIDDEN):
     return torch.randn(count, hidden, generator=torch.Generator().manual_seed(count))
-
-
-@pytest.fixture(params=cpu.ISA_NAMES)
-def isa(request):
-    best = cpu.status().isa
-    if cpu.use_isa(request.param) != request.param:
-        cpu.use_isa(best)
-        pytest.skip(f"this machine has {best}")
-    yield request.param
-    cpu.use_isa(best)
 
 
 def run(spec, weights, x_TE, num_threads=1):

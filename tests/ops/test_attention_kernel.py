@@ -6,24 +6,17 @@ import numpy as np
 import pytest
 import torch
 from tests.ops.attention_rig import ROWS, WHOLE, Rig, check_close, has_pairs
+from tests.ops.instruction_sets import isa
 
 from octavo.ops import cpu
 from octavo.ops.attention import KVPool, LayerAttention, PoolShape
 from octavo.ops.attention_kernel import _kernels, has_kernel
 from octavo.ops.attention_plan import PART
 
+__all__ = ["isa"]
 pytestmark = pytest.mark.skipif(_kernels() is None, reason=f"no C++ kernels: {cpu.status().reason}")
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
-ISAS = [name for name in cpu.ISA_NAMES if cpu.use_isa(name) == name]
-cpu.use_isa(cpu.ISA_NAMES[-1])
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest):
-    cpu.use_isa(request.param)
-    yield
-    cpu.use_isa(cpu.ISA_NAMES[-1])
 
 
 @pytest.fixture

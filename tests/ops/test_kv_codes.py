@@ -7,23 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.ops.attention_rig import ROWS, WHOLE, Rig
+from tests.ops.instruction_sets import isa
 
 from octavo.ops import cpu, kv_codes
 from octavo.ops.attention import KVPool, LayerAttention, PoolShape, ReferenceAttention
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import _kernels
 
+__all__ = ["isa"]
 KINDS = [torch.int8, torch.float8_e4m3fn]
-ISAS = [name for name in cpu.ISA_NAMES if cpu.use_isa(name) == name]
-cpu.use_isa(cpu.ISA_NAMES[-1])
 needs_kernels = pytest.mark.skipif(_kernels() is None, reason="needs the kernels")
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest):
-    cpu.use_isa(request.param)
-    yield
-    cpu.use_isa(cpu.ISA_NAMES[-1])
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:

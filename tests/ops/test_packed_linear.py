@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.ops.instruction_sets import isa
 
 from octavo.nn.packed_weight import Codes, PackedWeight, WeightKind
 from octavo.ops import cpu, packed_linear
 
+__all__ = ["isa"]
 KINDS = [(WeightKind.FLOAT32, 0), (WeightKind.BFLOAT16, 0), (WeightKind.INT8, 32), (WeightKind.INT8, 16),
          (WeightKind.INT4, 32), (WeightKind.IQ4, 32), (WeightKind.MXFP4, 32), (WeightKind.MXFP4, 16),
          (WeightKind.NF4, 32)]  # fmt: skip
@@ -63,16 +65,6 @@ def error_of(packed, x_TE, out_TF):
     seen_TE = x_TE.bfloat16().float() if packed.kind == WeightKind.BFLOAT16 and rounds_to_bfloat16() else x_TE
     expected = packed_linear.linear_reference(seen_TE, packed.dequantize(), torch.from_numpy(packed.bias), packed.kind)
     return (out_TF - expected).abs().max() / expected.abs().max()
-
-
-@pytest.fixture(params=cpu.ISA_NAMES)
-def isa(request):
-    best = cpu.status().isa
-    if cpu.use_isa(request.param) != request.param:
-        cpu.use_isa(best)
-        pytest.skip(f"this machine has {best}")
-    yield request.param
-    cpu.use_isa(best)
 
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)

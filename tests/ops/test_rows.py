@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from ctypes import c_float, c_int64, c_void_p
 
 import pytest
 import torch
+from tests.ops.instruction_sets import isa
 from torch.nn import functional
 
 from octavo.ops import cpu
 from octavo.ops.gated_mul import ACTIVATION_KINDS, activate_rows, activation_of
 from octavo.ops.rope import apply_rope
 
-pytestmark = pytest.mark.skipif(not cpu.LIBRARY_PATH.exists(), reason="the kernels are not built")
-
-
-@pytest.fixture(params=cpu.ISA_NAMES, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = cpu.status().isa
-    if cpu.use_isa(request.param) != request.param:
-        cpu.use_isa(best)
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    cpu.use_isa(best)
+pytestmark = [
+    pytest.mark.skipif(not cpu.LIBRARY_PATH.exists(), reason="the kernels are not built"),
+    pytest.mark.usefixtures("isa"),
+]
+__all__ = ["isa"]
 
 
 def random(*shape: int, scale: float = 3.0) -> torch.Tensor:

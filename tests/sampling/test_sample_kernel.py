@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -12,12 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.core.request import SamplingParams
-from octavo.ops import cpu, sample_kernel
+from octavo.ops import sample_kernel
 from octavo.sampling.columns import SamplingRows, SequenceIds
 from octavo.sampling.sampler import Sampler
+from tests.ops.instruction_sets import isa
 from tests.sampling.test_sampling import EOS
 
-pytestmark = pytest.mark.skipif(not sample_kernel.has_kernel(), reason="the kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(not sample_kernel.has_kernel(), reason="the kernels are not built"),
+    pytest.mark.usefixtures("isa"),
+]
+__all__ = ["isa"]
 
 PARAMS = st.builds(
     SamplingParams,
@@ -28,16 +31,6 @@ PARAMS = st.builds(
     seed=st.integers(0, 2**63),
 )
 SHAPES = ("wide", "narrow", "equal", "tied", "steep", "clustered", "banned", "huge")
-
-
-@pytest.fixture(autouse=True, params=cpu.ISA_NAMES)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = cpu.status().isa
-    if cpu.use_isa(request.param) != request.param:
-        cpu.use_isa(best)
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    cpu.use_isa(best)
 
 
 def logits_of(shape: str, size: int, seed: int) -> Tensor:
