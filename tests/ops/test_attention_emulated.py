@@ -27,6 +27,13 @@ ROWS = ((1, 1), (16, 1), (17, 1), (129, 1), (300, 1), (9, 9), (132, 8), (200, 40
 BOUND = 4e-6
 
 
+def over(kinds: list[torch.dtype]) -> pytest.MarkDecorator:
+    """Run a test with pools of these kinds; only bfloat16 has instructions over pairs."""
+    cases = [*((kind, False) for kind in kinds), (torch.bfloat16, True)]
+    ids = [f"{str(kind).removeprefix('torch.')}-{'pairs' if pairs else 'avx512'}" for kind, pairs in cases]
+    return pytest.mark.parametrize(("kind", "pairs"), cases, indirect=["pairs"], ids=ids)
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """A library that knows AVX-512 only; built without OpenMP, it takes the shares of threads one after the other."""
@@ -45,9 +52,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture(autouse=True, params=[False, True], ids=["avx512", "pairs"])
 def pairs(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Let every KernelAttention call the emulated functions, without and with the instructions over pairs."""
-    kinds = [value for value in request.node.callspec.params.values() if isinstance(value, torch.dtype)]
-    if request.param and kinds and kinds[0] != torch.bfloat16:
-        pytest.skip("pairs are of bfloat16")
     library.octavo_use_extensions(int(request.param))
     library.octavo_attention.argtypes = [*[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int32]
     library.octavo_write_kv.argtypes = [c_void_p, c_void_p, c_int64, *(c_void_p, c_int64) * 2, c_int32]
@@ -67,7 +71,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return pretend
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@over(ALL_KINDS)
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
 def test_equals_the_reference(kind: torch.dtype, head_dim: int, heads: tuple[int, int], pairs: bool) -> None:
@@ -82,7 +86,7 @@ def test_the_widest_heads_and_groups(heads: tuple[int, int], head_dim: int, pair
     check_close(rig.run(whole(rows)), rig.reference(), pairs)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@over(ALL_KINDS)
 @pytest.mark.parametrize("window", [1, 7, 128, 150])
 def test_windows(kind: torch.dtype, window: int, pairs: bool) -> None:
     rig = Rig(kind, (3, 1), rows=ROWS, block=24)
@@ -100,7 +104,7 @@ def test_a_soft_cap_bends_the_scores(soft_cap: float) -> None:
     torch.testing.assert_close(rig.run(whole(rig.rows), soft_cap=soft_cap), expected, atol=BOUND, rtol=BOUND)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@over(ALL_KINDS)
 @pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (80, 131, None), (24, None, 5.0)])
 def test_a_token_has_the_same_bits_alone_and_in_any_chunk(
     kind: torch.dtype, head_dim: int, window: int | None, soft_cap: float | None
@@ -116,7 +120,7 @@ def test_a_token_has_the_same_bits_alone_and_in_any_chunk(
             assert torch.equal(torch.cat(parts), together[row]), (row, chunk)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@over(ALL_KINDS)
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1)])
 def test_a_shared_prefix_and_threads_change_no_bit(
     kind: torch.dtype, heads: tuple[int, int], threads: Callable[[int], None], pairs: bool
@@ -133,7 +137,7 @@ def test_a_shared_prefix_and_threads_change_no_bit(
     check_close(together, rig.reference(), pairs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@over(KINDS)
 def test_what_is_not_finite_stays_in_its_row_and_behind_a_context_nothing_is_read(kind: torch.dtype) -> None:
     rig = Rig(kind, rows=ROWS)
     clean = rig.split(rig.run(whole(ROWS)))
@@ -158,7 +162,7 @@ def test_scores_of_any_size_keep_the_weights_a_distribution() -> None:
     torch.testing.assert_close(output, torch.ones_like(output))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@over(KINDS)
 def test_keys_and_values_are_rounded_as_torch_rounds(kind: torch.dtype) -> None:
     random = np.random.default_rng(0)
     bits = torch.from_numpy(random.integers(0, 2**32, 1000, dtype=np.uint32).view(np.float32))
