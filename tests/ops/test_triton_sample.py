@@ -80,23 +80,24 @@ def by_kernel(columns: SelectionColumns, logits_RV: Tensor, positions: Ints) -> 
 
 
 def packed(columns: SelectionColumns, positions: Ints) -> Tensor:
-    return torch.from_numpy(columns.pack(np.arange(len(positions)), positions))
+    return torch.from_numpy(columns.draws(np.arange(len(positions)), positions).pack())
 
 
 def compare(num_rows: int, size: int, seed: int) -> None:
     """Sample random rows of all shapes by both kernels."""
     rng = np.random.default_rng(seed)
     columns, positions = slots_of(num_rows, rng), rng.integers(1 << 20, size=num_rows)
-    logits_RV = torch.stack([row_of(SHAPES[row % len(SHAPES)], size, rng) for row in range(num_rows)])
+    shapes = [SHAPES[row * len(SHAPES) // num_rows] for row in range(num_rows)]  # alike rows are fast in one program
+    logits_RV = torch.stack([row_of(shape, size, rng) for shape in shapes])
     ids_R, best_R = torch.ops.octavo.sample(logits_RV, packed(columns, positions))
     wanted_R, wanted_best_R = by_kernel(columns, logits_RV, positions)
     wrong = np.flatnonzero((ids_R != wanted_R).numpy())
-    assert not len(wrong), [(row, SHAPES[row % len(SHAPES)], columns.draws(wrong, positions[wrong])) for row in wrong]
+    assert not len(wrong), [(row, shapes[row], columns.draws(wrong, positions[wrong])) for row in wrong]
     assert torch.equal(best_R.nan_to_num(nan=7e7), wanted_best_R.nan_to_num(nan=7e7))
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "size"), [(1344, 257), (384, 300), (192, 1000), (39, 2049), (26, 5003), (15, 49_152)]
+    ("num_rows", "size"), [(1344, 250), (384, 300), (192, 1000), (39, 2049), (26, 5003), (15, 49_152)]
 )
 def test_P01_2000_random_rows_get_the_ids_of_the_C_kernel(num_rows: int, size: int) -> None:
     compare(num_rows, size, seed=size)

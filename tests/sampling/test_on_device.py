@@ -100,7 +100,7 @@ def test_plain_rows_are_sampled_from_one_packed_upload() -> None:
     plain = np.array([row for row in range(len(PARAMS)) if rig.device.is_plain(ROWS.take(np.array([row])))])
     assert 8 <= len(plain) < len(PARAMS) and not rig.device.is_plain(ROWS)
     wanted = rig.host.sample(rig.logits_RV[plain], ROWS.take(plain))
-    packed = torch.from_numpy(rig.device.selection.pack(ROWS.slots[plain], ROWS.positions[plain]))
+    packed = torch.from_numpy(rig.device.selection.draws(ROWS.slots[plain], ROWS.positions[plain]).pack())
     with running(rig.emulator):
         logits_RV, packed_KR = rig.logits_RV[plain].to(NAME), packed.to(NAME)
     with running(rig.emulator, "packed") as emulator:

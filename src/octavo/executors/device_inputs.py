@@ -46,7 +46,8 @@ def device_inputs(
     for work in works:
         lists += [] if work is None else [work.items_I4, work.joins_J4, work.tiles_P4, work.num_work_3]
     is_plain = available.is_available() and slots.sampler.is_plain(rows.sampling)
-    draws = [slots.sampler.selection.pack(rows.sampling.slots, rows.sampling.positions)] if is_plain else []
+    sampled = rows.sampling
+    draws = [slots.sampler.selection.draws(sampled.slots, sampled.positions).pack()] if is_plain else []
     columns = [*wide, *lists, *draws, on_device.take_edits()]
     words = pair.send(columns)
     sent = split_words(words, columns)

@@ -114,7 +114,7 @@ class DecodeGraphs:
         targets[:count] = places[:count] + 1
         positions[:count], contexts[:count], of_slots[:count] = starts_N, starts_N + 1, slots_N
         mappings = np.full((len(rooms), size), -1, dtype=np.int32)
-        draws = slots.sampler.selection.pack(slots_N, starts_N + 1)
+        draws = slots.sampler.selection.draws(slots_N, starts_N + 1).pack()
         packed = np.zeros((len(draws), size), dtype=np.int32)
         packed[:, :count] = draws
         if count:

@@ -184,7 +184,7 @@ class Sampler:
         return not (self.num_proposed or (self.rejection is not None and rows.drafts is not None) or needs_more.any())
 
     def sample_packed(self, logits_RV: Tensor, packed_KR: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an id (int32) and the best logit of each plain row, from what `selection.pack` returns of the rows.
+        """Return an id (int32) and the best logit of each plain row, from what `Draws.pack` returns of the rows.
 
         All is read on the device, so that a graph can capture it. `uses_kernels` must hold.
         """
@@ -255,7 +255,7 @@ class Sampler:
         if not sample_kernel.fits(logits_RV):
             return None
         if uses_kernels(logits_RV):
-            packed_KR = upload(logits_RV.device, self.selection.pack(rows.slots, rows.positions))[0]
+            packed_KR = upload(logits_RV.device, self.selection.draws(rows.slots, rows.positions).pack())[0]
             ids_R, best_R = self.sample_packed(logits_RV, packed_KR)
             return ids_R.long(), best_R
         if self._kernel is None or not logits_RV.is_cpu:

@@ -106,11 +106,6 @@ class SelectionColumns:
             uniforms(self.seed[slots], self.choice[slots], positions),
         )
 
-    def pack(self, slots: Ints, positions: Ints) -> NDArray[np.int32]:
-        """Return what a device needs to draw these rows, int32 [7, R]; see `pack`."""
-        uniform = uniforms(self.seed[slots], self.choice[slots], positions)
-        return pack(self.inverse_temperature[slots], self.floor[slots], self.top_k[slots], self.top_p[slots], uniform)
-
     def acceptances(self, slots: Ints, positions: Ints) -> Floats:
         """Return the uniform numbers with which drafts at these positions are accepted or not (rejection.py)."""
         return uniforms(self.seed[slots] ^ _ACCEPT, self.choice[slots], positions)
@@ -141,8 +136,14 @@ class Draws:
     uniform: Floats
 
     def pack(self) -> NDArray[np.int32]:
-        """Return what a device needs to draw these rows, int32 [7, R]; see `pack`."""
-        return pack(self.inverse_temperature, self.floor, self.top_k, self.top_p, self.uniform)
+        """Return the rows' parameters as octavo::sample reads them: int32 [7, R], where a column of zeros is greedy.
+
+        A float64 takes two words, the lower first. Rare parameters are left out.
+        """
+        halves = (column.view(np.int32).reshape(-1, 2).T for column in (self.top_p, self.uniform))
+        limit = np.minimum(self.top_k, _MAX_INT32).astype(np.int32)
+        words = np.vstack([self.inverse_temperature.view(np.int32), self.floor.view(np.int32), limit, *halves])
+        return np.ascontiguousarray(words)  # vstack keeps the order of `halves`
 
     @property
     def is_rare(self) -> NDArray[np.bool_]:
@@ -152,19 +153,6 @@ class Draws:
     def take(self, rows: Ints) -> Draws:
         """Return the columns of some rows."""
         return Draws(*(getattr(self, field.name)[rows] for field in fields(self)))
-
-
-def pack(
-    inverse_temperature: NDArray[np.float32], floor: NDArray[np.float32], top_k: Ints, top_p: Floats, uniform: Floats
-) -> NDArray[np.int32]:
-    """Return the rows' parameters as octavo::sample reads them: int32 [7, R], where a column of zeros is a greedy row.
-
-    A float64 takes two words, the lower first.
-    """
-    halves = (column.view(np.int32).reshape(-1, 2).T for column in (top_p, uniform))
-    limit = np.minimum(top_k, _MAX_INT32).astype(np.int32)
-    words = np.vstack([inverse_temperature.view(np.int32), floor.view(np.int32), limit, *halves])
-    return np.ascontiguousarray(words)  # vstack keeps the order of `halves`
 
 
 def splitmix64(states: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.sample_kernel import MAX_VOCAB_SIZE
 from octavo.ops.triton.variant import INTERPRETED, OPTIONS, Variant
 
 BLOCK = 2048  # logits that one program reads, and bins of a row; less for a smaller vocabulary
@@ -29,12 +30,11 @@ LAST_RANK = tl.constexpr(0x7FFFFFFF)  # after all logits
 BANNED_RANK = tl.constexpr(0x7F800000)  # of -inf
 BEST_RANK = tl.constexpr(-0x7F800001)  # of +inf
 PIVOTS = tl.constexpr(16)
-TILE = tl.constexpr(512 if INTERPRETED else 128)
-WARPS, WARPS_OF_ROW = 8, 16  # of a program that reads one block, and of one that reads a row again and again
+TILE = tl.constexpr(512 if INTERPRETED else 128)  # entries of a bin that are read together, at most a block
+WARPS = 8
 ROWS = 128 if INTERPRETED else 1  # of one program, at most: in the interpreter, an operation costs more than elements
 ANY_ROWS = {"do_not_specialize": ["num_rows"], "do_not_specialize_on_alignment": ["packed"]}  # one compilation for all
-MAX_VOCAB_SIZE = 1 << 19  # as in ops/sample_kernel.py
-WORDS = 7  # of a row's parameters; see sampling.selection.SelectionColumns.pack
+WORDS = 7  # of a row's parameters; see sampling.selection.Draws.pack
 
 
 @triton.jit
@@ -85,6 +85,11 @@ def _bin(x, best, scale, BLOCK: tl.constexpr):
     return tl.where(place < BLOCK - 1, place, BLOCK - 1).to(tl.int32)
 
 
+@triton.constexpr_function
+def _tile(block):
+    return min(TILE.value, block)
+
+
 @triton.jit
 def _any(x):
     return tl.sum(x.to(tl.int32)) > 0
@@ -104,29 +109,41 @@ def _read(row_logits, is_in, ids, size):
 
 
 @triton.jit
+def _of_blocks(row_values, is_in, num_blocks, other, WIDE: tl.constexpr):
+    """Return what a row has of each of its blocks; `other` after them and in rows that are not read."""
+    blocks = tl.arange(0, WIDE)[None, :]
+    return tl.load(row_values + blocks, mask=is_in & (blocks < num_blocks), other=other)
+
+
+@triton.jit
 def _best_rank(row_extremes, is_row, num_blocks, WIDE: tl.constexpr):
-    blocks = tl.arange(0, WIDE)[None, :]
-    ranks = tl.load(row_extremes + blocks, mask=is_row & (blocks < num_blocks), other=LAST_RANK)
-    return tl.min(ranks, 1, keep_dims=True)
+    """Return each row's best rank, and whether its logit is finite."""
+    best = tl.min(_of_blocks(row_extremes, is_row, num_blocks, LAST_RANK, WIDE), 1, keep_dims=True)
+    return best, is_row & (best > BEST_RANK) & (best < BANNED_RANK)
 
 
 @triton.jit
-def _total(row_sums, is_row, num_blocks, WIDE: tl.constexpr):
-    blocks = tl.arange(0, WIDE)[None, :]
-    return tl.sum(tl.load(row_sums + blocks, mask=is_row & (blocks < num_blocks), other=0), 1, keep_dims=True)
+def _total(row_sums, is_in, num_blocks, WIDE: tl.constexpr):
+    return tl.sum(_of_blocks(row_sums, is_in, num_blocks, 0, WIDE), 1, keep_dims=True)
 
 
 @triton.jit
-def _parameters(packed, rows, is_row, num_rows, best_rank):
+def _logit_of(rank, is_in):
+    """Return the logit of a rank, or some finite logit where there is none."""
+    return _logit(tl.where(is_in, rank, -1))
+
+
+@triton.jit
+def _parameters(packed, rows, is_row, num_rows, best_rank, is_finite):
     """Return whether each row is drawn, whether it has a cut, and its best logit, 1 / temperature, floor and cuts."""
     at = packed + rows
     inverse = tl.load(at, mask=is_row, other=0).to(tl.float32, bitcast=True)
     floor = tl.load(at + num_rows, mask=is_row, other=0).to(tl.float32, bitcast=True)
     top_k = tl.load(at + 2 * num_rows, mask=is_row, other=0)
     top_p = _double(at + 3 * num_rows, is_row, num_rows)
-    is_drawn = is_row & (inverse > 0.0) & (best_rank > BEST_RANK) & (best_rank < BANNED_RANK)
+    is_drawn = is_finite & (inverse > 0.0)
     has_cut = is_drawn & ((top_k > 0) | (top_p < 1.0))
-    best = _logit(tl.where(is_drawn, best_rank, -1))
+    best = _logit_of(best_rank, is_drawn)
     return is_drawn, has_cut, best, tl.where(is_drawn, inverse, 1.0), floor, top_k, top_p
 
 
@@ -164,8 +181,10 @@ def weigh_blocks(
     """Write each block's sum of weights, and of those that min-p keeps; fill the bins of rows with a cut."""
     rows, is_row = _rows_of(num_rows, ROWS)
     block, row_extremes = tl.program_id(1), extremes + rows * 2 * num_blocks
-    best_rank = _best_rank(row_extremes, is_row, num_blocks, WIDE)
-    is_drawn, has_cut, best, inverse, floor, top_k, _ = _parameters(packed, rows, is_row, num_rows, best_rank)
+    best_rank, is_finite = _best_rank(row_extremes, is_row, num_blocks, WIDE)
+    is_drawn, has_cut, best, inverse, floor, top_k, _ = _parameters(
+        packed, rows, is_row, num_rows, best_rank, is_finite
+    )
     if _any(is_drawn):
         x = _read(logits + rows * stride, is_drawn, block * BLOCK + tl.arange(0, BLOCK)[None, :], size)
         scaled = (x - best) * inverse
@@ -175,9 +194,7 @@ def weigh_blocks(
         floored = tl.where(scaled >= floor, weight, 0)
         tl.store(at + num_blocks, tl.sum(floored, 1, keep_dims=True), mask=is_drawn)
         if _any(has_cut):
-            blocks = tl.arange(0, WIDE)[None, :]
-            is_in = has_cut & (blocks < num_blocks)
-            lows = tl.load(row_extremes + num_blocks + blocks, mask=is_in, other=NAN_RANK)
+            lows = _of_blocks(row_extremes + num_blocks, has_cut, num_blocks, NAN_RANK, WIDE)
             lowest = _logit(tl.maximum(tl.max(lows, 1, keep_dims=True), best_rank))
             span = tl.minimum(best - tl.where(has_cut, lowest, best), 25.1 / inverse)
             scale = tl.minimum(tl.maximum(BLOCK / tl.maximum(span, 1e-30), 1e-30), 1e30)
@@ -190,17 +207,17 @@ def weigh_blocks(
 
 
 @triton.jit
-def _find(row, is_found, size, target, by_count: tl.constexpr, BLOCK: tl.constexpr):
+def _find(row, is_found, size, target, by_count, BLOCK: tl.constexpr):
     """Find the first candidate whose cumulative weight (or count, if `by_count`) exceeds the target, which some does.
 
-    Return its rank; the count and the weight of the candidates of better ranks; its bin and the bin's size. The row's
-    list then has the ids of the bin, ascending, if they are at most LISTED.
+    Return its rank, weight, bin and the bin's size; the count and the weight of the candidates of better ranks. The
+    row's list then has the ids of the bin, ascending, if they are at most LISTED.
     """
     row_logits, best, inverse, scale, row_extremes, row_bins, row_list = row
     at = tl.arange(0, BLOCK)[None, :]
     weights = tl.load(row_bins + at, mask=is_found, other=0)
     counts = tl.load(row_bins + BLOCK + at, mask=is_found, other=0)
-    is_before = tl.cumsum(counts if by_count else weights, 1) <= target
+    is_before = tl.cumsum(tl.where(by_count, counts, weights), 1) <= target
     bin = tl.sum(is_before.to(tl.int32), 1, keep_dims=True)
     first_count = tl.sum(tl.where(is_before, counts, 0), 1, keep_dims=True)
     first_weight = tl.sum(tl.where(is_before, weights, 0), 1, keep_dims=True)
@@ -226,18 +243,19 @@ def _find(row, is_found, size, target, by_count: tl.constexpr, BLOCK: tl.constex
         marks = low + ((high - low) * tl.arange(0, PIVOTS)[None, :] >> 4)
         counts_P = tl.zeros(marks.shape, tl.int64) + first_count
         weights_P = tl.zeros(marks.shape, tl.int64) + first_weight
-        for start in range(0, length, TILE):
+        for start in range(0, length, _tile(BLOCK)):
             rank, worth, _ = _entries(row, is_found, size, bin, num, start, BLOCK)
             is_up_to = rank[:, :, None] <= marks[:, None, :]
             counts_P += tl.sum(is_up_to.to(tl.int64), 1)
             weights_P += tl.sum(tl.where(is_up_to, worth[:, :, None], 0), 1)
-        is_below = ((counts_P if by_count else weights_P) <= target) & (low < high)
+        is_below = (tl.where(by_count, counts_P, weights_P) <= target) & (low < high)
         count = tl.maximum(count, tl.max(tl.where(is_below, counts_P, 0), 1, keep_dims=True))
         weight = tl.maximum(weight, tl.max(tl.where(is_below, weights_P, 0), 1, keep_dims=True))
         new_low = tl.maximum(low, tl.max(tl.where(is_below, marks + 1, -0x80000000), 1, keep_dims=True))
         high = tl.minimum(high, tl.min(tl.where(is_below, 0x7FFFFFFF, marks), 1, keep_dims=True))
         low = new_low
-    return low.to(tl.int32), count, weight, bin, num
+    rank = low.to(tl.int32)
+    return rank, _weight((_logit_of(rank, is_found) - best) * inverse), bin, num, count, weight
 
 
 @triton.jit
@@ -246,8 +264,8 @@ def _entries(row, is_found, size, bin, num, start, BLOCK: tl.constexpr):
 
     The rank of an entry that is not in the bin is after all ranks.
     """
-    row_logits, best, inverse, scale, row_list = row[0], row[1], row[2], row[3], row[6]
-    is_listed, at = num <= LISTED, start + tl.arange(0, TILE)[None, :]
+    row_logits, best, inverse, scale, _, _, row_list = row
+    is_listed, at = num <= LISTED, start + tl.arange(0, _tile(BLOCK))[None, :]
     is_in = is_found & (at < tl.where(is_listed, num, size))
     ids = tl.where(is_listed, tl.load(row_list + at, mask=is_in & is_listed, other=0), at)
     x = _read(row_logits, is_in, ids, size)
@@ -267,34 +285,45 @@ def _nth(row, is_found, size, bin, num, wanted, index, BLOCK: tl.constexpr):
         is_it = (is_tie > 0) & (seen + tl.cumsum(is_tie, 1) - 1 == index)
         id = tl.maximum(id, tl.max(tl.where(is_it, ids, -1), 1, keep_dims=True))
         seen += tl.sum(is_tie, 1, keep_dims=True)
-        start += TILE
+        start += _tile(BLOCK)
     return id
 
 
 @triton.jit
-def _kept_weight(row, has_cut, size, top_k, top_p, total, kept, BLOCK: tl.constexpr):
-    """Return the weight that top-k, top-p and min-p keep: each of them keeps a prefix of the candidates.
+def _draw_by_rank(
+    row, has_cut, size, top_k, top_p, total, kept, uniform, BLOCK: tl.constexpr, CUTS: tl.constexpr
+):  # fmt: skip
+    """Draw among the candidates that top-k, top-p and min-p keep, of which each keeps a prefix; see `choose` for CUTS.
 
-    `total` is the weight of all candidates, `kept` that of those that min-p keeps.
+    `total` is the weight of all candidates, `kept` that of those that min-p keeps. Return the id, its rank, and the
+    weight that is kept.
     """
-    best, inverse, row_bins = row[1], row[2], row[5]
-    at = row_bins + BLOCK + tl.arange(0, BLOCK)[None, :]
-    is_short = has_cut & (top_k > 0)
-    is_short &= top_k < tl.sum(tl.load(at, mask=is_short, other=0), 1, keep_dims=True)
-    if _any(is_short):
-        rank, count, weight, _, _ = _find(row, is_short, size, top_k.to(tl.int64) - 1, True, BLOCK)
-        first = weight + (top_k - count) * _weight((_logit(tl.where(is_short, rank, -1)) - best) * inverse)
-        total = tl.where(is_short, first, total)
-        kept = tl.minimum(kept, total)
-    share = top_p * total.to(tl.float64)
-    mass = share.to(tl.int64)
-    mass += (mass.to(tl.float64) < share).to(tl.int64)
-    is_short = has_cut & (mass < kept)
-    if _any(is_short):
-        rank, _, weight, _, _ = _find(row, is_short, size, mass - 1, False, BLOCK)
-        each = tl.maximum(_weight((_logit(tl.where(is_short, rank, -1)) - best) * inverse), 1)
-        kept = tl.where(is_short, tl.minimum(kept, weight + (mass - weight + each - 1) // each * each), kept)
-    return kept
+    row_bins = row[5]
+    num = tl.sum(tl.load(row_bins + BLOCK + tl.arange(0, BLOCK)[None, :], mask=has_cut, other=0), 1, keep_dims=True)
+    is_found = has_cut & (top_k > 0) & (top_k < num)
+    target = top_k.to(tl.int64) - 1
+    id, rank = tl.zeros(top_k.shape, tl.int32), tl.zeros(top_k.shape, tl.int32)
+    for step in range(3):  # top-k, top-p, the draw: one search in a loop compiles three times as fast as three
+        if _any(is_found):
+            rank, each, bin, num_in_bin, count, weight = _find(row, is_found, size, target, step == 0, BLOCK)
+            up_to = tl.where(step == 0, target - count, (target - weight) // tl.maximum(each, 1)) + 1  # ties
+            if step == 2:
+                id = _nth(row, is_found, size, bin, num_in_bin, rank, up_to - 1, BLOCK)
+            reached = weight + up_to * each
+            kept = tl.where(is_found & (step < 2), tl.minimum(kept, reached), kept)
+            total = tl.where(is_found & (step == 0), reached, total)
+        if step == 0:
+            share = top_p * total.to(tl.float64)
+            mass = share.to(tl.int64)
+            mass += (mass.to(tl.float64) < share).to(tl.int64)
+            is_found, target = has_cut & (mass < kept), mass - 1
+        else:
+            is_found = has_cut
+            if CUTS:
+                target = kept - 1
+            else:
+                target = (uniform * kept.to(tl.float64)).to(tl.int64)
+    return id, rank, kept
 
 
 @triton.jit
@@ -302,9 +331,8 @@ def _first_in_row(
     row_logits, is_row, row_extremes, best_rank, size, num_blocks, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Return the first id with the best rank."""
-    blocks = tl.arange(0, WIDE)[None, :]
-    ranks = tl.load(row_extremes + blocks, mask=is_row & (blocks < num_blocks), other=LAST_RANK)
-    block = tl.min(tl.where(ranks == best_rank, blocks, num_blocks), 1, keep_dims=True)
+    ranks = _of_blocks(row_extremes, is_row, num_blocks, LAST_RANK, WIDE)
+    block = tl.min(tl.where(ranks == best_rank, tl.arange(0, WIDE)[None, :], num_blocks), 1, keep_dims=True)
     ids = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     is_best = (_rank(_read(row_logits, is_row, ids, size)) == best_rank) & (ids < size)
     return tl.min(tl.where(is_best, ids, LAST_RANK), 1, keep_dims=True)
@@ -316,8 +344,7 @@ def _draw_in_id_order(
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Return the first id whose cumulative weight exceeds uniform * total."""
-    blocks = tl.arange(0, WIDE)[None, :]
-    parts = tl.load(row_sums + num_blocks + blocks, mask=is_whole & (blocks < num_blocks), other=0)
+    parts = _of_blocks(row_sums + num_blocks, is_whole, num_blocks, 0, WIDE)
     target = (uniform * tl.sum(parts, 1, keep_dims=True).to(tl.float64)).to(tl.int64)
     is_before = tl.cumsum(parts, 1) <= target
     block = tl.sum(is_before.to(tl.int32), 1, keep_dims=True)
@@ -337,8 +364,10 @@ def choose(
     rows, is_row = _rows_of(num_rows, ROWS)
     row_logits, row_extremes = logits + rows * stride, extremes + rows * 2 * num_blocks
     row_sums = sums + rows * 2 * num_blocks
-    best_rank = _best_rank(row_extremes, is_row, num_blocks, WIDE)
-    is_drawn, has_cut, best, inverse, floor, top_k, top_p = _parameters(packed, rows, is_row, num_rows, best_rank)
+    best_rank, is_finite = _best_rank(row_extremes, is_row, num_blocks, WIDE)
+    is_drawn, has_cut, best, inverse, floor, top_k, top_p = _parameters(
+        packed, rows, is_row, num_rows, best_rank, is_finite
+    )
     uniform = _double(packed + rows + 5 * num_rows, is_row, num_rows)
     total = _total(row_sums, is_drawn, num_blocks, WIDE)
     kept = _total(row_sums + num_blocks, is_drawn, num_blocks, WIDE)
@@ -355,16 +384,10 @@ def choose(
     if _any(has_cut):
         scale = tl.load(scales + rows, mask=has_cut, other=1.0)
         row = (row_logits, best, inverse, scale, row_extremes, bins + rows * 2 * BLOCK, lists + rows * LISTED)
-        kept = _kept_weight(row, has_cut, size, top_k, top_p, total, kept, BLOCK)
-        if CUTS:
-            target = kept - 1
-        else:
-            target = (uniform * kept.to(tl.float64)).to(tl.int64)
-        rank, _, weight, bin, num = _find(row, has_cut, size, target, False, BLOCK)
-        last_rank = tl.where(has_cut, rank, last_rank)
-        each = tl.maximum(_weight((_logit(tl.where(has_cut, rank, -1)) - best) * inverse), 1)
-        drawn = _nth(row, has_cut, size, bin, num, rank, (target - weight) // each, BLOCK)
-        id = tl.where(has_cut, drawn, id)
+        drawn, rank, kept = _draw_by_rank(
+            row, has_cut, size, top_k, top_p, total, kept, uniform, BLOCK, CUTS
+        )  # fmt: skip
+        id, last_rank = tl.where(has_cut, drawn, id), tl.where(has_cut, rank, last_rank)
     tl.store(ids + rows, id, mask=is_row)
     tl.store(bests + rows, _logit(best_rank), mask=is_row)
     if CUTS:
@@ -379,8 +402,8 @@ def keep_weights(
 ):  # fmt: skip
     """Write the probability with which each id of a block is drawn; NaN in a row that draws nothing."""
     rows, is_row = _rows_of(num_rows, ROWS)
-    best_rank = _best_rank(extremes + rows * 2 * num_blocks, is_row, num_blocks, WIDE)
-    is_drawn, _, best, inverse, floor, _, _ = _parameters(packed, rows, is_row, num_rows, best_rank)
+    best_rank, is_finite = _best_rank(extremes + rows * 2 * num_blocks, is_row, num_blocks, WIDE)
+    is_drawn, _, best, inverse, floor, _, _ = _parameters(packed, rows, is_row, num_rows, best_rank, is_finite)
     last_rank = tl.load(cuts + rows, mask=is_drawn, other=0).to(tl.int32)
     last_id = tl.load(ids + rows, mask=is_drawn, other=0)
     kept = tl.load(cuts + num_rows + rows, mask=is_drawn, other=1).to(tl.float64)
@@ -399,12 +422,11 @@ def sum_exponentials(
 ):  # fmt: skip
     """Write each block's sum of e^(logit - best) in units of 2^-43, which 2^19 ids do not overflow."""
     rows, is_row = _rows_of(num_rows, ROWS)
-    best_rank = _best_rank(extremes + rows * 2 * num_blocks, is_row, num_blocks, WIDE)
-    is_row &= (best_rank > BEST_RANK) & (best_rank < BANNED_RANK)
+    best_rank, is_good = _best_rank(extremes + rows * 2 * num_blocks, is_row, num_blocks, WIDE)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = _read(logits + rows * stride, is_row, ids, size) - _logit(tl.where(is_row, best_rank, -1))
+    x = _read(logits + rows * stride, is_good, ids, size) - _logit_of(best_rank, is_good)
     units = tl.where(x < -30.0, 0, (_exponential(x) * 8796093022208.0).to(tl.int64))
-    tl.store(sums + rows * num_blocks + tl.program_id(1), tl.sum(units, 1, keep_dims=True), mask=is_row)
+    tl.store(sums + rows * num_blocks + tl.program_id(1), tl.sum(units, 1, keep_dims=True), mask=is_good)
 
 
 @triton.jit(**ANY_ROWS)
@@ -414,13 +436,12 @@ def subtract_logs(
 ):  # fmt: skip
     """Write (logit - best) - log(sum of e^(logit - best)); NaN in a row whose best logit is not finite."""
     rows, is_row = _rows_of(num_rows, ROWS)
-    best_rank = _best_rank(extremes + rows * 2 * num_blocks, is_row, num_blocks, WIDE)
-    is_good = is_row & (best_rank > BEST_RANK) & (best_rank < BANNED_RANK)
+    best_rank, is_good = _best_rank(extremes + rows * 2 * num_blocks, is_row, num_blocks, WIDE)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.where(is_good, _total(sums + rows * num_blocks, is_good, num_blocks, WIDE), 1 << 43)
     log = tl.log(total.to(tl.float64) * 1.1368683772161603e-13).to(tl.float32)
     x = _read(logits + rows * stride, is_good, ids, size)
-    logprob = (x - _logit(tl.where(is_good, best_rank, -1))) - log
+    logprob = (x - _logit_of(best_rank, is_good)) - log
     tl.store(logprobs + rows * size + ids, tl.where(is_good, logprob, float("nan")), mask=is_row & (ids < size))
 
 
@@ -445,12 +466,11 @@ class _Rows:
         grid = triton.cdiv(self.num_rows, self.rows), 1 if is_by_row else self.num_blocks
         constants = {"ROWS": self.rows, "BLOCK": self.block, **constants}
         sizes = self.size, self.num_rows, self.num_blocks
-        warps = WARPS_OF_ROW if is_by_row else WARPS
-        kernel[grid](self.logits, self.logits.stride(0), *tensors, *sizes, **constants, num_warps=warps, **OPTIONS)
+        kernel[grid](self.logits, self.logits.stride(0), *tensors, *sizes, **constants, num_warps=WARPS, **OPTIONS)
 
     def choose(self, packed_KR: Tensor, has_cuts: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Launch the three kernels that choose; return ids, best logits, and cuts."""
-        assert packed_KR.shape == (WORDS, self.num_rows) and packed_KR.is_contiguous(), "see SelectionColumns.pack"
+        assert packed_KR.shape == (WORDS, self.num_rows) and packed_KR.is_contiguous(), "see Draws.pack"
         sums, scales = self.empty(2 * self.num_blocks, torch.int64), self.empty(1, torch.float32)
         bins, lists = self.empty(2 * self.block, torch.int64), self.empty(LISTED.value, torch.int32)
         ids_R, best_R = self.empty(1, torch.int32)[:, 0], self.empty(1, torch.float32)[:, 0]
@@ -515,7 +535,7 @@ def _(logits_RV: Tensor) -> Tensor:
     return torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
 
 
-def _variant(kernel: Any, warps: int = WARPS, **constants: int) -> Variant:
+def _variant(kernel: Any, **constants: int) -> Variant:
     """Return a kernel's variant for a vocabulary of 128 thousand ids."""
     types = dict.fromkeys(("packed", "extremes", "lists", "ids"), "*i32")
     types |= dict.fromkeys(("sums", "bins", "cuts"), "*i64")
@@ -527,7 +547,7 @@ def _variant(kernel: Any, warps: int = WARPS, **constants: int) -> Variant:
         kernel,
         {name: (types | numbers)[name] for name in names if name not in values},
         {name: value for name, value in values.items() if name in names},
-        num_warps=warps,
+        num_warps=WARPS,
         aligned=("stride",),
     )
 
@@ -536,8 +556,8 @@ VARIANTS: tuple[Variant, ...] = (
     _variant(find_extremes),
     _variant(find_extremes, HAS_BINS=False),
     _variant(weigh_blocks),
-    _variant(choose, WARPS_OF_ROW, CUTS=False),
-    _variant(choose, WARPS_OF_ROW, CUTS=True),
+    _variant(choose, CUTS=False),
+    _variant(choose, CUTS=True),
     _variant(keep_weights),
     _variant(sum_exponentials),
     _variant(subtract_logs),
