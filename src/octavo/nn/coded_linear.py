@@ -45,14 +45,12 @@ class DeviceCodes:
         num_chunks = -(-shape.inputs // _values_of_chunk(shape.kind))
         num_groups = num_chunks * _values_of_chunk(shape.kind) // shape.group
         values = CODE_VALUES.get(shape.kind)
-        scales_GF, minima_GF = (
-            torch.zeros(num_groups, shape.outputs, dtype=torch.float16, device=device) for _ in range(2)
-        )
+        scales_GF = torch.zeros(num_groups, shape.outputs, dtype=torch.float16, device=device)
         return cls(
             shape,
             torch.zeros(num_chunks, shape.outputs, _CHUNK, dtype=torch.uint8, device=device),
             scales_GF,
-            minima_GF if shape.kind == WeightKind.INT4 else None,
+            torch.zeros_like(scales_GF) if shape.kind == WeightKind.INT4 else None,
             None if values is None else torch.from_numpy(values).to(device),
         )
 
@@ -62,7 +60,7 @@ class DeviceCodes:
         rows = slice(first_row, first_row + num_rows)
         codes_FE = torch.from_numpy(codes.codes).to(device)
         if self.shape.kind == WeightKind.INT8:
-            codes_FE = (codes_FE.to(torch.int16) + 128).to(torch.uint8)
+            codes_FE = codes_FE.view(torch.uint8) ^ 128  # adds 128
         codes_FE = functional.pad(codes_FE, (0, -self.shape.inputs % _values_of_chunk(self.shape.kind)))
         chunks_FCN = codes_FE.view(num_rows, len(self.codes_CF32), -1)
         if self.shape.kind != WeightKind.INT8:

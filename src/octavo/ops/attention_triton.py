@@ -29,7 +29,8 @@ Int32s = NDArray[np.int32]
 
 SPLIT = 256  # positions: 64 rows of 1,024 over 8 KV heads are 2,048 programs, and parts add 2 % to the KV traffic
 SHORT_TOKENS = 8  # a row of decode and its drafts
-# Bytes of the pool's numbers: queries of a tile: the largest head for which its program fits the registers of a device.
+# By the bytes of the pool's numbers: each height of a tile, in queries, with the largest head whose program does not
+# spill registers on any device. Triton 3.6 spills, on sm_80 alone, 8 bytes of {4: 32} and 96 of {1: 32}.
 HEIGHTS = {4: {16: 128, 32: 64}, 2: {16: 512, 32: 256, 64: 64}, 1: {16: 512, 32: 256}}
 MAX_PART_BYTES = 64 << 20  # parts of a step: a million positions of 32 heads of 128
 
@@ -55,8 +56,13 @@ class Tiles:
         has_groups = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
         heights = [height for height in _heights(shape) if height < 64 or not has_groups]
         short = next((height for height in heights if height >= group), heights[-1])
-        tile = (64 if max(shape.head_dim, shape.value_dim) <= 128 else 32) // (1 if shape.dtype.itemsize == 2 else 2)
+        tile = tile_positions(max(shape.head_dim, shape.value_dim), shape.dtype.itemsize)
         return cls(SPLIT, tile if device.type == "cuda" else SPLIT, short, heights[-1])
+
+
+def tile_positions(head_size: int, itemsize: int) -> int:
+    """Return the positions of a KV tile; codes and float32 need more registers than 16-bit numbers."""
+    return (64 if head_size <= 128 else 32) // (1 if itemsize == 2 else 2)
 
 
 def _heights(shape: PoolShape) -> list[int]:

@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.kv_write import CODES
+from octavo.ops.attention_triton import SPLIT, tile_positions
+from octavo.ops.triton.kv_write import storage_kind
 from octavo.ops.triton.rounding import rounded
 from octavo.ops.triton.variant import INTERPRETED, OPTIONS, Variant
 
 MAX_PROGRAMS = 2048  # of one launch: some waves of any device; the rest is a loop
-UNROLLED = 8  # parts whose loads are under way together
+UNROLLED = 2 if INTERPRETED else 8  # parts whose loads are under way together
 # What describes a step's rows lies anywhere in one uploaded buffer: a kernel is compiled once, wherever it lies.
 _ROWS = ["first_token", "contexts", "slots", "seen", "items", "joins", "num_work"]
 
@@ -287,7 +288,7 @@ def paged_attention(
     num_heads, head_dim, value_dim = q_THD.shape[1], q_THD.shape[2], out.shape[2]
     group = num_heads // num_kv_heads
     heads = min(group, height)
-    kind = CODES.get(pool_dtype, 0)
+    kind = storage_kind(pool_dtype)
     programs_of_item = num_kv_heads * triton.cdiv(group, heads)
     grid = (min(items_I4.shape[0], max(1, MAX_PROGRAMS // programs_of_item)), programs_of_item)
     attend_tiles[grid](
@@ -343,12 +344,11 @@ def _variant(
     group, extra = num_heads // num_kv_heads, num_kv_heads * (kind // 2) * 2
     names = {"window": "HAS_WINDOW", "cap": "HAS_CAP", "sinks": "HAS_SINKS", "slopes": "HAS_SLOPES", "seen": "HAS_SEEN"}
     itemsize = {"*fp32": 4, "*u8": 1}.get(pool, 2)
-    tile = (64 if max(head_dim, value_dim) <= 128 else 32) // (1 if itemsize == 2 else 2)
     constants = {
         "WORK": 0, "K": num_kv_heads, "G": group, "D": head_dim, "DP": triton.next_power_of_2(head_dim), "V": value_dim,
         "VP": triton.next_power_of_2(value_dim), "S": 16, "KEY_ROW": num_kv_heads * head_dim + extra,
         "VALUE_ROW": num_kv_heads * value_dim + extra, "KIND": kind, "HEIGHT": height, "HEADS": min(group, height),
-        "TILE": tile, "SPLIT": 256, "UPCAST": False,
+        "TILE": tile_positions(max(head_dim, value_dim), itemsize), "SPLIT": SPLIT, "UPCAST": False,
         **{name: how.get(key, False) for key, name in names.items()},
     }  # fmt: skip
     floats = dict.fromkeys(("sinks", "slopes", "partials", "states"), "*fp32")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor
 
@@ -21,10 +20,10 @@ OLDEST = (3, 6)
 def is_available() -> bool:
     """Return True if triton is installed and new enough; the operators of all kernels are registered then."""
     try:
-        found = tuple(int(part) for part in version("triton").split(".")[:2])
-    except PackageNotFoundError:
+        version = importlib.import_module("triton").__version__  # the distribution has other names too: pytorch-triton
+    except ImportError:
         return False
-    if found < OLDEST:
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         return False
     for module in pkgutil.iter_modules(octavo.ops.triton.__path__, "octavo.ops.triton."):
         importlib.import_module(module.name)

@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.gated_mul import ACTIVATION_KINDS, SWIGLU_LIMIT, SWIGLU_SLOPE
 from octavo.ops.triton.rounding import rounded
 from octavo.ops.triton.variant import INTERPRETED, OPTIONS, Variant
 
 _ROWS, _BLOCK = (64, 256) if INTERPRETED else (1, 1024)
-_SILU, _GELU_TANH, _GELU, _RELU, _RELU2, _SWIGLU = (tl.constexpr(kind) for kind in range(6))  # ACTIVATION_KINDS
-_LIMIT, _SLOPE = tl.constexpr(7.0), tl.constexpr(1.702)  # of the clamped SwiGLU
+_SILU, _GELU_TANH, _GELU = (tl.constexpr(ACTIVATION_KINDS[name]) for name in ("silu", "gelu_tanh", "gelu"))
+_RELU2, _SWIGLU = (tl.constexpr(ACTIVATION_KINDS[name]) for name in ("relu2", "clamped_swiglu"))
+_LIMIT, _SLOPE = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_SLOPE)
 
 
 @triton.jit
@@ -28,9 +30,8 @@ def _activated(x, KIND: tl.constexpr):
         return tl.div_rn(x, 1.0 + tl.exp(-inner))
     elif KIND == _GELU:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        kept = tl.where(x < 0.0, 0.0, x)
-        return kept
+    else:  # NaN stays
+        return tl.where(x < 0.0, 0.0, x)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -91,4 +92,4 @@ def _variant(kind: int) -> Variant:
     return Variant(_activate, types, constants, aligned=("size", "x_step"))
 
 
-VARIANTS: tuple[Variant, ...] = tuple(_variant(kind) for kind in range(6))
+VARIANTS: tuple[Variant, ...] = tuple(_variant(kind) for kind in ACTIVATION_KINDS.values())

@@ -20,7 +20,6 @@ from torch import Tensor
 from octavo.ops.triton.rounding import rounded
 from octavo.ops.triton.variant import INTERPRETED, OPTIONS, Variant
 
-CHUNK = 32  # bytes of one output's codes that are adjacent: 32 codes of 8 bits, or 64 of 4
 _UPCAST = tl.constexpr(INTERPRETED)
 _EXACT = tl.constexpr(8388608.0)  # 2^23: a code in the low bits of this number is its exact sum with the code
 _TOGETHER = 8  # tiles of tokens whose programs are neighbours, so that they find weights in the cache
@@ -81,12 +80,11 @@ def _multiply(
 
 
 @triton.jit
-def _decoded(code, scales, minima, table, group, f, k, num_rows, GROUP: tl.constexpr, KIND: tl.constexpr):
-    """Return the float32 weights [BLOCK_F, 32] of codes of inputs whose first group is `group`."""
-    if GROUP == 32:
-        where = (group * num_rows + f)[:, None]
-    else:
-        where = (group + k // GROUP)[None, :] * num_rows + f[:, None]
+def _decoded(code, scales, minima, table, first, f, k, num_rows, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """Return the float32 weights [BLOCK_F, 32] of codes of the inputs from `first` on."""
+    # a group of 32 has one scale for each output, which is loaded once
+    group = tl.full([1], first // 32, tl.int64) if GROUP == 32 else ((first + k) // GROUP).to(tl.int64)
+    where = group[None, :] * num_rows + f[:, None]
     scale = tl.load(scales + where).to(tl.float32)
     if KIND == 2:  # values of a table
         return tl.load(table + code).to(tl.float32) * scale
@@ -113,7 +111,7 @@ def coded_product(
         for half in tl.static_range(halves):
             part = chunk * halves + half
             code = (byte >> (4 * half)) & 15 if BITS == 4 else byte
-            w = _decoded(code, scales, minima, table, part * (32 // GROUP), row, k, num_rows, GROUP, KIND)
+            w = _decoded(code, scales, minima, table, part * 32, row, k, num_rows, GROUP, KIND)
             at = part * 32 + k
             moved = tl.load(x_row[None, :] + at[:, None], mask=(at < inputs)[:, None], other=0.0)
             acc = _add_product(rounded(w, x_row.dtype.element_ty), moved, acc)
@@ -184,7 +182,7 @@ def _(x: Tensor, *others: Tensor | None) -> None:
 def kind_of(codes: Tensor, scales: Tensor, minima: Tensor | None, table: Tensor | None) -> dict[str, int]:
     """Return the constants of these codes."""
     bits = 8 if minima is None and table is None else 4
-    num_values = codes.shape[0] * CHUNK * 8 // bits
+    num_values = codes.shape[0] * codes.shape[2] * 8 // bits
     kind = 2 if table is not None else int(minima is not None)
     return {"GROUP": num_values // scales.shape[0], "BITS": bits, "KIND": kind}
 

@@ -1,8 +1,9 @@
 """Rotation of query and key heads after an optional norm of each head, and the write of keys and values into a pool.
 
-Owns: one kernel for all of it, and its launches. Does not: make tables of angles, or own the pool.
-Invariants: a head's result depends on its token alone. Roundings are those of ops/rope.py and ops/rms_norm.py, and a
-pool's bytes those of ops/kv_codes.py, NaN's sign apart. A token whose slot is -1 is not written.
+Owns: one kernel for all of it, and its launches. Does not: make tables of angles, encode what the pool stores
+(kv_write.py does), or own the pool.
+Invariants: a head's result depends on its token alone. Roundings are those of ops/rope.py and ops/rms_norm.py. A token
+whose slot is -1 is not written.
 Shapes: T tokens, H query heads, K KV heads, J = H + K, D size of a head, R rotated size, S block size, B blocks.
 """
 
@@ -13,60 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.triton.kv_write import storage_kind, write_heads
 from octavo.ops.triton.norms import rms_scale, weighted
 from octavo.ops.triton.rounding import rounded
 from octavo.ops.triton.variant import INTERPRETED, OPTIONS, Variant
 
 _TILE = 1 << 15 if INTERPRETED else 1 << 10  # values of a program
-_CODES = {torch.int8: 2, torch.float8_e4m3fn: 1}  # WRITES of the kernel, else 0
-_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to an integer, ties to even
-
-
-@triton.jit
-def _e4m3(x):
-    """Return the bits of float8_e4m3fn nearest to float32 numbers, as int32; beyond 448 its largest, or NaN."""
-    is_finite = tl.abs(x) < float("inf")
-    size = tl.minimum(tl.where(is_finite, tl.abs(x), 0.0), 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    small = ((size * 512.0 + _ROUNDER) - _ROUNDER).to(tl.int32)  # multiples of 2^-9
-    code = tl.where(size < 0.015625, small, normal)
-    code = tl.where(is_finite, code, 0x7F)
-    return code | tl.where(x.to(tl.int32, bitcast=True) < 0, 0x80, 0)
-
-
-@triton.jit
-def _int8_scale(x, here):
-    """Return the scale of each row, a bfloat16 number as float32: 0 of zeros, NaN where a number is not finite."""
-    is_finite = tl.abs(x) < float("inf")
-    step = tl.div_rn(tl.max(tl.where(here & is_finite, tl.abs(x), 0.0), axis=1), 127.0)
-    bits = (step.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
-    step = tl.where(bits < 0x00800000, 0, bits).to(tl.float32, bitcast=True)  # below 2^-126 it has no inverse
-    return tl.where(tl.max((here & ~is_finite).to(tl.int32), axis=1) > 0, float("nan"), step)
-
-
-@triton.jit
-def write_heads(
-    plane, slot, head, at, value, here, slot_step, HEADS: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr
-):
-    """Write heads at flat positions of a plane of the pool, as numbers, e4m3 (1) or int8 with scales (2)."""
-    start = plane + slot * slot_step
-    where = (start + head * SIZE)[:, None] + at[None, :]
-    if CODES == 0:
-        tl.store(where, rounded(value, plane.dtype.element_ty), mask=here)
-    elif CODES == 1:
-        tl.store(where, _e4m3(value).to(tl.uint8), mask=here)
-    else:
-        step = _int8_scale(value, here)
-        has_step = step > 0.0
-        inverse = tl.where(has_step, tl.div_rn(1.0, tl.where(has_step, step, 1.0)), 0.0)
-        code = (tl.where(has_step[:, None], value, 0.0) * inverse[:, None] + _ROUNDER) - _ROUNDER
-        tl.store(where, (code.to(tl.int32) & 255).to(tl.uint8), mask=here)
-        bits = tl.where(step == step, step.to(tl.int32, bitcast=True) >> 16, 0x7FC0)
-        scale = start + HEADS * SIZE + 2 * head
-        is_first = tl.max(here.to(tl.int32), axis=1) > 0
-        tl.store(scale, (bits & 255).to(tl.uint8), mask=is_first)
-        tl.store(scale + 1, ((bits >> 8) & 255).to(tl.uint8), mask=is_first)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
@@ -75,7 +28,7 @@ def _rotate_rows(
     angle_token, key_slot, value_slot, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
     ROWS: tl.constexpr, HAS_NORM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, WRITES: tl.constexpr,
-    CODES: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Program: ROWS rows, which are (token, head). With WRITES, `out` has the query heads and values are rows too."""
     heads: tl.constexpr = Q_HEADS + KV_HEADS
@@ -112,11 +65,11 @@ def _rotate_rows(
         tl.store(out + (token * Q_HEADS + head)[:, None] * SIZE + at[None, :], rounded(x, dtype), mask=to_out)
         slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
         to_keys = turns & (head >= Q_HEADS)[:, None] & (slot >= 0)[:, None]
-        write_heads(keys, slot, head - Q_HEADS, at, x, to_keys, key_slot, KV_HEADS, SIZE, CODES)
+        write_heads(keys, slot, head - Q_HEADS, at, x, to_keys, key_slot, KV_HEADS, SIZE, KIND)
         to_values = here & (head >= heads)[:, None] & (slot >= 0)[:, None]
         from_v = (v + token * v_token + (head - heads) * v_head)[:, None] + at[None, :]
         value = tl.load(from_v, mask=to_values, other=0.0).to(tl.float32)
-        write_heads(values, slot, head - heads, at, value, to_values, value_slot, KV_HEADS, SIZE, CODES)
+        write_heads(values, slot, head - heads, at, value, to_values, value_slot, KV_HEADS, SIZE, KIND)
 
 
 @torch.library.custom_op("octavo::rope", mutates_args=())
@@ -184,13 +137,13 @@ def _launch(
         keys.stride(1), values.stride(1), eps,
         Q_HEADS=heads - kv_heads, KV_HEADS=kv_heads, SIZE=size, BLOCK=block,
         ROTATED=0 if cos is None else cos.shape[-1], ROWS=rows, HAS_NORM=weight is not None,
-        IS_INTERLEAVED=is_interleaved, WRITES=pool is not None, CODES=_CODES.get(dtype, 0), num_warps=4, **OPTIONS,
+        IS_INTERLEAVED=is_interleaved, WRITES=pool is not None, KIND=storage_kind(dtype), num_warps=4, **OPTIONS,
     )  # fmt: skip
 
 
 def _variant(pool: str = "*bf16", **constants: bool | int) -> Variant:
     given = {"Q_HEADS": 32, "KV_HEADS": 8, "SIZE": 128, "BLOCK": 128, "ROTATED": 128, "ROWS": 8, "HAS_NORM": False}
-    given |= {"IS_INTERLEAVED": False, "WRITES": True, "CODES": 0, **constants}
+    given |= {"IS_INTERLEAVED": False, "WRITES": True, "KIND": 0, **constants}
     types = dict.fromkeys(("qk", "v", "weight", "cos", "signed_sin", "out"), "*bf16")
     types |= {"keys": pool, "values": pool, "slots": "*i32"}
     strides = ("qk_token", "qk_head", "v_token", "v_head", "angle_token", "key_slot", "value_slot")
@@ -205,7 +158,7 @@ def _variant(pool: str = "*bf16", **constants: bool | int) -> Variant:
 VARIANTS: tuple[Variant, ...] = (
     _variant(),
     _variant(HAS_NORM=True, ROTATED=64, IS_INTERLEAVED=True),
-    _variant("*u8", HAS_NORM=True, CODES=1),
-    _variant("*u8", CODES=2),
+    _variant("*u8", HAS_NORM=True, KIND=1),
+    _variant("*u8", KIND=2),
     _variant(WRITES=False, HAS_NORM=True),
 )

@@ -9,10 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.triton.variant import INTERPRETED, Variant
+from octavo.ops.triton.variant import INTERPRETED
 
 _ROUNDS: tl.constexpr = tl.constexpr(INTERPRETED)
-VARIANTS: tuple[Variant, ...] = ()
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """What each kernel is compiled for, so that a tool can compile all of them without a device.
 
 Owns: the description of a kernel's call, and how kernels are compiled everywhere. Does not: compile.
-Each module of this package has `VARIANTS`: representative sizes of a model's layers for each of its kernels.
+Each module that launches kernels has `VARIANTS`: representative sizes of a model's layers for each of its kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Variant:
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
     num_warps: int = 4
-    num_stages: int = 1
+    num_stages: int = 3  # Triton's default
     aligned: tuple[str, ...] = ()
     instruction: str | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: dict(OPTIONS))
