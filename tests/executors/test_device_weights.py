@@ -63,6 +63,7 @@ def executor(path: Path, numerics: str, quantization: str) -> TorchExecutor:
 
 
 @needs_triton
+@pytest.mark.usefixtures("patched_once")
 def test_coded_weights_on_a_device_generate_what_their_floats_do(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     make_tiny_gguf("llama2", path, "Q4_0")

@@ -14,9 +14,6 @@ from octavo.executors.protocol import Executor
 from tests.executors.conformance import SPEC, Conformance, Dense, Driver, make_prompt, masks_of
 from tests.executors.emulated_device import Emulator, Happened, OnEmulated
 from tests.executors.test_torch_executor import make
-from tests.ops.test_attention_triton import patched_once
-
-__all__ = ["patched_once"]
 
 PLAIN = SamplingParams(temperature=0.0)
 

@@ -22,9 +22,6 @@ from tests.executors.emulated_device import Happened, OnEmulated
 from tests.executors.test_torch_executor import make
 from tests.models.zoo import MIXTURES
 from tests.models.zoo_checks import random_model
-from tests.ops.test_attention_triton import patched_once
-
-__all__ = ["patched_once"]
 
 PLAIN = SamplingParams(temperature=0.0)
 

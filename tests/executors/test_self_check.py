@@ -12,6 +12,7 @@ from octavo.executors import self_check
 from octavo.executors.self_check import CheckReport, Trial, check_device, make_trials
 from tests.executors.emulated_device import NAME, Emulator, register, running
 
+pytestmark = pytest.mark.usefixtures("patched_once")
 register()
 EMULATED = torch.device(NAME)
 ATTEND = "TritonAttention.attend"

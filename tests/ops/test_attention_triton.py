@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,13 +10,15 @@ import pytest
 import torch
 from tests.ops.attention_rig import Rig, Row, whole
 from tests.ops.test_attention import Rig as DenseRig
-from triton import language
-from triton.runtime import interpreter
 
 from octavo.ops.attention import AttentionBatch, DeviceRows, KVPool, PoolShape
 from octavo.ops.attention_triton import AttentionWork, Tiles, TritonAttention, WorkPlanner, WorkRoom, fits_kernels
-from octavo.ops.triton import attention as kernels
+from octavo.ops.triton import available
 
+if not available.is_available():
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("patched_once")
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3, INT8: 4e-6, E4M3: 4e-6}
 # a context over several splits, at the ends of tiles and splits; rows of drafts, a chunk and a prompt
@@ -28,16 +28,6 @@ CUT = Tiles(split=64, tile=32, short=16, tall=32)  # small, so that short rows h
 
 def interpreted(rig: Rig, tiles: Tiles = CUT, window: int | None = None, **how: Any) -> TritonAttention:
     return TritonAttention(rig.pool, rig.layers(window, **how), tiles)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def patched_once() -> Iterator[None]:
-    """The language patched for the interpreter once, not at each call of a function: three times as fast."""
-    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
-        yield
-    scope.restore()
 
 
 HOW: dict[str, dict[str, Any]] = {
@@ -110,7 +100,7 @@ def independent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = [np.einsum("k,kn->n", row.astype(np.float64), b.astype(np.float64)) for row in a]
         return np.stack(rows).astype(dtype or a.dtype)
 
-    monkeypatch.setattr(interpreter.np, "matmul", product)
+    monkeypatch.setattr("triton.runtime.interpreter.np.matmul", product)
 
 
 def random_rig(rng: np.random.Generator, dtype: torch.dtype) -> tuple[Rig, dict[str, Any]]:
@@ -147,7 +137,7 @@ def test_bits_depend_on_the_row_alone(seed: int, monkeypatch: pytest.MonkeyPatch
     rig, how = random_rig(rng, [torch.float32, torch.bfloat16, torch.float16, INT8, E4M3][seed % 5])
     prompts = rig.split(rig.attend(interpreted(rig, Tiles(32, 16, 16, 64), **how), whole(rig.rows)))
     chunks = random_chunks(rng, rig, 20)
-    monkeypatch.setattr(kernels, "MAX_PROGRAMS", int(rng.integers(1, 100)))
+    monkeypatch.setattr("octavo.ops.triton.attention.MAX_PROGRAMS", int(rng.integers(1, 100)))
     short, tall = rng.choice([16, 32, 64], 2).tolist()
     backend = interpreted(rig, Tiles(32, 16, short, tall), **how)
     if seed % 3 == 0:  # some rows of few tokens are not cut
