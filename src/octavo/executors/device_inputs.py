@@ -46,8 +46,7 @@ def device_inputs(
     for work in works:
         lists += [] if work is None else [work.items_I4, work.joins_J4, work.tiles_P4, work.num_work_3]
     is_plain = available.is_available() and slots.sampler.is_plain(rows.sampling)
-    sampled = rows.sampling
-    draws = [slots.sampler.selection.draws(sampled.slots, sampled.positions).pack()] if is_plain else []
+    draws = [slots.sampler.selection.draws(rows.sampling.slots, rows.sampling.positions).pack()] if is_plain else []
     columns = [*wide, *lists, *draws, on_device.take_edits()]
     words = pair.send(columns)
     sent = split_words(words, columns)
