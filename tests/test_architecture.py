@@ -99,7 +99,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_912,
     ("config",): 1_256,
 }
-ALL_CODE_LINES, ALL_FILES = 69_451, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 69_450, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -102,10 +102,14 @@ def test_saved_runs_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "policies fcfs" in simulate(capsys, "--compare", str(several), str(paths[0]))
     (tmp_path / "torn.json").write_text("{")
     (tmp_path / "other.json").write_text('{"runs": {}}')
+    saved = json.loads(paths[0].read_text())
+    del saved["cases"][0]["replicas"]
+    (tmp_path / "edited.json").write_text(json.dumps(saved))
     for words, reason in (
         (["--compare", "/none.json"], "--compare /none.json cannot be read: No such file"),
         (["--compare", str(tmp_path / "torn.json")], "is no JSON"),
         (["--compare", str(tmp_path / "other.json")], "has no runs of this version; make it anew"),
+        (["--compare", str(tmp_path / "edited.json")], "edited.json has no runs of this version"),
         (["--compare", str(paths[0]), str(paths[0])], "two runs with the name 'small'"),
         (["--compare", str(paths[0]), "--json", "-"], "--compare looks at saved runs alone"),
     ):

@@ -36,15 +36,11 @@ def read_cases(paths: Sequence[str]) -> tuple[list[Case], dict[str, list[str]]]:
     cases: list[Case] = []
     settings: list[dict[str, str]] = []
     for path in paths:
-        saved = _load(path)
-        for fields in saved["cases"]:
-            fields["facts"] = saved["runs"][fields["label"]]
-            fields["replicas"] = [ReplicaTotals(**totals) for totals in fields["replicas"]]
-            fields["objectives"] = [Objective(*one) for one in fields["objectives"]]
-            settings.append({**saved["settings"], "policy": fields["label"]})
-            case = Case(**fields)
-            case.label = Path(path).stem + (f" {case.label}" if len(saved["cases"]) > 1 else "")
-            cases.append(case)
+        found, common = _load(path)
+        for case in found:
+            settings.append({**common, "policy": case.label})
+            case.label = Path(path).stem + (f" {case.label}" if len(found) > 1 else "")
+        cases += found
     labels = [case.label for case in cases]
     for case in cases:
         if labels.count(case.label) > 1:
@@ -53,17 +49,23 @@ def read_cases(paths: Sequence[str]) -> tuple[list[Case], dict[str, list[str]]]:
     return cases, {name: [one.get(name, "-") for one in settings] for name in names}
 
 
-def _load(path: str) -> dict[str, Any]:
+def _load(path: str) -> tuple[list[Case], dict[str, str]]:
+    """Return a file's cases and settings."""
     try:
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        saved: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--compare {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ConfigError(
-            f"--compare {path} is no JSON ({error}); give a file of octavo simulate --json FILE"
-        ) from None
-    if not isinstance(saved, dict) or saved.get("version") != VERSION or not {"cases", "runs", "settings"} <= {*saved}:
-        raise ConfigError(
-            f"--compare {path} has no runs of this version; make it anew with octavo simulate --json {path}"
-        )
-    return saved
+        raise ConfigError(f"--compare {path} is no JSON ({error}); give a file of simulate --json FILE") from None
+    try:
+        if saved["version"] == VERSION:
+            return [_case_of(fields, saved["runs"]) for fields in saved["cases"]], dict(saved["settings"])
+    except (KeyError, TypeError, ValueError):
+        pass  # another program's file, or one that was edited
+    raise ConfigError(f"--compare {path} has no runs of this version; make it anew with octavo simulate --json {path}")
+
+
+def _case_of(fields: dict[str, Any], runs: dict[str, Any]) -> Case:
+    replicas = [ReplicaTotals(**totals) for totals in fields["replicas"]]
+    objectives = [Objective(*one) for one in fields["objectives"]]
+    return Case(**{**fields, "facts": runs[fields["label"]], "replicas": replicas, "objectives": objectives})
