@@ -55,6 +55,32 @@ def test_parallel_sizes_make_engines_and_their_prices(capsys: pytest.CaptureFixt
     assert dense["runs"] == apart["runs"]
 
 
+def test_groups_of_replicas_have_their_own_devices_sizes_and_prices(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    groups = (
+        "--group", "h100:replicas=2,tp=2", "--group", "l4:replicas=3,max_num_seqs=8,price=1",
+        "--group", "l4:name=late,kv-cache-tokens=4K", "--max-num-seqs", "32",
+    )  # fmt: skip
+    page = tmp_path / "page.html"
+    told = simulate(capsys, *SMALL, *groups, "--html", str(page))
+    for words in ("group h100", "2 x 2 x h100", "group l4", "group late", "l4: ttft p99"):
+        assert words in told
+    assert "<td>5 late</td>" in page.read_text() and "on 2 x 2 x h100, 3 x l4, 1 x l4" in page.read_text()
+    facts = json.loads(simulate(capsys, *SMALL, *groups, "--policy", "fcfs,fair", "--json", "-"))
+    assert "sequences at once 8" in facts["settings"]["group l4"]
+    assert "sequences at once 32" in facts["settings"]["group late"]
+    assert "256 blocks of 16" in facts["settings"]["group late"] and facts["settings"]["replicas"] == "6"
+    for run in facts["runs"].values():
+        assert run["cost"]["price_per_hour"] == pytest.approx(2 * 2 * 3.0 + 3 * 1.0 + 0.71)
+        assert sum(group["requests"] for group in run["groups"].values()) == 60
+        assert run["cost"]["total"] == pytest.approx(sum(group["cost"] for group in run["groups"].values()))
+    plain = json.loads(simulate(capsys, *SMALL, "--replicas", "3", "--json", "-"))["runs"]["fcfs"]
+    two = ("--group", "h100:replicas=2", "--group", "h100:name=another")
+    same = json.loads(simulate(capsys, *SMALL, *two, "--json", "-"))["runs"]["fcfs"]
+    assert same | {"groups": {}} == plain
+
+
 def test_policies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     told = simulate(capsys, *SMALL, "--policy", "fcfs,fair,shortest_prefill")
     head = next(line for line in told.splitlines() if "shortest_prefi" in line and not line.startswith("advice "))
@@ -184,6 +210,16 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--rate-scale", "0"], "rate_scale is 0.0; give a number above 0"),
         (["--start", "9", "--end", "4"], "end is 4.0; give seconds above the start, 9"),
         (["--start", "1e9"], "has no request here; look at --start, --end and --too-long"),
+        (["--group", "h100:replicas=0"], "'h100:replicas=0': replicas is '0'; give a whole number of at least 1"),
+        (["--group", "h100:maxnumseqs=3"], "unknown key 'maxnumseqs'; did you mean 'max_num_seqs'"),
+        (["--group", "abacus"], "unknown device 'abacus'"),
+        (["--group", "h100:max_num_seqs=x"], "--group 'h100:max_num_seqs=x': max_num_seqs is 'x'; give a whole number"),
+        (["--group", ":replicas=2"], "--group is ':replicas=2'; give DEVICE:option=value"),
+        (["--group", "h100:ep=maybe"], "unknown ep 'maybe'; give one of no, yes"),
+        (["--group", "h100", "--group", "h100"], "--group has h100 twice; give each a name"),
+        (["--group", "h100", "--replicas", "2"], "--replicas is of a fleet of one device"),
+        (["--group", "h100", "--search", "--objective", "ttft=1"], "--group is of one run"),
+        (["--group", "h100", "--fail", "1@3"], "a failure names replica 1; there are 0 to 0"),
         (["--fail", "0:3"], "--fail is '0:3'; give REPLICA@SECONDS+SECONDS"),
         (["--fail", "7@3"], "a failure names replica 7"),
         (["--tenant-weight", "a"], "--tenant-weight is 'a'; give TENANT=WEIGHT"),

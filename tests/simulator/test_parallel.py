@@ -14,7 +14,8 @@ from octavo.simulator.cost_model import DecodeSeconds, StepShape
 from octavo.simulator.outcomes import SimulatedRun
 from octavo.simulator.pipeline import PipelineFacts, PipelineStages
 from octavo.simulator.run import simulate
-from octavo.simulator.setup import ReplicaFailure, ReplicaSetup, Setup
+from octavo.simulator.setup import ReplicaFailure, ReplicaGroup, ReplicaSetup, Setup
+from octavo.simulator.summary import summarise
 
 
 class SharedCosts:
@@ -117,11 +118,32 @@ def test_groups_of_a_pipeline_share_its_stages() -> None:
 
 
 def test_replicas_that_differ_keep_their_own_times_and_sizes() -> None:
+    fast = ReplicaSetup(limits(), ConstantCosts(0.010))
     slow = ReplicaSetup(limits(num_blocks=(60,)), ConstantCosts(0.030))
-    setup = Setup(limits(), ConstantCosts(0.010), replicas=3, others=((1, slow),))
+    setup = Setup(fast.limits, fast.costs, groups=(ReplicaGroup("fast", fast, 2), ReplicaGroup("slow", slow)))
     run = simulate([Arrival(0.0, 4, 2) for _ in range(3)], setup)
-    assert by_index(run, "ends") == pytest.approx([0.020, 0.060, 0.020])
-    assert [totals.num_blocks for totals in run.replicas] == [120, 60, 120]
+    assert by_index(run, "ends") == pytest.approx([0.020, 0.020, 0.060])
+    assert [totals.num_blocks for totals in run.replicas] == [120, 120, 60]
+    assert [totals.group for totals in run.replicas] == ["fast", "fast", "slow"]
+    facts = summarise(run, price_per_hour={"fast": 3600.0, "slow": 7200.0})
+    assert facts["cost"]["total"] == pytest.approx(0.060 * 4) and facts["cost"]["price_per_hour"] == 14400.0
+    assert {name: one["requests"] for name, one in facts["groups"].items()} == {"fast": 2, "slow": 1}
+    assert facts["groups"]["slow"]["cost"] == pytest.approx(0.060 * 2)
+    assert facts["groups"]["fast"]["ttft"]["max"] == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize("router", ["round_robin", "least_loaded", "random"])
+def test_groups_of_equal_replicas_are_the_plain_fleet(router: str) -> None:
+    arrivals, one = workload(150, rate=60.0, seed=4, followers=0.2), ReplicaSetup(limits(), LinearCosts())
+    failures = (ReplicaFailure(2, 0.4, 0.3),)
+    plain = Setup(one.limits, one.costs, replicas=3, router=router, failures=failures, sample_s=0.25)
+    for sizes in ((3,), (1, 2), (1, 1, 1)):
+        groups = tuple(ReplicaGroup(f"g{index}", one, count) for index, count in enumerate(sizes))
+        run, same = simulate(arrivals, replace(plain, replicas=1, groups=groups)), simulate(arrivals, plain)
+        assert columns(run.outcomes) == columns(same.outcomes)
+        assert [replace(totals, group="") for totals in run.replicas] == same.replicas
+        facts = summarise(run, {"ttft": 0.1}, dict.fromkeys((group.name for group in groups), 2.0))
+        assert facts | {"groups": {}} == summarise(same, {"ttft": 0.1}, 2.0)
 
 
 def test_setups_that_cannot_be_are_refused_by_name() -> None:
@@ -130,7 +152,10 @@ def test_setups_that_cannot_be_are_refused_by_name() -> None:
         replace(setup, ranks=0)
     with pytest.raises(ConfigError, match="depth is 2; give 1 with a pipeline"):
         replace(setup, depth=2, pipeline=PipelineFacts(2))
-    with pytest.raises(ConfigError, match="others names replica 1; there are 0 to 0"):
-        replace(setup, others=((1, ReplicaSetup(limits(), ConstantCosts())),))
+    one = ReplicaSetup(limits(), ConstantCosts())
+    with pytest.raises(ConfigError, match="two groups have the name 'a'; give each another name"):
+        replace(setup, groups=(ReplicaGroup("a", one), ReplicaGroup("a", one)))
+    with pytest.raises(ConfigError, match="replicas of group 'a' is 0; give at least 1"):
+        replace(setup, groups=(ReplicaGroup("a", one, 0),))
     with pytest.raises(ConfigError, match="a pipeline has 1 stages; give at least 2"):
         PipelineFacts(1)

@@ -11,46 +11,46 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.compare_runs import COMPARED, compare_saved_runs
 from octavo.cli.flags import UsageError, add_settings, check_output, resolve_args, whole, writing
-from octavo.config import SETTINGS, Config
+from octavo.cli.simulated_engines import (
+    RARE,
+    SimulatedGroup,
+    add_engine_arguments,
+    describe_groups,
+    limits_of,
+    make_groups,
+    make_setups,
+)
+from octavo.config import SETTINGS
 from octavo.config.setting import Number
 from octavo.config.sources import Resolved
-from octavo.core.limits import Limits
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
-from octavo.engine.limits import read_tenant_weights
 from octavo.errors import ConfigError
 from octavo.fleet.plan import FleetPlan
-from octavo.fleet.routing import ROUTERS
 from octavo.observe.frames import Frame, FrameSource, FrameSpool, FrameWriter
 from octavo.observe.history import History
 from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
 from octavo.simulator.advice import advise
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.cost_model import CostModel
-from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.costs.fitted import Fitted, fit_recording
-from octavo.simulator.drafts import DraftSettings
+from octavo.simulator.costs.fitted import fit_recording
 from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.report import Case, advice_lines, comparison_table, latency_table, page
 from octavo.simulator.run import simulate
 from octavo.simulator.saved import as_json
 from octavo.simulator.search import MAX_REPLICAS, CapacitySearch, Goals, SearchResult, read_goals, read_space
-from octavo.simulator.setup import ReplicaFailure, Setup, SimulatedEngine
+from octavo.simulator.setup import Setup
 from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import KINDS, TOO_LONG, Shaping, SimulatedWorkload, open_workload
 
 DEFAULT_WORKLOAD = "poisson:rate=4,lengths=azure_conv,requests=2000"
-DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"
-MAX_POLICIES = 16
-MAX_DRAFTS = 7  # of a sequence in a step, as --speculate-max-tokens
 PROGRESS_S = 0.5
 REQUEST_COLUMNS = (
     "index", "tenant", "replica", "arrival", "start", "first_token", "end", "prompt_tokens", "output_tokens",
@@ -81,28 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests longer than the model: keep (the engine refuses or ends them), clip, drop [keep]",
     )  # fmt: skip
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of workloads and routers [0]")
-    group = parser.add_argument_group("engines")
-    group.add_argument("--model", metavar="M", help="a shape known by name, or a model [llama-3.1-8b]")
-    group.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt + output [the model's]")
-    group.add_argument("--device", metavar="D", help="a device by name, or this [h100]")
-    _add_parallel_arguments(group)
-    group.add_argument("--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE [roofline]")
-    group.add_argument(
-        "--price", type=Number(float, 0), metavar="X", help="dollars an hour of one device [its usual rent]"
-    )
-    group.add_argument("--depth", type=whole, metavar="N", help="plans in flight, 1 or 2 [1]")
-    group.add_argument("--replicas", type=whole, default=1, metavar="N", help="engines behind a router [1]")
-    group.add_argument(
-        "--router", default="round_robin", choices=tuple(ROUTERS), help="how replicas are chosen [round_robin]"
-    )
-    group.add_argument("--max-waiting", type=whole, default=0, metavar="N", help="most waiting requests; 0 = no bound")
-    group.add_argument(
-        "--fail", action="append", default=[], metavar="R@T+S", help="replica R fails at T s, back S s later"
-    )
-    _add_draft_arguments(group)
-    group.add_argument(
-        "--tenant-weight", action="append", default=[], metavar="T=W", help="a tenant's share under fair"
-    )
+    add_engine_arguments(parser.add_argument_group("engines"))
     group = parser.add_argument_group("output")
     group.add_argument(
         "--objective", default="", metavar="O",
@@ -125,41 +104,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_search_arguments(parser)
     rare = (
-        "--start", "--end", "--too-long", "--seed", "--tensor-parallel-size",
-        "--data-parallel-size", "--pipeline-parallel-size", "--enable-expert-parallel", "--price", "--depth",
-        "--max-waiting", "--fail",
-        "--draft-acceptance", "--draft-cost",
-        "--tenant-weight", "--fast-forward", "--perfetto", "--page", "--fit", "--search-space", "--max-replicas",
+        *RARE, "--start", "--end", "--too-long", "--seed", "--fast-forward", "--perfetto", "--page", "--fit",
+        "--search-space", "--max-replicas",
     )  # fmt: skip
     add_settings(parser, ("scheduling", "cache"), is_short=False, rare=rare)
-
-
-def _add_parallel_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--tensor-parallel-size", "--tp", dest="tp", type=Number(int, 1, 64), default=1, metavar="N",
-        help="devices over which each layer is split [1]",
-    )  # fmt: skip
-    group.add_argument(
-        "--data-parallel-size", "--dp", dest="dp", type=Number(int, 1, 1024), default=1, metavar="N",
-        help="engines of one replica; with a model of experts they step together [1]",
-    )  # fmt: skip
-    group.add_argument(
-        "--pipeline-parallel-size", "--pp", dest="pp", type=Number(int, 1, 256), default=1, metavar="N",
-        help="stages into which the layers are divided [1]",
-    )  # fmt: skip
-    group.add_argument(
-        "--enable-expert-parallel", "--ep", dest="ep", action="store_true",
-        help="whole experts on each device, instead of a slice of every expert",
-    )  # fmt: skip
-
-
-def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--draft-acceptance", type=Number(float, 0), metavar="A", help="a draft model; a share A of drafts is accepted"
-    )
-    group.add_argument(
-        "--draft-cost", type=Number(float, 0), default=0.25, metavar="C", help="a drafting pass, in steps [0.25]"
-    )
 
 
 def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,15 +132,18 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """The simulation that the flags describe: the workload, one Limits per policy, and the common Setup."""
+    """The simulation that the flags describe: the workload, the engines, and one Setup per policy."""
 
     resolved: Resolved
     workload: SimulatedWorkload
-    engine: SimulatedEngine
-    limits: list[Limits]
-    setup: Setup
+    groups: list[SimulatedGroup]
+    setups: list[Setup]
     goals: Goals
-    price: float
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """Return the dollars per engine and hour, by the name of its group."""
+        return {group.name: group.price for group in self.groups}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,11 +163,11 @@ def run(args: argparse.Namespace) -> int:
     cases: list[Case] = []
     remarks: list[str] = []
     is_missed = False
-    for limits in plan.limits:
-        views = FirstReplicaViews(plan.engine.model, args.page, args.perfetto)
-        setup = replace(plan.setup, limits=limits, make_sink=views.make_sink if args.page or args.perfetto else None)
+    for planned in plan.setups:
+        limits, views = planned.limits, FirstReplicaViews(plan.groups[0].engine.model, args.page, args.perfetto)
+        setup = replace(planned, make_sink=views.make_sink if args.page or args.perfetto else None)
         result = _simulate(plan.workload, setup, limits.policy)
-        facts = summarise(result, plan.goals.bounds, plan.price)
+        facts = summarise(result, plan.goals.bounds, plan.prices)
         case = Case.of(limits.policy, result, facts, plan.goals)
         bounds = plan.goals.bounds | {goal.name: goal.bound for goal in plan.goals.goals}
         case.advice = advise(facts, limits.policy, setup.router, bounds)
@@ -227,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
             reaches = "reaches" if verdict.is_reached else "misses"
             remarks.append(f"{limits.policy} {reaches} the objectives: {verdict.text}")
         if args.requests:
-            _write_requests(_path_of_policy(args.requests, limits.policy, len(plan.limits)), result)
+            _write_requests(_path_of_policy(args.requests, limits.policy, len(plan.setups)), result)
         remarks += views.write()
     _output(args, plan, cases, remarks)
     return 1 if is_missed else 0
@@ -255,81 +206,12 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
     config = resolved.config
     if (args.page or args.perfetto) and "," in config.scheduling.policy:
         raise UsageError("--page and --perfetto show one policy; give one, or leave them out")
-    engine, costs = _engine(args, config)
-    limits = _limits(args, resolved, engine)
-    drafts = None if args.draft_acceptance is None else DraftSettings(args.draft_acceptance, args.draft_cost)
-    shaping = Shaping(
-        args.seed, args.rate_scale, args.start, args.end, args.limit, limits[0].max_model_len, args.too_long
-    )
+    groups = make_groups(args, resolved)
+    longest = min(group.limits[0].max_model_len for group in groups)
+    shaping = Shaping(args.seed, args.rate_scale, args.start, args.end, args.limit, longest, args.too_long)
     workload = open_workload(args.workload or [DEFAULT_WORKLOAD], shaping)
-    apart = args.dp // engine.ranks  # data-parallel engines of a dense model share nothing
-    setup = Setup(
-        limits[0], costs, engine.depth if args.depth is None else args.depth, args.replicas * apart, args.router,
-        failures=tuple(map(_read_failure, args.fail)), max_waiting=args.max_waiting,
-        fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed, drafts=drafts,
-        ranks=engine.ranks, pipeline=engine.pipeline,
-    )  # fmt: skip
     goals = read_goals(args.objective) if args.objective or args.search else Goals()
-    price = engine.price if args.price is None else args.price * args.tp
-    return SimulationPlan(resolved, workload, engine, limits, setup, goals, price)
-
-
-def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, CostModel]:
-    """Return the engine and its cost model. With `fitted:`, the recorded engine is the default."""
-    if args.cost.startswith("fitted:") and args.model is None and args.device is None:
-        costs = cost_model(args.cost)
-        fit = costs.fit if isinstance(costs, Fitted) else None
-        if fit is not None and fit.limits is not None:
-            model, device, depth = (fit.engine.get(name) for name in ("model", "device", "depth"))
-            depth = depth if isinstance(depth, int) else 1
-            return SimulatedEngine(f"{model}", f"{device}", depth, 0.0, recorded=fit.limits), costs
-        raise UsageError(f"--cost {args.cost} does not say whose engine it is; give --model and --device")
-    names = args.model or DEFAULT_MODEL, args.device or DEFAULT_DEVICE
-    hardware = Hardware.of(*names, args.tp, config.cache.block_size)
-    dp = args.dp if hardware.model.num_experts else 1
-    hardware = replace(hardware, dp=dp, pp=args.pp, is_expert_parallel=args.ep)
-    engine = SimulatedEngine.of_hardware(hardware)
-    if args.cost.startswith("fitted:") and (engine.ranks > 1 or args.pp > 1):
-        raise UsageError(
-            f"--cost is {args.cost}, which knows steps of one engine; leave out --data-parallel-size and "
-            "--pipeline-parallel-size, or give roofline or table:DIR"
-        )
-    return engine, cost_model(args.cost, hardware)
-
-
-def _limits(
-    args: argparse.Namespace, resolved: Resolved, engine: SimulatedEngine, chosen: Mapping[str, str] | None = None
-) -> list[Limits]:
-    """Return the Limits for each policy. `chosen` has the settings of a search's trial."""
-    chosen = chosen or {}
-    scheduling = resolved.config.scheduling
-    given = {name for name, origin in resolved.origins.items() if origin != "default"} | {*chosen}
-    if "policy" not in given and engine.recorded is not None:
-        scheduling = replace(scheduling, policy=engine.recorded.policy)
-    numbers: dict[str, Any] = {name: int(value) for name, value in chosen.items() if name.startswith("max_")}
-    scheduling = replace(scheduling, policy=chosen.get("policy", scheduling.policy), **numbers)
-    names = [name.strip() for name in scheduling.policy.split(",")]
-    if len(names) > MAX_POLICIES or len(names) != len({*names}):
-        raise UsageError(f"--policy is {scheduling.policy!r}; give each of at most {MAX_POLICIES} once")
-    weights = read_tenant_weights(args.tenant_weight)
-    limits = [
-        engine.limits(replace(scheduling, policy=name), resolved.config.cache, given, args.max_model_len)
-        for name in names
-    ]
-    if args.draft_acceptance is not None:
-        limits = [replace(one, max_draft_tokens=MAX_DRAFTS, has_draft_model=True) for one in limits]
-    return [replace(one, tenant_weights=weights) for one in limits] if weights else limits
-
-
-def _read_failure(text: str) -> ReplicaFailure:
-    replica, at, rest = text.partition("@")
-    time_s, plus, restart_s = rest.partition("+")
-    try:
-        if at:
-            return ReplicaFailure(int(replica), float(time_s), float(restart_s) if plus else None)
-    except ValueError:
-        pass
-    raise UsageError(f"--fail is {text!r}; give REPLICA@SECONDS+SECONDS, as in 0@60+30, or without + for ever")
+    return SimulationPlan(resolved, workload, groups, make_setups(args, groups, config), goals)
 
 
 def _simulate(workload: SimulatedWorkload, setup: Setup, label: str) -> SimulatedRun:
@@ -361,7 +243,9 @@ def _with_progress(arrivals: Iterator[Arrival], label: str) -> Iterator[Arrival]
 
 def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
     """Run a capacity search, and print each trial when it ends. Return 1 if no fleet reaches the objectives."""
-    if len(plan.limits) > 1:
+    if args.group:
+        raise UsageError("--group is of one run; leave it out with --search, which finds the number of equal replicas")
+    if len(plan.setups) > 1:
         raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
     for name in ("html", "page", "perfetto", "requests", "fail"):
         if getattr(args, name):
@@ -370,16 +254,17 @@ def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
     count = sum(1 for _ in workload.arrivals())
     if not count:
         raise UsageError("the workload has no request here; look at --start, --end and --too-long")
+    engine, price = plan.groups[0].engine, plan.groups[0].price
     result = CapacitySearch(
-        workload.arrivals, count, plan.setup, plan.goals,
-        lambda chosen: _limits(args, plan.resolved, plan.engine, chosen)[0], space, plan.price, args.max_replicas,
+        workload.arrivals, count, plan.setups[0], plan.goals,
+        lambda chosen: limits_of(args, plan.resolved, engine, chosen)[0], space, price, args.max_replicas,
         lambda trial: print(trial, file=sys.stderr, flush=True),
     ).run()  # fmt: skip
     _output_json(args.json, {"plan": _fleet_plan(args, plan, result), **_search_facts(result)})
     if args.json != "-":
         for note in result.notes:
             print(f"note: {note}")
-        print(_answer(result, plan.price))
+        print(_answer(result, price))
     return 0 if result.setup is not None else 1
 
 
@@ -397,8 +282,8 @@ def _fleet_plan(args: argparse.Namespace, plan: SimulationPlan, result: SearchRe
     flags = {"max_model_len": args.max_model_len, "depth": args.depth, "tensor_parallel_size": args.tp}
     given |= {name: value for name, value in flags.items() if value not in (None, 1)}
     return FleetPlan(
-        plan.engine.model, result.setup.replicas, result.setup.router, given, args.objective, result.verdict.text,
-        plan.workload.name,
+        plan.groups[0].engine.model, result.setup.replicas, result.setup.router, given, args.objective,
+        result.verdict.text, plan.workload.name,
     ).facts()  # fmt: skip
 
 
@@ -462,8 +347,10 @@ def _output(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], r
     }  # fmt: skip
     _output_json(args.json, facts, cases)
     if args.json != "-":
-        for name in ("workload", "model", "device", "KV pool", "cost model", "replicas"):
-            print(f"{name:12}{described[name]}")
+        shown = ("workload", "model", "device", "KV pool", "cost model", "replicas")
+        for name, text in described.items():
+            if name in shown or name.startswith("group "):
+                print(f"{name:12}{'' if len(name) < 12 else '  '}{text}")
         for remark in remarks:
             print(f"{'note':12}{remark}")
         for line in advice:
@@ -474,7 +361,8 @@ def _output(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], r
         else:
             print("\n".join(comparison_table(cases, [case.label[:14] for case in cases], points=COMPARED)))
     if args.html:
-        title = f"Simulation: {plan.engine.model} on {plan.setup.replicas} x {plan.engine.device}"
+        devices = ", ".join(f"{group.replicas} x {group.engine.device}" for group in plan.groups)
+        title = f"Simulation: {plan.groups[0].engine.model} on {devices}"
         with writing(args.html):
             settings = {name: [text] for name, text in described.items()}
             first = ", ".join(described[name] for name in ("workload", "objectives") if name in described)
@@ -493,11 +381,11 @@ def _output_json(path: str | None, facts: dict[str, Any], cases: Sequence[Case] 
 
 def _describe(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
     """Return the simulated settings as text."""
-    setup, shaping = plan.setup, plan.workload.shaping
-    described = {"workload": plan.workload.name, **plan.engine.describe(plan.limits[0])}
-    described |= {"policy": ", ".join(limits.policy for limits in plan.limits), "cost model": setup.costs.name}
-    described |= {"replicas": f"{setup.replicas}", "plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
-    if setup.replicas > 1:
+    setup, shaping, price = plan.setups[0], plan.workload.shaping, plan.groups[0].price
+    described = {"workload": plan.workload.name, **describe_groups(plan.groups)}
+    described |= {"policy": ", ".join(one.limits.policy for one in plan.setups)}
+    described |= {"replicas": f"{setup.num_replicas}", "plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
+    if setup.num_replicas > 1:
         described["router"] = setup.router
     if shaping.rate_scale != 1:
         described["rate"] = f"times {shaping.rate_scale:g}"
@@ -507,8 +395,8 @@ def _describe(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
         described["limit"] = f"{args.limit:,} requests"
     if setup.failures:
         described["failures"] = ", ".join(args.fail)
-    if plan.price:
-        described["price"] = f"${plan.price:g} an hour for each replica"
+    if price and not args.group:
+        described["price"] = f"${price:g} an hour for each replica"
     if args.objective:
         described["objectives"] = args.objective
     return described

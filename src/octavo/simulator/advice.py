@@ -113,7 +113,7 @@ def _raise_limits(facts: Facts, bounds: Mapping[str, float]) -> Iterator[str]:
 def _kv_most(facts: Facts) -> float:
     """Return the largest share of the KV pool that was held; 1 if unknown."""
     replicas = facts["replicas"]
-    return float(replicas["peak_blocks_used"] / replicas["num_blocks"]) if replicas["num_blocks"] else 1.0
+    return float(replicas["kv_use_most"]) if replicas["num_blocks"] else 1.0
 
 
 def _tpot_has_margin(facts: Facts, bounds: Mapping[str, float]) -> bool:

@@ -165,8 +165,9 @@ class RequestTracker:
 
 @dataclass(slots=True)
 class ReplicaTotals:
-    """One replica's totals over all its restarts: seconds, tokens and counts.
+    """One engine's totals over all its restarts: seconds, tokens and counts.
 
+    `group` is the name of its group; `up_s` are the seconds in which its devices were held, None the whole run.
     `busy_s` is the device's time, `host_s` the time of scheduling and delivery. `queried_tokens` were looked up in the
     prefix cache for admitted requests; `hit_tokens` were found. Of `steps`, `forwarded_steps` were fast-forwarded.
     `max_blocks_used` is the maximum, over all steps that were not fast-forwarded, of the blocks of running requests.
@@ -174,6 +175,7 @@ class ReplicaTotals:
     that reached these limits, which `max_sequences` and `max_batch_tokens` repeat.
     """
 
+    group: str = ""
     requests: int = 0
     steps: int = 0
     forwarded_steps: int = 0
@@ -188,6 +190,7 @@ class ReplicaTotals:
     failures: int = 0
     num_blocks: int = 0
     max_blocks_used: int = 0
+    up_s: float | None = None
     down_s: float = 0.0
     max_sequences: int = 0
     max_batch_tokens: int = 0

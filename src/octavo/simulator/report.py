@@ -146,7 +146,7 @@ def figures(facts: Facts) -> list[Figure]:
     if "goodput" in facts:
         rows.append(Figure("goodput", facts["goodput"]["share"], percent, 1))
         rows.append(Figure("goodput, requests/s", facts["goodput"]["requests_per_s"], plain, 1))
-    peak = replicas["peak_blocks_used"] / replicas["num_blocks"] if replicas["num_blocks"] else None
+    peak = replicas["kv_use_most"] if replicas["num_blocks"] else None
     rows += [
         Figure("requests served", facts["requests"]["served"], whole, 0),
         Figure("requests refused", facts["requests"]["refused"], whole, -1),
@@ -168,7 +168,19 @@ def figures(facts: Facts) -> list[Figure]:
     if facts["cost"]["price_per_hour"]:
         rows.append(Figure("$ per million output tokens", facts["cost"]["per_million_output_tokens"], plain, -1))
         rows.append(Figure("$ per thousand requests", facts["cost"]["per_thousand_requests"], plain, -1))
+    for name, group in facts["groups"].items():
+        rows += _group_figures(name, group)
     return [row for row in rows if row.value is not None]
+
+
+def _group_figures(name: str, group: Facts) -> Iterator[Figure]:
+    """Yield the figures of one group of replicas."""
+    yield Figure(f"{name}: requests", group["requests"], whole, 0)
+    yield Figure(f"{name}: ttft p99", group["ttft"]["p99"], seconds, -1)
+    yield Figure(f"{name}: tpot p99", group["tpot"]["p99"], seconds, -1)
+    yield Figure(f"{name}: device busy", group["busy_share"], percent, 0)
+    yield Figure(f"{name}: KV pool held, most", group["kv_use_most"], percent, 0)
+    yield Figure(f"{name}: $", group["cost"], plain, 0)
 
 
 def _limit_figures(limits: Facts) -> Iterator[Figure]:
@@ -416,7 +428,8 @@ def _replicas(cases: Sequence[Case]) -> list[str]:
     parts = ["<h2>Replicas</h2>"]
     for case in cases:
         rows = [
-            (str(number), whole(one.requests), percent(one.busy_s / case.duration if case.duration else 0.0),
+            (f"{number} {one.group}".rstrip(), whole(one.requests),
+             percent(one.busy_s / up_s if (up_s := case.duration if one.up_s is None else one.up_s) else 0.0),
              whole(one.steps), whole(one.output_tokens), percent(one.hit_tokens / (one.queried_tokens or 1)),
              whole(one.preemptions), whole(one.failures))
             for number, one in enumerate(case.replicas[:MAX_ROWS])

@@ -24,7 +24,7 @@ from octavo.simulator.lockstep import LockStep
 from octavo.simulator.outcomes import NEVER, RequestTracker, Samples, SimulatedRequest, SimulatedRun
 from octavo.simulator.pipeline import PipelineStages
 from octavo.simulator.replica import Replica
-from octavo.simulator.setup import ReplicaSetup, Setup
+from octavo.simulator.setup import ReplicaGroup, Setup
 
 LOOK_EVERY = 1024  # events between two checks of `give_up`
 YOUNG_OBJECTS = 100_000  # allocations between garbage collections; Python's 700 made a simulation a fifth slower
@@ -62,8 +62,9 @@ class _Fleet:
         self._replicas: list[Replica] = []  # all engines
         self._parts: list[list[Replica | LockStep]] = []  # what steps by itself, of each replica of the setup
         self._steppers: list[Replica | LockStep] = []  # the same, of each engine
-        for part in setup.parts():
-            self._add(part)
+        for group in setup.fleet:
+            for _ in range(group.replicas):
+                self._add(group)
         self._up = self._replicas[:]
         self._router = create_router(setup.router, setup.seed)
         self._heap: list[tuple[float, int, int]] = []
@@ -98,8 +99,9 @@ class _Fleet:
                 break
         return self._close()
 
-    def _add(self, part: ReplicaSetup) -> None:
-        """Add the engines of a replica: for each pipeline stage, one group of its ranks."""
+    def _add(self, group: ReplicaGroup) -> None:
+        """Add the engines of a replica: for each pipeline stage, its ranks."""
+        part = group.replica
         stages = None if part.pipeline is None else PipelineStages(part.pipeline)
         own_stages = stages if part.ranks == 1 else None
         steppers: list[Replica | LockStep] = []
@@ -109,6 +111,8 @@ class _Fleet:
                 Replica(number, self._setup, self._tracker, self._samples, part, own_stages)
                 for number in range(first, first + part.ranks)
             ]
+            for rank in ranks:
+                rank.totals.group = group.name
             self._replicas += ranks
             stepper = ranks[0] if part.ranks == 1 else LockStep(ranks, self._setup.depth, stages)
             self._steppers += [stepper] * part.ranks

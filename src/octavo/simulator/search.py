@@ -271,7 +271,7 @@ class _SearchRun:
         rank = number, -verdict.margin
         if best.setup is None or best.verdict is None or rank < (best.setup.replicas, -best.verdict.margin):
             best.setup, best.label = replace(setup, replicas=number), label
-            best.verdict, best.cost = verdict, number * setup.parts()[0].num_engines * self._search.price
+            best.verdict, best.cost = verdict, number * setup.fleet[0].replica.num_engines * self._search.price
             self._max_replicas = number
 
     def _fewest(self, reaches: Callable[[int], bool], label: str) -> int | None:

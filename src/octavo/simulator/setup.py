@@ -58,14 +58,24 @@ class ReplicaSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """Equal replicas of a fleet. Groups have different names."""
+
+    name: str
+    replica: ReplicaSetup
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """The engines of a simulation, and its options.
 
-    Every replica is a ReplicaSetup of `limits`, `costs`, `ranks` and `pipeline`, but for those in `others`, by number.
-    Each engine has up to `depth` plans in flight and up to `max_waiting` waiting requests (0: no limit). `router` is a
-    name in fleet.routing.ROUTERS, and chooses an engine. `make_sink` is called with each new scheduler; with it, every
-    step is planned separately. Without it, `fast_forward` computes unchanged decode steps together, with the same
-    outcome. `sample_s` is the time between samples of each engine (0: none). `give_up` is called at intervals with the
+    Every replica is a ReplicaSetup of `limits`, `costs`, `ranks` and `pipeline`. With `groups`, they have the replicas
+    instead, which are numbered in order of the groups; the router chooses among all of them. Each engine has up to
+    `depth` plans in flight and up to `max_waiting` waiting requests (0: no limit). `router` is a name in
+    fleet.routing.ROUTERS, and chooses an engine. `make_sink` is called with each new scheduler; with it, every step is
+    planned separately. Without it, `fast_forward` computes unchanged decode steps together, with the same outcome.
+    `sample_s` is the time between samples of each engine (0: none). `give_up` is called at intervals with the
     requests and the time; if it returns True, the run ends. `drafts`: the engines have a draft model.
     """
 
@@ -84,7 +94,7 @@ class Setup:
     drafts: DraftSettings | None = None
     ranks: int = 1
     pipeline: PipelineFacts | None = None
-    others: tuple[tuple[int, ReplicaSetup], ...] = ()
+    groups: tuple[ReplicaGroup, ...] = ()
 
     def __post_init__(self) -> None:
         for name, minimum in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0), ("ranks", 1)):
@@ -92,22 +102,33 @@ class Setup:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give at least {minimum}")
         if self.depth > 2:
             raise ConfigError(f"depth is {self.depth}; an engine has 1 or 2 plans in flight")
-        if self.depth > 1 and any(one.pipeline is not None for one in self.parts()):
+        if self.depth > 1 and any(one.replica.pipeline is not None for one in self.fleet):
             raise ConfigError(f"depth is {self.depth}; give 1 with a pipeline, whose stages have a plan in flight each")
-        for number, _ in self.others:
-            if not 0 <= number < self.replicas:
-                raise ConfigError(f"others names replica {number}; there are 0 to {self.replicas - 1}")
+        self._check_groups()
         for failure in self.failures:
-            if not 0 <= failure.replica < self.replicas:
-                raise ConfigError(f"a failure names replica {failure.replica}; there are 0 to {self.replicas - 1}")
+            if not 0 <= failure.replica < self.num_replicas:
+                raise ConfigError(f"a failure names replica {failure.replica}; there are 0 to {self.num_replicas - 1}")
             if failure.time < 0 or (failure.restart_s is not None and failure.restart_s < 0):
                 raise ConfigError(f"a failure is at {failure.time} s, back after {failure.restart_s} s; give 0 or more")
 
-    def parts(self) -> list[ReplicaSetup]:
-        """Return each replica's setup."""
-        others = dict(self.others)
+    def _check_groups(self) -> None:
+        names = [group.name for group in self.fleet]
+        for group in self.fleet:
+            if group.replicas < 1:
+                raise ConfigError(f"replicas of group {group.name!r} is {group.replicas}; give at least 1")
+            if names.count(group.name) > 1:
+                raise ConfigError(f"two groups have the name {group.name!r}; give each another name")
+
+    @property
+    def fleet(self) -> tuple[ReplicaGroup, ...]:
+        """Return the groups; one without a name unless `groups` are given."""
         common = ReplicaSetup(self.limits, self.costs, self.ranks, self.pipeline)
-        return [others.get(number, common) for number in range(self.replicas)]
+        return self.groups or (ReplicaGroup("", common, self.replicas),)
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of replicas in all groups."""
+        return sum(group.replicas for group in self.fleet)
 
 
 @dataclass(frozen=True, slots=True)

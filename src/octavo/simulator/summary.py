@@ -19,7 +19,7 @@ import numpy as np
 
 from octavo.core.plan import WaitReason
 from octavo.core.request import FinishReason
-from octavo.simulator.outcomes import NEVER, Outcomes, SimulatedRun
+from octavo.simulator.outcomes import NEVER, Outcomes, ReplicaTotals, SimulatedRun
 
 POINTS = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "e2e", "queue")
@@ -45,6 +45,7 @@ class Columns:
     outputs: np.ndarray
     longest: np.ndarray
     tenants: np.ndarray
+    replicas: np.ndarray
     reasons: np.ndarray
     served: np.ndarray
 
@@ -67,6 +68,7 @@ class Columns:
             ordered(out.output_tokens),
             ordered(out.longest),
             ordered(out.tenants),
+            ordered(out.replicas),
             reasons,
             np.isin(reasons, (FinishReason.STOP, FinishReason.LENGTH)),
         )
@@ -83,10 +85,14 @@ class Columns:
         return np.where(has_pace, (self.ends - self.firsts) / np.maximum(self.longest - 1, 1), np.nan)
 
 
-def summarise(run: SimulatedRun, objectives: Mapping[str, float] | None = None, price_per_hour: float = 0.0) -> Facts:
+def summarise(
+    run: SimulatedRun,
+    objectives: Mapping[str, float] | None = None,
+    price_per_hour: float | Mapping[str, float] = 0.0,
+) -> Facts:
     """Return all figures of a run as plain values. `objectives` maps latencies to bounds in seconds.
 
-    `price_per_hour` is the price of one replica.
+    `price_per_hour` is the price of one engine, or has it by the name of the engine's group.
     """
     columns = Columns.of(run.outcomes)
     span = run.duration - float(columns.arrivals[0]) if len(columns.arrivals) else 0.0
@@ -101,6 +107,7 @@ def summarise(run: SimulatedRun, objectives: Mapping[str, float] | None = None, 
         "preemptions": _preemptions(run.outcomes),
         "tenants": _tenants(run.outcomes, columns),
         "cost": _cost(run, columns, span, price_per_hour),
+        "groups": _groups(run, columns, span, price_per_hour),
     }
     if objectives:
         facts["goodput"] = _goodput(columns, span, objectives)
@@ -161,21 +168,44 @@ def _throughput(columns: Columns, span: float) -> Facts:
 
 def _replicas(run: SimulatedRun, span: float) -> Facts:
     """Return utilisation: the share of time in which the devices computed, and the share of the pool in use."""
-    totals = run.replicas
-    busy = [one.busy_s / span if span > 0 else 0.0 for one in totals]
+    totals, up = run.replicas, _up(run, span)
+    busy = [one.busy_s / up_s if up_s > 0 else 0.0 for one, up_s in zip(totals, up, strict=True)]
     steps = sum(one.steps for one in totals)
-    used = np.frombuffer(run.samples.used, dtype=np.int32) if len(run.samples) else np.zeros(0, np.int32)
-    blocks = max((one.num_blocks for one in totals), default=0)
+    used = _pool_shares(run)
+    blocks, total_s = max((one.num_blocks for one in totals), default=0), sum(up)
     return {
-        "count": len(totals), "busy_share": float(np.mean(busy)) if busy else 0.0,
+        "count": len(totals), "busy_share": sum(one.busy_s for one in totals) / total_s if total_s > 0 else 0.0,
         "busy_share_least": min(busy, default=0.0), "busy_share_most": max(busy, default=0.0),
         "host_s": sum(one.host_s for one in totals), "steps": steps,
         "tokens_per_step": sum(one.computed_tokens for one in totals) / steps if steps else 0.0,
         "step_s": sum(one.busy_s for one in totals) / steps if steps else 0.0,
-        "num_blocks": blocks, "peak_blocks_used": max((one.max_blocks_used for one in totals), default=0),
-        "kv_use_mean": float(used.mean()) / blocks if len(used) and blocks else None,
+        "num_blocks": blocks, "kv_use_most": _most_held(totals),
+        "kv_use_mean": float(used.mean()) if len(used) else None,
         "failures": sum(one.failures for one in totals), "down_s": sum(one.down_s for one in totals),
     }  # fmt: skip
+
+
+def _up(run: SimulatedRun, span: float) -> list[float]:
+    """Return the seconds in which the devices of each engine were held."""
+    return [span if one.up_s is None else one.up_s for one in run.replicas]
+
+
+def _most_held(totals: Sequence[ReplicaTotals]) -> float:
+    """Return the largest share of an engine's KV pool that was held at once."""
+    return max((one.max_blocks_used / one.num_blocks for one in totals if one.num_blocks), default=0.0)
+
+
+def _of_engine(run: SimulatedRun, name: str, numbers: Any = None) -> np.ndarray:
+    """Return a field of the totals of each sample's engine, or of each of these engines, as floats."""
+    values = np.array([getattr(one, name) for one in run.replicas], float)
+    taken: np.ndarray = values[np.asarray(run.samples.replicas if numbers is None else numbers, np.int32)]
+    return taken
+
+
+def _pool_shares(run: SimulatedRun) -> np.ndarray:
+    """Return the share of its KV pool that an engine's running requests hold, for each sample."""
+    shares: np.ndarray = np.asarray(run.samples.used, float) / np.maximum(_of_engine(run, "num_blocks"), 1)
+    return shares
 
 
 def _cache(run: SimulatedRun) -> Facts:
@@ -192,7 +222,7 @@ def _limits(run: SimulatedRun, span: float) -> Facts:
     `time`, `waiting`, and `compute` (the share of the device's compute, while it is busy) come from samples.
     """
     totals, spans = run.replicas, _Spans.of(run)
-    steps, total_s = sum(one.steps for one in totals) or 1, span * len(totals)
+    steps, total_s = sum(one.steps for one in totals) or 1, sum(_up(run, span))
     sequences = max((one.max_sequences for one in totals), default=0)
     tokens = max((one.max_batch_tokens for one in totals), default=0)
     shares = {name: float((spans.busy * share).sum()) / total_s for name, share in spans.shares.items() if total_s > 0}
@@ -233,16 +263,45 @@ def _tenants(outcomes: Outcomes, columns: Columns) -> Facts:
     return {"count": len(names), "jain_service": jain(service), "by_name": listed}
 
 
-def _cost(run: SimulatedRun, columns: Columns, span: float, price_per_hour: float) -> Facts:
-    total = price_per_hour * len(run.replicas) * span / 3600
+def _cost(run: SimulatedRun, columns: Columns, span: float, price: float | Mapping[str, float]) -> Facts:
+    prices = [_price_of(price, one.group) for one in run.replicas]
+    total = sum(each * up_s for each, up_s in zip(prices, _up(run, span), strict=True)) / 3600
     served, output = int(columns.served.sum()), int(columns.outputs.sum())
     tokens = output + int(columns.prompts[columns.served].sum())
     return {
-        "price_per_hour": price_per_hour * len(run.replicas), "total": total,
+        "price_per_hour": total / span * 3600 if span > 0 else sum(prices), "total": total,
         "per_million_output_tokens": total / output * 1e6 if output else None,
         "per_million_tokens": total / tokens * 1e6 if tokens else None,
         "per_thousand_requests": total / served * 1e3 if served else None,
     }  # fmt: skip
+
+
+def _price_of(price: float | Mapping[str, float], group: str) -> float:
+    return price if isinstance(price, float | int) else price[group]
+
+
+def _groups(run: SimulatedRun, columns: Columns, span: float, price: float | Mapping[str, float]) -> dict[str, Facts]:
+    """Return the figures of each group of replicas; none unless there are several groups."""
+    names = list(dict.fromkeys(one.group for one in run.replicas))
+    if len(names) < 2:
+        return {}
+    group_of = np.array([names.index(one.group) for one in run.replicas], np.int32)
+    of_request = np.where(columns.replicas >= 0, group_of[columns.replicas], -1)
+    groups = {}
+    for index, name in enumerate(names):
+        own = of_request == index
+        engines = [(one, up_s) for one, up_s in zip(run.replicas, _up(run, span), strict=True) if one.group == name]
+        total_s = sum(up_s for _, up_s in engines)
+        groups[name] = {
+            "engines": len(engines), "requests": int(own.sum()),
+            **{metric: spread(columns.latency(metric)[own]) for metric in METRICS},
+            "output_tokens": sum(one.output_tokens for one, _ in engines),
+            "busy_share": sum(one.busy_s for one, _ in engines) / total_s if total_s > 0 else 0.0,
+            "kv_use_most": _most_held([one for one, _ in engines]),
+            "preemptions": sum(one.preemptions for one, _ in engines),
+            "hours": total_s / 3600, "cost": _price_of(price, name) * total_s / 3600,
+        }  # fmt: skip
+    return groups
 
 
 def _goodput(columns: Columns, span: float, objectives: Mapping[str, float]) -> Facts:
@@ -326,15 +385,13 @@ def prompt_rate(columns: Columns, span: float) -> Points:
 
 def memory(run: SimulatedRun, span: float) -> Points:
     """Return the per cent of the KV pool that running requests hold: the mean of all replicas' samples."""
-    blocks = max((one.num_blocks for one in run.replicas), default=0)
-    if not len(run.samples) or not blocks:
+    if not len(run.samples):
         return []
-    times, used = np.asarray(run.samples.times), np.asarray(run.samples.used, float)
-    places = _buckets(times, span)
-    sums, counts = np.bincount(places, used, NUM_BUCKETS), np.bincount(places, minlength=NUM_BUCKETS)
+    places = _buckets(np.asarray(run.samples.times), span)
+    sums, counts = np.bincount(places, _pool_shares(run), NUM_BUCKETS), np.bincount(places, minlength=NUM_BUCKETS)
     seen = counts > 0
     at = (np.arange(NUM_BUCKETS) + 0.5) * span / NUM_BUCKETS
-    return _points(at[seen], 100 * sums[seen] / counts[seen] / blocks)
+    return _points(at[seen], 100 * sums[seen] / counts[seen])
 
 
 def batch(run: SimulatedRun, span: float) -> Points:
@@ -358,9 +415,10 @@ class _Spans:
 
     `busy` and `host` are seconds, `active` the share of time in which either passed. `shares` (of busy, by what bounds
     it), `waiting` (requests, by reason), `rows`, `used` and `compute` (-1: unknown) are those at the span's begin.
-    `step_tokens` is the mean of its steps.
+    `step_tokens` is the mean of its steps. `engines` are numbers.
     """
 
+    engines: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
     busy: np.ndarray
@@ -409,6 +467,7 @@ class _Spans:
         waiting, reasons = np.asarray(samples.waiting, float)[order], np.asarray(samples.reasons)[order]
         found = [reason for reason in WaitReason if (reasons == reason).any()]
         return _Spans(
+            engines=np.asarray(samples.replicas, np.int32)[order],
             **flat,
             shares={name: mix[:, index] for index, name in enumerate(samples.part_names)},
             waiting={reason.name.lower(): np.where(reasons == reason, waiting, 0.0) for reason in found},
@@ -445,16 +504,21 @@ def waits_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
 
 def use_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
     """Return the use of the devices' time and compute, of slots, of the KV pool and of a step's tokens, in per cent."""
-    spans, totals = _Spans.of(run), run.replicas
+    spans = _Spans.of(run)
     if not len(spans.begins):
         return {}
-    each, one, is_known = 100 / len(totals), totals[0], spans.compute >= 0
+    each, is_known = 100 / len(run.replicas), spans.compute >= 0
+
+    def most(name: str) -> np.ndarray:
+        found: np.ndarray = np.maximum(_of_engine(run, name, spans.engines), 1)
+        return found
+
     levels = {
         "device busy": np.minimum(1.0, spans.busy / spans.lengths) * each,
         "compute": np.where(is_known, spans.compute * np.minimum(1.0, spans.busy / spans.lengths), 0.0) * each,
-        "slots": spans.active * spans.rows / max(one.max_sequences, 1) * each,
-        "KV pool": spans.active * spans.used / max(one.num_blocks, 1) * each,
-        "step tokens": spans.active * spans.step_tokens / max(one.max_batch_tokens, 1) * each,
+        "slots": spans.active * spans.rows / most("max_sequences") * each,
+        "KV pool": spans.active * spans.used / most("num_blocks") * each,
+        "step tokens": spans.active * spans.step_tokens / most("max_batch_tokens") * each,
     }
     return {name: spans.mean(level, span) for name, level in levels.items() if name != "compute" or is_known.any()}
 

@@ -1,4 +1,4 @@
-"""A workload's specification: `KIND:key=value,...` if generated, `KIND:PATH,key=value,...` for a file.
+"""A specification: `KIND:key=value,...`, or `KIND:PATH,key=value,...` for a workload's file.
 
 Owns: splitting the text; typed reading of options; errors that name the option, its value and the remedy; BuildContext
 and Source, the argument and the result of every kind's builder. Does not: know any kind.
@@ -21,26 +21,30 @@ MAX_SPEC = 4096  # maximum characters of a specification
 
 
 class Spec:
-    """One workload's specification: `kind`, `path` (the first word without `=`; empty if none), `options`."""
+    """A specification: `kind`, `path` (the first word without `=`; empty if none), `options`.
 
-    def __init__(self, text: str) -> None:
+    `subject` names in messages what is specified.
+    """
+
+    def __init__(self, text: str, subject: str = "workload") -> None:
         if len(text) > MAX_SPEC:
-            raise ConfigError(f"workload has {len(text)} characters; give at most {MAX_SPEC}")
+            raise ConfigError(f"{subject} has {len(text)} characters; give at most {MAX_SPEC}")
+        self.where = f"{subject} {text!r}"
         self.text = text
         kind, _, rest = text.partition(":")
         self.kind = kind.strip()
         self.path = ""
         self.options: dict[str, str] = {}
         self._known: dict[str, None] = {}  # the options that were read, in order
-        for index, word in enumerate(_split(rest, text)):
+        for index, word in enumerate(_split(rest, self.where)):
             name, equals, value = word.partition("=")
             name = name.strip()
             if not equals and index == 0:
                 self.path = name
             elif not equals or not name:
-                raise ConfigError(f"workload {text!r}: {word!r} is no option; write name=value")
+                raise ConfigError(f"{self.where}: {word!r} is no option; write name=value")
             elif name in self.options:
-                raise ConfigError(f"workload {text!r} gives {name} twice; give it once")
+                raise ConfigError(f"{self.where} gives {name} twice; give it once")
             else:
                 self.options[name] = value.strip()
 
@@ -54,12 +58,12 @@ class Spec:
         text = self.text_of(name)
         if name not in self.options:
             if default is None:
-                raise ConfigError(f"workload {self.text!r} needs {name}=NUMBER, as in {self.kind}:{name}=1")
+                raise ConfigError(f"{self.where} needs {name}=NUMBER, as in {self.kind}:{name}=1")
             return default
         value = read_number(text)
         if value is None or not math.isfinite(value) or (value <= 0 if min_value is None else value < min_value):
             bound = "above 0" if min_value is None else f"of at least {min_value:g}"
-            raise ConfigError(f"workload {self.text!r}: {name} is {text!r}; give a number {bound}")
+            raise ConfigError(f"{self.where}: {name} is {text!r}; give a number {bound}")
         return value
 
     def optional_number(self, name: str) -> float | None:
@@ -74,16 +78,14 @@ class Spec:
             return default
         value = read_number(text)
         if value is None or value != value // 1 or not min_value <= value < 2**53:
-            raise ConfigError(
-                f"workload {self.text!r}: {name} is {text!r}; give a whole number of at least {min_value}"
-            )
+            raise ConfigError(f"{self.where}: {name} is {text!r}; give a whole number of at least {min_value}")
         return int(value)
 
     def choice(self, name: str, words: tuple[str, ...]) -> str:
         """Return one of the words; the first unless given."""
         value = self.text_of(name, words[0])
         if value not in words:
-            raise ConfigError(f"workload {self.text!r}: {unknown(name, value, words)}")
+            raise ConfigError(f"{self.where}: {unknown(name, value, words)}")
         return value
 
     def close(self) -> None:
@@ -91,7 +93,7 @@ class Spec:
         for name in self.options:
             if name not in self._known:
                 remedy = f"{self.kind} takes {', '.join(sorted(self._known))}"
-                raise ConfigError(f"workload {self.text!r}: {unknown('key', name, self._known, remedy)}")
+                raise ConfigError(f"{self.where}: {unknown('key', name, self._known, remedy)}")
 
 
 class Notes:
@@ -143,17 +145,17 @@ def read_call(text: str, option: str) -> tuple[str, list[str]]:
     return name.strip(), [part.strip() for part in rest[:-1].split(",")] if rest[:-1].strip() else []
 
 
-def _split(rest: str, text: str) -> Iterable[str]:
+def _split(rest: str, where: str) -> Iterable[str]:
     """Split at the commas outside brackets; yield the parts."""
     depth, start = 0, 0
     for index, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")
         if depth < 0:
-            raise ConfigError(f"workload {text!r} closes a bracket that is not open")
+            raise ConfigError(f"{where} closes a bracket that is not open")
         if letter == "," and depth == 0:
             yield rest[start:index]
             start = index + 1
     if depth:
-        raise ConfigError(f"workload {text!r} leaves a bracket open")
+        raise ConfigError(f"{where} leaves a bracket open")
     if rest[start:].strip() or start:
         yield rest[start:]

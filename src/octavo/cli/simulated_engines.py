@@ -1,0 +1,260 @@
+"""The engines of `octavo simulate`: their flags, and the groups of replicas that the flags describe.
+
+Owns: the flags of models, devices, parallel sizes and fleets; the form of --group; each group's engine, cost model,
+price and Limits; the Setup of each policy. Does not: simulate, or print anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.cli.flags import UsageError, settings_given, whole
+from octavo.config import SETTINGS, Config
+from octavo.config.setting import Number
+from octavo.config.sources import Resolved, load
+from octavo.core.limits import Limits
+from octavo.engine.limits import read_tenant_weights
+from octavo.fleet.routing import ROUTERS
+from octavo.simulator.cost_model import CostModel
+from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.costs.fitted import Fitted
+from octavo.simulator.drafts import DraftSettings
+from octavo.simulator.setup import ReplicaFailure, ReplicaGroup, ReplicaSetup, Setup, SimulatedEngine
+from octavo.simulator.workloads.spec import Spec
+
+DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"
+MAX_POLICIES = 16
+MAX_GROUPS = 16
+MAX_DRAFTS = 7  # of a sequence in a step, as --speculate-max-tokens
+RARE = (
+    "--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size", "--enable-expert-parallel",
+    "--price", "--depth", "--max-waiting", "--fail", "--draft-acceptance", "--draft-cost", "--tenant-weight",
+)  # fmt: skip
+_SIZES = {"tp": "tensor_parallel_size", "dp": "data_parallel_size", "pp": "pipeline_parallel_size"}
+_GROUP_SETTINGS = tuple(
+    setting for setting in SETTINGS if setting.section in ("scheduling", "cache") and setting.name != "policy"
+)
+
+
+def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of engines and fleets."""
+    group.add_argument("--model", metavar="M", help="a shape known by name, or a model [llama-3.1-8b]")
+    group.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt + output [the model's]")
+    group.add_argument("--device", metavar="D", help="a device by name, or this [h100]")
+    _add_parallel_arguments(group)
+    group.add_argument("--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE [roofline]")
+    group.add_argument(
+        "--price", type=Number(float, 0), metavar="X", help="dollars an hour of one device [its usual rent]"
+    )
+    group.add_argument("--depth", type=whole, metavar="N", help="plans in flight, 1 or 2 [1]")
+    group.add_argument("--replicas", type=whole, metavar="N", help="engines behind a router [1]")
+    group.add_argument(
+        "--group", action="append", default=[], metavar="G",
+        help="replicas of one device, as in h100:replicas=4,tp=2,max_num_seqs=64; repeat it for other devices",
+    )  # fmt: skip
+    group.add_argument(
+        "--router", default="round_robin", choices=tuple(ROUTERS), help="how replicas are chosen [round_robin]"
+    )
+    group.add_argument("--max-waiting", type=whole, default=0, metavar="N", help="most waiting requests; 0 = no bound")
+    group.add_argument(
+        "--fail", action="append", default=[], metavar="R@T+S", help="replica R fails at T s, back S s later"
+    )
+    _add_draft_arguments(group)
+    group.add_argument(
+        "--tenant-weight", action="append", default=[], metavar="T=W", help="a tenant's share under fair"
+    )
+
+
+def _add_parallel_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tensor-parallel-size", "--tp", dest="tp", type=Number(int, 1, 64), default=1, metavar="N",
+        help="devices over which each layer is split [1]",
+    )  # fmt: skip
+    group.add_argument(
+        "--data-parallel-size", "--dp", dest="dp", type=Number(int, 1, 1024), default=1, metavar="N",
+        help="engines of one replica; with a model of experts they step together [1]",
+    )  # fmt: skip
+    group.add_argument(
+        "--pipeline-parallel-size", "--pp", dest="pp", type=Number(int, 1, 256), default=1, metavar="N",
+        help="stages into which the layers are divided [1]",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-expert-parallel", "--ep", dest="ep", action="store_true",
+        help="whole experts on each device, instead of a slice of every expert",
+    )  # fmt: skip
+
+
+def _add_draft_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--draft-acceptance", type=Number(float, 0), metavar="A", help="a draft model; a share A of drafts is accepted"
+    )
+    group.add_argument(
+        "--draft-cost", type=Number(float, 0), default=0.25, metavar="C", help="a drafting pass, in steps [0.25]"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedGroup:
+    """A group of equal replicas: its engine, and one Limits for each policy. `price` is dollars per engine and hour.
+
+    A fleet that is not described by --group is one group without a name.
+    """
+
+    name: str
+    replicas: int
+    engine: SimulatedEngine
+    costs: CostModel
+    limits: list[Limits]
+    price: float
+
+    def at(self, policy: int) -> ReplicaGroup:
+        """Return the group with the policy of this number."""
+        engine = self.engine
+        return ReplicaGroup(
+            self.name, ReplicaSetup(self.limits[policy], self.costs, engine.ranks, engine.pipeline), self.replicas
+        )
+
+
+def make_groups(args: argparse.Namespace, resolved: Resolved) -> list[SimulatedGroup]:
+    """Return the groups that the flags describe, at least one. Raises ConfigError."""
+    if not args.group:
+        return [_make_group(args, resolved, "")]
+    if len(args.group) > MAX_GROUPS:
+        raise UsageError(f"--group is given {len(args.group)} times; give at most {MAX_GROUPS}")
+    for name in ("device", "replicas"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} is of a fleet of one device, and each --group has its own; leave it out")
+    groups = [_read_group(args, text) for text in args.group]
+    names = [group.name for group in groups]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"--group has {name} twice; give each a name, as in {name}:name=small,replicas=2")
+    return groups
+
+
+def make_setups(args: argparse.Namespace, groups: Sequence[SimulatedGroup], config: Config) -> list[Setup]:
+    """Return the Setup for each policy."""
+    first = groups[0]
+    drafts = None if args.draft_acceptance is None else DraftSettings(args.draft_acceptance, args.draft_cost)
+    return [
+        Setup(
+            limits, first.costs, first.engine.depth if args.depth is None else args.depth,
+            1 if args.group else first.replicas, args.router,
+            failures=tuple(map(_read_failure, args.fail)), max_waiting=args.max_waiting,
+            fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed, drafts=drafts,
+            ranks=first.engine.ranks, pipeline=first.engine.pipeline,
+            groups=tuple(group.at(number) for group in groups) if args.group else (),
+        )
+        for number, limits in enumerate(first.limits)
+    ]  # fmt: skip
+
+
+def describe_groups(groups: Sequence[SimulatedGroup]) -> dict[str, str]:
+    """Return a description of the engines for a report: what all groups have in common, then each group."""
+    described = [group.engine.describe(group.limits[0]) | {"cost model": group.costs.name} for group in groups]
+    if len(groups) == 1 and not groups[0].name:
+        return described[0]
+    common = {name: text for name, text in described[0].items() if all(one.get(name) == text for one in described)}
+    for group, one in zip(groups, described, strict=True):
+        own = [f"{name} {text}" for name, text in one.items() if name not in (*common, "device")]
+        own += [f"${group.price:g} an hour each"] if group.price else []
+        common[f"group {group.name}"] = ", ".join([f"{group.replicas} x {one['device']}", *own])
+    return common
+
+
+def _read_group(args: argparse.Namespace, text: str) -> SimulatedGroup:
+    """Read `DEVICE:option=value,...`; options that it leaves out have the values of the flags."""
+    spec, own = Spec(text, "--group"), argparse.Namespace(**vars(args))
+    spec.options = {name.replace("-", "_"): value for name, value in spec.options.items()}
+    own.device, own.group = spec.kind, []
+    own.replicas = spec.count("replicas", 1, min_value=1)
+    name = spec.text_of("name", spec.kind)
+    for short, long in _SIZES.items():
+        size = spec.count(long, getattr(args, short), min_value=1)
+        setattr(own, short, spec.count(short, size, min_value=1))
+    names = ("ep", "enable_expert_parallel")
+    own.ep = args.ep or any(spec.choice(name, ("no", "yes")) == "yes" for name in names)
+    own.cost = spec.text_of("cost", args.cost)
+    own.price = spec.number("price", -1.0 if args.price is None else args.price, min_value=0)
+    own.price = None if own.price < 0 else own.price
+    own.max_model_len = spec.count("max_model_len", args.max_model_len or 0, min_value=1) or None
+    given = settings_given(args)
+    for setting in _GROUP_SETTINGS:
+        for key in dict.fromkeys((setting.name, *(key.replace("-", "_") for key in setting.keys))):
+            value = spec.text_of(key)
+            if key in spec.options:
+                given[setting.name] = setting.read(value, f"--group {text!r}: {key}")
+    spec.close()
+    if spec.path or not spec.kind:
+        raise UsageError(f"--group is {text!r}; give DEVICE:option=value,..., as in h100:replicas=4,tp=2")
+    return _make_group(own, load(given, os.environ, args.config), name)
+
+
+def _make_group(args: argparse.Namespace, resolved: Resolved, name: str) -> SimulatedGroup:
+    engine, costs = _engine(args, resolved.config)
+    apart = args.dp // engine.ranks  # data-parallel engines of a dense model share nothing
+    replicas = 1 if args.replicas is None else args.replicas
+    price = engine.price if args.price is None else args.price * args.tp
+    return SimulatedGroup(name, replicas * apart, engine, costs, limits_of(args, resolved, engine), price)
+
+
+def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, CostModel]:
+    """Return the engine and its cost model. With `fitted:`, the recorded engine is the default."""
+    if args.cost.startswith("fitted:") and args.model is None and args.device is None:
+        costs = cost_model(args.cost)
+        fit = costs.fit if isinstance(costs, Fitted) else None
+        if fit is not None and fit.limits is not None:
+            model, device, depth = (fit.engine.get(name) for name in ("model", "device", "depth"))
+            depth = depth if isinstance(depth, int) else 1
+            return SimulatedEngine(f"{model}", f"{device}", depth, 0.0, recorded=fit.limits), costs
+        raise UsageError(f"--cost {args.cost} does not say whose engine it is; give --model and --device")
+    names = args.model or DEFAULT_MODEL, args.device or DEFAULT_DEVICE
+    hardware = Hardware.of(*names, args.tp, config.cache.block_size)
+    dp = args.dp if hardware.model.num_experts else 1
+    hardware = replace(hardware, dp=dp, pp=args.pp, is_expert_parallel=args.ep)
+    engine = SimulatedEngine.of_hardware(hardware)
+    if args.cost.startswith("fitted:") and (engine.ranks > 1 or args.pp > 1):
+        raise UsageError(
+            f"--cost is {args.cost}, which knows steps of one engine; leave out --data-parallel-size and "
+            "--pipeline-parallel-size, or give roofline or table:DIR"
+        )
+    return engine, cost_model(args.cost, hardware)
+
+
+def limits_of(
+    args: argparse.Namespace, resolved: Resolved, engine: SimulatedEngine, chosen: Mapping[str, str] | None = None
+) -> list[Limits]:
+    """Return the Limits for each policy. `chosen` has the settings of a search's trial."""
+    chosen = chosen or {}
+    scheduling = resolved.config.scheduling
+    given = {name for name, origin in resolved.origins.items() if origin != "default"} | {*chosen}
+    if "policy" not in given and engine.recorded is not None:
+        scheduling = replace(scheduling, policy=engine.recorded.policy)
+    numbers: dict[str, Any] = {name: int(value) for name, value in chosen.items() if name.startswith("max_")}
+    scheduling = replace(scheduling, policy=chosen.get("policy", scheduling.policy), **numbers)
+    names = [name.strip() for name in scheduling.policy.split(",")]
+    if len(names) > MAX_POLICIES or len(names) != len({*names}):
+        raise UsageError(f"--policy is {scheduling.policy!r}; give each of at most {MAX_POLICIES} once")
+    weights = read_tenant_weights(args.tenant_weight)
+    limits = [
+        engine.limits(replace(scheduling, policy=name), resolved.config.cache, given, args.max_model_len)
+        for name in names
+    ]
+    if args.draft_acceptance is not None:
+        limits = [replace(one, max_draft_tokens=MAX_DRAFTS, has_draft_model=True) for one in limits]
+    return [replace(one, tenant_weights=weights) for one in limits] if weights else limits
+
+
+def _read_failure(text: str) -> ReplicaFailure:
+    replica, at, rest = text.partition("@")
+    time_s, plus, restart_s = rest.partition("+")
+    try:
+        if at:
+            return ReplicaFailure(int(replica), float(time_s), float(restart_s) if plus else None)
+    except ValueError:
+        pass
+    raise UsageError(f"--fail is {text!r}; give REPLICA@SECONDS+SECONDS, as in 0@60+30, or without + for ever")
