@@ -93,13 +93,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 3_650,
-    ("simulator",): 4_853,
+    ("simulator",): 4_867,
     ("server",): 12_075,
     ("cli",): 6_075,
     ("bench",): 2_912,
     ("config",): 1_256,
 }
-ALL_CODE_LINES, ALL_FILES = 69_634, 456  # of src
+ALL_CODE_LINES, ALL_FILES = 69_648, 458  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -25,11 +25,12 @@ from octavo.core.limits import Limits
 from octavo.core.policy.fair import Fair
 from octavo.core.request import FinishReason
 from octavo.simulator.charts import Chart, Line, draw_alone
+from octavo.simulator.columns import Columns
 from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.curves import service
 from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
-from octavo.simulator.summary import Columns, service
 from octavo.simulator.workloads import Shaping, open_workload
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,12 +22,13 @@ from octavo.core.limits import Limits
 from octavo.core.policy import POLICIES
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.charts import Chart, Line, draw_alone
+from octavo.simulator.columns import Facts
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.report import Case, seconds
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
-from octavo.simulator.summary import Facts, summarise
+from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import Shaping, open_workload
 
 ROOT = Path(__file__).resolve().parent.parent

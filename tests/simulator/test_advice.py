@@ -9,10 +9,11 @@ import pytest
 
 from octavo.core.limits import Limits
 from octavo.simulator.advice import advise, advise_comparison
+from octavo.simulator.columns import Facts
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
-from octavo.simulator.summary import Facts, summarise
+from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import Shaping, open_workload
 
 SILENT: Facts = {

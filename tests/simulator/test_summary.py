@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core.request import FinishReason
-from octavo.simulator import summary
+from octavo.simulator import curves
+from octavo.simulator.columns import Columns, spread
 from octavo.simulator.outcomes import NEVER, Outcomes, ReplicaTotals, SimulatedRun
-from octavo.simulator.summary import Columns, jain, spread, summarise
+from octavo.simulator.summary import jain, summarise
 
 
 def outcomes(*rows: tuple[float, ...], tenants: tuple[str, ...] = ()) -> Outcomes:
@@ -127,10 +128,10 @@ def test_jains_index() -> None:
 def test_levels_are_the_highest_of_each_span() -> None:
     columns = Columns.of(random_outcomes(3, 300))
     span = float(columns.ends.max())
-    made = summary.waiting(columns, span)
-    assert len(made) == summary.NUM_BUCKETS
+    made = curves.waiting(columns, span)
+    assert len(made) == curves.NUM_BUCKETS
     for place, (_, level) in enumerate(made):
-        low, high = place * span / summary.NUM_BUCKETS, (place + 1) * span / summary.NUM_BUCKETS
+        low, high = place * span / curves.NUM_BUCKETS, (place + 1) * span / curves.NUM_BUCKETS
         times = [low, *(float(t) for t in columns.arrivals if low <= t < high)]
         slow = max(int(((columns.arrivals <= t) & (columns.starts > t)).sum()) for t in times)
         assert level == slow
@@ -142,7 +143,7 @@ def test_service_grows_to_all_that_was_served() -> None:
     grid = np.linspace(0, span, 50)
     for tenant in range(3):
         own = columns.tenants == tenant
-        made = summary.service(columns, tenant, grid)
+        made = curves.service(columns, tenant, grid)
         assert made[-1] == pytest.approx(float((columns.prompts[own] + 2.0 * columns.outputs[own]).sum()), rel=1e-6)
         assert (np.diff(made) >= -1e-6).all()
 
@@ -151,17 +152,17 @@ def test_rates_add_up_to_all_tokens() -> None:
     columns = Columns.of(random_outcomes(5, 200))
     span = float(columns.ends.max())
     for points, total in (
-        (summary.output_rate(columns, span), columns.outputs.sum()),
-        (summary.prompt_rate(columns, span), columns.prompts.sum()),
+        (curves.output_rate(columns, span), columns.outputs.sum()),
+        (curves.prompt_rate(columns, span), columns.prompts.sum()),
     ):
-        assert sum(y for _, y in points) * span / summary.NUM_BUCKETS == pytest.approx(float(total), rel=1e-3)
+        assert sum(y for _, y in points) * span / curves.NUM_BUCKETS == pytest.approx(float(total), rel=1e-3)
 
 
 def test_a_distribution_rises_to_a_hundred() -> None:
-    points = summary.distribution(np.array([3.0, math.nan, 1.0, 2.0]))
+    points = curves.distribution(np.array([3.0, math.nan, 1.0, 2.0]))
     assert points[0] == (1.0, 0.0) and points[-1] == (3.0, 100.0)
     assert points == sorted(points)
-    assert summary.distribution(np.array([math.nan])) == []
+    assert curves.distribution(np.array([math.nan])) == []
 
 
 def test_tokens_in_a_step_are_those_between_samples_and_a_restart_counts_anew() -> None:
@@ -172,5 +173,5 @@ def test_tokens_in_a_step_are_those_between_samples_and_a_restart_counts_anew() 
         run.samples.replicas.append(0)
         run.samples.steps.append(steps)
         run.samples.tokens.append(tokens)
-    made = dict(summary.batch(run, 100.0))
+    made = dict(curves.batch(run, 100.0))
     assert list(made.values()) == [5.0, 40.0, 3.0]

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from octavo.config import Config
 from octavo.executors.protocol import Capacity
-from octavo.simulator.summary import nearest_rank
+from octavo.simulator.columns import nearest_rank
 
 POINTS = (50, 90, 95, 99)
 Report = dict[str, Any]

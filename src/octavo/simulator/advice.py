@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from octavo.simulator.summary import Facts
+from octavo.simulator.columns import Facts
 
 PREFIX_ROUTERS = ("prefix_affinity", "prefix_hash")
 MIN_FOR_P99 = 500  # five requests beyond p99

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
-from octavo.simulator import charts, summary
+from octavo.simulator import charts, curves
 from octavo.simulator.advice import advise_comparison
 from octavo.simulator.charts import DARK, LIGHT, RULES, Chart, Line, Mark, palette
+from octavo.simulator.columns import METRICS, Columns, Facts, Points, within
 from octavo.simulator.outcomes import ReplicaTotals, SimulatedRun
 from octavo.simulator.search import Goals
-from octavo.simulator.summary import METRICS, Columns, Facts, Points
 
 MAX_TENANT_LINES = 8
 MAX_TENANT_ROWS = 20
@@ -85,30 +85,30 @@ class Case:
     def of(label: str, run: SimulatedRun, facts: Facts, goals: Goals | None = None) -> Case:
         """Reduce a run to its figures and curves, and what it reached of its goals."""
         columns, span = Columns.of(run.outcomes), run.duration
-        curves = {f"cdf {name}": summary.distribution(columns.latency(name)) for name in METRICS}
-        curves |= {
-            "ttft p50": summary.over_time(columns, "ttft", 50, span),
-            "ttft p99": summary.over_time(columns, "ttft", 99, span),
-            "tpot p50": summary.over_time(columns, "tpot", 50, span),
-            "waiting": summary.waiting(columns, span),
-            "running": summary.running(columns, span),
-            "memory": summary.memory(run, span),
-            "batch": summary.batch(run, span),
-            "output": summary.output_rate(columns, span),
-            "prompt": summary.prompt_rate(columns, span),
+        drawn = {f"cdf {name}": curves.distribution(columns.latency(name)) for name in METRICS}
+        drawn |= {
+            "ttft p50": curves.over_time(columns, "ttft", 50, span),
+            "ttft p99": curves.over_time(columns, "ttft", 99, span),
+            "tpot p50": curves.over_time(columns, "tpot", 50, span),
+            "waiting": curves.waiting(columns, span),
+            "running": curves.running(columns, span),
+            "memory": curves.memory(run, span),
+            "batch": curves.batch(run, span),
+            "output": curves.output_rate(columns, span),
+            "prompt": curves.prompt_rate(columns, span),
         }
         names = run.outcomes.tenant_names
         listed = [names.index(name) for name in list(facts["tenants"]["by_name"])[:MAX_TENANT_LINES]]
         services: dict[str, Points] = {}
         if len(names) > 1:
-            curves["gap"] = summary.service_gap(columns, listed, span)
-            services = {names[tenant]: summary.service_points(columns, tenant, span) for tenant in listed}
+            drawn["gap"] = curves.service_gap(columns, listed, span)
+            services = {names[tenant]: curves.service_points(columns, tenant, span) for tenant in listed}
         bands = {
-            "bounds": summary.bounds_over_time(run, span),
-            "waits": summary.waits_over_time(run, span),
-            "use": summary.use_over_time(run, span),
+            "bounds": curves.bounds_over_time(run, span),
+            "waits": curves.waits_over_time(run, span),
+            "use": curves.use_over_time(run, span),
         }
-        return Case(label, facts, curves, services, run.replicas, span, bands, _objectives(columns, facts, goals))
+        return Case(label, facts, drawn, services, run.replicas, span, bands, _objectives(columns, facts, goals))
 
 
 def _objectives(columns: Columns, facts: Facts, goals: Goals | None) -> list[Objective]:
@@ -118,7 +118,7 @@ def _objectives(columns: Columns, facts: Facts, goals: Goals | None) -> list[Obj
     wanted += [(goal.metric, goal.statistic, goal.bound) for goal in goals.goals]
     return [
         Objective(
-            metric, statistic, bound, float(summary.within(columns, metric, bound).mean()),
+            metric, statistic, bound, float(within(columns, metric, bound).mean()),
             facts[metric][statistic] if statistic else None,
         )
         for metric, statistic, bound in wanted

@@ -20,10 +20,11 @@ from octavo.errors import ConfigError
 from octavo.fleet.routing import ROUTERS
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.columns import METRICS, POINTS, Columns, Facts
 from octavo.simulator.outcomes import NEVER, RequestTracker, SimulatedRequest, SimulatedRun
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
-from octavo.simulator.summary import METRICS, POINTS, Columns, Facts, summarise
+from octavo.simulator.summary import summarise
 
 STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
 DEFAULT_SHARE = 0.99  # share of requests that must meet the per-request bounds, if no goodput is given
