@@ -160,15 +160,21 @@ def _check_references(state: State, group: int, pool: BlockPool) -> None:
             count == expected[block],
             f"group {group} block {block}: {count} references, {expected[block]} tables hold it",
         )
+    _require(not any(expected[len(pool.references) :]), f"group {group}: a table holds a block that was never named")
+    counted = [one.capacity for entry in state.requests.values() for one in entry.sequences if one.is_counted]
+    held = sum(counted) // state.limits.block_size
+    _require(pool.num_counted == held, f"group {group}: {pool.num_counted} blocks are counted, {held} are held")
 
 
 def _check_pool(group: int, pool: BlockPool) -> None:
     referenced = sum(1 for count in pool.references if count)
-    plain, cached = pool.plain, list(pool.cached)
+    plain, cached, named = pool.plain, list(pool.cached), len(pool.references)
     total = referenced + len(plain) + len(cached)
-    _require(
-        total == pool.num_blocks, f"group {group}: referenced + free + cached = {total}, the pool has {pool.num_blocks}"
-    )
+    _require(total == named, f"group {group}: referenced + free + cached = {total}, {named} blocks have been named")
+    _require(named <= pool.num_blocks, f"group {group}: {named} blocks have names, the pool has {pool.num_blocks}")
+    _require(named == len(pool.key_of) == len(pool.ids_of), f"group {group}: the lists differ in length")
+    most = pool.num_blocks - referenced - len(cached)
+    _require(0 <= pool.num_counted <= most, f"group {group}: {pool.num_counted} blocks are counted, {most} can be")
     _require(len(dict.fromkeys((*plain, *cached))) == len(plain) + len(cached), f"group {group}: a block is free twice")
     for block in plain:
         _require(
@@ -213,6 +219,10 @@ def _check_running(state: State, entry: RequestState, sequence: Sequence) -> Non
     if sequence.token_ids is not None:
         _require(len(sequence.token_ids) == sequence.num_committed, f"{name}: ids and count differ")
     for group, (pool, table) in enumerate(zip(state.cache.pools, sequence.tables, strict=True)):
+        if sequence.is_counted:
+            needed = -(-sequence.num_scheduled // size)
+            _require(not table and sequence.capacity == needed * size, f"{name}: a counted block is lost")
+            continue
         spec = state.limits.groups[group]
         needed = -(-(sequence.num_scheduled + sequence.num_drafts) // size)
         _require(

@@ -62,7 +62,7 @@ def check(run: Run, one: Explanation) -> None:
         assert shortage.available <= shortage.limit or not shortage.limit
     for group, room in enumerate(one.room):
         pool = state.cache.pools[group]
-        assert room.free == len(pool.plain) and 0 <= room.evictable <= len(pool.cached)
+        assert room.free == pool.num_plain and 0 <= room.evictable <= len(pool.cached)
         assert room.needed >= 0 and room.promised >= 0
 
 

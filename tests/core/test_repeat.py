@@ -6,6 +6,7 @@ import copy
 import random
 from array import array
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,8 +35,8 @@ def limits(**changes: Any) -> Limits:
 class Engine:
     """A scheduler stepped by hand: `turn` plans up to the depth and commits the oldest, one second each."""
 
-    def __init__(self, sizes: Limits, depth: int) -> None:
-        self.scheduler, self.depth = Scheduler(sizes), depth
+    def __init__(self, sizes: Limits, depth: int, counts_blocks: bool = False) -> None:
+        self.scheduler, self.depth = Scheduler(sizes, counts_blocks=counts_blocks), depth
         self.flight: deque[StepPlan] = deque()
         self.now = 0.0
         self.digests: list[bytes] = []
@@ -56,6 +57,29 @@ class Engine:
             self.flight.append(plan)
         if has_look:
             self.digests.append(state_digest(self.scheduler))
+        self.commit()
+
+    def turn_beside(self, has_look: bool = False) -> bool:
+        """One turn whose plan leaves out the repeating rows; False, and no turn, if the scheduler makes none."""
+        made = self.scheduler.plan_beside(self.now)
+        if made is None:
+            return False
+        plan, reads = made
+        self.decisions += plan.events
+        rows = self.scheduler._rows
+        assert rows is not None
+        whole, lengths = rows._whole(plan), reads.lengths()
+        starts = whole.starts[: reads.num_rows]
+        assert len(lengths) == len(starts) and sum(lengths) == reads.kv_sum == sum(starts) + len(starts)
+        assert max(lengths) == reads.kv_max == max(starts) + 1
+        self.digests.append(whole.digest())
+        self.flight.append(plan)
+        if has_look:
+            self.digests.append(state_digest(self.scheduler))
+        self.commit()
+        return True
+
+    def commit(self) -> None:
         if self.flight:
             events = self.scheduler.commit(self.flight.popleft(), StepResult(None), self.now + 0.5)
             self.decisions += events.decisions
@@ -134,9 +158,12 @@ def check_equal(engine: Engine, twin: Engine, when: str) -> None:
     invariants.check(engine.scheduler)
 
 
+@pytest.mark.parametrize("counts_blocks", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", BUILT_IN)
-def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: str, depth: int) -> None:
+def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(
+    policy: str, depth: int, counts_blocks: bool
+) -> None:
     twins = Twins()
     for seed in range(3):
         rng = random.Random(f"{policy} {depth} {seed}")
@@ -146,7 +173,7 @@ def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: st
             max_sequences=(2, 3, 6)[seed % 3],
             prefix_caching=rng.random() < 0.7,
         )
-        engine, index = Engine(sizes, depth), 0
+        engine, index = Engine(sizes, depth, counts_blocks), 0
         for _ in range(100):
             if rng.random() < 0.2 and len(engine.scheduler._state.requests) < 12:
                 admit_some(engine, rng, index)
@@ -156,14 +183,17 @@ def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: st
     assert twins.num_waiting > 0 and (twins.num_ends > 0 or depth == 2), vars(twins)
 
 
+@pytest.mark.parametrize("counts_blocks", [False, True])
 @pytest.mark.parametrize("policy", BUILT_IN)
-def test_plans_beside_repeating_rows_are_those_of_a_scheduler_that_never_repeats(policy: str) -> None:
+def test_plans_beside_repeating_rows_are_those_of_a_scheduler_that_never_repeats(
+    policy: str, counts_blocks: bool
+) -> None:
     """The state is compared now and then only: a look at it brings all counters up to date."""
     num_beside = num_repeated = num_adopted = num_ended = 0
     for seed in range(6):
         rng = random.Random(f"{policy} {seed}")
         sizes = limits(policy=policy, num_blocks=(rng.choice((40, 60, 90)),), max_sequences=rng.choice((3, 6)))
-        fast, slow = Engine(sizes, 1), Engine(sizes, 1)
+        fast, slow = Engine(sizes, 1, counts_blocks), Engine(sizes, 1, counts_blocks)
         for index in range(200):
             if rng.random() < 0.25 and fast.scheduler.num_waiting < 4:
                 draws = rng.getstate()
@@ -181,10 +211,12 @@ def test_plans_beside_repeating_rows_are_those_of_a_scheduler_that_never_repeats
                 for _ in range(count):
                     slow.turn()
             else:
-                num_beside += bool(fast.scheduler._rows)
                 has_look = rng.random() < 0.05
-                for engine in (fast, slow):
-                    engine.turn(has_look)
+                if fast.turn_beside(has_look):
+                    num_beside += 1
+                else:
+                    fast.turn(has_look)
+                slow.turn(has_look)
                 assert fast.digests[-2:] == slow.digests[-2:] or not has_look
                 assert fast.digests[-1:] == slow.digests[-1:]
             assert fast.decisions == slow.decisions
@@ -195,6 +227,37 @@ def test_plans_beside_repeating_rows_are_those_of_a_scheduler_that_never_repeats
         num_ended += len(slow.decisions)
         check_equal(fast, slow, "at the end")
     assert num_beside > 60 and num_repeated > 150 and num_adopted > 0 and num_ended > 100
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_counted_blocks_change_no_decision(policy: str) -> None:
+    """Cached prefixes are evicted for counted blocks exactly when they are for blocks with numbers."""
+    num_evictions = num_preemptions = num_hits = 0
+    for seed in range(8):
+        rng = random.Random(f"counted {policy} {seed}")
+        sizes = limits(policy=policy, num_blocks=(rng.choice((26, 40)),), max_sequences=rng.choice((3, 6)))
+        counting, naming = Engine(sizes, 1, counts_blocks=True), Engine(sizes, 1)
+        for index in range(150):
+            if rng.random() < 0.3 and naming.scheduler.num_waiting < 4:
+                draws = rng.getstate()
+                admit_some(counting, rng, index)
+                rng.setstate(draws)
+                admit_some(naming, rng, index)
+            ours, theirs = (engine.scheduler.plan(engine.now) for engine in (counting, naming))
+            assert replace(ours, edits=theirs.edits, copies=theirs.copies) == theirs  # these name blocks
+            assert len(ours.copies) == len(theirs.copies)
+            for engine in (counting, naming):
+                if not ours.is_empty:
+                    engine.decisions += engine.scheduler.commit(ours, StepResult(None), engine.now + 0.5).decisions
+                engine.now += 1
+            assert counting.decisions == naming.decisions
+            assert counting.scheduler.gauges() == naming.scheduler.gauges()
+            invariants.check(counting.scheduler)
+        pool, gauges = naming.scheduler._state.cache.pools[0], naming.scheduler.gauges()
+        num_evictions += naming.scheduler._state.cache.num_published - len(pool.block_of)
+        num_preemptions += gauges.num_preemptions
+        num_hits += gauges.hit_tokens
+    assert num_evictions > 50 and num_preemptions > 0 and num_hits > 0
 
 
 def steady(sizes: Limits, depth: int = 1, **fields: Any) -> Engine:

@@ -10,7 +10,10 @@ ids. Blocks are allocated and published in the order of the single steps. tests/
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import NamedTuple
 
 from octavo.core.commit import commit_step, deduplicate
 from octavo.core.kv.effects import Effects
@@ -19,10 +22,11 @@ from octavo.core.request import FinishReason
 from octavo.core.request_state import RequestState, Sequence
 from octavo.core.run import grant_running
 from octavo.core.start import is_still_short, start_waiting
-from octavo.core.state import Flight, State, Updates
+from octavo.core.state import State, Updates
 from octavo.core.step import Step, is_fast
 
 _MOST_STEPS = 2**31
+_rank_of = attrgetter("request.rank")
 
 
 @dataclass(slots=True)
@@ -45,36 +49,55 @@ class Repeat:
 def find_rows(state: State) -> RepeatingRows | None:
     """Return the first running requests that only decode, with at most one plan in flight. O(running)."""
     running = state.running.requests
-    if not running or not _is_plain(state) or (state.flight and not _is_whole_flight(state)):
+    if not running or not state.is_plain or (state.flight and not _is_whole_flight(state)):
         return None
     rows = RepeatingRows(state)
     rows.join()
     return rows if len(rows) else None
 
 
+class RowsBeside(NamedTuple):
+    """Repeating rows that a plan leaves out: their number, and the positions that they read in sum and at most."""
+
+    num_rows: int
+    kv_sum: int
+    kv_max: int
+
+    def lengths(self) -> list[int]:
+        """Return lengths of as many rows with the same sum and the same maximum, for cost models."""
+        num_rest = self.num_rows - 1
+        mean, num_longer = divmod(self.kv_sum - self.kv_max, max(1, num_rest))
+        return [self.kv_max] + [mean + 1] * num_longer + [mean] * (num_rest - num_longer)
+
+
 class RepeatingRows:
     """The first running requests, in order, which all decode one token in every step.
 
     Before step number `_num_steps` (from 0 on), a row's num_scheduled is `_num_steps` plus its entry in `_offsets`; its
-    counters lag behind until it is settled. `_ends` has the step before which each row must leave. Rows that take a new
-    block in step s are in `_growing[s % block_size]`; if they have keys, they publish the block before in step s - 1.
+    counters lag behind until it is settled. Blocks that are only counted lag too, but the pool's number of them does
+    not. `_ends` is a heap of the steps before which rows must leave. Rows that take a new block in step s are in
+    `_growing[s % block_size]`; if they have keys, they publish the block before in step s - 1.
     If each plan is committed before the next is made, rows end by themselves; else they leave before their last step.
     """
 
     __slots__ = (
-        "_depth", "_ends", "_growing", "_is_planned", "_most_used", "_next_end", "_num_keyed", "_num_steps", "_offsets",
-        "_state",
+        "_depth", "_ends", "_growing", "_is_planned", "_most_used", "_num_joined", "_num_keyed", "_num_steps",
+        "_num_with_tables", "_offset_max", "_offset_sum", "_offsets", "_size", "_state",
     )  # fmt: skip
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._size = state.cache.block_size
         self._depth = len(state.flight)
         self._offsets: dict[Sequence, int] = {}
-        self._ends: dict[Sequence, int] = {}
-        self._growing: list[list[Sequence]] = [[] for _ in range(state.cache.block_size)]
+        self._offset_sum = 0
+        self._offset_max: int | None = None  # None: to be computed
+        self._ends: list[tuple[int, int, Sequence]] = []  # (step, number in the order of joining, row)
+        self._growing: list[list[Sequence]] = [[] for _ in range(self._size)]
+        self._num_joined = 0
+        self._num_with_tables = 0  # rows whose blocks are not only counted
         self._num_keyed = 0  # rows with blocks to publish
         self._num_steps = 0
-        self._next_end = _MOST_STEPS
         self._is_planned = False  # the plan in flight was made by `plan`
         self._most_used = 0
 
@@ -85,73 +108,78 @@ class RepeatingRows:
 
     def join(self) -> None:
         """Add the running requests after these rows, up to the first that does not only decode."""
-        size = self._state.cache.block_size
         for request in self._state.running.requests[len(self._offsets) :]:
             row = request.sequences[0]
             left = _steps_of(request, row, self._depth)
             publishes_in = _steps_to_publish(self._state, row)
             if self._depth:  # blocks are published in single steps
                 left = min(left, publishes_in - 1)
-            if left < 1 or publishes_in < 1 or row.capacity - row.num_scheduled >= size:
+            if left < 1 or publishes_in < 1 or row.capacity - row.num_scheduled >= self._size:
                 return
-            self._offsets[row] = row.num_scheduled - self._num_steps
-            end = self._ends[row] = self._num_steps + left
-            self._next_end = min(self._next_end, end)
-            self._growing[-self._offsets[row] % size].append(row)
+            offset = self._offsets[row] = row.num_scheduled - self._num_steps
+            self._offset_sum += offset
+            self._offset_max = None
+            heappush(self._ends, (self._num_steps + left, self._num_joined, row))
+            self._num_joined += 1
+            self._growing[-offset % self._size].append(row)
+            self._num_with_tables += not row.is_counted
             self._num_keyed += publishes_in < _MOST_STEPS
 
     def _leave(self, row: Sequence) -> None:
-        self._growing[-self._offsets[row] % self._state.cache.block_size].remove(row)
+        offset = self._offsets.pop(row)
+        self._offset_sum -= offset
+        self._offset_max = None
+        self._growing[-offset % self._size].remove(row)
+        self._num_with_tables -= not row.is_counted
         self._num_keyed -= _steps_to_publish(self._state, row) < _MOST_STEPS
-        del self._offsets[row], self._ends[row]
-        self._next_end = min(self._ends.values(), default=_MOST_STEPS)
 
     def settle(self) -> None:
-        """Bring all counters up to date; the rows must not be used afterwards."""
+        """Bring all counters up to date, and complete the plan in flight; the rows must not be used afterwards."""
         for row in self._offsets:
-            self._settle_row(row, self._num_steps)
+            self._settle_row(row)
         if self._is_planned:
+            flight = self._state.flight[0]
+            flight.plan = self._whole(flight.plan)
+            flight.rows = [*self._offsets, *flight.rows]
             for row in self._offsets:
                 row.num_scheduled += 1
                 row.num_pending += 1
                 row.in_flight += 1
+                if row.num_scheduled > row.capacity:
+                    self._state.cache.resize(row, row.capacity // self._size + 1)
 
-    def _settle_row(self, row: Sequence, num_steps: int) -> None:
-        behind = self._offsets[row] + num_steps - row.num_scheduled
+    def _settle_row(self, row: Sequence) -> None:
+        behind = self._offsets[row] + self._num_steps - row.num_scheduled
         row.num_scheduled += behind
         row.num_computed += behind
         row.num_committed += behind
-        if len(row.tables[0]) * self._state.cache.block_size != row.capacity:
-            self._state.cache.resize(row)
+        num_blocks = -(-row.num_scheduled // self._size) if row.is_counted else len(row.tables[0])
+        if num_blocks * self._size != row.capacity:
+            self._state.cache.resize(row, num_blocks)
 
     # --- steps of these rows alone
 
     def find(self) -> Repeat | None:
         """Find steps that can be repeated; None if the next step may do more than decode these rows."""
         state, num_rows = self._state, len(self._offsets)
+        has_waiting = len(state.waiting) > 0
         if (
             not num_rows
             or num_rows != len(state.running)
             or num_rows > state.max_step_tokens
             or not _is_calm(state)
-            or (len(state.waiting) and not _is_stuck(state))
+            or (has_waiting and not _is_stuck(state))
         ):
             return None
-        max_steps = self._next_end - self._num_steps
-        if len(state.waiting) and self._num_keyed:  # a published block may let a request start
+        max_steps = to_end = self._ends[0][0] - self._num_steps
+        if has_waiting and self._num_keyed:  # a published block may let a request start
             max_steps = min(max_steps, self._steps_to_publish())
         max_steps = self._steps_that_fit(max_steps)
         if not max_steps:
             return None
-        starts = self._offsets.values()
-        return Repeat(
-            num_rows,
-            max_steps,
-            sum(starts) + num_rows * (self._num_steps + 1),
-            max(starts) + self._num_steps + 1,
-            state.deadlines.next(),
-            not self._depth and self._num_steps + max_steps == self._next_end,
-        )
+        reads = self._reads()
+        has_end = not self._depth and max_steps == to_end
+        return Repeat(num_rows, max_steps, reads.kv_sum, reads.kv_max, state.deadlines.next(), has_end)
 
     def repeat(self, num_steps: int, planned: float, committed: float) -> int:
         """Make `num_steps` of the steps that `find` found; the last is planned and committed at these times.
@@ -168,30 +196,47 @@ class RepeatingRows:
         _note_shortage(state)
         effects = state.cache.begin_plan(state.step - 1)
         self._most_used = 0
-        for steps_left in range(num_steps - 1, -1, -1):
-            self._grow(effects if not steps_left else None)
-            self._end_step(steps_left, effects, committed)
+        if self._num_with_tables:
+            for steps_left in range(num_steps - 1, -1, -1):
+                self._grow(effects if not steps_left else None)
+                self._end_step(steps_left, effects, committed)
+        else:  # nothing is published, so these blocks may be taken together
+            state.cache.pools[0].take(self._num_new_blocks(num_steps))
+            self._num_steps += num_steps - 1
+            self._end_step(0, effects, committed)
         state.cache.end_plan()
         if state.flight:
             self._replace_flight(planned, updates if num_steps == 1 else Updates())
         state.report_ended()
         return self._most_used
 
+    def _reads(self) -> RowsBeside:
+        """Return what these rows read in the next step."""
+        if self._offset_max is None:
+            self._offset_max = max(self._offsets.values())
+        num_rows, end = len(self._offsets), self._num_steps + 1
+        return RowsBeside(num_rows, self._offset_sum + num_rows * end, self._offset_max + end)
+
     def _steps_to_publish(self) -> int:
         """Return after how many steps the next block is published; too few if rows without keys take a block sooner."""
-        size = self._state.cache.block_size
+        size = self._size
         return next(count for count in range(1, size + 1) if self._growing[(self._num_steps + count) % size])
 
     def _steps_that_fit(self, max_steps: int) -> int:
         """Return a number of steps, at most `max_steps`, for which the pool has enough free blocks."""
-        free, size, offsets = self._state.cache.num_free(), self._state.cache.block_size, self._offsets
-        while max_steps and len(offsets) * (max_steps // size + 1) > free:  # an upper bound, usually far below `free`
-            end = self._num_steps + max_steps
-            needed = sum(max(0, -(-(offset + end) // size) - len(row.tables[0])) for row, offset in offsets.items())
-            if needed <= free:
+        free, num_rows = self._state.cache.num_free(), len(self._offsets)
+        while max_steps and num_rows * (max_steps // self._size + 1) > free:  # an upper bound, usually far below `free`
+            if self._num_new_blocks(max_steps) <= free:
                 break
             max_steps //= 2
         return max_steps
+
+    def _num_new_blocks(self, num_steps: int) -> int:
+        """Return how many blocks of each group the rows take in the next `num_steps` steps."""
+        rounds, rest = divmod(num_steps, self._size)
+        first = self._num_steps
+        num_last = sum([len(self._growing[step % self._size]) for step in range(first, first + rest)])
+        return rounds * len(self._offsets) + num_last
 
     def _replace_flight(self, now: float, updates: Updates) -> None:
         """Replace the plan in flight by the last repeated step. Only the first step reports freed slots and ended ids.
@@ -221,17 +266,17 @@ class RepeatingRows:
 
     # --- steps of these rows beside others
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float) -> tuple[StepPlan, RowsBeside] | None:
         """Make the plan of a step in which other requests may have rows too; None if a row of these might be left out.
 
-        Until the plan's commit, the counters of these rows do not include it.
+        The plan has the other rows only. Until its commit, the counters of these rows do not include it.
         """
         state, num_rows = self._state, len(self._offsets)
         others, wake_at = state.running.requests[num_rows:], state.deadlines.next()
-        most_blocks = num_rows + state.max_step_tokens // state.cache.block_size + 2 * len(others)
+        most_blocks = num_rows + state.max_step_tokens // self._size + 2 * len(others)
         if (
-            state.flight
-            or not _is_plain(state)
+            not num_rows
+            or state.flight
             or state.updates.sequences
             or state.updates.id_edits
             or state.overdue
@@ -239,47 +284,50 @@ class RepeatingRows:
             or num_rows > state.max_step_tokens
             or most_blocks > state.cache.num_free()
             or (wake_at is not None and wake_at <= now)
-            or any(request.has_several for request in others)
+            or any([request.has_several for request in others])
         ):
             return None
         state.report_ended()
         step = Step(state, now, None)
         step.begin_turn(None)
         step.tokens_left -= num_rows
-        step.rows += self._offsets
-        step.starts += [offset + self._num_steps for offset in self._offsets.values()]
-        step.counts += [1] * num_rows
-        step.flags += [ROW_SAMPLE] * num_rows
         self._grow(step.effects)
         grant_running(step, num_rows)
         start_waiting(step)
-        plan = step.finish()
-        self._is_planned = not plan.is_empty
-        return plan
+        self._is_planned = True
+        return step.finish(num_rows), self._reads()
 
     def commit(self, plan: StepPlan, outcome: StepResult, now: float) -> Events | None:
         """Commit the plan that `plan` made; the events have no tokens of these rows. None if it is another plan."""
-        state, num_rows = self._state, len(self._offsets)
+        state = self._state
         if not self._is_planned or state.flight[0].plan.step != plan.step:
             return None
         self._is_planned = False
         flight = state.flight.popleft()
-        state.cache.confirm(flight.effects)
+        if self._num_keyed:
+            state.cache.confirm(flight.effects)
         self._count(1)
         self._end_step(0, flight.effects, now)
-        others = StepPlan(
-            plan.step,
-            plan.now,
-            starts=plan.starts[num_rows:],
-            counts=plan.counts[num_rows:],
-            flags=plan.flags[num_rows:],
-            num_query_tokens=plan.num_query_tokens - num_rows,
-        )
-        state.flight.appendleft(Flight(others, flight.rows[num_rows:], flight.effects, flight.releases))
-        events = commit_step(state, others, outcome, now)
+        state.flight.appendleft(flight)
+        events = commit_step(state, flight.plan, outcome, now)
         if self.are_first:
             self.join()
         return events
+
+    def _whole(self, plan: StepPlan) -> StepPlan:
+        """Return a plan that `plan` made with all its rows."""
+        starts = array("i", [offset + self._num_steps for offset in self._offsets.values()]) + plan.starts
+        counts = array("i", [1]) * len(self._offsets) + plan.counts
+        return replace(
+            plan,
+            slots=array("i", [row.slot for row in self._offsets]) + plan.slots,
+            starts=starts,
+            counts=counts,
+            flags=array("i", [ROW_SAMPLE]) * len(self._offsets) + plan.flags,
+            num_query_tokens=sum(counts),
+            num_kv_read=sum(starts) + sum(counts),
+            is_fast_path=is_fast(starts, counts, self._state.limits),
+        )
 
     @property
     def are_first(self) -> bool:
@@ -291,10 +339,16 @@ class RepeatingRows:
 
     def _grow(self, effects: Effects | None) -> None:
         """Give a block of each group to the rows that need one in the next step; `effects` get the table edits."""
-        allocate = self._state.cache.allocate
-        for row in self._growing[self._num_steps % len(self._growing)]:
+        cache, growing = self._state.cache, self._growing[self._num_steps % self._size]
+        if not self._num_with_tables:
+            cache.pools[0].take(len(growing))
+            return
+        for row in growing:
+            if row.is_counted:
+                cache.pools[0].take(1)
+                continue
             for group, table in enumerate(row.tables):
-                block = allocate(group)
+                block = cache.allocate(group)
                 if effects is not None:
                     effects.edits.extend((row.slot, group, len(table), block))
                 table.append(block)
@@ -305,22 +359,28 @@ class RepeatingRows:
         `effects` are those of the last repeated step, which is `steps_left` steps later.
         """
         self._num_steps += 1
-        has_end = self._num_steps == self._next_end
         if not steps_left:
             self._note_used()
-        if has_end:
-            for row in [row for row, end in self._ends.items() if end == self._num_steps or self._num_keyed]:
-                self._end_row(row, steps_left, effects, now)
-        elif self._num_keyed:
-            for row in self._growing[self._num_steps % len(self._growing)]:
-                self._end_row(row, steps_left, effects, now)
+        due = self._growing[self._num_steps % self._size][:] if self._num_keyed else []
+        ended = self._pop_ended()
+        if due and ended:
+            due = sorted(dict.fromkeys((*due, *ended)), key=_rank_of)
+        for row in due or ended:
+            self._end_row(row, steps_left, effects, now)
+
+    def _pop_ended(self) -> list[Sequence]:
+        """Remove from the heap, and return, the rows that end by now, in order."""
+        ended: list[Sequence] = []
+        while not self._depth and self._ends and self._ends[0][0] == self._num_steps:
+            ended.append(heappop(self._ends)[2])
+        return ended
 
     def _end_row(self, row: Sequence, steps_left: int, effects: Effects, now: float) -> None:
-        is_last = self._ends[row] == self._num_steps and not self._depth
+        is_last = not self._depth and self._offsets[row] + self._num_steps == row.limit - 1
         is_keyed = _steps_to_publish(self._state, row) < _MOST_STEPS
         if not is_last and not is_keyed:
             return
-        self._settle_row(row, self._num_steps)
+        self._settle_row(row)
         if is_keyed:
             self._publish(row, steps_left, effects)
             self._num_keyed -= _steps_to_publish(self._state, row) == _MOST_STEPS
@@ -342,8 +402,7 @@ class RepeatingRows:
 
     def _note_used(self) -> None:
         """Note how many blocks are in use; called before blocks are released."""
-        pool = self._state.cache.pools[0]
-        self._most_used = max(self._most_used, pool.num_blocks - pool.num_free)
+        self._most_used = max(self._most_used, self._state.cache.pools[0].num_used)
 
     def _count(self, num_steps: int) -> None:
         """Add the rows' tokens to the totals, and notify a policy that tracks service."""
@@ -388,28 +447,10 @@ def _steps_to_publish(state: State, row: Sequence) -> int:
     return (row.num_published + 1) * state.cache.block_size - row.num_computed
 
 
-def _is_plain(state: State) -> bool:
-    """Return True if no optional feature acts in a step."""
-    limits, cache = state.limits, state.cache
-    return not (
-        state.encoder.num_needs
-        or limits.max_kv_read
-        or limits.max_draft_tokens
-        or limits.num_stages > 1
-        or limits.find_shared_prefixes
-        or limits.encoder_budget
-        or cache.has_windows
-        or cache.host.pools
-        or state.composition is not None
-    )
-
-
 def _is_calm(state: State) -> bool:
     """Return True if the next plan has only rows, freed slots and ended requests."""
     updates = state.updates
-    return not (
-        updates.sequences or updates.id_edits or updates.table_edits or state.events or state.ended
-    ) and _is_plain(state)
+    return not (updates.sequences or updates.id_edits or updates.table_edits or state.events or state.ended)
 
 
 def _is_whole_flight(state: State) -> bool:

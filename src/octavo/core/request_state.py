@@ -41,15 +41,17 @@ class Sequence:
 
     `token_ids` has the committed ids (prompt and outputs), or None if the request has no token ids. `num_pending`
     counts ids that plans in flight sample, without drafts. Positions [0, num_computed) have committed KV; plans in
-    flight write [num_computed, num_scheduled). `is_entered`: the executor knows the sequence. `host_tables` has the
-    host blocks of a swapped sequence. `candidates` are those of a beam whose siblings have none yet. `num_drafts` is
-    the number of draft positions after num_scheduled that a plan in flight writes; `draft_history` proposes drafts.
+    flight write [num_computed, num_scheduled). `is_entered`: the executor knows the sequence. `capacity` is the number
+    of positions that its blocks have; if `is_counted` (simulations), its tables are empty, and its blocks have no
+    numbers. `host_tables` has the host blocks of a swapped sequence. `candidates` are those of a
+    beam whose siblings have none yet. `num_drafts` is the number of draft positions after num_scheduled that a plan in
+    flight writes; `draft_history` proposes drafts.
     """
 
     __slots__ = (
         "candidates", "capacity", "choice", "draft_history", "first_live", "host_tables", "in_flight", "in_place_end",
-        "is_entered", "keys", "limit", "num_committed", "num_computed", "num_drafts", "num_pending", "num_prompt",
-        "num_published", "num_scheduled", "request", "retried_at", "slot", "stale", "tables", "token_ids",
+        "is_counted", "is_entered", "keys", "limit", "num_committed", "num_computed", "num_drafts", "num_pending",
+        "num_prompt", "num_published", "num_scheduled", "request", "retried_at", "slot", "stale", "tables", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: RequestState, choice: int, num_groups: int) -> None:
@@ -58,6 +60,7 @@ class Sequence:
         self.choice = choice
         self.slot = -1
         self.is_entered = False
+        self.is_counted = False
         self.num_prompt = submitted.num_prompt_tokens
         self.token_ids: array[int] | None = None
         if submitted.prompt_token_ids is not None:

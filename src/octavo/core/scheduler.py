@@ -24,7 +24,7 @@ from octavo.core.feasibility import Admission, check_feasible
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.proposals import DraftSource
-from octavo.core.repeat import Repeat, RepeatingRows, find_rows
+from octavo.core.repeat import Repeat, RepeatingRows, RowsBeside, find_rows
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.request_state import RequestState, Sequence
 from octavo.core.run import grant_running
@@ -45,8 +45,10 @@ class Scheduler:
         tap: calls.CallTap | None = None,
         source: calls.InputSource | None = None,
         drafts: DraftSource | None = None,
+        counts_blocks: bool = False,
     ) -> None:
-        self._lagging = State(limits)  # counters of repeating rows lag: see _state
+        """Create an idle scheduler. `counts_blocks` (simulations): see admit."""
+        self._lagging = State(limits, counts_blocks)  # counters of repeating rows lag: see _state
         self._rows: RepeatingRows | None = None
         self._tap = tap
         self._source = source
@@ -70,6 +72,8 @@ class Scheduler:
     def admit(self, request: Request, now: float) -> Admission:
         """Check a request and put it in the waiting queue. It will end with exactly one FINISHED event.
 
+        With counts_blocks, a request without token ids and block keys, whose blocks no other request can find, holds a
+        number of blocks without block numbers. Its plans have no table edits; all decisions are the same.
         Raises InvalidRequestError, AdmissionError or DuplicateRequestError; a refused request changes nothing.
         """
         state = self._lagging
@@ -87,6 +91,8 @@ class Scheduler:
         if new.samples:
             root.limit = min(root.num_prompt + new.max_tokens, state.limits.max_model_len)
         new.sequences = [root]
+        if state.counts_blocks and request.prompt_token_ids is None and request.block_keys is None:
+            root.is_counted = not new.has_several
         if new.has_several:
             add_sequences(new, root)
         state.requests[request.request_id] = new
@@ -141,10 +147,6 @@ class Scheduler:
 
         An empty plan's `waits` say why it is empty. Every other plan must be submitted and committed, in order.
         """
-        if self._rows is not None and only is None and self._tap is None:
-            whole = self._rows.plan(now)
-            if whole is not None:
-                return whole
         state = self._state
         while (late := state.deadlines.expired(now)) is not None:
             self._expire(late[0], late[1], now)
@@ -244,8 +246,7 @@ class Scheduler:
     @property
     def num_used_blocks(self) -> int:
         """The number of blocks of the leading cache group that requests hold."""
-        pool = self._lagging.cache.pools[0]
-        return pool.num_blocks - pool.num_free
+        return self._lagging.cache.pools[0].num_used
 
     @property
     def has_work(self) -> bool:
@@ -262,7 +263,7 @@ class Scheduler:
         state = self._lagging
         cache, totals = state.cache, state.totals
         cached = [len(pool.cached) for pool in cache.pools]
-        used = [pool.num_blocks - len(pool.plain) - count for pool, count in zip(cache.pools, cached, strict=True)]
+        used = [pool.num_used for pool in cache.pools]
         return snapshots.Gauges(
             state.num_sequences,
             len(state.running),
@@ -323,6 +324,14 @@ class Scheduler:
         if self._rows is None:
             self._rows = find_rows(self._lagging)
         return None if self._rows is None else self._rows.find()
+
+    def plan_beside(self, now: float) -> tuple[StepPlan, RowsBeside] | None:
+        """Make the next step's plan, without the rows of requests that only decode; return also what these read.
+
+        The step has the same decisions and effects as one that `plan` makes, and must be committed likewise. None if no
+        request is known to decode only, or if the step may leave one of these out: call `plan`.
+        """
+        return None if self._rows is None or self._tap is not None else self._rows.plan(now)
 
     def repeat(self, num_steps: int, planned: float, committed: float) -> tuple[StepPlan | None, int]:
         """Make `num_steps` steps that find_repeat found; return the plan in flight, and the most blocks in use.

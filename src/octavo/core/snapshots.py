@@ -77,7 +77,7 @@ def read_statistics(state: State) -> Statistics:
         num_swapped=state.num_swapped,
         num_in_flight=len(state.flight),
         num_blocks=sum(pool.num_blocks for pool in pools),
-        num_blocks_used=sum(pool.num_blocks - pool.num_free for pool in pools),
+        num_blocks_used=sum(pool.num_used for pool in pools),
         num_blocks_cached=sum(len(pool.cached) for pool in pools),
         num_host_blocks=sum(pool.num_blocks for pool in host.pools),
         num_host_blocks_used=host.num_used,
@@ -163,7 +163,7 @@ def _view(state: State, entry: RequestState, group: int, reason: WaitReason | No
     sequences, request = entry.sequences, entry.request
     if reason is None:
         todo = sum(one.num_known - one.num_scheduled for one in sequences)
-        blocks = sum(len(one.tables[group]) for one in sequences)
+        blocks = sum(len(one.tables[group]) for one in sequences) + state.cache.num_counted(sequences)
     else:
         todo = sequences[0].num_known - (entry.seen.num_tokens if entry.seen is not None else 0)
         if entry.is_swapped:
@@ -196,16 +196,18 @@ class PoolSample(NamedTuple):
 
 
 def sample_pools(state: State, max_blocks: int) -> list[PoolSample]:
-    """Sample about `max_blocks` blocks in all, evenly over the pools. O(max_blocks)."""
+    """Sample about `max_blocks` blocks in all, evenly over the pools; counted blocks are left out. O(max_blocks)."""
     samples, pools = [], state.cache.pools
     per_pool = max(1, max_blocks // len(pools))
     for pool in pools:
         stride = -(-pool.num_blocks // per_pool)
         references = pool.references[::stride]
-        if max(references) > 255:
+        if max(references, default=0) > 255:
             references = [min(count, 255) for count in references]
         has_key = bytes([key is not None for key in pool.key_of[::stride]])
-        samples.append(PoolSample(pool.num_blocks, stride, bytes(references), has_key))
+        size = -(-pool.num_blocks // stride)  # blocks that were never used have no entry in the pool's lists
+        sample = PoolSample(pool.num_blocks, stride, bytes(references).ljust(size, b"\0"), has_key.ljust(size, b"\0"))
+        samples.append(sample)
     return samples
 
 

@@ -121,7 +121,8 @@ def _fits_without(step: Step, request: RequestState, victims: list[RequestState]
                 for block in sequence.tables[group]:
                     held[block] = held.get(block, 0) + 1
         held.pop(NO_BLOCK, None)
-        left = pool.num_free + sum(1 for block, count in held.items() if pool.references[block] == count)
+        left = pool.num_free + sum(map(cache.num_counted, (victim.sequences for victim in victims)))
+        left += sum(1 for block, count in held.items() if pool.references[block] == count)
         left -= needed[group] + step.outstanding[group]
         left += sum(step.reserved[victim.name][group] for victim in victims if victim.name in step.reserved)
         # `needed` counts the matched blocks, too. Matched blocks that a non-victim holds need no allocation.

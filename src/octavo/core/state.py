@@ -85,13 +85,16 @@ class State:
     """The scheduler's whole state."""
 
     __slots__ = (
-        "adapters", "cache", "composition", "deadlines", "encoder", "ended", "events", "flight", "free_slots", "gates",
-        "headroom", "is_draining", "is_paused", "limits", "max_step_tokens", "next_order", "num_swapped", "overdue",
-        "policy", "read_window", "requests", "running", "slot_owner", "step", "totals", "updates", "waiting",
+        "adapters", "cache", "composition", "counts_blocks", "deadlines", "encoder", "ended", "events", "flight",
+        "free_slots", "gates", "headroom", "is_draining", "is_paused", "is_plain", "limits", "max_step_tokens",
+        "next_order", "num_swapped", "overdue", "policy", "read_window", "requests", "running", "slot_owner", "step",
+        "totals", "updates", "waiting",
     )  # fmt: skip
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, counts_blocks: bool = False) -> None:
         self.limits = limits
+        self.is_plain = _is_plain(limits)  # no optional feature can act in a step
+        self.counts_blocks = counts_blocks and self.is_plain and len(limits.groups) == 1
         self.policy = PolicyGuard(create_policy(limits.policy, limits))
         self.cache = KVCache(limits)
         self.requests: dict[str, RequestState] = {}
@@ -320,7 +323,7 @@ class State:
         for gate in self.gates:
             gate.give_back(request)
         for sequence in request.sequences:
-            if sequence.tables[0]:  # not swapped out just now
+            if sequence.capacity:  # not swapped out just now
                 self.cache.release(sequence)
             self.free_slots.append(sequence.slot)
             self._leave_slot(sequence)
@@ -342,3 +345,18 @@ class State:
             freed = frozenset((slot,))
             updates.id_edits = without_slots(updates.id_edits, 3, freed)
             updates.table_edits = without_slots(updates.table_edits, 4, freed)
+
+
+def _is_plain(limits: Limits) -> bool:
+    """Return True if no optional feature is configured that acts in steps."""
+    return not (
+        limits.max_kv_read
+        or limits.max_draft_tokens
+        or limits.num_stages > 1
+        or limits.find_shared_prefixes
+        or limits.encoder_budget
+        or any(group.window for group in limits.groups)
+        or any(limits.host_blocks)
+        or limits.composition != "mixed"
+        or limits.separate_modalities
+    )

@@ -337,8 +337,11 @@ class Step:
 
     # --- the plan -----------------------------------------------------------------------------------------
 
-    def finish(self) -> StepPlan:
-        """Return the plan, and add it to the plans in flight unless it is empty."""
+    def finish(self, num_beside: int = 0) -> StepPlan:
+        """Return the plan, and add it to the plans in flight unless it is empty.
+
+        With `num_beside` (see repeat), the step also has rows that the plan leaves out, so it is not empty.
+        """
         state, effects, updates = self.state, self.effects, self.state.updates
         if not 0 <= self.tokens_left <= state.max_step_tokens:
             raise InvariantError(f"{self.tokens_left} tokens are left of a budget of {state.max_step_tokens}")
@@ -375,7 +378,7 @@ class Step:
         )
         state.updates = Updates()
         state.cache.end_plan()
-        if plan.is_empty:
+        if not num_beside and plan.is_empty:
             plan.waits = self._reasons()
         else:
             if state.limits.find_shared_prefixes:

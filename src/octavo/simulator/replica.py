@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import inf
 
 from octavo.core.plan import Event, StepPlan, StepResult, StepTimings
-from octavo.core.repeat import Repeat
+from octavo.core.repeat import Repeat, RowsBeside
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
@@ -145,13 +145,17 @@ class DecodeRun:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan on the device: its device seconds, its host seconds, its end, and the seconds of its drafts."""
+    """A plan on the device: its device seconds, its host seconds, its end, and the seconds of its drafts.
+
+    `shape` is that of the whole step if the plan leaves out rows, else None.
+    """
 
     plan: StepPlan
     step_s: float
     host_s: float
     end: float
     drafting_s: float = 0.0
+    shape: StepShape | None = None
 
 
 class Replica:
@@ -187,7 +191,7 @@ class Replica:
     def _start(self) -> None:
         drafts, seed = self._setup.drafts, self._setup.seed + self.number
         self._drafts = None if drafts is None else SimulatedDrafts(drafts, seed)
-        self.scheduler = Scheduler(self._own.limits, drafts=self._drafts)
+        self.scheduler = Scheduler(self._own.limits, drafts=self._drafts, counts_blocks=self._is_fast)
         make = self._setup.make_sink
         self._sink = None if make is None else make(self.scheduler)
         self._flight: deque[StepInFlight] = deque()
@@ -316,13 +320,17 @@ class Replica:
         """Make plans until `depth` plans are in flight; return the requests that ended."""
         ended: list[SimulatedRequest] = []
         wake_at = None
+        beside = self.scheduler.plan_beside(now) if self._is_fast and self._setup.depth == 1 else None
+        if beside is not None:
+            self._launch(self._price_beside(*beside), now)
+            ended += self._apply(beside[0].events)
         while len(self._flight) < self._setup.depth:
             plan, ended_now = self.plan(now)
             ended += ended_now
             if plan.is_empty:
                 wake_at = plan.wake_at
                 break
-            self._launch(plan, now)
+            self._launch(self.price(plan), now)
         self._note_blocks()
         if self._flight:
             self._is_retiring = True
@@ -332,13 +340,13 @@ class Replica:
             self.next_at = inf if wake_at is None else max(wake_at, now + MIN_WAIT_S)
         return ended
 
-    def _launch(self, plan: StepPlan, now: float) -> None:
+    def _launch(self, flight: StepInFlight, now: float) -> None:
         """Queue a plan on the device."""
-        flight, begin = self.price(plan), max(now, self._free_at)
+        begin = max(now, self._free_at)
         if self._stages is None:
             flight.end = begin + flight.drafting_s + flight.step_s
         else:
-            flight.end = self._stages.run(begin, flight.drafting_s + flight.step_s, sum(plan.counts))
+            flight.end = self._stages.run(begin, flight.drafting_s + flight.step_s, sum(flight.plan.counts))
         self._free_at = flight.end
         self._flight.append(flight)
 
@@ -356,6 +364,14 @@ class Replica:
             plain = StepShape([start + 1 for start in plan.starts], [], len(plan.starts))
             drafting_s = self._drafts.drafting_s(plan, self._own.costs.step_s(plain))
         return StepInFlight(plan, step_s, host_s, inf, drafting_s)
+
+    def _price_beside(self, plan: StepPlan, beside: RowsBeside) -> StepInFlight:
+        """Count a plan that leaves out repeating rows, and return it with the times of the whole step."""
+        shape = shape_of(plan)
+        shape.decode_kv += beside.lengths()
+        shape.num_samples += beside.num_rows
+        self._count_rows(len(plan.slots) + beside.num_rows, plan.num_query_tokens + beside.num_rows, 1)
+        return StepInFlight(plan, self._own.costs.step_s(shape), self._own.costs.host_s(shape), inf, shape=shape)
 
     def _retire(self) -> list[SimulatedRequest]:
         """Commit the oldest plan, and advance by the plan's host time."""
@@ -498,5 +514,7 @@ class Replica:
             steps = self._run.steps  # models that price more than the sum of the lengths have no runs
             mean, rest = divmod(steps.kv_sum, steps.num_rows)
             return StepShape([mean] * (steps.num_rows - 1) + [mean + rest], [], steps.num_rows)
-        plan = next((flight.plan for flight in self._flight if flight.plan.now == now), None)
-        return None if plan is None or not plan.slots else shape_of(plan)
+        first = next((flight for flight in self._flight if flight.plan.now == now), None)
+        if first is None or first.shape is not None:
+            return None if first is None else first.shape
+        return shape_of(first.plan) if first.plan.slots else None

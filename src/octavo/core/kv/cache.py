@@ -67,8 +67,13 @@ class KVCache:
 
     def blocks_left(self, sequence: Sequence) -> list[int]:
         """Return the blocks per group that a sequence still needs for the tokens it knows."""
-        entries = zip(self.peak_blocks(sequence.num_known), sequence.tables, sequence.first_live, strict=True)
-        return [max(0, peak - len(table) + first) for peak, table, first in entries]
+        num_entries = sequence.capacity // self.block_size
+        entries = zip(self.peak_blocks(sequence.num_known), sequence.first_live, strict=True)
+        return [max(0, peak - num_entries + first) for peak, first in entries]
+
+    def num_counted(self, sequences: list[Sequence]) -> int:
+        """Return how many blocks these sequences hold that are only counted."""
+        return sum(one.capacity for one in sequences if one.is_counted) // self.block_size
 
     def num_free(self) -> int:
         """Return how many blocks can be allocated in every group: the fewest free blocks of any pool."""
@@ -78,6 +83,8 @@ class KVCache:
         """Return True if the pools have blocks to write positions up to `end`, including copies of shared blocks."""
         index = sequence.num_scheduled // self.block_size
         wanted = -(-end // self.block_size)
+        if sequence.is_counted:
+            return wanted - sequence.capacity // self.block_size <= self.pools[0].num_free
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             needed = max(0, wanted - len(table))
             if index < len(table) and pool.is_read_only(table[index]):
@@ -196,7 +203,7 @@ class KVCache:
             self._find_live(sequence)
         sequence.num_published = match.num_tokens // self.block_size
         sequence.num_scheduled = sequence.num_computed = match.num_tokens
-        self.resize(sequence)
+        self.resize(sequence, len(sequence.tables[0]))
 
     def _load(self, sequence: Sequence, match: Match) -> None:
         """Load the match's host blocks into the table. All matched blocks are held, so no allocation evicts them."""
@@ -227,7 +234,7 @@ class KVCache:
     def allocate(self, group: int, is_load: bool = False) -> int:
         """Allocate a block. A prefix in the block is saved to the host, unless the block is for a load (`is_load`)."""
         pool = self.pools[group]
-        if not pool.plain and not is_load:
+        if not is_load and self.host.pools:
             victim = pool.next_evicted()
             if victim is not None:
                 self.host.save(group, pool, victim, self.effects)
@@ -237,19 +244,24 @@ class KVCache:
         """Allocate and copy blocks so that positions [num_scheduled, end) can be written. Check `fits` before."""
         start, size, slot = sequence.num_scheduled, self.block_size, sequence.slot
         wanted, edits = -(-end // size), self.effects.edits
+        if sequence.is_counted:
+            if wanted * size > sequence.capacity:
+                self.pools[0].take(wanted - sequence.capacity // size)
+                self.resize(sequence, wanted)
+            return
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
             index = start // size
             if index < len(table) and pool.is_read_only(table[index]):
                 self._write_copy(sequence, group, index, table[index])
             first, count = len(table), wanted - len(table)
             if count > 0:
-                is_plain = len(pool.plain) >= count
+                is_plain = pool.num_plain >= count
                 table += pool.allocate_plain(count) if is_plain else [self.allocate(group) for _ in range(count)]
                 entry = [slot, group, 0, 0] * count
                 entry[2::4] = range(first, wanted)
                 entry[3::4] = table[first:]
                 edits.fromlist(entry)
-        self.resize(sequence)
+        self.resize(sequence, len(sequence.tables[0]))
 
     def _write_copy(self, sequence: Sequence, group: int, index: int, source: int) -> None:
         """Put a copy of `source` at an index of a sequence's table, and release one reference to `source`."""
@@ -283,7 +295,7 @@ class KVCache:
                 pool.release(table.pop())
                 trimmed.append((group, len(table)))
         if trimmed:
-            self.resize(sequence)
+            self.resize(sequence, len(sequence.tables[0]))
         return trimmed
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -317,12 +329,15 @@ class KVCache:
 
     def _release_device(self, sequence: Sequence) -> None:
         """Release a sequence's device blocks, the last first, so that the first block of a prefix is evicted last."""
+        if sequence.is_counted:
+            self.pools[0].give_back(sequence.capacity // self.block_size)
+            return
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release_table(table)
 
-    def resize(self, sequence: Sequence) -> None:
-        """Update `capacity` and `in_place_end` to the length of the sequence's tables."""
-        sequence.capacity = len(sequence.tables[0]) * self.block_size
+    def resize(self, sequence: Sequence, num_blocks: int) -> None:
+        """Update `capacity` and `in_place_end` to the length of the sequence's tables, or to its counted blocks."""
+        sequence.capacity = num_blocks * self.block_size
         sequence.in_place_end = min(sequence.capacity, sequence.limit - 1)
 
     @staticmethod
@@ -361,7 +376,7 @@ class KVCache:
                     sequence.tables[group].append(block)
             self._find_live(sequence)
             self.host.release(sequence)
-            self.resize(sequence)
+            self.resize(sequence, len(sequence.tables[0]))
             sequence.in_place_end = 0  # its tail may be shared
 
     def _load_once(self, slot: int, group: int, host_block: int, loaded: dict[tuple[int, int], int]) -> int:

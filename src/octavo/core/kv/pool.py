@@ -2,8 +2,9 @@
 
 Owns: which blocks are referenced, cached or plain, and the key of each cached prefix block.
 Does not: know sequences or block tables (see cache).
-Invariants: referenced + cached + plain = num_blocks. A cached block is unreferenced and has a key; a plain block is
-unreferenced and has no key. A key names one block, a block has at most one key, and only full blocks have keys.
+Invariants: referenced + cached + plain + counted = num_blocks. A cached block is unreferenced and has a key; a plain
+block is unreferenced and has no key; of counted blocks only the number is known (simulations). A key names one block, a
+block has at most one key, and only full blocks have keys. The lists have an entry for each block that was ever named.
 `pending` maps each block that a plan in flight still writes to that plan's step.
 """
 
@@ -17,34 +18,46 @@ from octavo.errors import InvariantError
 class BlockPool:
     """A fixed pool of blocks. Operations on one block are O(1).
 
-    Free blocks are reused in this order: `plain` ones, the last released first; then `cached` ones, least recently
-    used first.
+    Free blocks are reused in this order: `plain` ones, the last released first; then those that were never named, by
+    number; then `cached` ones, least recently used first. A counted block takes no number, only the room of one.
     """
 
     __slots__ = (
-        "block_of", "cached", "ids_of", "key_of", "num_blocks", "num_freed", "pending", "plain", "references",
+        "block_of", "cached", "ids_of", "key_of", "num_blocks", "num_counted", "num_freed", "pending", "plain",
+        "references",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.references = [0] * num_blocks
-        self.plain = list(range(num_blocks - 1, -1, -1))
+        self.references: list[int] = []
+        self.plain: list[int] = []
         self.cached: OrderedDict[int, None] = OrderedDict()
-        self.key_of: list[bytes | None] = [None] * num_blocks
-        self.ids_of: list[bytes | None] = [None] * num_blocks
+        self.key_of: list[bytes | None] = []
+        self.ids_of: list[bytes | None] = []
         self.block_of: dict[bytes, int] = {}
         self.pending: dict[int, int] = {}
+        self.num_counted = 0
         self.num_freed = 0  # blocks freed since the start: an upper bound on how far num_free has grown
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
-        return len(self.plain) + len(self.cached)
+        return self.num_blocks - len(self.references) - self.num_counted + len(self.plain) + len(self.cached)
+
+    @property
+    def num_plain(self) -> int:
+        """Blocks that can be allocated now without evicting a cached one."""
+        return self.num_blocks - len(self.references) - self.num_counted + len(self.plain)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_blocks - self.num_free
 
     @property
     def num_filled(self) -> int:
-        """Blocks that are referenced or hold a cached prefix."""
-        return self.num_blocks - len(self.plain)
+        """Blocks that are held or have a cached prefix."""
+        return self.num_blocks - self.num_plain
 
     def is_read_only(self, block: int) -> bool:
         """Return True if other sequences may read the block: a sequence must copy it to write there."""
@@ -54,11 +67,12 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Take a free block with one reference; evict the least recently used cached block if no plain one is left."""
-        if self.plain:
+        if self.num_plain < 1:
+            block = self._evict()
+        elif self.plain:
             block = self.plain.pop()
         else:
-            block = self.cached.popitem(last=False)[0]
-            self._forget_key(block)
+            return self._name(1)[0]
         self.references[block] = 1
         return block
 
@@ -70,11 +84,41 @@ class BlockPool:
         blocks.reverse()
         for block in blocks:
             references[block] = 1
+        if len(blocks) < count:
+            blocks += self._name(count - len(blocks))
         return blocks
+
+    def _name(self, count: int) -> range:
+        """Return blocks that were never used, with one reference each."""
+        first = len(self.references)
+        self.references += [1] * count
+        self.key_of += [None] * count
+        self.ids_of += [None] * count
+        return range(first, first + count)
+
+    def _evict(self) -> int:
+        """Remove the least recently used cached block, and its key; return the block."""
+        block = self.cached.popitem(last=False)[0]
+        self._forget_key(block)
+        return block
 
     def next_evicted(self) -> int | None:
         """Return the cached block that `allocate` would evict, or None if it would take a plain one."""
-        return None if self.plain or not self.cached else next(iter(self.cached))
+        return None if not self.cached or self.num_plain > 0 else next(iter(self.cached))
+
+    def take(self, count: int) -> None:
+        """Take `count` free blocks for a sequence that only counts its blocks. The caller has checked the number.
+
+        The same cached blocks are evicted as if each block were allocated by `allocate`.
+        """
+        for _ in range(count - self.num_plain):
+            self.plain.append(self._evict())
+        self.num_counted += count
+
+    def give_back(self, count: int) -> None:
+        """Free blocks that `take` took."""
+        self.num_counted -= count
+        self.num_freed += count
 
     def share(self, block: int) -> None:
         """Add a reference to a referenced or cached block."""
