@@ -81,9 +81,10 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 
 # The house: what was reached. See python -m tools.house; a bound is lowered when less is reached, never raised,
 # but for what is new: the kernels, buffers, graphs and checks of CUDA devices raised five.
+# Plans beside repeating rows, and blocks that are only counted, raised core for simulations of a million requests.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_161,
+    ("core",): 5_254,
     ("engine", "frontend"): 5_858,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_416,
@@ -93,13 +94,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 3_650,
-    ("simulator",): 4_867,
+    ("simulator",): 4_880,
     ("server",): 12_075,
     ("cli",): 6_075,
     ("bench",): 2_912,
     ("config",): 1_256,
 }
-ALL_CODE_LINES, ALL_FILES = 69_648, 458  # of src
+ALL_CODE_LINES, ALL_FILES = 69_754, 458  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
