@@ -94,13 +94,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 3_650,
-    ("simulator",): 4_880,
+    ("simulator",): 5_192,
     ("server",): 12_075,
-    ("cli",): 6_075,
+    ("cli",): 6_118,
     ("bench",): 2_912,
     ("config",): 1_256,
 }
-ALL_CODE_LINES, ALL_FILES = 69_754, 458  # of src
+ALL_CODE_LINES, ALL_FILES = 70_109, 460  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

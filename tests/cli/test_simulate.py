@@ -81,6 +81,26 @@ def test_groups_of_replicas_have_their_own_devices_sizes_and_prices(
     assert same | {"groups": {}} == plain
 
 
+def test_a_range_of_replicas_is_scaled_by_a_rule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rule = ("--autoscale", "requests:0.5,every_s=0.5,start_s=1,down_s=2", "--router", "least_requests")
+    page = tmp_path / "page.html"
+    told = simulate(capsys, *SMALL, "--replicas", "1-4", *rule, "--html", str(page))
+    for words in ("1 to 4", "replicas ready, mean", "replica hours", "queued during start-ups, p99"):
+        assert words in told
+    assert "on 1 to 4 x h100" in page.read_text() and "starting" in page.read_text()
+    facts = json.loads(simulate(capsys, *SMALL, "--replicas", "1-4", *rule, "--json", "-"))
+    assert facts["settings"]["scaling"] == rule[1] and facts["settings"]["replicas"] == "1 to 4"
+    run = facts["runs"]["fcfs"]
+    assert run["requests"]["served"] == 60 and 1 < run["scaling"]["groups"][""]["ready_most"] <= 4
+    assert run["cost"]["total"] == pytest.approx(run["scaling"]["groups"][""]["hours"] * 3.0)
+    fixed = json.loads(simulate(capsys, *SMALL, "--replicas", "2", "--json", "-"))["runs"]["fcfs"]
+    same = json.loads(simulate(capsys, *SMALL, "--replicas", "2-2", "--json", "-"))["runs"]["fcfs"]
+    assert same | {"scaling": {}} == fixed
+    groups = ("--group", "h100:replicas=1", "--group", "l4:replicas=1-3", *rule)
+    run = json.loads(simulate(capsys, *SMALL, *groups, "--json", "-"))["runs"]["fcfs"]
+    assert list(run["scaling"]["groups"]) == ["l4"] and run["groups"]["l4"]["requests"] > 0
+
+
 def test_policies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     told = simulate(capsys, *SMALL, "--policy", "fcfs,fair,shortest_prefill")
     head = next(line for line in told.splitlines() if "shortest_prefi" in line and not line.startswith("advice "))
@@ -210,7 +230,15 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--rate-scale", "0"], "rate_scale is 0.0; give a number above 0"),
         (["--start", "9", "--end", "4"], "end is 4.0; give seconds above the start, 9"),
         (["--start", "1e9"], "has no request here; look at --start, --end and --too-long"),
-        (["--group", "h100:replicas=0"], "'h100:replicas=0': replicas is '0'; give a whole number of at least 1"),
+        (["--group", "h100:replicas=0"], "replicas of group 'h100' is 0; give at least 1"),
+        (["--group", "h100:replicas=x"], "replicas is 'x'; give a whole number, or a range such as 1-8"),
+        (["--replicas", "4-2"], "max_replicas of group '' is 2; give at least 4"),
+        (["--replicas", "1-2", "--dp", "2"], "engines of llama-3.1-8b share nothing; leave it out"),
+        (["--autoscale", "requests:4"], "--autoscale needs a range of replicas; give --replicas MIN-MAX"),
+        (["--replicas", "1-2", "--autoscale", "cpu:4"], "the metric 'cpu'; give one of requests, kv"),
+        (["--replicas", "1-2", "--autoscale", "kv"], "--autoscale is 'kv'; give requests:N or kv:SHARE"),
+        (["--replicas", "1-2", "--autoscale", "kv:1,up=3"], "--autoscale 'kv:1,up=3': unknown key 'up'"),
+        (["--replicas", "1-2", "--search", "--objective", "ttft=1"], "--replicas has a range; a search finds"),
         (["--group", "h100:maxnumseqs=3"], "unknown key 'maxnumseqs'; did you mean 'max_num_seqs'"),
         (["--group", "abacus"], "unknown device 'abacus'"),
         (["--group", "h100:max_num_seqs=x"], "--group 'h100:max_num_seqs=x': max_num_seqs is 'x'; give a whole number"),

@@ -245,6 +245,8 @@ def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
     """Run a capacity search, and print each trial when it ends. Return 1 if no fleet reaches the objectives."""
     if args.group:
         raise UsageError("--group is of one run; leave it out with --search, which finds the number of equal replicas")
+    if plan.groups[0].scaling is not None:
+        raise UsageError("--replicas has a range; a search finds a fixed number, give it the first to try")
     if len(plan.setups) > 1:
         raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
     for name in ("html", "page", "perfetto", "requests", "fail"):
@@ -361,7 +363,7 @@ def _output(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], r
         else:
             print("\n".join(comparison_table(cases, [case.label[:14] for case in cases], points=COMPARED)))
     if args.html:
-        devices = ", ".join(f"{group.replicas} x {group.engine.device}" for group in plan.groups)
+        devices = ", ".join(f"{group.count} x {group.engine.device}" for group in plan.groups)
         title = f"Simulation: {plan.groups[0].engine.model} on {devices}"
         with writing(args.html):
             settings = {name: [text] for name, text in described.items()}
@@ -384,7 +386,10 @@ def _describe(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
     setup, shaping, price = plan.setups[0], plan.workload.shaping, plan.groups[0].price
     described = {"workload": plan.workload.name, **describe_groups(plan.groups)}
     described |= {"policy": ", ".join(one.limits.policy for one in plan.setups)}
-    described |= {"replicas": f"{setup.num_replicas}", "plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
+    described |= {"replicas": plan.groups[0].count if len(plan.groups) == 1 else f"{setup.num_replicas}"}
+    described |= {"plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
+    if any(group.scaling is not None for group in plan.groups):
+        described["scaling"] = args.autoscale or "requests:16"
     if setup.num_replicas > 1:
         described["router"] = setup.router
     if shaping.rate_scale != 1:

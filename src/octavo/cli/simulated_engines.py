@@ -23,8 +23,9 @@ from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import Fitted
 from octavo.simulator.drafts import DraftSettings
+from octavo.simulator.scaling import ScalingRule
 from octavo.simulator.setup import ReplicaFailure, ReplicaGroup, ReplicaSetup, Setup, SimulatedEngine
-from octavo.simulator.workloads.spec import Spec
+from octavo.simulator.workloads.spec import Spec, read_number
 
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"
 MAX_POLICIES = 16
@@ -32,7 +33,8 @@ MAX_GROUPS = 16
 MAX_DRAFTS = 7  # of a sequence in a step, as --speculate-max-tokens
 RARE = (
     "--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size", "--enable-expert-parallel",
-    "--price", "--depth", "--max-waiting", "--fail", "--draft-acceptance", "--draft-cost", "--tenant-weight",
+    "--price", "--depth", "--max-waiting", "--fail", "--autoscale", "--draft-acceptance", "--draft-cost",
+    "--tenant-weight",
 )  # fmt: skip
 _SIZES = {"tp": "tensor_parallel_size", "dp": "data_parallel_size", "pp": "pipeline_parallel_size"}
 _GROUP_SETTINGS = tuple(
@@ -51,7 +53,10 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--price", type=Number(float, 0), metavar="X", help="dollars an hour of one device [its usual rent]"
     )
     group.add_argument("--depth", type=whole, metavar="N", help="plans in flight, 1 or 2 [1]")
-    group.add_argument("--replicas", type=whole, metavar="N", help="engines behind a router [1]")
+    group.add_argument("--replicas", metavar="N", help="engines behind a router; MIN-MAX if they are scaled [1]")
+    group.add_argument(
+        "--autoscale", metavar="RULE", help="requests:N open requests per replica, or kv:SHARE, start_s=60, ..."
+    )
     group.add_argument(
         "--group", action="append", default=[], metavar="G",
         help="replicas of one device, as in h100:replicas=4,tp=2,max_num_seqs=64; repeat it for other devices",
@@ -106,6 +111,8 @@ class SimulatedGroup:
 
     name: str
     replicas: int
+    max_replicas: int
+    scaling: ScalingRule | None
     engine: SimulatedEngine
     costs: CostModel
     limits: list[Limits]
@@ -114,9 +121,13 @@ class SimulatedGroup:
     def at(self, policy: int) -> ReplicaGroup:
         """Return the group with the policy of this number."""
         engine = self.engine
-        return ReplicaGroup(
-            self.name, ReplicaSetup(self.limits[policy], self.costs, engine.ranks, engine.pipeline), self.replicas
-        )
+        replica = ReplicaSetup(self.limits[policy], self.costs, engine.ranks, engine.pipeline)
+        return ReplicaGroup(self.name, replica, self.replicas, self.scaling, self.max_replicas)
+
+    @property
+    def count(self) -> str:
+        """Return the number of replicas as text."""
+        return f"{self.replicas}" if self.scaling is None else f"{self.replicas} to {self.max_replicas}"
 
 
 def make_groups(args: argparse.Namespace, resolved: Resolved) -> list[SimulatedGroup]:
@@ -138,16 +149,20 @@ def make_groups(args: argparse.Namespace, resolved: Resolved) -> list[SimulatedG
 
 def make_setups(args: argparse.Namespace, groups: Sequence[SimulatedGroup], config: Config) -> list[Setup]:
     """Return the Setup for each policy."""
-    first = groups[0]
+    first, has_groups = groups[0], bool(args.group) or groups[0].scaling is not None
+    if args.autoscale and all(group.scaling is None for group in groups):
+        raise UsageError(
+            "--autoscale needs a range of replicas; give --replicas MIN-MAX, or replicas=MIN-MAX in --group"
+        )
     drafts = None if args.draft_acceptance is None else DraftSettings(args.draft_acceptance, args.draft_cost)
     return [
         Setup(
             limits, first.costs, first.engine.depth if args.depth is None else args.depth,
-            1 if args.group else first.replicas, args.router,
+            1 if has_groups else first.replicas, args.router,
             failures=tuple(map(_read_failure, args.fail)), max_waiting=args.max_waiting,
             fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed, drafts=drafts,
             ranks=first.engine.ranks, pipeline=first.engine.pipeline,
-            groups=tuple(group.at(number) for group in groups) if args.group else (),
+            groups=tuple(group.at(number) for group in groups) if has_groups else (),
         )
         for number, limits in enumerate(first.limits)
     ]  # fmt: skip
@@ -162,7 +177,7 @@ def describe_groups(groups: Sequence[SimulatedGroup]) -> dict[str, str]:
     for group, one in zip(groups, described, strict=True):
         own = [f"{name} {text}" for name, text in one.items() if name not in (*common, "device")]
         own += [f"${group.price:g} an hour each"] if group.price else []
-        common[f"group {group.name}"] = ", ".join([f"{group.replicas} x {one['device']}", *own])
+        common[f"group {group.name}"] = ", ".join([f"{group.count} x {one['device']}", *own])
     return common
 
 
@@ -171,7 +186,7 @@ def _read_group(args: argparse.Namespace, text: str) -> SimulatedGroup:
     spec, own = Spec(text, "--group"), argparse.Namespace(**vars(args))
     spec.options = {name.replace("-", "_"): value for name, value in spec.options.items()}
     own.device, own.group = spec.kind, []
-    own.replicas = spec.count("replicas", 1, min_value=1)
+    own.replicas = spec.text_of("replicas", "1")
     name = spec.text_of("name", spec.kind)
     for short, long in _SIZES.items():
         size = spec.count(long, getattr(args, short), min_value=1)
@@ -197,9 +212,40 @@ def _read_group(args: argparse.Namespace, text: str) -> SimulatedGroup:
 def _make_group(args: argparse.Namespace, resolved: Resolved, name: str) -> SimulatedGroup:
     engine, costs = _engine(args, resolved.config)
     apart = args.dp // engine.ranks  # data-parallel engines of a dense model share nothing
-    replicas = 1 if args.replicas is None else args.replicas
+    least, most = _read_replicas(args.replicas or "1")
+    scaling = None if most is None else _read_rule(args.autoscale or "requests:16")
     price = engine.price if args.price is None else args.price * args.tp
-    return SimulatedGroup(name, replicas * apart, engine, costs, limits_of(args, resolved, engine), price)
+    if scaling is not None and apart > 1:
+        raise UsageError(
+            f"--data-parallel-size is {args.dp}, and engines of {engine.model} share nothing; leave it out with a "
+            "range of replicas"
+        )
+    limits = limits_of(args, resolved, engine)
+    return SimulatedGroup(name, least * apart, most or 0, scaling, engine, costs, limits, price)
+
+
+def _read_replicas(text: str) -> tuple[int, int | None]:
+    """Read `N`, or `MIN-MAX`."""
+    least, dash, most = text.partition("-")
+    if least.isdecimal() and len(text) < 12 and (most.isdecimal() if dash else True):
+        return int(least), int(most) if dash else None
+    raise UsageError(f"replicas is {text!r}; give a whole number, or a range such as 1-8")
+
+
+def _read_rule(text: str) -> ScalingRule:
+    """Read `requests:16,start_s=60,...` or `kv:0.7,...`."""
+    spec, rule = Spec(text, "--autoscale"), ScalingRule()
+    target = read_number(spec.path)
+    if target is None:
+        raise UsageError(
+            f"--autoscale is {text!r}; give requests:N or kv:SHARE, as in requests:16,start_s=60,down_s=120"
+        )
+    times = {
+        name: spec.number(name, getattr(rule, name), min_value=0)
+        for name in ("every_s", "start_s", "up_s", "down_s", "tolerance")
+    }
+    spec.close()
+    return ScalingRule(spec.kind, target, **times)
 
 
 def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, CostModel]:

@@ -182,11 +182,25 @@ class Spans:
 
     def mean(self, level: np.ndarray, span: float) -> Points:
         """Return the sum over replicas of a level, in equal intervals of time."""
+        grid, sums = self._sums(level, span)
+        return _points((grid[1:] + grid[:-1]) / 2, sums * len(sums) / (span or 1.0))
+
+    def share(self, run: SimulatedRun, level: np.ndarray, span: float) -> Points:
+        """Return a level in per cent of the engines whose devices are held, in equal intervals of time."""
+        grid, sums = self._sums(level, span)
+        held = np.full(len(sums), (span or 1.0) / len(sums) * sum(one.up_s is None for one in run.replicas))
+        for life in run.lifetimes:
+            inside = np.minimum(grid[1:], life.end) - np.maximum(grid[:-1], life.begin)
+            held += life.num_engines * np.maximum(0.0, inside)
+        return _points((grid[1:] + grid[:-1]) / 2, 100 * np.minimum(1.0, sums / np.maximum(held, 1e-9)))
+
+    def _sums(self, level: np.ndarray, span: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the borders of equal intervals of time, and the integral of a level in each."""
         # One step stands for a second, in which steps differ, so an interval needs several samples.
         count = min(NUM_BUCKETS, max(MIN_BUCKETS, len(self.begins) // SAMPLES_PER_BUCKET))
         grid = np.linspace(0, span or 1.0, count + 1)
         total = _ramps(self.begins, self.ends, level * self.lengths, grid)
-        return _points((grid[1:] + grid[:-1]) / 2, np.maximum(0.0, np.diff(total)) * count / (span or 1.0))
+        return grid, np.maximum(0.0, np.diff(total))
 
 
 def bounds_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
@@ -194,10 +208,9 @@ def bounds_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
     spans = Spans.of(run)
     if not len(spans.begins):
         return {}
-    each = 100 / len(run.replicas) / spans.lengths
-    levels = {name: spans.busy * share * each for name, share in spans.shares.items()}
-    levels["host"] = np.minimum(spans.host, np.maximum(0.0, spans.lengths - spans.busy)) * each
-    return {name: spans.mean(level, span) for name, level in levels.items() if level.any()}
+    levels = {name: spans.busy * share / spans.lengths for name, share in spans.shares.items()}
+    levels["host"] = np.minimum(spans.host, np.maximum(0.0, spans.lengths - spans.busy)) / spans.lengths
+    return {name: spans.share(run, level, span) for name, level in levels.items() if level.any()}
 
 
 def waits_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
@@ -211,20 +224,38 @@ def use_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
     spans = Spans.of(run)
     if not len(spans.begins):
         return {}
-    each, is_known = 100 / len(run.replicas), spans.compute >= 0
+    is_known = spans.compute >= 0
 
     def most(name: str) -> np.ndarray:
         found: np.ndarray = np.maximum(of_engine(run, name, spans.engines), 1)
         return found
 
     levels = {
-        "device busy": np.minimum(1.0, spans.busy / spans.lengths) * each,
-        "compute": np.where(is_known, spans.compute * np.minimum(1.0, spans.busy / spans.lengths), 0.0) * each,
-        "slots": spans.active * spans.rows / most("max_sequences") * each,
-        "KV pool": spans.active * spans.used / most("num_blocks") * each,
-        "step tokens": spans.active * spans.step_tokens / most("max_batch_tokens") * each,
+        "device busy": np.minimum(1.0, spans.busy / spans.lengths),
+        "compute": np.where(is_known, spans.compute * np.minimum(1.0, spans.busy / spans.lengths), 0.0),
+        "slots": spans.active * spans.rows / most("max_sequences"),
+        "KV pool": spans.active * spans.used / most("num_blocks"),
+        "step tokens": spans.active * spans.step_tokens / most("max_batch_tokens"),
     }
-    return {name: spans.mean(level, span) for name, level in levels.items() if name != "compute" or is_known.any()}
+    return {
+        name: spans.share(run, level, span) for name, level in levels.items() if name != "compute" or is_known.any()
+    }
+
+
+def replicas_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
+    """Return the replicas of each scaled group by status: the most in each interval."""
+    curves = {}
+    for group in dict.fromkeys(life.group for life in run.lifetimes):
+        lives = [life for life in run.lifetimes if life.group == group]
+        for status, times in (
+            ("ready", [(life.ready, life.drained) for life in lives]),
+            ("starting", [(life.begin, min(life.ready, life.end)) for life in lives]),
+            ("draining", [(life.drained, life.end) for life in lives]),
+        ):
+            inside = np.array([(begin, min(end, span)) for begin, end in times if begin < min(end, span)])
+            if len(inside):
+                curves[f"{group} {status}".lstrip()] = _level(inside[:, 0], inside[:, 1], span)
+    return curves
 
 
 def service(columns: Columns, tenant: int, grid: np.ndarray) -> np.ndarray:

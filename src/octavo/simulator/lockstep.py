@@ -59,6 +59,12 @@ class LockStep:
         self._start()
         return sorted(lost, key=lambda entry: (entry.at, entry.index))
 
+    def stop(self, at: float) -> None:
+        """Drop all state of ranks without open requests."""
+        for rank in self._ranks:
+            rank.stop(at)
+        self._start()
+
     def restart(self, at: float) -> None:
         """Restart all ranks with empty caches."""
         for rank in self._ranks:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishReason
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.scaling import ReplicaLifetime
 
 NEVER = -1.0  # a time that was not reached
 
@@ -235,7 +236,8 @@ class Samples:
 class SimulatedRun:
     """A simulation's result: each request's outcome, each replica's totals, and the time of the last end in seconds.
 
-    If `gave_up`, the outcomes lack the requests that were open or had not arrived.
+    If `gave_up`, the outcomes lack the requests that were open or had not arrived. `lifetimes` are those of the
+    replicas of scaled groups.
     """
 
     outcomes: Outcomes
@@ -243,3 +245,4 @@ class SimulatedRun:
     duration: float
     samples: Samples = field(default_factory=Samples)
     gave_up: bool = False
+    lifetimes: list[ReplicaLifetime] = field(default_factory=list)

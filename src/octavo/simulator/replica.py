@@ -222,12 +222,8 @@ class Replica:
 
     def fail(self, at: float) -> list[SimulatedRequest]:
         """Drop the replica's state; return its open requests, with `emitted` updated, in order of arrival."""
-        run = self._run
-        if run is not None:
-            num_committed, num_begun = run.num_commits_before(at), run.num_turns_before(at)
-            self._end_run(num_committed)
-            if num_begun > num_committed:
-                self._make_plans(self.next_at)  # this plan is in flight at the failure
+        if self._run is not None:
+            self._break_run(self._run, at)
         work = self.scheduler.open_work()
         outputs = {one.name: one.num_outputs for one in (*work.running, *work.waiting)}
         for entry in self._open.values():
@@ -239,11 +235,28 @@ class Replica:
                 entry.restarts += 1
         lost = sorted(self._open.values(), key=lambda entry: (entry.at, entry.index))
         self._open, self.load, self.num_open = {}, 0, 0
-        self.is_up = False
         self.totals.failures += 1
+        self._reset()
+        return lost
+
+    def stop(self, at: float) -> None:
+        """Drop all state of a replica without open requests; `restart` starts it again."""
+        self._is_sampled = bool(self._setup.sample_s)
+        if self._is_sampled:
+            self._sample(at)
+            self.sample_plan(None)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.is_up = False
         self.close()
         self._start()
-        return lost
+
+    def pool_share(self, at: float) -> float:
+        """Return the share of the KV pool that requests hold at `at`."""
+        if self._run is not None:
+            self._break_run(self._run, at)
+        return self.scheduler.num_used_blocks / self._own.limits.num_blocks[0]
 
     def restart(self, at: float) -> None:
         """Restart the replica with an empty cache."""
@@ -436,6 +449,13 @@ class Replica:
         is_last = run.has_end and num_turns == run.num_turns
         self._end_run(num_turns - is_last)
         if is_last:
+            self._make_plans(self.next_at)
+
+    def _break_run(self, run: DecodeRun, at: float) -> None:
+        """Apply the commits before `at`, and make the plan that is in flight then."""
+        num_committed, num_begun = run.num_commits_before(at), run.num_turns_before(at)
+        self._end_run(num_committed)
+        if num_begun > num_committed:
             self._make_plans(self.next_at)
 
     def _end_run(self, num_turns: int) -> list[SimulatedRequest]:

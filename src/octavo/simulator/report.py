@@ -107,6 +107,7 @@ class Case:
             "bounds": curves.bounds_over_time(run, span),
             "waits": curves.waits_over_time(run, span),
             "use": curves.use_over_time(run, span),
+            "replicas": curves.replicas_over_time(run, span),
         }
         return Case(label, facts, drawn, services, run.replicas, span, bands, _objectives(columns, facts, goals))
 
@@ -168,9 +169,26 @@ def figures(facts: Facts) -> list[Figure]:
     if facts["cost"]["price_per_hour"]:
         rows.append(Figure("$ per million output tokens", facts["cost"]["per_million_output_tokens"], plain, -1))
         rows.append(Figure("$ per thousand requests", facts["cost"]["per_thousand_requests"], plain, -1))
+    rows += _scaling_figures(facts["scaling"])
     for name, group in facts["groups"].items():
         rows += _group_figures(name, group)
     return [row for row in rows if row.value is not None]
+
+
+def _scaling_figures(scaling: Facts) -> Iterator[Figure]:
+    """Yield the figures of groups that were scaled."""
+    for name, group in scaling.get("groups", {}).items():
+        of = f"{name}: " if name else ""
+        yield Figure(f"{of}replicas ready, mean", group["ready_mean"], plain, 0)
+        yield Figure(f"{of}replicas ready, most", group["ready_most"], whole, 0)
+        yield Figure(f"{of}replicas started", group["starts"], whole, 0)
+        yield Figure(f"{of}replica hours", group["hours"], plain, -1)
+        yield Figure(f"{of}replica hours of start-ups", group["starting_hours"], plain, -1)
+    if scaling:
+        waits = scaling["start_waits"]
+        yield Figure("requests queued during a start-up", waits["count"], whole, -1)
+        yield Figure("queued during start-ups, mean", waits["mean"], seconds, -1)
+        yield Figure("queued during start-ups, p99", waits["p99"], seconds, -1)
 
 
 def _group_figures(name: str, group: Facts) -> Iterator[Figure]:
@@ -361,6 +379,13 @@ def _limit_charts(cases: Sequence[Case]) -> Iterator[Chart]:
 
 
 def _time_charts(cases: Sequence[Case]) -> Iterator[Chart]:
+    for case in cases if len(cases) <= MAX_DETAILED else ():
+        lines = [
+            Line(name, points, index) for index, (name, points) in enumerate(case.bands.get("replicas", {}).items())
+        ]
+        if lines:
+            of = f", {case.label}" if len(cases) > 1 else ""
+            yield Chart(f"Replicas{of}", "time, s", "replicas", lines)
     for name, title, unit in TIME_CHARTS:
         if name == "waiting" and len(cases) == 1 and cases[0].bands.get("bounds"):
             continue  # the chart by reason has it

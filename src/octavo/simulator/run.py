@@ -3,8 +3,8 @@
 Owns: the event heap; the workload's arrivals; requests that follow other requests; failures and restarts; the garbage
 collector's threshold. Does not: step an engine (replica), choose one (fleet.routing), judge the outcome (summary).
 Invariants: equal workload and setup give an equal SimulatedRun, with fast_forward or without. Events are in order of
-time; at equal times failures come first, then arrivals, then replicas by number. An idle replica is never advanced.
-Each request ends exactly once.
+time; at equal times failures come first, then scaling, arrivals, and replicas by number. An idle replica is never
+advanced. Each request ends exactly once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from octavo.simulator.lockstep import LockStep
 from octavo.simulator.outcomes import NEVER, RequestTracker, Samples, SimulatedRequest, SimulatedRun
 from octavo.simulator.pipeline import PipelineStages
 from octavo.simulator.replica import Replica
+from octavo.simulator.scaling import ReplicaLifetime, ReplicaStatus, ScaledGroup
 from octavo.simulator.setup import ReplicaGroup, Setup
 
 LOOK_EVERY = 1024  # events between two checks of `give_up`
 YOUNG_OBJECTS = 100_000  # allocations between garbage collections; Python's 700 made a simulation a fifth slower
-_FAILURE, _ARRIVAL, _REPLICA = 0, 1, 2
+_FAILURE, _SCALING, _ARRIVAL, _REPLICA = 0, 1, 2, 3
 
 
 def simulate(workload: Iterable[Arrival], setup: Setup) -> SimulatedRun:
@@ -61,11 +62,15 @@ class _Fleet:
         self._samples = Samples()
         self._replicas: list[Replica] = []  # all engines
         self._parts: list[list[Replica | LockStep]] = []  # what steps by itself, of each replica of the setup
+        self._members: list[list[Replica]] = []  # the engines of each replica
         self._steppers: list[Replica | LockStep] = []  # the same, of each engine
+        self._replica_of: list[int] = []  # the number of each engine's replica
+        self._scaled: list[ScaledGroup] = []
+        self._draining: dict[int, ScaledGroup] = {}  # replicas that get no new requests and stop after their last one
         for group in setup.fleet:
-            for _ in range(group.replicas):
-                self._add(group)
-        self._up = self._replicas[:]
+            self._add(group)
+        self._up: list[Replica] = []  # engines that may get requests
+        self._note_up()
         self._router = create_router(setup.router, setup.seed)
         self._heap: list[tuple[float, int, int]] = []
         self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # followed request -> its followers
@@ -83,6 +88,8 @@ class _Fleet:
         """Simulate until every request has ended."""
         for number, failure in enumerate(self._setup.failures):
             heappush(self._heap, (failure.time, _FAILURE, number))
+        for number, scaled in enumerate(self._scaled):
+            heappush(self._heap, (scaled.rule.every_s, _SCALING, number))
         self._pull()
         heap, give_up = self._heap, self._setup.give_up
         while heap and (self._arriving or self._tracker.open):
@@ -91,6 +98,8 @@ class _Fleet:
                 self._advance(self._steppers[number])
             elif kind == _ARRIVAL:
                 self._arrive(number)
+            elif kind == _SCALING:
+                self._scale(number)
             else:
                 self._fail(number)
             self._num_events += 1
@@ -100,8 +109,23 @@ class _Fleet:
         return self._close()
 
     def _add(self, group: ReplicaGroup) -> None:
+        """Add the replicas of a group. With a scaling rule, those that may start later are down."""
+        first = len(self._parts)
+        for _ in range(group.most):
+            self._add_replica(group)
+        if group.scaling is not None:
+            numbers = range(first, first + group.most)
+            num_engines = group.replica.num_engines
+            self._scaled.append(ScaledGroup(group.name, group.scaling, numbers, group.replicas, num_engines))
+            for number in numbers[group.replicas :]:
+                for engine in self._members[number]:
+                    engine.is_up = False
+
+    def _add_replica(self, group: ReplicaGroup) -> None:
         """Add the engines of a replica: for each pipeline stage, its ranks."""
         part = group.replica
+        self._replica_of += [len(self._parts)] * part.num_engines
+        first_engine = len(self._replicas)
         stages = None if part.pipeline is None else PipelineStages(part.pipeline)
         own_stages = stages if part.ranks == 1 else None
         steppers: list[Replica | LockStep] = []
@@ -118,6 +142,7 @@ class _Fleet:
             self._steppers += [stepper] * part.ranks
             steppers.append(stepper)
         self._parts.append(steppers)
+        self._members.append(self._replicas[first_engine:])
 
     def _advance(self, stepper: Replica | LockStep) -> None:
         if stepper.next_at != self._now or not stepper.is_up:
@@ -127,6 +152,13 @@ class _Fleet:
             heappush(self._heap, (stepper.next_at, _REPLICA, stepper.number))
         for entry in ended:
             self._ended(entry)
+        if self._draining:
+            self._stop_drained(self._replica_of[stepper.number])
+
+    def _note_up(self) -> None:
+        """Note which engines may get requests."""
+        replicas = zip(self._replicas, self._replica_of, strict=True)
+        self._up = [engine for engine, number in replicas if engine.is_up and number not in self._draining]
 
     def _close(self) -> SimulatedRun:
         for entry in () if self._gave_up else list(self._tracker.open.values()):  # all replicas failed for good
@@ -136,13 +168,25 @@ class _Fleet:
             raise ConfigError(f"arrival {min(names)} of the workload follows one that never arrived")
         for replica in self._replicas:
             replica.close()
+        lifetimes = [life for scaled in self._scaled for life in scaled.lifetimes]
+        self._count_held(lifetimes)
         return SimulatedRun(
             self._tracker.outcomes,
             [one.totals for one in self._replicas],
             self._tracker.last_end,
             self._samples,
             self._gave_up,
+            lifetimes,
         )
+
+    def _count_held(self, lifetimes: list[ReplicaLifetime]) -> None:
+        """Count the seconds in which the devices of scaled replicas were held, from the first arrival to the end."""
+        first, last = min(self._tracker.outcomes.arrivals, default=0.0), self._tracker.last_end
+        for number in (number for scaled in self._scaled for number in scaled.numbers):
+            lives = [life for life in lifetimes if life.replica == number]
+            held = sum(max(0.0, min(life.end, last) - max(life.begin, first)) for life in lives)
+            for engine in self._members[number]:
+                engine.totals.up_s = held
 
     # --- arrivals
 
@@ -228,26 +272,80 @@ class _Fleet:
         failure = failures[number % len(failures)]
         steppers = self._parts[failure.replica]
         if number >= len(failures):
-            self._restart(steppers)
+            self._make_ready(failure.replica)
             return
         if not steppers[0].is_up:
             return
+        may_restart = failure.restart_s is not None
+        for scaled in self._scaled:
+            if failure.replica in scaled.numbers:
+                self._draining.pop(failure.replica, None)
+                may_restart = scaled.fail(failure.replica, self._now, failure.restart_s)
         lost = sorted(
             (entry for stepper in steppers for entry in stepper.fail(self._now)),
             key=lambda entry: (entry.at, entry.index),
         )
-        self._up = [one for one in self._replicas if one.is_up]
-        if failure.restart_s is not None:
+        self._note_up()
+        if failure.restart_s is not None and may_restart:
             heappush(self._heap, (self._now + failure.restart_s, _FAILURE, number + len(failures)))
             for engine, stepper in zip(self._replicas, self._steppers, strict=True):
                 engine.totals.down_s += failure.restart_s if stepper in steppers else 0.0
         for entry in lost:
             self._send(entry)
 
-    def _restart(self, steppers: list[Replica | LockStep]) -> None:
-        for stepper in steppers:
+    def _make_ready(self, number: int) -> None:
+        """Start a replica whose start-up ends now, unless the start was given up meanwhile."""
+        if not all(scaled.make_ready(number, self._now) for scaled in self._scaled if number in scaled.numbers):
+            return
+        for stepper in self._parts[number]:
             stepper.restart(self._now)
-        self._up = [one for one in self._replicas if one.is_up]
+        self._note_up()
         unrouted, self._unrouted = self._unrouted, []
         for entry in unrouted:
             self._send(entry)
+
+    # --- scaling
+
+    def _scale(self, number: int) -> None:
+        """Look at the load of a scaled group. A number beyond those of the groups is of a replica that is ready now."""
+        if number >= len(self._scaled):
+            self._make_ready(number - len(self._scaled))
+            return
+        scaled = self._scaled[number]
+        started, drained = scaled.decide(self._now, self._load_of(scaled))
+        for replica in started:
+            heappush(self._heap, (self._now + scaled.rule.start_s, _SCALING, len(self._scaled) + replica))
+        self._draining |= dict.fromkeys(drained, scaled)
+        if drained:
+            self._note_up()
+        for replica in drained:
+            self._stop_drained(replica)
+        heappush(self._heap, (self._now + scaled.rule.every_s, _SCALING, number))
+
+    def _load_of(self, scaled: ScaledGroup) -> float:
+        """Return the load of a group's ready replicas, and of requests that wait for one, in replicas at the target."""
+        ready = [self._members[number] for number in scaled.with_status(ReplicaStatus.READY)]
+        if scaled.rule.metric == "requests":
+            num_open = sum(engine.num_open for engines in ready for engine in engines)
+            return (num_open + len(self._unrouted)) / scaled.rule.target
+        shares = [sum(map(self._pool_share, engines)) / len(engines) for engines in ready]
+        return max(sum(shares) / scaled.rule.target, 1.0 if self._unrouted else 0.0)
+
+    def _pool_share(self, engine: Replica) -> float:
+        """Return the share of an engine's KV pool that requests hold."""
+        stepper = self._steppers[engine.number]
+        before, share = stepper.next_at, engine.pool_share(self._now)
+        if stepper.next_at != before:
+            heappush(self._heap, (stepper.next_at, _REPLICA, stepper.number))
+        return share
+
+    def _stop_drained(self, number: int) -> None:
+        """Stop a replica if it drains, has no request any more, and is idle."""
+        scaled, steppers = self._draining.get(number), self._parts[number]
+        is_busy = any(engine.num_open for engine in self._members[number])
+        if scaled is None or is_busy or any(stepper.next_at != inf for stepper in steppers):
+            return
+        for stepper in steppers:
+            stepper.stop(self._now)
+        del self._draining[number]
+        scaled.stop(number, self._now)

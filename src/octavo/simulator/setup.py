@@ -23,6 +23,7 @@ from octavo.simulator.costs import Hardware
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.outcomes import RequestTracker
 from octavo.simulator.pipeline import PipelineFacts
+from octavo.simulator.scaling import ScalingRule
 
 # An engine's default (tokens per step, sequences), as in assembly.DEVICE_DEFAULTS.
 CPU_DEFAULTS, GPU_DEFAULTS = (512, 32), (8192, 256)
@@ -59,11 +60,30 @@ class ReplicaSetup:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """Equal replicas of a fleet. Groups have different names."""
+    """Equal replicas of a fleet. Groups have different names.
+
+    With a `scaling` rule there are from `replicas` to `max_replicas`, and `replicas` at the begin.
+    """
 
     name: str
     replica: ReplicaSetup
     replicas: int = 1
+    scaling: ScalingRule | None = None
+    max_replicas: int = 0
+
+    def __post_init__(self) -> None:
+        least = 1 if self.scaling is None else 0
+        if self.replicas < least:
+            raise ConfigError(f"replicas of group {self.name!r} is {self.replicas}; give at least {least}")
+        if self.scaling is not None and self.max_replicas < max(1, self.replicas):
+            raise ConfigError(
+                f"max_replicas of group {self.name!r} is {self.max_replicas}; give at least {max(1, self.replicas)}"
+            )
+
+    @property
+    def most(self) -> int:
+        """Return the most replicas that there can be at once."""
+        return self.replicas if self.scaling is None else self.max_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +134,6 @@ class Setup:
     def _check_groups(self) -> None:
         names = [group.name for group in self.fleet]
         for group in self.fleet:
-            if group.replicas < 1:
-                raise ConfigError(f"replicas of group {group.name!r} is {group.replicas}; give at least 1")
             if names.count(group.name) > 1:
                 raise ConfigError(f"two groups have the name {group.name!r}; give each another name")
 
@@ -127,8 +145,8 @@ class Setup:
 
     @property
     def num_replicas(self) -> int:
-        """Return the number of replicas in all groups."""
-        return sum(group.replicas for group in self.fleet)
+        """Return the most replicas in all groups."""
+        return sum(group.most for group in self.fleet)
 
 
 @dataclass(frozen=True, slots=True)

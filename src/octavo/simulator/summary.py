@@ -6,14 +6,15 @@ seconds, memory is in blocks. Invariant: a request that was refused, or never an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from octavo.core.request import FinishReason
 from octavo.simulator.columns import METRICS, Columns, Facts, spread, within
 from octavo.simulator.curves import Spans, pool_shares
-from octavo.simulator.outcomes import NEVER, Outcomes, ReplicaTotals, SimulatedRun
+from octavo.simulator.deployment import describe_groups, describe_scaling, most_held, price_of, up_seconds
+from octavo.simulator.outcomes import NEVER, Outcomes, SimulatedRun
 
 MAX_TENANTS = 50
 
@@ -40,7 +41,8 @@ def summarise(
         "preemptions": _preemptions(run.outcomes),
         "tenants": _tenants(run.outcomes, columns),
         "cost": _cost(run, columns, span, price_per_hour),
-        "groups": _groups(run, columns, span, price_per_hour),
+        "scaling": describe_scaling(run, columns, span),
+        "groups": describe_groups(run, columns, span, price_per_hour),
     }
     if objectives:
         facts["goodput"] = _goodput(columns, span, objectives)
@@ -76,7 +78,7 @@ def _throughput(columns: Columns, span: float) -> Facts:
 
 def _replicas(run: SimulatedRun, span: float) -> Facts:
     """Return utilisation: the share of time in which the devices computed, and the share of the pool in use."""
-    totals, up = run.replicas, _up(run, span)
+    totals, up = run.replicas, up_seconds(run, span)
     busy = [one.busy_s / up_s if up_s > 0 else 0.0 for one, up_s in zip(totals, up, strict=True)]
     steps = sum(one.steps for one in totals)
     used = pool_shares(run)
@@ -87,20 +89,10 @@ def _replicas(run: SimulatedRun, span: float) -> Facts:
         "host_s": sum(one.host_s for one in totals), "steps": steps,
         "tokens_per_step": sum(one.computed_tokens for one in totals) / steps if steps else 0.0,
         "step_s": sum(one.busy_s for one in totals) / steps if steps else 0.0,
-        "num_blocks": blocks, "kv_use_most": _most_held(totals),
+        "num_blocks": blocks, "kv_use_most": most_held(totals),
         "kv_use_mean": float(used.mean()) if len(used) else None,
         "failures": sum(one.failures for one in totals), "down_s": sum(one.down_s for one in totals),
     }  # fmt: skip
-
-
-def _up(run: SimulatedRun, span: float) -> list[float]:
-    """Return the seconds in which the devices of each engine were held."""
-    return [span if one.up_s is None else one.up_s for one in run.replicas]
-
-
-def _most_held(totals: Sequence[ReplicaTotals]) -> float:
-    """Return the largest share of an engine's KV pool that was held at once."""
-    return max((one.max_blocks_used / one.num_blocks for one in totals if one.num_blocks), default=0.0)
 
 
 def _cache(run: SimulatedRun) -> Facts:
@@ -117,7 +109,7 @@ def _limits(run: SimulatedRun, span: float) -> Facts:
     `time`, `waiting`, and `compute` (the share of the device's compute, while it is busy) come from samples.
     """
     totals, spans = run.replicas, Spans.of(run)
-    steps, total_s = sum(one.steps for one in totals) or 1, sum(_up(run, span))
+    steps, total_s = sum(one.steps for one in totals) or 1, sum(up_seconds(run, span))
     sequences = max((one.max_sequences for one in totals), default=0)
     tokens = max((one.max_batch_tokens for one in totals), default=0)
     shares = {name: float((spans.busy * share).sum()) / total_s for name, share in spans.shares.items() if total_s > 0}
@@ -159,8 +151,8 @@ def _tenants(outcomes: Outcomes, columns: Columns) -> Facts:
 
 
 def _cost(run: SimulatedRun, columns: Columns, span: float, price: float | Mapping[str, float]) -> Facts:
-    prices = [_price_of(price, one.group) for one in run.replicas]
-    total = sum(each * up_s for each, up_s in zip(prices, _up(run, span), strict=True)) / 3600
+    prices = [price_of(price, one.group) for one in run.replicas]
+    total = sum(each * up_s for each, up_s in zip(prices, up_seconds(run, span), strict=True)) / 3600
     served, output = int(columns.served.sum()), int(columns.outputs.sum())
     tokens = output + int(columns.prompts[columns.served].sum())
     return {
@@ -169,34 +161,6 @@ def _cost(run: SimulatedRun, columns: Columns, span: float, price: float | Mappi
         "per_million_tokens": total / tokens * 1e6 if tokens else None,
         "per_thousand_requests": total / served * 1e3 if served else None,
     }  # fmt: skip
-
-
-def _price_of(price: float | Mapping[str, float], group: str) -> float:
-    return price if isinstance(price, float | int) else price[group]
-
-
-def _groups(run: SimulatedRun, columns: Columns, span: float, price: float | Mapping[str, float]) -> dict[str, Facts]:
-    """Return the figures of each group of replicas; none unless there are several groups."""
-    names = list(dict.fromkeys(one.group for one in run.replicas))
-    if len(names) < 2:
-        return {}
-    group_of = np.array([names.index(one.group) for one in run.replicas], np.int32)
-    of_request = np.where(columns.replicas >= 0, group_of[columns.replicas], -1)
-    groups = {}
-    for index, name in enumerate(names):
-        own = of_request == index
-        engines = [(one, up_s) for one, up_s in zip(run.replicas, _up(run, span), strict=True) if one.group == name]
-        total_s = sum(up_s for _, up_s in engines)
-        groups[name] = {
-            "engines": len(engines), "requests": int(own.sum()),
-            **{metric: spread(columns.latency(metric)[own]) for metric in METRICS},
-            "output_tokens": sum(one.output_tokens for one, _ in engines),
-            "busy_share": sum(one.busy_s for one, _ in engines) / total_s if total_s > 0 else 0.0,
-            "kv_use_most": _most_held([one for one, _ in engines]),
-            "preemptions": sum(one.preemptions for one, _ in engines),
-            "hours": total_s / 3600, "cost": _price_of(price, name) * total_s / 3600,
-        }  # fmt: skip
-    return groups
 
 
 def _goodput(columns: Columns, span: float, objectives: Mapping[str, float]) -> Facts:
