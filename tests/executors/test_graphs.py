@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,8 @@ from octavo.core.request import SamplingParams
 from octavo.executors import graphs, torch_executor
 from octavo.executors.graphs import capture_sizes
 from octavo.executors.torch_executor import TorchExecutor
+from octavo.ops import attention_triton
+from octavo.ops.attention_triton import AttentionWork, WorkPlanner
 from octavo.sampling.sampler import Sampler
 from tests.executors.captured_twins import TwinAttention, sample_best
 from tests.executors.conformance import SPEC, Dense, Driver, make_prompt
@@ -95,6 +98,50 @@ def test_replayed_kernels_equal_eager_ones_and_the_cpu(tiny_folder: Path, params
     executor = make(tiny_folder, "auto")
     found.append([result.token_ids for result in steps(Driver(executor, executor.open(SPEC)), 2, 5, params)])
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.usefixtures("patched_once")
+def test_K08_captured_rows_of_one_prefix_attend_it_together(tiny_folder: Path, dense: Dense) -> None:
+    """Two rows whose tables begin with the same blocks, beside one of its own; the lists are as long as without."""
+    shared: list[int] = []
+    list_work = WorkPlanner.work
+
+    def watched(self: WorkPlanner, *given: Any, **more: Any) -> AttentionWork:
+        work = list_work(self, *given, **more)
+        shared.append(int((work.items_I4[: work.num_work_3[0], 3] == -2).sum()))
+        return work
+
+    prompts = [make_prompt(45, seed=1), make_prompt(33, seed=1) + make_prompt(9, seed=2), make_prompt(40, seed=3)]
+    prompts[1][:33] = prompts[0][:33]
+    found = []
+    one_size, splits = patch.object(graphs, "SIZES", (4,)), patch.object(attention_triton, "SPLIT", 16)
+    for captured in (4, 0):
+        with (
+            one_size,
+            splits,
+            patch.object(WorkPlanner, "work", watched),
+            opened(tiny_folder, 4, captured, True) as driver,
+        ):
+            driver.add(0, prompts[0], PLAIN)
+            tokens = [[*(driver.prefill(0, 45).token_ids or ())]]
+            driver.add(1, prompts[1], PLAIN, blocks=driver.tables[0][:8])  # 32 positions, which are two splits
+            tokens.append([*(driver.prefill(1, 42, start=32).token_ids or ())])
+            driver.add(2, prompts[2], PLAIN)
+            tokens.append([*(driver.prefill(2, 40).token_ids or ())])
+            shared.clear()
+            for step in range(2):
+                for slot, prompt in enumerate(prompts):
+                    driver.row(slot, len(prompt) + step, 1, ROW_SAMPLE | ROW_CARRY)
+                plan = driver.plan()
+                plan.is_fast_path = True
+                result = driver.executor.collect(driver.executor.submit(plan))
+                for own, token in zip(tokens, result.token_ids or (), strict=True):
+                    own.append(token)
+            assert shared == [2] * 2
+            launches = driver.executor.emulator.phases["submit"].launches  # type: ignore[attr-defined]
+            assert launches["graph"] == (2 if captured else 0)
+            found.append(tokens)
+    assert found[0] == found[1] == [dense.greedy(prompt, 3) for prompt in prompts]
 
 
 @pytest.mark.usefixtures("patched_once")

@@ -11,7 +11,7 @@ import torch
 from tests.ops.attention_rig import Rig, Row, whole
 from tests.ops.test_attention import Rig as DenseRig
 
-from octavo.ops.attention import AttentionBatch, DeviceRows, KVPool, PoolShape
+from octavo.ops.attention import AttentionBatch, DeviceRows, HostTables, KVPool, PoolShape
 from octavo.ops.attention_triton import AttentionWork, Tiles, TritonAttention, WorkPlanner, WorkRoom, fits_kernels
 from octavo.ops.triton import available
 
@@ -150,8 +150,9 @@ def test_bits_depend_on_the_row_alone(seed: int, monkeypatch: pytest.MonkeyPatch
 
 def on_device(batch: AttentionBatch, work: AttentionWork) -> DeviceRows:
     numbers = (np.concatenate(([0], np.cumsum(batch.counts))), batch.contexts, np.arange(batch.num_rows))
-    tables = (batch.block_table_NM.numpy(), work.items_I4, work.joins_J4, work.tiles_P4, work.num_work_3)
-    tensors = [torch.from_numpy(column.astype(np.int32)) for column in (*numbers, *tables)]
+    tensors = [
+        torch.from_numpy(column.astype(np.int32)) for column in (*numbers, batch.block_table_NM.numpy(), *work.lists)
+    ]
     return DeviceRows(*tensors, num_parts=work.num_parts)
 
 
@@ -233,6 +234,12 @@ def covered(planner: WorkPlanner, work: AttentionWork, counts: np.ndarray, conte
     found, parts = [], {}
     for items, tokens in ((work.items_I4[:num_items], planner.short_tokens), (work.tiles_P4, planner.tall_tokens)):
         for row, offset, split, part in items.tolist():
+            if part == -2:
+                assert 1 <= offset <= planner.short_tokens
+                for of_row, first in work.shared_N2[row : row + offset].tolist():
+                    assert counts[of_row] == 1 and parts.setdefault(first + split, (of_row, 0, split)) is not None
+                    found.append((of_row, 0, split))
+                continue
             size = min(tokens, int(counts[row]) - offset)
             for token in range(offset, offset + size):
                 position = int(contexts[row] - counts[row]) + token
@@ -253,6 +260,21 @@ def covered(planner: WorkPlanner, work: AttentionWork, counts: np.ndarray, conte
     return sorted(found)
 
 
+def random_tables(rng: np.random.Generator, contexts: np.ndarray) -> HostTables | None:
+    """Tables in which rows begin with blocks of a few other rows, as far as some position."""
+    if rng.random() < 0.2:
+        return None
+    size = int(rng.choice([8, 12, 16, 48]))
+    width = -(-int(contexts.max(initial=1)) // size) + 2
+    table_SM = rng.permutation(2 * len(contexts) * width)[: len(contexts) * width].reshape(-1, width)
+    for row in range(1, len(contexts)):
+        if rng.random() < 0.7:
+            same = int(rng.integers(width))
+            table_SM[row, :same] = table_SM[rng.integers(row), :same]
+    slots_N = rng.permutation(len(contexts))
+    return HostTables(table_SM, slots_N, size)
+
+
 def test_work_covers_every_split_of_every_token_once() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -263,12 +285,11 @@ def test_work_covers_every_split_of_every_token_once() -> None:
         contexts = counts + rng.integers(0, 600, len(counts))
         contexts[counts == 1] -= rng.random((counts == 1).sum()) < 0.2  # some are 0: rows that pad the step
         room = planner.room(len(counts), 700) if (counts == 1).all() else None
-        work = planner.work(counts, contexts, room)
+        work = planner.work(counts, contexts, room, random_tables(rng, contexts))
         assert work.num_parts <= planner.max_parts
         if room is not None:
             lengths = WorkRoom(len(work.items_I4), len(work.joins_J4), work.num_parts)
             assert lengths == room
-        assert {0} | set(range(len(counts))) == {0} | {int(row) for row in (*work.items_I4[:, 0], *work.tiles_P4[:, 0])}
         expected = []
         for row, (count, context) in enumerate(zip(counts.tolist(), contexts.tolist(), strict=True)):
             for token in range(count):
@@ -276,6 +297,65 @@ def test_work_covers_every_split_of_every_token_once() -> None:
                 low = 0 if window is None else max(0, position - window + 1) // 64
                 expected += [(row, token, split) for split in range(low, position // 64 + 1)]
         assert covered(planner, work, counts, contexts) == expected
+
+
+def shares(work: AttentionWork) -> list[list[int]]:
+    """The rows of each tile that several rows share, by split."""
+    return [
+        [split, *sorted(work.shared_N2[row : row + count, 0].tolist())]
+        for row, count, split, part in work.items_I4[: work.num_work_3[0]].tolist()
+        if part == -2
+    ]
+
+
+def test_K08_rows_of_one_prefix_are_tiles_of_their_own() -> None:
+    """What all rows share, and what only some share after that: each split is a tile of up to four rows."""
+    planner = WorkPlanner(4, 8, 10**6, split=32)
+    contexts = np.array([130, 97, 128, 64, 200, 96])
+    table_SM = np.arange(6 * 30).reshape(6, 30)
+    table_SM[:4, :4] = table_SM[0, :4]  # 64 positions of rows 0 to 3
+    table_SM[:3, 4:6] = table_SM[0, 4:6]  # and 32 more of rows 0 to 2
+    table_SM[5, :3] = table_SM[4, :3]  # 48 of rows 4 and 5: one whole split
+    ones, tables = np.ones(6, dtype=np.int64), HostTables(table_SM, np.arange(6), 16)
+    work = planner.work(ones, contexts, tables=tables)
+    assert sorted(shares(work)) == [[0, 0, 1, 2, 3], [0, 4, 5], [1, 0, 1, 2, 3], [2, 0, 1, 2]]
+    assert len(work.items_I4) == len(planner.work(ones, contexts).items_I4) - 3 - 3 - 2 - 1
+    assert not shares(replace(planner, window=50).work(ones, contexts, tables=tables))
+    assert not shares(planner.work(ones, contexts, tables=tables, sees_ahead=True))
+    assert not shares(replace(planner, short_tokens=1).work(ones, contexts, tables=tables))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.usefixtures("independent_rows")
+def test_K08_a_shared_prefix_changes_no_bit(seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    dtype = [torch.float32, torch.bfloat16, torch.float16, INT8, E4M3][seed]
+    heads = [(4, 2), (9, 3), (3, 1), (2, 2), (6, 1)][seed]
+    contexts = sorted(rng.integers(30, 140, 7).tolist())
+    block = int(rng.choice([4, 12, 16]))
+    rig = Rig(dtype, heads, 16, block, [*((n, 1) for n in contexts), (90, 20)], int(rng.integers(32, 100)), 24)
+    how: dict[str, Any] = {"sinks_H": torch.linspace(-1, 2, heads[0])} if seed % 2 else {"soft_cap": 1.5}
+    backend, rows = interpreted(rig, Tiles(32, 16, 16, 32), **how), whole(rig.rows)
+    alone = rig.attend(backend, rows)
+    make, made = rig.batch, []
+    rig.batch = lambda rows: made.append(make(rows)) or made[-1]  # type: ignore[func-returns-value]
+    for room in (False, True):  # a list of its own size, and one with room, as a captured step's
+
+        def begin(batch: AttentionBatch, room: bool = room) -> None:
+            batch.host_tables = HostTables(rig.table, np.arange(len(batch.counts)), block)
+            if room:
+                size = backend.planner.room(len(batch.counts), 140)
+                work = backend.planner.work(batch.counts, batch.contexts, size, batch.host_tables)
+                batch.device = on_device(batch, work)
+            work = backend.planner.work(batch.counts, batch.contexts, tables=batch.host_tables)
+            assert any(len(tile) > 2 for tile in shares(work))
+            TritonAttention.begin(backend, batch)
+
+        backend.begin = begin  # type: ignore[method-assign]
+        steps = rows[:-1] if room else rows
+        together = rig.attend(backend, steps)
+        assert torch.equal(together, alone[: len(together)])
+        assert torch.equal(together.signbit(), alone[: len(together)].signbit())
 
 
 def test_heights_of_tiles_fit_a_device() -> None:

@@ -17,7 +17,7 @@ from octavo.executors.cache import CacheGroups
 from octavo.executors.slots import Slots
 from octavo.executors.step_buffers import BufferPair, rounded_words, split_words
 from octavo.executors.step_inputs import PassRows, StepInputs, list_partial_blocks, slot_mappings
-from octavo.ops.attention import AttentionBatch, DeviceRows
+from octavo.ops.attention import AttentionBatch, DeviceRows, HostTables
 from octavo.ops.triton import available
 
 Columns = list[NDArray[Any]]
@@ -36,7 +36,10 @@ def device_inputs(
     num_groups = len(slots.tables)
     counts_A, contexts_A = rows.counts_A, rows.contexts_A
     works = [
-        None if sees_ahead or planner is None else planner.work(counts_A, contexts_A) for planner in cache.planners
+        None
+        if sees_ahead or planner is None
+        else planner.work(counts_A, contexts_A, tables=HostTables(table_SM, rows.slots_A, block_size))
+        for planner, table_SM in zip(cache.planners, slots.tables, strict=True)
     ]
     wide: Columns = [rows.places_T, rows.positions_T, rows.last_R, rows.target_R, *_states(rows), rows.slots_A]
     num_shared = len(wide)
@@ -44,7 +47,7 @@ def device_inputs(
     wide += list_partial_blocks(slots, block_size, ends) if cache.reads_unwritten else []
     lists: Columns = [rows.first_A1, contexts_A]
     for work in works:
-        lists += [] if work is None else [work.items_I4, work.joins_J4, work.tiles_P4, work.num_work_3]
+        lists += [] if work is None else list(work.lists)
     is_plain = available.is_available() and slots.sampler.is_plain(rows.sampling)
     draws = [slots.sampler.selection.draws(rows.sampling.slots, rows.sampling.positions).pack()] if is_plain else []
     columns = [*wide, *lists, *draws, on_device.take_edits()]
@@ -67,8 +70,10 @@ def device_inputs(
             batches.append(rows.batch(positions_T, mapping_T, table_AM))
             continue
         batch = rows.batch(positions_T, mapping_T, table_SM)
-        items, joins, tiles, num_work, *left = left
-        batch.device = DeviceRows(first_A1, contexts, slots_A, table_SM, items, joins, tiles, num_work, work.num_parts)
+        shared, items, joins, tiles, num_work, *left = left
+        batch.device = DeviceRows(
+            first_A1, contexts, slots_A, table_SM, shared, items, joins, tiles, num_work, work.num_parts
+        )
         batches.append(batch)
     inputs = rows.inputs(
         token_ids_T=slots.flat_ids.index_select(0, places_T),

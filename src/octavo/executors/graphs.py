@@ -27,8 +27,8 @@ from octavo.executors.slots import Slots, from_packed
 from octavo.executors.step_buffers import BufferPair, rounded_words, split_words
 from octavo.executors.step_inputs import NO_ROWS, PLAIN_FLAGS, StepInputs, slot_mappings
 from octavo.models.decoder import Decoder
-from octavo.ops.attention import AttentionBatch, DeviceRows
-from octavo.ops.attention_triton import WorkPlanner, WorkRoom
+from octavo.ops.attention import AttentionBatch, DeviceRows, HostTables
+from octavo.ops.attention_triton import NUM_LISTS, WorkPlanner, WorkRoom
 from octavo.sampling.columns import NO_IDS, Ints, SamplingRows, upload
 from octavo.sampling.sampler import Sampled
 
@@ -121,9 +121,9 @@ class DecodeGraphs:
             mappings[:, :count] = slot_mappings(slots, self._block_size, (slots_N, starts_N))
         columns = [shared, mappings, packed, np.arange(size + 1, dtype=np.int32)]
         ones_B, wide_B = np.ones(size, dtype=np.int64), contexts.astype(np.int64)
-        for planner, room in zip(self._planners, rooms, strict=True):
-            work = planner.work(ones_B, wide_B, room)
-            columns += [work.items_I4, work.joins_J4, work.tiles_P4, work.num_work_3]
+        for planner, room, table_SM in zip(self._planners, rooms, slots.tables, strict=True):
+            tables = HostTables(table_SM, slots_N, self._block_size) if count else None
+            columns += planner.work(ones_B, wide_B, room, tables).lists
         return columns
 
     def _run(self, size: int, step: _CapturedStep, columns: Sequence[NDArray[Any]]) -> None:
@@ -134,9 +134,9 @@ class DecodeGraphs:
         ones_B = np.ones(size, dtype=np.int64)
         batches = []
         for group, (table_SM, room) in enumerate(zip(self._tables.tables, step.rooms, strict=True)):
-            items, joins, tiles, num_work = lists[4 * group : 4 * group + 4]
+            shared, items, joins, tiles, num_work = lists[NUM_LISTS * group : NUM_LISTS * (group + 1)]
             rows = DeviceRows(
-                first_B1, contexts_B, slots_B, table_SM, items, joins, tiles, num_work, room.num_parts
+                first_B1, contexts_B, slots_B, table_SM, shared, items, joins, tiles, num_work, room.num_parts
             )  # fmt: skip
             mapping_B = mappings_GB[group]
             batches.append(AttentionBatch(size, size, size, positions_B, mapping_B, table_SM, ones_B, ones_B))

@@ -181,12 +181,22 @@ class DeviceRows:
     contexts_N: Tensor
     slots_N: Tensor
     table_SM: Tensor
+    shared_N2: Tensor
     items_I4: Tensor
     joins_J4: Tensor
     tiles_P4: Tensor
     num_work_3: Tensor
     num_parts: int
     seen_T: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostTables:
+    """A group's block tables on the host: row n of a step has row slots_N[n] of `table_SM`."""
+
+    table_SM: HostColumn
+    slots_N: HostColumn
+    block_size: int
 
 
 @dataclass(slots=True)
@@ -200,6 +210,7 @@ class AttentionBatch:
     is how many positions each token sees if some tokens see positions after their own, which are in this step; it
     ascends within a row. None: a token sees the positions up to its own. `device` is what kernels of CUDA devices
     read; their backend builds it from the rest where it is None. These do not write the KV of a slot of -1.
+    `host_tables` are the block tables on the host if rows that share blocks shall be attended together.
     """
 
     num_tokens: int
@@ -212,6 +223,7 @@ class AttentionBatch:
     contexts: HostColumn
     seen_T: HostColumn | None = None
     device: DeviceRows | None = None
+    host_tables: HostTables | None = None
 
 
 class AttentionBackend(Protocol):

@@ -19,15 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention_triton import SPLIT, tile_positions
+from octavo.ops.attention_triton import SHARED_HEAD, SPLIT, tile_positions
 from octavo.ops.triton.kv_write import storage_kind
 from octavo.ops.triton.rounding import rounded
 from octavo.ops.triton.variant import INTERPRETED, OPTIONS, Variant
 
 MAX_PROGRAMS = 2048  # of one launch: some waves of any device; the rest is a loop
+SHARED_SIZE = tl.constexpr(SHARED_HEAD)
 UNROLLED = 2 if INTERPRETED else 8  # parts whose loads are under way together
 # What describes a step's rows lies anywhere in one uploaded buffer: a kernel is compiled once, wherever it lies.
-_ROWS = ["first_token", "contexts", "slots", "seen", "items", "joins", "num_work"]
+_ROWS = ["first_token", "contexts", "slots", "seen", "shared", "items", "joins", "num_work"]
 
 
 @triton.jit
@@ -133,6 +134,32 @@ def attend_split(
 
 
 @triton.jit
+def queries_of(first_token, contexts, shared, item, nth, in_tile, SHARES: tl.constexpr):
+    """Return the row whose blocks an item reads, and each query's token, position, part, and whether it is there.
+
+    `nth` counts the tokens of the tile: those of a row from `offset` on, or one of each of `offset` rows that share the
+    split's blocks, from number `row` on of `shared`.
+    """
+    row, offset, split, part = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    if SHARES and part == -2:
+        live = in_tile & (nth < offset)
+        at = shared + 2 * (row + nth)
+        of_row = tl.load(at, mask=live, other=0)
+        token = tl.load(first_token + of_row, mask=live, other=0)
+        position = tl.load(contexts + of_row, mask=live, other=0) - 1
+        own_part = tl.load(at + 1, mask=live, other=0) + split
+        row = tl.load(shared + 2 * row)
+    else:
+        first = tl.load(first_token + row)
+        count = tl.load(first_token + row + 1) - first
+        live = in_tile & (offset + nth < count)
+        token = first + offset + nth
+        position = tl.load(contexts + row) - count + offset + nth
+        own_part = part + nth
+    return row, token, position, own_part, live
+
+
+@triton.jit
 def finish(top, total, acc, sinks, head, HAS_SINKS: tl.constexpr):
     """Return the weighted mean of values; zeros if nothing was summed. `top`, `total`, `head` broadcast to `acc`."""
     if HAS_SINKS:
@@ -144,8 +171,8 @@ def finish(top, total, acc, sinks, head, HAS_SINKS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=_ROWS)
 def attend_tiles(
-    q, keys, values, sinks, slopes, first_token, contexts, slots, table, seen, items, num_work, partials, states, out,
-    q_stride, out_stride, table_stride, scale, soft_cap, window,
+    q, keys, values, sinks, slopes, first_token, contexts, slots, table, seen, shared, items, num_work, partials,
+    states, out, q_stride, out_stride, table_stride, scale, soft_cap, window,
     WORK: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, S: tl.constexpr, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr, KIND: tl.constexpr,
     HEIGHT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -155,35 +182,36 @@ def attend_tiles(
     """Attend tiles of HEIGHT // HEADS tokens x HEADS heads of one KV head.
 
     An item is (row, first token in the row, split, part). It covers one split, whose state becomes parts from that
-    number on, or, with part -1, all splits, and the result is written. `num_work[WORK]` items are there.
+    number on, or, with part -1, all splits, and the result is written. With part -2 it is (first, number, split, -2):
+    the split of so many rows of one token that share its blocks; `shared` has each row and where its part of the split
+    is, counted from its part of the first split. `num_work[WORK]` items are there.
     """
     COMPUTE: tl.constexpr = keys.dtype.element_ty if KIND == 0 else q.dtype.element_ty
     BLOCKS: tl.constexpr = (G + HEADS - 1) // HEADS
     TOKENS: tl.constexpr = HEIGHT // HEADS
+    SHARES: tl.constexpr = WORK == 0 and D <= SHARED_SIZE and V <= SHARED_SIZE and not (HAS_WINDOW or HAS_SEEN)
     kv_head, block_of_heads = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     m, d, v = tl.arange(0, HEIGHT), tl.arange(0, DP), tl.arange(0, VP)
     in_group = block_of_heads * HEADS + m % HEADS
     head = kv_head * G + in_group
     for item in range(tl.program_id(0), tl.load(num_work + WORK), tl.num_programs(0)):
-        row, offset = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
         split, part = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
-        first, context = tl.load(first_token + row), tl.load(contexts + row)
-        count = tl.load(first_token + row + 1) - first
+        in_tile = (m < TOKENS * HEADS) & (in_group < G)
+        row, token, position, _, live = queries_of(
+            first_token, contexts, shared, items + 4 * item, m // HEADS, in_tile, SHARES
+        )
         blocks = table + tl.load(slots + row).to(tl.int64) * table_stride
-        token = offset + m // HEADS
-        live = (m < TOKENS * HEADS) & (token < count) & (in_group < G)
-        position = context - count + token
         end = position + 1
         if HAS_SEEN:
-            end = tl.load(seen + first + token, mask=live, other=0)
+            end = tl.load(seen + token, mask=live, other=0)
         end = tl.where(live, end, 0)
         low, high = 0, tl.max(end, 0)
         if HAS_WINDOW:
-            low = tl.maximum(context - count + offset - window + 1, 0)
+            low = tl.maximum(tl.min(position, 0) - window + 1, 0)
         first_split, end_split = split, split + 1
-        if part < 0:
+        if part == -1:
             first_split, end_split = low // SPLIT, (high + SPLIT - 1) // SPLIT
-        where_q = (first + token).to(tl.int64) * q_stride + head * D
+        where_q = token.to(tl.int64) * q_stride + head * D
         query = tl.load(q + where_q[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
         query = rounded(query.to(tl.float32), COMPUTE)
         top = tl.full([HEIGHT], -float("inf"), tl.float32)
@@ -198,13 +226,17 @@ def attend_tiles(
             top, a, b = rescale(top, own_top)
             total = total * a + own_total * b
             acc = acc * a[:, None] + own_acc * b[:, None]
+        # once more, since registers held over the loop would be spilled
+        _, token, _, own_part, live = queries_of(
+            first_token, contexts, shared, items + 4 * item, m // HEADS, in_tile, SHARES
+        )
         mask = live[:, None] & (v < V)[None, :]
-        if part < 0:
+        if part == -1:
             result = finish(top[:, None], total[:, None], acc, sinks, tl.where(live, head, 0)[:, None], HAS_SINKS)
-            where_out = (first + token).to(tl.int64) * out_stride + head * V
+            where_out = token.to(tl.int64) * out_stride + head * V
             tl.store(out + where_out[:, None] + v[None, :], rounded(result, out.dtype.element_ty), mask=mask)
         else:
-            base = (part + m // HEADS).to(tl.int64) * (K * G) + head
+            base = own_part.to(tl.int64) * (K * G) + head
             tl.store(partials + base[:, None] * V + v[None, :], acc, mask=mask)
             tl.store(states + 2 * base, top, mask=live)
             tl.store(states + 2 * base + 1, total, mask=live)
@@ -264,6 +296,7 @@ def paged_attention(
     slots_N: Tensor,
     table_SM: Tensor,
     seen_T: Tensor | None,
+    shared_N2: Tensor,
     items_I4: Tensor,
     num_work_3: Tensor,
     partials: Tensor,
@@ -294,7 +327,7 @@ def paged_attention(
     attend_tiles[grid](
         q_THD, keys, values, q_THD if sinks_H is None else sinks_H, q_THD if slopes_H is None else slopes_H,
         first_token_N1, contexts_N, slots_N, table_SM, first_token_N1 if seen_T is None else seen_T,
-        items_I4, num_work_3, partials, states, out,
+        shared_N2, items_I4, num_work_3, partials, states, out,
         q_THD.stride(0), out.stride(0), table_SM.stride(0), scale, soft_cap, window,
         work, num_kv_heads, group, head_dim, triton.next_power_of_2(max(16, head_dim)), value_dim,
         triton.next_power_of_2(max(16, value_dim)), keys.shape[1], keys.stride(1), values.stride(1), kind,
@@ -352,7 +385,7 @@ def _variant(
         **{name: how.get(key, False) for key, name in names.items()},
     }  # fmt: skip
     floats = dict.fromkeys(("sinks", "slopes", "partials", "states"), "*fp32")
-    pointers = ("first_token", "contexts", "slots", "table", "seen", "items", "num_work")
+    pointers = ("first_token", "contexts", "slots", "table", "seen", "shared", "items", "num_work")
     numbers = {"q_stride": "i32", "out_stride": "i32", "table_stride": "i32", "window": "i32"}
     signature = {
         "q": query, "keys": pool, "values": pool, "out": query, **dict.fromkeys(pointers, "*i32"), **floats,
