@@ -23,6 +23,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.executors import device, loading
+from octavo.nn import staging
 from octavo.ops.triton import available
 
 NAME = "emu"
@@ -366,6 +367,7 @@ def register() -> None:
     if NAME not in device.KINDS:
         backend_registration._setup_privateuseone_for_python_backend(NAME)
         device.KINDS[NAME] = EmulatedDevice
+        staging.WAITS[NAME] = lambda: EmulatedEvent(_emulator()).wait
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, path: str, change: Callable[..., Any]
 
 def test_right_kernels_pass_on_the_emulated_device() -> None:
     report = check()
-    assert report.faults == () and report.num_trials == len(make_trials(True)) == 12
+    assert report.faults == () and report.num_trials == len(make_trials(True)) == 13
     assert report.differing == () and "passed in" in report.text and "same bits" in report.text
 
 

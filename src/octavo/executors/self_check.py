@@ -25,16 +25,18 @@ from octavo.nn.coded_linear import CodedLinear, DeviceCodes
 from octavo.nn.experts import Expert, Mixture, StackedLinear
 from octavo.nn.layers import Linear
 from octavo.nn.packed_weight import Codes, WeightKind, WeightShape
+from octavo.nn.staging import Stage
 from octavo.ops.attention import (
     AttentionBackend,
     AttentionBatch,
+    HostTables,
     KVPool,
     LayerAttention,
     PoolShape,
     ReferenceAttention,
 )
 from octavo.ops.attention_batched import BatchedAttention
-from octavo.ops.attention_triton import TritonAttention
+from octavo.ops.attention_triton import SPLIT, TritonAttention
 from octavo.ops.gated_mul import activation_of
 from octavo.ops.rms_norm import add_rms_norm
 from octavo.ops.rope import apply_rope
@@ -126,6 +128,7 @@ def make_trials(is_interpreted: bool) -> list[Trial]:
         Trial("experts", _experts(), 40, has_bits=has_bits),
         Trial("attention", _attention(plain, torch.bfloat16, num_tokens), num_tokens),
         Trial("attention with window, cap and sinks", _attention(odd, torch.bfloat16, num_tokens), num_tokens),
+        Trial("attention of a shared prefix", _shared_prefix(plain, SPLIT), 40, has_bits=has_bits),
         Trial("attention over int8", _attention(plain, torch.int8, SHORT), SHORT),
         Trial("attention over fp8", _attention(plain, torch.float8_e4m3fn, SHORT), SHORT),
         Trial("sampler", _sampler(), 40, error=0.0),
@@ -186,8 +189,9 @@ def _coded_linear() -> Compute:
     x_TE = _random(11, 150, 512)
 
     def compute(device: torch.device, begin: int, end: int) -> Tensor:
-        weight = DeviceCodes.empty(shape, device)
-        weight.put(0, codes)
+        stage = Stage(device)
+        weight = DeviceCodes.empty(shape, stage)
+        weight.put(0, codes, stage)
         return CodedLinear([weight])(x_TE[begin:end].to(device)).cpu().clone()
 
     return compute
@@ -219,16 +223,56 @@ def _attention(layer: LayerAttention, dtype: torch.dtype, num_tokens: int) -> Co
 
     def compute(device: torch.device, begin: int, end: int) -> Tensor:
         pool = KVPool(shape, device)
-        own = layer if layer.sinks_H is None else replace(layer, sinks_H=layer.sinks_H.to(device))
-        backend: AttentionBackend = ReferenceAttention(pool, [own])
-        if device.type != "cpu":
-            backend = TritonAttention(pool, [own]) if available.is_available() else BatchedAttention(pool, [own])
+        backend = _backend(pool, layer)
         for first, last in ((0, begin), (begin, end)) if begin else ((0, end),):
             tokens = torch.arange(first, last)
             backend.begin(_batch(pool, first, last))
             moved = (part[tokens].to(device) for part in (q_THD, k_TKD, v_TKD))
             output_THV = backend.attend(0, *moved)
         return output_THV.cpu().clone()
+
+    return compute
+
+
+def _backend(pool: KVPool, layer: LayerAttention) -> AttentionBackend:
+    """Return what attends on the pool's device; the reference on a CPU."""
+    own = layer if layer.sinks_H is None else replace(layer, sinks_H=layer.sinks_H.to(pool.device))
+    if pool.device.type == "cpu":
+        return ReferenceAttention(pool, [own])
+    return TritonAttention(pool, [own]) if available.is_available() else BatchedAttention(pool, [own])
+
+
+def _shared_prefix(layer: LayerAttention, num_shared: int) -> Compute:
+    """Decodes whose contexts begin with the same blocks, so that some are one tile there; each has a block more."""
+    num_rows, first_own = 40, num_shared // BLOCK
+    shape = PoolShape(
+        1, first_own + num_rows, BLOCK, layer.num_kv_heads, layer.head_dim, layer.value_dim, torch.bfloat16
+    )
+    q_NHD = _random(17, num_rows, layer.num_heads, layer.head_dim)
+    k_TKD, v_TKD = (_random(seed, shape.num_blocks * BLOCK, layer.num_kv_heads, layer.head_dim) for seed in (18, 19))
+    table_NM = np.tile(np.arange(first_own + 1), (num_rows, 1))
+    table_NM[:, -1] += np.arange(num_rows)
+
+    def compute(device: torch.device, begin: int, end: int) -> Tensor:
+        pool, rows, count = KVPool(shape, device), np.arange(begin, end), end - begin
+        pool.write(0, torch.arange(len(k_TKD)).to(device), k_TKD.to(device), v_TKD.to(device))
+        slots = torch.from_numpy(table_NM[rows, -1] * BLOCK + BLOCK - 1)
+        backend, ones = _backend(pool, layer), np.ones(count, dtype=np.int64)
+        backend.begin(
+            AttentionBatch(
+                num_tokens=count,
+                num_rows=count,
+                num_decodes=count,
+                positions_T=torch.full((count,), num_shared + BLOCK - 1).to(device),
+                slot_mapping_T=slots.to(device),
+                block_table_NM=torch.from_numpy(table_NM[rows]).to(device),
+                counts=ones,
+                contexts=ones * (num_shared + BLOCK),
+                host_tables=HostTables(table_NM, rows, BLOCK),
+            )
+        )
+        moved = (part.to(device) for part in (q_NHD[begin:end], k_TKD[slots], v_TKD[slots]))
+        return backend.attend(0, *moved).cpu().clone()
 
     return compute
 

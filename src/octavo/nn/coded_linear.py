@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from octavo.nn.packed_weight import CODE_VALUES, Codes, WeightKind, WeightShape
 from octavo.nn.packing import NoCodesError, WantedTensor, WeightRun, conversions, one_torch_thread, plan_runs
+from octavo.nn.staging import Stage
 from octavo.nn.weights import Weights
 from octavo.ops.triton import available
 
@@ -40,8 +41,9 @@ class DeviceCodes:
     table: Tensor | None
 
     @classmethod
-    def empty(cls, shape: WeightShape, device: torch.device) -> DeviceCodes:
-        """Return a weight of zeros, to be filled by `put`."""
+    def empty(cls, shape: WeightShape, stage: Stage) -> DeviceCodes:
+        """Return a weight of zeros on the stage's device, to be filled by `put`."""
+        device = stage.device
         num_chunks = -(-shape.inputs // _values_of_chunk(shape.kind))
         num_groups = num_chunks * _values_of_chunk(shape.kind) // shape.group
         values = CODE_VALUES.get(shape.kind)
@@ -51,14 +53,15 @@ class DeviceCodes:
             torch.zeros(num_chunks, shape.outputs, _CHUNK, dtype=torch.uint8, device=device),
             scales_GF,
             torch.zeros_like(scales_GF) if shape.kind == WeightKind.INT4 else None,
-            None if values is None else torch.from_numpy(values).to(device),
+            None if values is None else stage.send(values)[0],
         )
 
-    def put(self, first_row: int, codes: Codes) -> None:
-        """Write consecutive rows."""
-        device, num_rows = self.codes_CF32.device, len(codes.codes)
+    def put(self, first_row: int, codes: Codes, stage: Stage) -> None:
+        """Write consecutive rows, which reach the device in one copy."""
+        num_rows = len(codes.codes)
         rows = slice(first_row, first_row + num_rows)
-        codes_FE = torch.from_numpy(codes.codes).to(device)
+        given = [part for part in (codes.codes, codes.scales, codes.minima) if part is not None]
+        codes_FE, *parts_FG = stage.send(*given)
         if self.shape.kind == WeightKind.INT8:
             codes_FE = codes_FE.view(torch.uint8) ^ 128  # adds 128
         codes_FE = functional.pad(codes_FE, (0, -self.shape.inputs % _values_of_chunk(self.shape.kind)))
@@ -66,9 +69,9 @@ class DeviceCodes:
         if self.shape.kind != WeightKind.INT8:
             chunks_FCN = chunks_FCN[..., :_CHUNK] | chunks_FCN[..., _CHUNK:] << 4
         self.codes_CF32[:, rows] = chunks_FCN.transpose(0, 1)
-        for part_GF, given in ((self.scales_GF, codes.scales), (self.minima_GF, codes.minima)):
-            if part_GF is not None and given is not None:
-                part_GF[: given.shape[1], rows] = torch.from_numpy(given).to(device).T
+        targets = [part_GF for part_GF in (self.scales_GF, self.minima_GF) if part_GF is not None]
+        for part_GF, part_FG in zip(targets, parts_FG, strict=True):
+            part_GF[: part_FG.shape[1], rows] = part_FG.T
 
     @property
     def outputs(self) -> int:
@@ -194,24 +197,25 @@ def _read_run(weights: Weights, run: WeightRun, place: tuple[torch.dtype, torch.
         return weights.read(
             {part.name: part.num_rows for part in run.parts}, run.shape.inputs, dtype=dtype, device=device
         )
-    part = DeviceCodes.empty(run.shape, device)
+    stage = weights.stage(device)
+    part = DeviceCodes.empty(run.shape, stage)
     count = torch.get_num_threads()
     with one_torch_thread(), ThreadPoolExecutor(count, "octavo-codes") as pool:
         started: deque[tuple[int, str, Future[Codes | None]]] = deque()
         for first_row, name, convert in conversions(weights, run):
             started.append((first_row, name, pool.submit(convert)))
             if len(started) > 4 * count:
-                _put(part, *started.popleft())
+                _put(part, stage, *started.popleft())
         while started:
-            _put(part, *started.popleft())
+            _put(part, stage, *started.popleft())
     return part
 
 
-def _put(part: DeviceCodes, first_row: int, name: str, converted: Future[Codes | None]) -> None:
+def _put(part: DeviceCodes, stage: Stage, first_row: int, name: str, converted: Future[Codes | None]) -> None:
     codes = converted.result()
     if codes is None:
         raise NoCodesError(name)
-    part.put(first_row, codes)
+    part.put(first_row, codes, stage)
 
 
 def outputs_of(part: Part) -> int:

@@ -91,7 +91,7 @@ class Weights:
         self._on_read = on_read
         self._importances: Importances = importances or {}
         self._num_mapped = 0
-        self._stage: Stage | None = None  # on the way to a device
+        self._stages: dict[torch.device, Stage] = {}  # on the way to devices; windows share them
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,8 +128,7 @@ class Weights:
             with torch.no_grad():
                 self._source.read_into(name, out)
         else:
-            self._stage = self._stage or Stage(out.device)
-            self._stage.fill(out, lambda first_row, rows: self.read_rows(name, first_row, rows))
+            self.stage(out.device).fill(out, lambda first_row, rows: self.read_rows(name, first_row, rows))
         self.count_read(out.numel())
 
     def read(
@@ -186,7 +185,13 @@ class Weights:
             for key, window in by_key.items()
             if (values := self.importance(window.name)) is not None
         }
-        return Weights(_WindowSource(self._source, by_key), self.count_read, importances)
+        view = Weights(_WindowSource(self._source, by_key), self.count_read, importances)
+        view._stages = self._stages
+        return view
+
+    def stage(self, device: torch.device) -> Stage:
+        """Return the buffers through which weights reach a device."""
+        return self._stages.setdefault(device, Stage(device))
 
     def check_all_read(self, ignored: frozenset[str] = frozenset()) -> None:
         """Raise ModelFileError for a tensor that was not read: a model with more tensors has another architecture."""
