@@ -14,7 +14,7 @@ from octavo.ops import sample_kernel
 from octavo.ops.sample_kernel import SampleColumns, SampleKernel
 from octavo.ops.triton import available
 from octavo.sampling.columns import Ints
-from octavo.sampling.selection import SelectionColumns, best_by_key, distribution, sorted_whole
+from octavo.sampling.selection import SelectionColumns, best_by_key, distribution
 
 pytestmark = [
     pytest.mark.skipif(not available.is_available(), reason="triton is not installed"),
@@ -162,7 +162,7 @@ def test_the_best_by_key_are_those_of_a_stable_sort() -> None:
     rng = np.random.default_rng(7)
     scores_RV = torch.stack([row_of(shape, 700, rng) for shape in SHAPES])
     scores_RV[0, 5] = -torch.tensor(float("nan"))
-    values_RV, ids_RV = sorted_whole(scores_RV)
+    values_RV, ids_RV = torch.sort(scores_RV, dim=1, descending=True, stable=True)
     for count in (1, 20, 700):
         got_RK, got_ids_RK = best_by_key(scores_RV, count)
         assert torch.equal(got_ids_RK, ids_RV[:, :count])

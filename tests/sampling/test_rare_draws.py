@@ -16,6 +16,7 @@ from octavo.core.drafts import allows
 from octavo.core.request import Request, SamplingParams
 from octavo.errors import InvalidRequestError
 from octavo.sampling.columns import SamplingRows, SequenceIds
+from octavo.sampling.mirostat import _logarithm
 from octavo.sampling.sampler import Sampler
 from tests.sampling import per_row
 from tests.sampling.test_sampling import Rig
@@ -71,6 +72,38 @@ def test_P01_rare_draws_equal_their_twin(options: dict[str, Any]) -> None:
         for at in positions.tolist()
     ]
     assert drawn == expected and len(Counter(drawn)) > 1
+
+
+RARE = [
+    {"typical_p": 0.3}, {"typical_p": 0.95, "top_k": 30}, {"top_n_sigma": 0.8, "top_p": 0.9},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.1}, {"xtc_probability": 0.6, "xtc_threshold": 0.01, "typical_p": 0.9},
+    {"top_n_sigma": 3.0, "typical_p": 0.7, "xtc_probability": 1.0, "xtc_threshold": 0.04, "min_p": 0.01, "top_k": 50},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 80, 700])
+def test_P01_rare_draws_of_rows_together_equal_their_twin(size: int) -> None:
+    """Rows of all kinds in one call; logits with equal values, banned ids, and one far from the others."""
+    count, rng = 90, np.random.default_rng(size)
+    logits = logits_of(size, count, size, 3.0)
+    logits[::3] = logits[::3].round(decimals=1)
+    logits[1::3].masked_fill_(torch.from_numpy(rng.random((30, size)) < 0.5), -math.inf)
+    logits[:, rng.integers(size)] = 1.25
+    logits[5, 0] = -1e6
+    sampler, expected = Sampler(count, torch.zeros((count, 8), dtype=torch.int32), size), []
+    for slot in range(count):
+        params = SamplingParams(temperature=float(rng.choice([0.5, 1.0, 2.0])), seed=slot, **RARE[slot % 6])
+        sampler.put(slot, params, ids_of(1))
+        numbers = per_row.uniform(slot, 0, 3), per_row.xtc_uniform(slot, 0, 3)
+        expected.append(per_row.pick(logits[slot].tolist(), params, *numbers))
+    rows = SamplingRows(np.arange(count), np.full(count, 3))
+    assert sampler.sample(logits.clone(), rows).ids_R.tolist() == expected
+
+
+def test_the_logarithm_is_that_of_a_float64() -> None:
+    x = torch.cat((torch.arange(1, 3000), 2 ** torch.arange(62), torch.randint(1, 2**53, (3000,))))
+    expected = torch.tensor([math.log(number) for number in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(_logarithm(x), expected, atol=2e-16, rtol=5e-16)
 
 
 def test_P01_xtc_leaves_out_all_top_choices_but_the_least_likely() -> None:

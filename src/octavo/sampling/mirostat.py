@@ -2,7 +2,8 @@
 
 Owns: the bound `mu` of each sequence, in bits, and draws with it. A row draws among the ids whose surprise is at most
 mu (at least the best); then mu -= eta * (surprise of the drawn id among these - tau). The first mu is 2 * tau.
-Does not: apply other truncations, as in llama.cpp. Nothing waits for the device.
+Does not: apply other truncations, as in llama.cpp. Nothing waits for the device, or sorts. Ids are equal on every
+device: weights are integers (selection.kept_units), and the logarithm is made of additions and multiplications.
 Source: Basu, Ramachandran, Keskar, Varshney, "Mirostat", ICLR 2021; version 2 as in llama.cpp.
 Invariants: mu depends on the logits of all earlier draws, so ids do not determine it. It is kept by request and choice
 until the request ends, so a preempted sequence resumes with its own. The last KEPT values are kept by position, because
@@ -11,6 +12,7 @@ a failed step may be repeated. An engine without it gets the request from its fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -20,9 +22,11 @@ from torch import Tensor
 
 from octavo.core.request import SamplingParams
 from octavo.sampling.columns import Floats, SamplingRows, SequenceIds, upload
-from octavo.sampling.selection import Draws, scale, sorted_whole, weigh
+from octavo.sampling.selection import UNITS, Draws, draw_ranked, rank_keys, scale, weigh_units
 
 KEPT = 64  # more positions than steps are in flight
+_LOG2 = math.log(2)
+_TERMS = 11  # of the logarithm's series, for the precision of float64
 
 
 class Mirostat:
@@ -72,16 +76,27 @@ class Mirostat:
 
 def draw_below(logits_RV: Tensor, mu_R1: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Draw among the best id and the ids whose surprise is at most mu; also return the drawn ids' surprise, in bits."""
-    values_RV, ids_RV = sorted_whole(logits_RV)
-    weights_RV = weigh(scale(values_RV, draws))
-    # cumulative sums: see selection._is_typical
-    surprise_RV = -(weights_RV / weights_RV.cumsum(dim=1)[:, -1:]).log2()
-    is_kept_RV = surprise_RV <= mu_R1
-    is_kept_RV[:, 0] = True
-    kept_RV = weights_RV.masked_fill(~is_kept_RV, 0.0)
-    cumulative_RV = kept_RV.cumsum(dim=1)
-    uniform_R1 = upload(logits_RV.device, draws.uniform[:, None])[0]
-    index_R1 = torch.searchsorted(cumulative_RV, uniform_R1 * cumulative_RV[:, -1:], right=True)
-    index_R1 = index_R1.clamp_(max=logits_RV.shape[1] - 1)  # a row of NaN finds none
-    surprise_R1 = -(kept_RV.gather(1, index_R1) / cumulative_RV[:, -1:]).log2()
-    return ids_RV.gather(1, index_R1)[:, 0], surprise_R1
+    scaled_RV, keys_RV = scale(logits_RV, draws), rank_keys(logits_RV)
+    units_RV = weigh_units(scaled_RV)
+    least_R1 = _logarithm(units_RV.sum(dim=1, keepdim=True)) - UNITS * _LOG2 - mu_R1 * _LOG2
+    is_best_RV = keys_RV == keys_RV.amin(dim=1, keepdim=True)
+    is_first_RV = is_best_RV & (is_best_RV.cumsum(dim=1) == 1)
+    units_RV.masked_fill_((scaled_RV < least_R1) & ~is_first_RV, 0)
+    ids_R = draw_ranked(keys_RV, units_RV, upload(logits_RV.device, draws.uniform[:, None])[0])
+    drawn_R1 = units_RV.gather(1, ids_R[:, None])
+    surprise_R1 = (_logarithm(units_RV.sum(dim=1, keepdim=True)) - _logarithm(drawn_R1)) / _LOG2
+    return ids_R, surprise_R1
+
+
+def _logarithm(x: Tensor) -> Tensor:
+    """Return the natural logarithm of positive integers, float64: with z = (m - 1) / (m + 1), log m is 2 artanh z."""
+    mantissa, exponent = torch.frexp(x.double())
+    is_small = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(is_small, mantissa * 2.0, mantissa)
+    z = (mantissa - 1.0) / (mantissa + 1.0)
+    square = z * z
+    series = torch.full_like(z, 1.0 / (2 * _TERMS + 1))
+    for term in range(_TERMS - 1, -1, -1):
+        series = series * square
+        series = series + 1.0 / (2 * term + 1)
+    return (exponent - is_small.int()).double() * _LOG2 + 2.0 * z * series

@@ -9,6 +9,8 @@ e^scaled by `_exponential`, rounded to a multiple of 2^-34, in float64, so sums 
 order. Candidates are sorted by (logit descending, id ascending). top_k keeps the first k; top_p keeps those preceded by
 less than its share of the kept weights; min_p keeps those whose scaled logit is at least log(min_p). A row with top_k,
 top_p or a rare parameter draws among its candidates in sorted order; any other row draws in id order, unsorted.
+Rare parameters are computed on every device by the same code, without a sort: elementwise operations, and sums and
+histograms of integers (`kept_units`), whose results depend on no order. A unit is a weight of 2^-34.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from octavo.sampling.columns import Floats, Ints, upload
 MIN_TOP_P = 1e-9  # keeps the most likely token, as a top_p of 0 should
 WIDTHS = (64, 512, 4096)  # numbers of candidates tried, in turn, before a full sort
 _MIN_EXPONENT = -30.0  # weights are already 0 here
+UNITS = 34  # a weight is an integer number of 2^-34
 _ROUND = 1.5 * 2.0**18  # a float64 of this size has a last place of 2^-34
+_STEPS = 1 << 20  # of the logits' range, for their deviation: sums of 2^19 squares fit 64 bits
 _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -231,12 +235,12 @@ def draw_from_best(logits_RV: Tensor, draws: Draws) -> Tensor:
 
     On a CPU the best 64 candidates suffice for most rows; only the other rows are repeated with more candidates.
     """
+    if not logits_RV.is_cpu:
+        return draw_from_all(logits_RV, draws)
     size = logits_RV.shape[1]
     scaled_RV = scale(logits_RV, draws)
     weights_RV = weigh(scaled_RV)
-    ids_R = torch.zeros(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
-    if not logits_RV.is_cpu:
-        return _draw_from(sorted_whole(logits_RV), scaled_RV, weights_RV, draws)[0]
+    ids_R = torch.zeros(len(logits_RV), dtype=torch.int64)
     left = np.arange(len(logits_RV))
     for width in [*(w for w in WIDTHS if w < size // 2), size]:
         rows = torch.from_numpy(left)
@@ -251,11 +255,77 @@ def draw_from_best(logits_RV: Tensor, draws: Draws) -> Tensor:
 
 def draw_from_all(logits_RV: Tensor, draws: Draws) -> Tensor:
     """Draw among the candidates that remain after top-n-sigma, the cuts, typical-p and XTC, in this order."""
-    scaled_RV = scale(logits_RV, draws)
-    weights_RV = weigh(scaled_RV)
+    keys_RV, units_RV = kept_units(logits_RV, draws)
+    return draw_ranked(keys_RV, units_RV, _column(logits_RV, draws.uniform))
+
+
+def draw_ranked(keys_RV: Tensor, units_RV: Tensor, uniform_R1: Tensor) -> Tensor:
+    """Return the first id, by (key, id), whose cumulative units exceed uniform * total."""
+    target_R1 = (uniform_R1 * units_RV.sum(dim=1, keepdim=True).double()).long()
+    return _reach(keys_RV, units_RV, target_R1)[1][:, 0]
+
+
+def kept_units(logits_RV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Return each id's key, by which candidates are sorted, and the weight with which it is drawn, in units; int64."""
+    size, scaled_RV = logits_RV.shape[1], scale(logits_RV, draws)
+    keys_RV, units_RV = rank_keys(logits_RV), weigh_units(scaled_RV)
     if (draws.top_n_sigma > 0).any():
-        weights_RV.masked_fill_(~_is_within_sigma(logits_RV, _column(logits_RV, draws.top_n_sigma)), 0.0)
-    return _draw_from(sorted_whole(logits_RV), scaled_RV, weights_RV, draws)[0]
+        units_RV.masked_fill_(~_is_within_sigma(logits_RV, _column(logits_RV, draws.top_n_sigma)), 0)
+    if (draws.top_k > 0).any():
+        limit_R1 = _column(logits_RV, np.where(draws.top_k > 0, np.minimum(draws.top_k, size), size))
+        units_RV.masked_fill_(~_is_up_to(keys_RV, torch.ones_like(units_RV), limit_R1), 0)
+    if (draws.top_p < 1).any():
+        mass_R1 = _share(units_RV, draws.top_p)
+        units_RV.masked_fill_(~_is_up_to(keys_RV, units_RV, mass_R1), 0)
+    units_RV.masked_fill_(scaled_RV < _column(logits_RV, draws.floor), 0)
+    if (draws.typical_p < 1).any():
+        units_RV.masked_fill_(~_is_typical(scaled_RV, units_RV, draws.typical_p), 0)
+    if draws.has_xtc.any():
+        units_RV.masked_fill_(_is_top_choice(keys_RV, units_RV, draws), 0)
+    return keys_RV, units_RV
+
+
+def rank_keys(logits_RV: Tensor) -> Tensor:
+    """Return integers of 32 bits, int64, that are lower for a better logit. -0 counts as 0, a NaN is the best."""
+    bits_RV = (logits_RV + 0.0).view(torch.int32)
+    ascending_RV = (bits_RV ^ ((bits_RV >> 31) & _MAX_INT32)).masked_fill_(logits_RV.isnan(), _MAX_INT32)
+    return _MAX_INT32 - ascending_RV.long()
+
+
+def weigh_units(scaled_RV: Tensor) -> Tensor:
+    """Return the weights in units, int64."""
+    return weigh(scaled_RV).mul_(2.0**UNITS).long()
+
+
+def _share(units_RV: Tensor, share: Floats) -> Tensor:
+    """Return the least number of units that is at least this share of each row's."""
+    return (_column(units_RV, share) * units_RV.sum(dim=1, keepdim=True).double()).ceil_().long()
+
+
+def _is_up_to(keys_RV: Tensor, units_RV: Tensor, mass_R1: Tensor) -> Tensor:
+    """Return the candidates up to the first with which the units reach the mass."""
+    bound_R1, last_R1 = _reach(keys_RV, units_RV, mass_R1 - 1)
+    ids_V = torch.arange(keys_RV.shape[1], device=keys_RV.device)
+    return (keys_RV < bound_R1) | ((keys_RV == bound_R1) & (ids_V <= last_R1))
+
+
+def _reach(keys_RV: Tensor, units_RV: Tensor, target_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the first candidate, by (key, id), with which the units exceed the target; return its key and id.
+
+    Histograms of the key's bytes, the highest first, narrow the key.
+    """
+    num_rows, size = keys_RV.shape
+    bound_R1, left_R1 = torch.zeros_like(target_R1), target_R1.clone()
+    for shift in (24, 16, 8, 0):
+        counted_RV = units_RV if shift == 24 else units_RV.masked_fill(keys_RV >> (shift + 8) != bound_R1, 0)
+        sums_RD = torch.zeros((num_rows, 256), dtype=torch.int64, device=keys_RV.device)
+        sums_RD.scatter_add_(1, (keys_RV >> shift) & 255, counted_RV)
+        reached_RD = sums_RD.cumsum(dim=1)
+        digit_R1 = (reached_RD <= left_R1).sum(dim=1, keepdim=True).clamp_(max=255)
+        left_R1 -= (reached_RD - sums_RD).gather(1, digit_R1)
+        bound_R1 = (bound_R1 << 8) + digit_R1
+    tied_RV = units_RV.masked_fill(keys_RV != bound_R1, 0).cumsum(dim=1)
+    return bound_R1, (tied_RV <= left_R1).sum(dim=1, keepdim=True).clamp_(max=size - 1)
 
 
 def distribution(logits_RV: Tensor, draws: Draws) -> Tensor:
@@ -263,16 +333,17 @@ def distribution(logits_RV: Tensor, draws: Draws) -> Tensor:
     if uses_kernels(logits_RV) and sample_kernel.fits(logits_RV) and not draws.is_rare.any():
         probs_RV: Tensor = torch.ops.octavo.kept_probs(logits_RV, upload(logits_RV.device, draws.pack())[0])
         return probs_RV
+    if not logits_RV.is_cpu or draws.is_rare.any():
+        units_RV = kept_units(logits_RV, draws)[1].double()
+        units_RV.masked_fill_(~logits_RV.amax(dim=1, keepdim=True).isfinite(), float("nan"))
+        return units_RV / units_RV.sum(dim=1, keepdim=True)
     size, scaled_RV = logits_RV.shape[1], scale(logits_RV, draws)
     weights_RV = weigh(scaled_RV)
-    if (draws.top_n_sigma > 0).any():
-        weights_RV.masked_fill_(~_is_within_sigma(logits_RV, _column(logits_RV, draws.top_n_sigma)), 0.0)
     kept_RV = weights_RV.masked_fill(scaled_RV < _column(logits_RV, draws.floor), 0.0)
-    left = np.flatnonzero((draws.top_k > 0) | (draws.top_p < 1) | draws.is_rare)
-    needs_all = draws.is_rare.any() or not logits_RV.is_cpu
-    for width in [*(w for w in WIDTHS if w < size // 2 and not needs_all), size]:
+    left = np.flatnonzero((draws.top_k > 0) | (draws.top_p < 1))
+    for width in [*(w for w in WIDTHS if w < size // 2), size]:
         if len(left):
-            rows = upload(logits_RV.device, left)[0]
+            rows = torch.from_numpy(left)
             values_RK, ids_RK = _best(logits_RV[rows], width)
             part_RK, is_settled_R = _keep((values_RK, ids_RK), scaled_RV[rows], weights_RV[rows], draws.take(left))
             kept_RV[rows] = torch.zeros_like(kept_RV[rows]).scatter_(1, ids_RK, part_RK)
@@ -286,19 +357,16 @@ def _is_within_sigma(logits_RV: Tensor, sigma_R1: Tensor) -> Tensor:
     Temperature does not change the result. Source: Tang et al., "Top-nsigma: Not All Logits Are You Need", 2024.
     """
     is_finite_RV = logits_RV.isfinite()
-    values_RV = logits_RV.double().masked_fill(~is_finite_RV, 0.0)
-    # cumulative sums: see _is_typical
-    count_R1 = is_finite_RV.sum(dim=1, keepdim=True)
-    mean_R1 = values_RV.cumsum(dim=1)[:, -1:] / count_R1
-    squares_RV = (values_RV - mean_R1).square().masked_fill(~is_finite_RV, 0.0)
-    deviation_R1 = (squares_RV.cumsum(dim=1)[:, -1:] / count_R1).sqrt()
     best_R1 = logits_RV.amax(dim=1, keepdim=True).double()
+    below_RV = (best_R1 - logits_RV.double()).masked_fill_(~is_finite_RV, 0.0)
+    span_R1 = below_RV.amax(dim=1, keepdim=True)
+    span_R1.masked_fill_(span_R1 <= 0, 1.0)
+    steps_RV = (below_RV / span_R1 * _STEPS).round_().long()
+    count_R1 = is_finite_RV.sum(dim=1, keepdim=True)
+    mean_R1 = steps_RV.sum(dim=1, keepdim=True).double() / count_R1
+    mean_square_R1 = (steps_RV * steps_RV).sum(dim=1, keepdim=True).double() / count_R1
+    deviation_R1 = (mean_square_R1 - mean_R1 * mean_R1).clamp_(min=0.0).sqrt_() * (span_R1 / _STEPS)
     return (logits_RV.double() >= best_R1 - sigma_R1 * deviation_R1) | (sigma_R1 <= 0)
-
-
-def sorted_whole(scores_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all scores and ids of each row, sorted by (score descending, id ascending)."""
-    return _best(scores_RV, scores_RV.shape[1])
 
 
 def sorted_candidates(scores_RV: Tensor, num_needed: int) -> tuple[Tensor, Tensor]:
@@ -321,10 +389,7 @@ def sorted_candidates(scores_RV: Tensor, num_needed: int) -> tuple[Tensor, Tenso
 def best_by_key(scores_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` best scores (float32) and ids, by (score descending, id ascending), without a sort of all."""
     last = scores_RV.shape[1] - 1
-    bits_RV = (scores_RV + 0.0).view(torch.int32)  # -0 becomes 0
-    ascending_RV = bits_RV ^ ((bits_RV >> 31) & _MAX_INT32)
-    ascending_RV = ascending_RV.masked_fill_(scores_RV.isnan(), _MAX_INT32)  # a NaN is the best, as in torch.sort
-    keys_RV = (ascending_RV.long() << 32) + torch.arange(last, -1, -1, device=scores_RV.device)
+    keys_RV = ((_MAX_INT32 - rank_keys(scores_RV)) << 32) + torch.arange(last, -1, -1, device=scores_RV.device)
     keys_RK = torch.topk(keys_RV, count, dim=1).values
     ids_RK = last - (keys_RK & 0xFFFFFFFF)
     return scores_RV.gather(1, ids_RK), ids_RK
@@ -366,7 +431,7 @@ def _keep(
 ) -> tuple[Tensor, Tensor]:
     """Return the candidates' weights, 0 for those cut off, and which rows' candidates include every id to be drawn.
 
-    For a row with a rare parameter, the candidates must be the whole vocabulary.
+    The rows have no rare parameter.
     """
     values_RK, ids_RK = candidates
     size, width = weights_RV.shape[1], ids_RK.shape[1]
@@ -379,11 +444,6 @@ def _keep(
     mass_R1 = _column(ids_RK, draws.top_p) * total_R1
     is_above_floor_RK = scaled_RV.gather(1, ids_RK) >= _column(ids_RK, draws.floor)
     is_kept_RK = is_in_RK & (cumulative_RK - weights_RK < mass_R1) & is_above_floor_RK
-    if (draws.typical_p < 1).any():
-        is_kept_RK &= _is_typical(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, draws.typical_p))
-    if draws.has_xtc.any():
-        threshold_R1 = _column(ids_RK, np.where(draws.has_xtc, draws.xtc_threshold, np.inf))
-        is_kept_RK &= ~_is_top_choice(weights_RK.masked_fill(~is_kept_RK, 0.0), threshold_R1)
     kept_RK = weights_RK.masked_fill(~is_kept_RK, 0.0)
     if width == size:
         return kept_RK, torch.ones(len(ids_RK), dtype=torch.bool, device=ids_RK.device)
@@ -394,27 +454,27 @@ def _keep(
     return kept_RK, has_mass_R | has_count_R
 
 
-def _is_typical(probs_RK: Tensor, mass_R1: Tensor) -> Tensor:
-    """Return which candidates are typical: those with information nearest to the entropy that together reach the mass.
+def _is_typical(scaled_RV: Tensor, units_RV: Tensor, share: Floats) -> Tensor:
+    """Return which candidates are typical: those with information nearest to the entropy that together reach the share.
 
-    Candidates as near as the last of these are included. Weights need not sum to 1; an id of weight 0 is no candidate.
+    Candidates as near as the last of these are included. The information is a constant less the scaled logit, and the
+    entropy the same constant less their mean, so the distance needs no logarithm.
     Source: Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2022.
     """
-    # cumulative sums, because a plain sum over a long row may be split among threads and then depends on the batch
-    probs_RK = probs_RK / probs_RK.cumsum(dim=1)[:, -1:]
-    information_RK = -probs_RK.log()
-    entropy_R1 = (probs_RK * information_RK).nan_to_num_(nan=0.0).cumsum(dim=1)[:, -1:]
-    distance_RK = (information_RK - entropy_R1).abs_()
-    sorted_RK, order_RK = distance_RK.sort(dim=1, stable=True)
-    reached_RK = probs_RK.gather(1, order_RK).cumsum(dim=1)
-    last_R1 = (reached_RK < mass_R1).sum(dim=1, keepdim=True).clamp_(max=probs_RK.shape[1] - 1)
-    return distance_RK <= sorted_RK.gather(1, last_R1)
+    wide_RV = scaled_RV.double().masked_fill_(units_RV == 0, 0.0)
+    total_R1 = units_RV.sum(dim=1, keepdim=True)
+    mean_R1 = (units_RV.double() * wide_RV).round_().long().sum(dim=1, keepdim=True).double() / total_R1
+    keys_RV = (wide_RV - mean_R1).abs_().float().view(torch.int32).long()  # bits of a float that is not negative
+    return keys_RV <= _reach(keys_RV, units_RV, _share(units_RV, share) - 1)[0]
 
 
-def _is_top_choice(weights_RK: Tensor, threshold_R1: Tensor) -> Tensor:
-    """Return which sorted candidates XTC leaves out: all that reach the threshold, except the least likely of these.
+def _is_top_choice(keys_RV: Tensor, units_RV: Tensor, draws: Draws) -> Tensor:
+    """Return which candidates XTC leaves out: all that reach the threshold, except the least likely of these.
 
     Source: p-e-w, "Exclude Top Choices (XTC)", text-generation-webui, 2024.
     """
-    is_above_RK = (weights_RK > 0) & (weights_RK >= threshold_R1 * weights_RK.cumsum(dim=1)[:, -1:])
-    return is_above_RK & (is_above_RK.cumsum(dim=1) < is_above_RK.sum(dim=1, keepdim=True))
+    threshold_R1 = _column(keys_RV, np.where(draws.has_xtc, draws.xtc_threshold, np.inf))
+    is_above_RV = (units_RV > 0) & (units_RV >= threshold_R1 * units_RV.sum(dim=1, keepdim=True))
+    places_RV = keys_RV * keys_RV.shape[1] + torch.arange(keys_RV.shape[1], device=keys_RV.device)
+    last_R1 = places_RV.masked_fill(~is_above_RV, -1).amax(dim=1, keepdim=True)
+    return is_above_RV & (places_RV != last_R1)
