@@ -1,21 +1,24 @@
 """Everything that only a CUDA device can show, in under ten minutes: run it, and paste the table and the JSON object.
 
-    python -m tools.gpu_check [MODEL] [--minutes 10] [--batches 1 8 64 256] [--context 1024]
+    python -m tools.gpu_check [MODEL] [--minutes 10] [--batches 1 8 64 256] [--context 1024] [--vllm-python PYTHON]
 
 Parts: the device's facts; the self-check (kernels against references, bits); the executor's conformance tests on the
 device; bandwidth and matrix products; then MODEL: ids of captured steps against eager ones, ids alone against ids in a
 batch (--numerics invariant), first tokens against the CPU's if the model is small, tokens/s at each batch size beside
-the floor that bandwidth sets, and vLLM's beside it if it is installed. A model of any size with random weights:
-`python -m tools.model_folder`. A part that fails is reported, and the others still run. Exit status: 0 all right, 1 a
+the floor that bandwidth sets, and vLLM's beside it if PYTHON (this one if not given) has it. A model of any size with
+random weights: `python -m tools.model_folder`. A part that fails is reported, and the others still run. Exit status: 0 all right, 1 a
 part failed, 2 there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +40,7 @@ from octavo.executors.self_check import check_device
 from octavo.frontend.offline import OfflineEngine
 from octavo.nn.layers import Linear
 from octavo.ops.triton import available
+from tools.vllm_speed import make_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_DEVICE = 2
@@ -187,24 +191,53 @@ def measure_serving(model: str, device: torch.device, sizes: Sizes, copy_gb_s: f
     return {"batches": facts, "notes": list(capacity.notes)}
 
 
-def measure_vllm(model: str, sizes: Sizes) -> Facts:
-    """Measure vLLM in a process of its own, at the largest batch; say so if it is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        return {"ok": None, "why": "vllm is not installed"}
-    batch = max(sizes.batches)
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "throughput", "--model", model]
-    words += ["--input-len", str(sizes.context), "--output-len", str(sizes.outputs), "--num-prompts", str(batch)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    lines = [line for line in done.stdout.splitlines() if "tokens/s" in line]
-    return {"ok": done.returncode == 0, "batch": batch, "says": lines[-1] if lines else done.stderr[-300:]}
+def measure_vllm(
+    model: str, sizes: Sizes, share: float, python: str = sys.executable, timeout_s: float = 300.0
+) -> Facts:
+    """Measure vLLM in a process of its own with `share` of the device's memory; say so if it is not installed."""
+    files = resolve_model(model)
+    if files.kind != "hf":
+        return {"ok": None, "why": f"{files.name} is no folder of safetensors, which vLLM would read"}
+    asked = {"model": str(files.root), "batches": list(sizes.batches), "context": sizes.context}
+    asked |= {"outputs": sizes.outputs, "share": round(share, 3)}
+    words = [python, str(ROOT / "tools" / "vllm_speed.py"), json.dumps(asked)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, start_new_session=True, **pipes) as child:  # type: ignore[call-overload]
+        try:
+            out, errors = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # with the processes that vLLM started
+            child.communicate()
+            return {"ok": False, "why": f"vLLM took more than {timeout_s:g} s"}
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if child.returncode or not lines:
+        reasons = [line.strip() for line in errors.splitlines() if line.strip()] or ["it printed nothing"]
+        return {"ok": False, "why": f"vLLM ended with status {child.returncode}: {reasons[-1][:300]}"}
+    found: Facts = json.loads(lines[-1])
+    return {"ok": None, "why": f"vllm is not installed ({found['missing']})"} if "missing" in found else found
 
 
-def make_prompts(count: int, length: int) -> list[list[int]]:
-    """Return prompts of different ids, which share no prefix."""
-    return [[100 + (17 * number + (31 + number) * at) % 900 for at in range(length)] for number in range(1, count + 1)]
+def free_share(device: torch.device) -> float:
+    """Return the share of the device's memory that another process may take: at most 0.9, and 0.02 less than is free."""
+    if device.type != "cuda":
+        return 0.9
+    gc.collect()
+    torch.cuda.empty_cache()  # what this process keeps, the other cannot have
+    free, total = torch.cuda.mem_get_info(device)
+    return min(0.9, free / total - 0.02)
 
 
-def run_checks(model: str, device: torch.device, sizes: Sizes, minutes: float) -> dict[str, Facts]:
+def compare(serving: Facts, vllm: Facts) -> None:
+    """Add to vLLM's figures of each batch size what share of them Octavo reached."""
+    ours = serving.get("batches", {})
+    for batch, row in vllm.get("batches", {}).items():
+        if batch in ours:
+            row["octavo_of_it"] = round(ours[batch]["tokens_s"] / row["tokens_s"], 3)
+
+
+def run_checks(
+    model: str, device: torch.device, sizes: Sizes, minutes: float, vllm_python: str = sys.executable
+) -> dict[str, Facts]:
     """Run all parts; return their results by name."""
     check = Check(device, time.monotonic() + 60 * minutes)
     check.part("device", lambda: describe_device(device))
@@ -213,8 +246,8 @@ def run_checks(model: str, device: torch.device, sizes: Sizes, minutes: float) -
     speed = check.part("speed", lambda: measure_device(device, sizes))
     check.part("answers", lambda: check_answers(model, device, sizes))
     check.part("cpu", lambda: compare_with_cpu(model, device))
-    check.part("serving", lambda: measure_serving(model, device, sizes, speed.get("copy_gb_s", 1.0)))
-    check.part("vllm", lambda: measure_vllm(model, sizes))
+    serving = check.part("serving", lambda: measure_serving(model, device, sizes, speed.get("copy_gb_s", 1.0)))
+    compare(serving, check.part("vllm", lambda: measure_vllm(model, sizes, free_share(device), vllm_python)))
     return check.results
 
 
@@ -227,7 +260,7 @@ def table(results: dict[str, Facts]) -> list[str]:
         text = ", ".join(f"{key} {value}" for key, value in figures.items())
         lines.append(f"| {name} | {states[found['ok']]} | {text} |")
         for batch, row in found.get("batches", {}).items():
-            lines.append(f"| batch {batch} | | {', '.join(f'{key} {value}' for key, value in row.items())} |")
+            lines.append(f"| {name}, batch {batch} | | {', '.join(f'{key} {value}' for key, value in row.items())} |")
     return lines
 
 
@@ -266,13 +299,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="no part begins after this time [9]")
     parser.add_argument("--batches", type=int, nargs="+", default=list(Sizes().batches), help="batch sizes")
     parser.add_argument("--context", type=int, default=Sizes().context, help="tokens of a prompt [1024]")
+    parser.add_argument("--vllm-python", default=sys.executable, help="a Python that has vLLM [this one]")
     args = parser.parse_args(arguments)
     facts = look_for_cuda()
     if facts.obstacle is not None:
         print(f"nothing was checked: {facts.obstacle}; this tool needs a CUDA device", file=sys.stderr)
         return NO_DEVICE
     sizes = Sizes(batches=args.batches, context=args.context)
-    results = run_checks(args.model, torch.device("cuda"), sizes, args.minutes)
+    results = run_checks(args.model, torch.device("cuda"), sizes, args.minutes, args.vllm_python)
     print("\n".join(table(results)))
     print(json.dumps(results, default=str))
     return int(any(found["ok"] is False for found in results.values()))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tiny_gguf import make_tiny_gguf
 from tests.tiny_models import make_tiny_model
 from tools import gpu_check
 from tools.gpu_check import Check, Sizes, make_prompts, run_checks, table
@@ -40,8 +41,80 @@ def test_every_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "ok": True, "captured_equals_eager": True, "alone_equals_batch": True, "seconds": 0,
     }  # fmt: skip
     lines = table(results)
-    assert lines[0] == "| part | result | figures |" and any(line.startswith("| batch 2 |") for line in lines)
-    assert json.loads(json.dumps(results, default=str))["vllm"]["why"] == "vllm is not installed"
+    assert lines[0] == "| part | result | figures |" and any(line.startswith("| serving, batch 2 |") for line in lines)
+    assert json.loads(json.dumps(results, default=str))["vllm"]["why"].startswith("vllm is not installed (No module")
+
+
+FAKE = """
+import json, os, sys, time
+from types import SimpleNamespace
+__version__ = "0.99"
+HOW = os.environ["FAKE_VLLM"]
+if HOW == "no import":
+    raise ImportError("libcudart.so.99: cannot open shared object file")
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
+        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, model, *, skip_tokenizer_init, max_model_len, max_num_seqs, gpu_memory_utilization,
+                 enable_prefix_caching, seed):
+        print("INFO: loading", model)
+        assert skip_tokenizer_init and not enable_prefix_caching and os.path.exists(model + "/config.json")
+        if HOW == "no memory":
+            raise ValueError("Free memory on device is less than desired GPU memory utilization")
+        self.max_len, self.max_seqs = max_model_len, max_num_seqs
+
+    def generate(self, prompts, sampling_params, *, use_tqdm):
+        assert not use_tqdm and len(prompts) <= self.max_seqs
+        if HOW == "hang":
+            os.fork() or time.sleep(99)
+            time.sleep(99)
+        num = sampling_params.max_tokens - (HOW == "short")
+        assert all(len(prompt["prompt_token_ids"]) + num <= self.max_len for prompt in prompts)
+        time.sleep(0.005 * num)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * num)]) for prompt in prompts]
+"""
+
+
+@pytest.mark.parametrize(("how", "ok", "why"), [
+    ("good", True, None),
+    ("no import", None, "vllm is not installed (libcudart.so.99: cannot open shared object file)"),
+    ("no memory", False, "vLLM ended with status 1: ValueError: Free memory on device is less than desired GPU memory"),
+    ("short", False, "vLLM ended with status 1: RuntimeError: 1 answers of [1] tokens, wanted 1, 2"),
+    ("hang", False, "vLLM took more than 2 s"),
+])  # fmt: skip
+def test_vllm_is_measured_or_its_failure_reported(
+    how: str, ok: bool | None, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package with the names that are used of vLLM proves this side of the call; no real one was run."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_VLLM", how)
+    folder = make_tiny_model("llama3", tmp_path / "model")
+    sizes = Sizes(batches=(1, 2), context=20, outputs=6)
+    started_at = time.monotonic()
+    timeout = 2.0 if how == "hang" else 60.0
+    check = Check(CPU, time.monotonic() + 60)
+    found = check.part("vllm", lambda: gpu_check.measure_vllm(str(folder), sizes, 0.9, timeout_s=timeout))
+    assert time.monotonic() - started_at < 60 and found["ok"] is ok
+    if why is not None:
+        assert found["why"].startswith(why), found
+        return
+    assert found["version"] == "0.99" and set(found["batches"]) == {"1", "2"}
+    assert 4.5 < found["batches"]["1"]["step_ms"] < 50  # five for each token, whatever the prompts take
+    gpu_check.compare({"batches": {"1": {"tokens_s": 100.0}}}, found)
+    assert found["batches"]["1"]["octavo_of_it"] == round(100 / found["batches"]["1"]["tokens_s"], 3)
+    assert "octavo_of_it" not in found["batches"]["2"]
+
+
+def test_vllm_is_not_asked_about_a_file_that_it_does_not_read(tmp_path: Path) -> None:
+    make_tiny_gguf("llama2", tmp_path / "tiny.gguf", "Q4_0")
+    found = gpu_check.measure_vllm(str(tmp_path / "tiny.gguf"), Sizes(), 0.9)
+    assert found["ok"] is None and "no folder of safetensors" in found["why"]
 
 
 def test_a_part_that_fails_or_has_no_time_is_reported() -> None:
