@@ -6,8 +6,8 @@ Parts: the device's facts; the self-check (kernels against references, bits); th
 device; bandwidth and matrix products; then MODEL: ids of captured steps against eager ones, ids alone against ids in a
 batch (--numerics invariant), first tokens against the CPU's if the model is small, tokens/s at each batch size beside
 the floor that bandwidth sets, and vLLM's beside it if PYTHON (this one if not given) has it. A model of any size with
-random weights: `python -m tools.model_folder`. A part that fails is reported, and the others still run. Exit status: 0 all right, 1 a
-part failed, 2 there is no CUDA device.
+random weights: `python -m tools.model_folder`. A part that fails is reported, and the others still run.
+Exit status: 0 all right, 1 a part failed, 2 there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.vllm_speed import make_prompts
 
 from octavo import SamplingParams
 from octavo.artifacts.resolve import resolve_model
@@ -40,7 +41,6 @@ from octavo.executors.self_check import check_device
 from octavo.frontend.offline import OfflineEngine
 from octavo.nn.layers import Linear
 from octavo.ops.triton import available
-from tools.vllm_speed import make_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_DEVICE = 2
@@ -218,7 +218,7 @@ def measure_vllm(
 
 
 def free_share(device: torch.device) -> float:
-    """Return the share of the device's memory that another process may take: at most 0.9, and 0.02 less than is free."""
+    """Return the share of the device's memory for another process: at most 0.9, and 0.02 less than is free."""
     if device.type != "cuda":
         return 0.9
     gc.collect()

@@ -2,9 +2,9 @@
 
     python tools/vllm_speed.py '{"model": FOLDER, "batches": [1, 8], "context": 1024, "outputs": 64, "share": 0.9}'
 
-A step's time is the difference of answers of outputs + 1 tokens and of one token, so that prompts do not count. The last
-line is one JSON object: the version and each batch size's figures, or `missing`: why vllm cannot be imported. It needs
-nothing else of this repository, since vLLM is often in an environment of its own.
+A step's time is the difference of answers of outputs + 1 tokens and of one token, so that prompts do not count. The
+last line is one JSON object: the version and each batch size's figures, or `missing`: why vllm cannot be imported. It
+needs nothing else of this repository, since vLLM is often in an environment of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def measure(vllm: Any, asked: dict[str, Any]) -> dict[str, Any]:
         took = time.perf_counter() - started_at
         counts = {len(answer.outputs[0].token_ids) for answer in answers}
         if len(answers) != len(prompts) or counts != {num_tokens}:
-            raise RuntimeError(f"{len(answers)} answers of {sorted(counts)} tokens, wanted {len(prompts)}, {num_tokens}")
+            raise RuntimeError(f"{len(answers)} answers of {sorted(counts)} tokens, not {len(prompts)} of {num_tokens}")
         return took
 
     batches: dict[str, dict[str, float]] = {}

@@ -83,7 +83,7 @@ class LLM:
     ("good", True, None),
     ("no import", None, "vllm is not installed (libcudart.so.99: cannot open shared object file)"),
     ("no memory", False, "vLLM ended with status 1: ValueError: Free memory on device is less than desired GPU memory"),
-    ("short", False, "vLLM ended with status 1: RuntimeError: 1 answers of [1] tokens, wanted 1, 2"),
+    ("short", False, "vLLM ended with status 1: RuntimeError: 1 answers of [1] tokens, not 1 of 2"),
     ("hang", False, "vLLM took more than 2 s"),
 ])  # fmt: skip
 def test_vllm_is_measured_or_its_failure_reported(

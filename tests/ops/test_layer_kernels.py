@@ -242,6 +242,8 @@ def test_coded_linear(kind: WeightKind, group: int, dtype: torch.dtype) -> None:
             )
             exact = x_TE.double() @ weight_FE.to(dtype).double().T[:, rows] + bias_F.double()[rows]
             # a sum in float32, in any order, is off by at most so much; then it is rounded
-            magnitude = x_TE.double().abs() @ weight_FE.to(dtype).double().T[:, rows].abs() + bias_F.double()[rows].abs()
+            magnitude = (
+                x_TE.double().abs() @ weight_FE.to(dtype).double().T[:, rows].abs() + bias_F.double()[rows].abs()
+            )
             allowed = inputs * torch.finfo(torch.float32).eps * magnitude + exact.abs() * torch.finfo(dtype).eps
             assert ((out.double() - exact).abs() <= allowed).all()
