@@ -13,11 +13,13 @@ from octavo.errors import ConfigError
 from octavo.executors import loading
 from octavo.executors.loading import DecoderChoice
 from octavo.executors.torch_executor import TorchExecutor
+from octavo.nn.parallel import Parallel, ShardSpec
 from octavo.ops.triton import available
 from tests.executors.conformance import open_files
 from tests.executors.driver import SPEC, Driver, make_prompt
 from tests.executors.emulated_device import OnEmulated
 from tests.tiny_gguf import make_tiny_gguf
+from tests.tiny_models import make_tiny_model
 
 needs_triton = pytest.mark.skipif(not available.is_available(), reason="no triton")
 
@@ -50,6 +52,28 @@ def test_fault_13_without_kernels_it_refuses_as_before(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="quantization is 'int4'"):
         choose(ExecutionConfig(), ModelConfig(quantization="int4"))
     assert choose(ExecutionConfig(), ModelConfig()).quantization == "none"
+
+
+@needs_triton
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(("numerics", "quantization"), [("invariant", "none"), ("fast", "int4"), ("invariant", "int8")])
+def test_ranks_of_a_device_keep_codes_and_may_be_invariant(numerics: str, quantization: str) -> None:
+    files, spec = open_files(find_wheel_model().root)
+    settings = ExecutionConfig(numerics=numerics), ModelConfig(quantization=quantization)
+    choice = DecoderChoice(files, spec, *settings, Parallel(ShardSpec.of(1, 2)))
+    assert (choice.decoder_name, choice.is_packed) == ("sharded", False)
+    assert (choice.is_invariant, choice.quantization) == (numerics == "invariant", quantization)
+    assert choice.keeps_codes == (quantization != "none")
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(("setting", "value"), [("numerics", "invariant"), ("quantization", "int4")])
+def test_models_through_transformers_say_why_they_cannot(setting: str, value: str, tmp_path: Path) -> None:
+    execution = ExecutionConfig(decoder="transformers", numerics=value if setting == "numerics" else "auto")
+    model = ModelConfig(quantization=value if setting == "quantization" else "auto")
+    why = f"{setting} is '{value}'.* runs through transformers, whose own operations compute it on a device"
+    with pytest.raises(ConfigError, match=why):
+        DecoderChoice(*open_files(make_tiny_model("llama3", tmp_path)), execution, model)
 
 
 def test_the_native_decoder_is_still_of_cpus(on_cuda: None) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from octavo.core.plan import ROW_CARRY, ROW_SAMPLE
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, ROW_SCORE
 from octavo.core.request import SamplingParams
 from octavo.executors.protocol import Executor
+from octavo.executors.step_buffers import BufferPair
 from tests.executors.conformance import SPEC, Conformance, Dense, Driver, make_prompt, masks_of
 from tests.executors.emulated_device import Emulator, Happened, OnEmulated
 from tests.executors.test_torch_executor import make
@@ -73,6 +75,37 @@ def test_results_of_a_step_do_not_wait_for_the_next_step(driver: Driver, dense: 
         assert emulator.waited_until <= ends[-2] < ends[-1]
     tokens += driver.executor.collect(tickets.pop()).token_ids or ()
     assert tokens == dense.greedy(prompt, 7)
+
+
+def test_faults_5_6_8_10_nothing_is_copied_with_the_context_or_sorted(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt whose positions are scored, and decodes after long and short contexts: launches, and words sent."""
+    emulator, sent = emulator_of(driver), list[int]()
+    send = BufferPair.send
+
+    def watched(self: BufferPair, columns: Any, target: Any = None) -> Any:
+        sent.append(sum(column.size for column in columns))
+        return send(self, columns, target)
+
+    monkeypatch.setattr(BufferPair, "send", watched)
+    driver.add(0, make_prompt(90), replace(PLAIN, prompt_logprobs=3))
+    driver.row(0, 0, 90, ROW_SCORE | ROW_SAMPLE)
+    assert len(driver.run().scores[0][2]) == 89
+    assert not [name for name in emulator.phases["submit"].launches if ".sort" in name]
+    counts = []
+    for slot, length in ((1, 6), (2, 102)):
+        driver.add(slot, make_prompt(length), PLAIN)
+        driver.prefill(slot, length)
+        sent.clear()
+        emulator.clear()
+        driver.decode([slot], [length + 1], 1)
+        counts.append((sent[0], sum(emulator.phases["submit"].launches.values())))
+    assert not emulator.has_kernels or counts[0] == counts[1], "as many launches and words after any context"
+    if emulator.has_kernels:
+        launches = emulator.phases["submit"].launches
+        layers = launches["octavo.paged_attention.default"]
+        assert layers == 2 and launches["octavo.join_attention.default"] == 0 and "aten.bmm.default" not in launches
 
 
 def test_grammars_penalties_and_log_probabilities_wait_for_nothing(driver: Driver) -> None:

@@ -27,13 +27,18 @@ Logits = list[Tensor]
 
 
 def load_shard(folder: str, form: str, parallel: Parallel | None = None) -> Decoder:
-    """Load a rank's part. `form` is "plain" (float32 for torch), or a code or a dtype of packed weights."""
+    """Load a rank's part. `form` is "plain" (float32 for torch), or a code or a dtype of packed weights.
+
+    With "device " before it, weights are in the form that they have on a device.
+    """
     files = resolve_model(folder)
     spec = read_model_spec(files)
     dtype = torch.bfloat16 if form == "bfloat16" else torch.float32
-    wanted = None if form == "plain" else wanted_tensors(form if form in CODES else "none", dtype)
-    device, weights = torch.device("cpu"), open_weights(files, spec)
-    return Decoder(ShardLoader(spec, dtype, device, weights, parallel or Parallel(), wanted), max_model_len=128)
+    code = form.removeprefix("device ")
+    wanted = None if form == "plain" else wanted_tensors(code if code in CODES else "none", dtype)
+    forms = (wanted, None) if code == form else (None, wanted)
+    place, weights = (dtype, torch.device("cpu")), open_weights(files, spec)
+    return Decoder(ShardLoader(spec, place, weights, parallel or Parallel(), *forms), max_model_len=128)
 
 
 def prompt(length: int, vocab_size: int, seed: int = 1) -> list[int]:

@@ -21,6 +21,8 @@ from octavo.artifacts.resolve import resolve_model
 from octavo.models.decoder import Decoder
 from octavo.models.loader import Loader
 from octavo.models.native_weights import wanted_tensors
+from octavo.models.shard_loader import ShardLoader
+from octavo.nn.parallel import Parallel, ShardSpec
 from octavo.nn.weights import Weights, open_weights
 from octavo.ops.attention import AttentionBatch, GroupedAttention, KVPlace, KVPool, PoolShape, ReferenceAttention
 from octavo.ops.triton import available
@@ -106,6 +108,47 @@ def test_types_without_a_kernel_are_coded_anew_and_the_user_is_told(tmp_path: Pa
     make_tiny_gguf("llama2", tmp_path / "tiny.gguf", "Q5_1")
     decoder = load(tmp_path / "tiny.gguf", "auto")
     assert any("tensors in Q5_1 become int8" in note for note in decoder.notes)
+
+
+class Collected:
+    """A collective that keeps what a rank gives."""
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.given.append(x)
+        return torch.stack([x, torch.zeros_like(x)])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_ranks_have_the_bits_of_one_rank(quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that are divided are the same, and inputs that are divided are added by the same tree."""
+    sizes = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    files = resolve_model(str(make_tiny_model("llama3", tmp_path, **sizes)))
+    spec, place = read_model_spec(files), (torch.float32, torch.device("cpu"))
+    wanted, collectives = wanted_tensors(quantization, torch.float32), [Collected(), Collected()]
+    parallels: list[Any] = [Parallel(), *(Parallel(ShardSpec.of(rank, 2), collectives[rank]) for rank in (0, 1))]
+    use_kernels(monkeypatch)
+
+    def product(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
+        columns = [(a * column[None, :]).sum(axis=1, dtype=np.float32) for column in np.ascontiguousarray(b.T)]
+        return np.stack(columns, axis=1).astype(dtype or a.dtype)
+
+    monkeypatch.setattr("triton.runtime.interpreter.np.matmul", product)
+    loaders = [ShardLoader(spec, place, open_weights(files, spec), one, None, wanted) for one in parallels]
+    x_TE, wide_TI = torch.randn(3, 64), torch.randn(3, 512)
+    whole, *halves = (loader.linear("qkv", 0)(x_TE) for loader in loaders)
+    parts = [half.split([4 * spec.head_dim, 2 * spec.head_dim, 2 * spec.head_dim], dim=1) for half in halves]
+    assert torch.equal(whole, torch.cat([part for pair in zip(*parts, strict=True) for part in pair], dim=1))
+    whole, *halves = (loader.linear("gate_up", 0)(x_TE) for loader in loaders)
+    pairs = zip(*(half.chunk(2, dim=1) for half in halves), strict=True)
+    assert torch.equal(whole, torch.cat([part for pair in pairs for part in pair], dim=1))
+    down, *of_ranks = (loader.linear("down", 0) for loader in loaders)
+    for of_rank, own in zip(of_ranks, wide_TI.chunk(2, dim=1), strict=True):
+        of_rank(own)
+    assert torch.equal(down(wide_TI), collectives[0].given[-1] + collectives[1].given[-1])
+    assert (down.nbytes < 512 * 64 * 4 / 4) == (quantization == "int4")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.artifacts.read_spec import read_model_spec
+from octavo.artifacts.resolve import resolve_model
+from octavo.models.decoder import Decoder
+from octavo.models.loader import Loader
+from octavo.models.native_weights import wanted_tensors
+from octavo.nn.weights import open_weights
 from octavo.ops import cpu
 from tests.models.dense_backend import all_logits, load_decoder
-from tests.models.sharded_decoders import load_shard, logits_of_threads, many_logits_of, prompt
+from tests.models.sharded_decoders import load_shard, logits_of, logits_of_threads, many_logits_of, prompt
 from tests.nn.rank_group import RankGroup
 from tests.tiny_gguf import make_tiny_gguf
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_tiny_model
@@ -106,6 +112,25 @@ def test_eight_ranks_compute_the_bits_of_one(name: str, folders: dict[str, str])
     one = many_logits_of(None, case)
     for found in logits_of_threads(8, *case[0]):
         check_equal(case, [found], one)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("nine_heads", "none"), ("wide", "int4"), ("gguf", "auto"), ("gemma3", "none")]
+)
+def test_ranks_keep_codes_on_a_device(name: str, form: str, folders: dict[str, str]) -> None:
+    """A device's form of weights, multiplied by torch: near the ordinary decoder's values in any number of ranks."""
+    rows = [prompt(64, VOCAB_SIZE), prompt(1, VOCAB_SIZE, 2)]
+    one, files = load_shard(folders[name], f"device {form}"), resolve_model(folders[name])
+    spec, wanted = read_model_spec(files), wanted_tensors(form, torch.float32)
+    ordinary = Decoder(Loader(spec, torch.float32, torch.device("cpu"), open_weights(files, spec), None, wanted))
+    for ours, expected in zip(*(all_logits(decoder, rows) for decoder in (one, ordinary)), strict=True):
+        torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
+    assert form == "none" or one.weight_bytes < 0.5 * load_shard(folders[name], "plain").weight_bytes
+    of_one = logits_of(None, folders[name], f"device {form}")
+    for size in (2, 8):
+        for found in logits_of_threads(size, folders[name], f"device {form}"):
+            for logits, expected in zip(found, of_one, strict=True):
+                torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_stages_of_two_ranks_each_compute_the_bits_of_one(folders: dict[str, str], tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_rank_reads_its_part_only(size: int, tmp_path: Path) -> None:
     for rank in range(size):
         source = CountingSource(files)
         parallel = Parallel(ShardSpec.of(rank, size))
-        loader = ShardLoader(spec, torch.float32, torch.device("cpu"), Weights(source), parallel)
+        loader = ShardLoader(spec, (torch.float32, torch.device("cpu")), Weights(source), parallel)
         loader.tables()
         for layer in loader.layers:
             for linear in ("qkv", "output", "gate_up", "down"):

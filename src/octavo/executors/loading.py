@@ -35,6 +35,7 @@ from octavo.ops import cpu
 from octavo.ops.attention import AttentionBackend, LayerAttention
 from octavo.ops.triton import available
 
+_AS_IT_IS = ", whose own operations compute it on a device: they keep no codes, and a row's bits depend on the batch"
 KV_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -97,9 +98,7 @@ class DecoderChoice:
         self.is_transformers = _is_transformers(files, spec, execution, parallel)
         self._obstacle = _obstacle(self.device, execution, model, spec)
         # of a device whose kernels keep codes, and a row's bits whatever the company
-        self.has_device_kernels = (
-            self.device.type != "cpu" and not self.is_transformers and parallel is None and available.is_available()
-        )
+        self.has_device_kernels = self.device.type != "cpu" and not self.is_transformers and available.is_available()
         self.is_invariant = execution.numerics == "invariant"
         if self.is_invariant:
             check_invariant(execution.device)
@@ -133,6 +132,11 @@ class DecoderChoice:
             )
 
     @property
+    def keeps_codes(self) -> bool:
+        """Return True if linear layers on a device keep codes."""
+        return self.has_device_kernels and self.quantization != "none"
+
+    @property
     def reason(self) -> str:
         """Why the decoder is not the native one; "" if it is, or if ranks take its place."""
         if self.is_transformers:
@@ -155,7 +159,7 @@ class DecoderChoice:
             return self._load_shard(self._parallel, max_model_len, options)
         if not self.is_native:
             path = "invariant" if self.is_invariant and self.has_device_kernels else None
-            coded = wanted_tensors(self.quantization, self.dtype) if self.quantization != "none" else None
+            coded = wanted_tensors(self.quantization, self.dtype) if self.keeps_codes else None
             weights = open_weights(self._files, self._spec, options)
             loader = Loader(self._spec, self.dtype, self.device, weights, path, coded)
             decoder = Decoder(loader, max_model_len)
@@ -184,9 +188,11 @@ class DecoderChoice:
 
     def _load_shard(self, parallel: Parallel, max_model_len: int | None, options: ReadOptions) -> LoadedDecoder:
         """Load one rank's part: packed for the kernels where they can be used, else for torch."""
-        wanted = wanted_tensors(self.quantization, self.dtype) if self.is_packed else None
+        wanted = wanted_tensors(self.quantization, self.dtype)
         weights = open_weights(self._files, self._spec, options)
-        loader = ShardLoader(self._spec, self.dtype, self.device, weights, parallel, wanted)
+        packed = wanted if self.is_packed else None
+        coded = wanted if self.keeps_codes or (self.is_invariant and self.has_device_kernels) else None
+        loader = ShardLoader(self._spec, (self.dtype, self.device), weights, parallel, packed, coded)
         decoder = Decoder(loader, max_model_len)
         return LoadedDecoder(decoder, loader.quantization, decoder.notes)
 
@@ -258,10 +264,10 @@ def _is_transformers(files: ModelFiles, spec: ModelSpec, execution: ExecutionCon
 
 def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConfig, spec: ModelSpec) -> str | None:
     """Return why the native decoder cannot be used, or None if it can."""
+    if spec.path == "transformers" or execution.decoder == "transformers":
+        return "the model runs through transformers" + _AS_IT_IS * (device.type != "cpu")
     if device.type != "cpu":
         return f"the device is {device.type}"
-    if spec.path == "transformers" or execution.decoder == "transformers":
-        return "the model runs through transformers"
     if execution.decoder == "torch":
         return "decoder is 'torch'"
     if execution.attention != "auto":

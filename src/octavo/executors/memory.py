@@ -398,16 +398,21 @@ def _shards(spec: ModelSpec, parallel: ParallelConfig | None) -> list[ModelShard
 def _weight_bytes(files: ModelFiles, spec: ModelSpec, choice: DecoderChoice) -> int:
     if choice.is_packed:
         return native_weight_bytes(files, spec, choice.quantization, choice.dtype)
-    packing = wanted_tensors(choice.quantization, choice.dtype) if choice.packs else None
-    return _estimated_bytes(files, spec, packing, choice.dtype)
+    packing = wanted_tensors(choice.quantization, choice.dtype) if choice.packs or choice.keeps_codes else None
+    return _estimated_bytes(files, spec, packing, choice.dtype, choice.dtype.itemsize if choice.keeps_codes else 4)
 
 
-def _estimated_bytes(files: ModelFiles, spec: ModelSpec, packing: WantedTensor | None, dtype: torch.dtype) -> int:
-    """Return the bytes of the files' tensors. With `packing`, layers' matrices are packed, and the rest is float32."""
+def _estimated_bytes(
+    files: ModelFiles, spec: ModelSpec, packing: WantedTensor | None, dtype: torch.dtype, rest_itemsize: int = 4
+) -> int:
+    """Return the bytes of the files' tensors. With `packing`, layers' matrices are packed, the rest as it says."""
     weights = open_weights(files, spec)
     shapes = {name: weights.shape(name) for name in weights.names}
     total = sum(map(prod, shapes.values()))
     if packing is None:
         return total * dtype.itemsize
     num_packed = sum(prod(shape) for name, shape in shapes.items() if len(shape) > 1 and _OF_LAYER.search(name))
-    return num_packed * _CODE_BITS.get(packing.quantization, 8 * dtype.itemsize) // 8 + (total - num_packed) * 4
+    return (
+        num_packed * _CODE_BITS.get(packing.quantization, 8 * dtype.itemsize) // 8
+        + (total - num_packed) * rest_itemsize
+    )

@@ -153,7 +153,7 @@ class PoolingDecoder(_Pooled):
             self._decoder = Decoder(Loader(spec, dtype, device, weights), max_model_len)
             self.quantization = "none"
         else:
-            loader = ShardLoader(spec, dtype, device, weights, Parallel(), wanted)
+            loader = ShardLoader(spec, (dtype, device), weights, Parallel(), wanted)
             self._decoder = Decoder(loader, max_model_len)
             self.quantization = loader.quantization
         self.max_model_len = self._decoder.max_model_len

@@ -87,12 +87,13 @@ class Loader:
         (table,) = self._parts({embedding: vocab_size}, size, wanted)
         is_tied = self.spec.tie_word_embeddings
         (head,) = (table,) if is_tied else self._parts({self.head_name: vocab_size}, size, wanted)
-        begin: Begin
+        return self._lookup(table), self._linear([head], None)
+
+    def _lookup(self, table: Part) -> Begin:
+        """Return the lookup of a table's rows, scaled if the family scales them."""
         if isinstance(table, Tensor):
-            begin = embedding_of(self.spec, table)
-        else:
-            begin = CodedEmbedding(table, self.dtype, self.spec.stream_scale)
-        return begin, self._linear([head], None)
+            return embedding_of(self.spec, table)
+        return CodedEmbedding(table, self.dtype, self.spec.stream_scale)
 
     @property
     def quantization(self) -> str:

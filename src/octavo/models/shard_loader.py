@@ -1,7 +1,8 @@
 """Load one rank's part of a decoder: its layers, heads, columns of the MLP and rows of the vocabulary.
 
 Owns: which windows of the files a rank reads, and the form of its weights: packed for the C++ kernels if `wanted` says
-how, else plain for torch. Does not: divide the model (shards.py does), or compute.
+how, for the kernels of a device if `coded` does, else plain for torch. Does not: divide the model (shards.py does), or
+compute.
 Invariants: a tensor is read, coded and packed by segments of virtual ranks, so a segment's values do not depend on the
 number of ranks. Norms are whole in every rank.
 Shapes: T tokens, E hidden size, F output rows, W rows of a table in one rank.
@@ -21,6 +22,7 @@ from octavo.artifacts.model_spec import ModelSpec
 from octavo.models.loader import Begin, End, Loader, Multiplication, embedding_of
 from octavo.models.native_weights import TABLES
 from octavo.models.shards import ModelShard
+from octavo.nn.coded_linear import CodedLinear, Part, read_parts
 from octavo.nn.layers import Linear
 from octavo.nn.packed_weight import PackedWeight, most_frequent_code
 from octavo.nn.packing import WantedTensor, pack_matrices
@@ -42,18 +44,22 @@ _DIVIDED_BY_OUTPUTS = ("qkv", "gate_up")
 
 
 class ShardLoader(Loader):
-    """Loads one rank's part. With `wanted` the device is the CPU, and activations and norms are float32."""
+    """Loads one rank's part. With `wanted` the device is the CPU, and activations and norms are float32.
+
+    With `coded` weights are a device's: codes where there are any, and floats that its own kernel multiplies.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: tuple[torch.dtype, torch.device],
         weights: Weights,
         parallel: Parallel,
         wanted: WantedTensor | None = None,
+        coded: WantedTensor | None = None,
     ) -> None:
-        super().__init__(spec, dtype if wanted is None else torch.float32, device, weights)
+        dtype, device = place
+        super().__init__(spec, dtype if wanted is None else torch.float32, device, weights, coded=coded)
         self._place, self._collective = parallel.shard, parallel.collective
         self._shard = ModelShard(spec, parallel.shard)
         self._wanted = wanted
@@ -64,7 +70,7 @@ class ShardLoader(Loader):
     @property
     def quantization(self) -> str:
         """The code of most weights that were packed, or "none" if most are floats."""
-        return most_frequent_code(self._made) if self._made else "none"
+        return most_frequent_code(self._made) if self._made else super().quantization
 
     def tables(self) -> tuple[Begin, Multiplication | None]:
         """Read this rank's rows of the embedding, of the head, of both or of neither."""
@@ -85,6 +91,8 @@ class ShardLoader(Loader):
 
     def activation(self) -> Callable[[Tensor], Tensor]:
         """Return the MLP's activation; torch's is part of the segments of gate_up."""
+        if self._coded is not None:
+            return super().activation()
         if self._wanted is None:
             return lambda x_TI: x_TI
         return activate_rows(self.spec.activation, self.family.has("gate_proj"))
@@ -125,6 +133,12 @@ class ShardLoader(Loader):
             scale = None if spec.stream_scale == 1.0 else spec.stream_scale
             lookup = ShardedEmbedding(PackedTable(packed), *where, scale)
             return lookup, ShardedHead(PackedLinear(packed), bounds, self._collective)
+        if self._coded is not None:
+            quantization = TABLES.get(self._coded.quantization, self._coded.quantization)
+            (part,) = self._kept(windows, replace(self._coded, quantization=quantization))
+            return ShardedEmbedding(self._lookup(part), *where), ShardedHead(
+                CodedLinear([part]), bounds, self._collective
+            )
         weight_WE = self._plain(windows)
         ends = list(accumulate(len(window.rows) for window in windows))
         segments = [Linear(weight_WE[end - len(window.rows) : end]) for window, end in zip(windows, ends, strict=True)]
@@ -134,6 +148,8 @@ class ShardLoader(Loader):
     def _outputs(self, windows: Sequence[TensorWindow], bias_F: Tensor | None) -> Multiplication:
         if self._wanted is not None:
             return PackedLinear(self._packed(windows, bias_F, self._wanted))
+        if self._coded is not None:
+            return CodedLinear(self._kept(windows, self._coded), bias_F)
         segments, start = [], 0
         for window in windows:
             end = start + len(window.rows)
@@ -143,8 +159,8 @@ class ShardLoader(Loader):
 
     def _activated(self, windows: Sequence[TensorWindow], bias_F: Tensor | None) -> Multiplication:
         """Read gate (if any) and up; windows of all gates come first."""
-        if self._wanted is not None:
-            return PackedLinear(self._packed(windows, bias_F, self._wanted))
+        if self._wanted is not None or self._coded is not None:
+            return self._outputs(windows, bias_F)
         count = len(windows) // (2 if self.family.has("gate_proj") else 1)
         parts = [windows[first::count] for first in range(count)]
         biases: list[Tensor | None] = [None] * count
@@ -161,7 +177,7 @@ class ShardLoader(Loader):
             packed = [None if window is None else self._packed([window], None, wanted)[0] for window in windows]
             products = PackedProducts(packed, size)
         else:
-            products = TorchProducts([None if window is None else Linear(self._plain([window])) for window in windows])
+            products = TorchProducts([None if window is None else self._segment(window) for window in windows])
         has_part = self._shard.has_part(self._shard.inputs(linear)[1])
         bias_F = None
         if linear in self.spec.biases:
@@ -180,6 +196,22 @@ class ShardLoader(Loader):
         weights = pack_matrices(view, rows, view.shape(windows[0].key)[1], wanted, bias_F)
         self._made += weights
         return weights
+
+    def _segment(self, window: TensorWindow) -> Linear | CodedLinear:
+        """Read the weight of one segment of inputs."""
+        if self._coded is not None:
+            return CodedLinear(self._kept([window], self._coded))
+        return Linear(self._plain([window]))
+
+    def _kept(self, windows: Sequence[TensorWindow], coded: WantedTensor) -> list[Part]:
+        """Read windows of equal width into parts for a device's kernels; one of no values if there is no window."""
+        if not windows:
+            return [torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)]
+        view, rows = self.weights.windows(windows), {window.key: len(window.rows) for window in windows}
+        inputs = view.shape(windows[0].key)[1]
+        parts, runs = read_parts(view, rows, inputs, coded, (self.dtype, self.device))
+        self._runs += runs
+        return parts
 
     def _plain(self, windows: Sequence[TensorWindow]) -> Tensor:
         """Read windows of vectors, or of matrices of equal width, into one tensor of the model's dtype."""

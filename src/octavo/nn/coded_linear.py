@@ -133,7 +133,7 @@ Part = DeviceCodes | Tensor  # consecutive outputs of one kind: codes, or floats
 class CodedLinear:
     """y_TF = x_TE W_FE^T + b_F of parts, in order of the outputs, of which some are coded."""
 
-    __slots__ = ("_bias_F", "_parts", "_size", "nbytes", "num_weights")
+    __slots__ = ("_bias_F", "_parts", "_size", "in_features", "nbytes", "num_weights")
 
     def __init__(self, parts: Sequence[Part], bias_F: Tensor | None = None) -> None:
         self._parts = tuple(parts)
@@ -141,7 +141,8 @@ class CodedLinear:
         self._size = sum(outputs_of(part) for part in parts)
         self.nbytes = sum(part.nbytes for part in parts) + (0 if bias_F is None else bias_F.nbytes)
         first = parts[0]
-        self.num_weights = self._size * (first.shape[1] if isinstance(first, Tensor) else first.shape.inputs)
+        self.in_features = first.shape[1] if isinstance(first, Tensor) else first.shape.inputs
+        self.num_weights = self._size * self.in_features
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return a new tensor [T, F] of x's dtype."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.nn.coded_linear import CodedLinear
 from octavo.nn.layers import Linear
 from octavo.nn.packed_weight import PackedWeight
 from octavo.nn.parallel import Collective, tree_sum
@@ -113,11 +114,11 @@ class OutputSegments:
 
 
 class TorchProducts:
-    """The products of input segments by torch (None: no inputs), summed by one rank's part of the tree."""
+    """The products of input segments by torch or a device's kernel (None: no inputs), summed as PackedProducts does."""
 
     __slots__ = ("_columns", "_segments", "nbytes", "num_weights")
 
-    def __init__(self, segments: Sequence[Linear | None]) -> None:
+    def __init__(self, segments: Sequence[Linear | CodedLinear | None]) -> None:
         self._segments = tuple(segments)
         present = [segment for segment in segments if segment is not None]
         ends = accumulate(0 if segment is None else segment.in_features for segment in segments)
@@ -244,7 +245,9 @@ class ShardedHead:
 
     __slots__ = ("_collective", "_multiply", "_sizes", "nbytes", "num_weights")
 
-    def __init__(self, multiply: PackedLinear | OutputSegments, bounds: Sequence[int], collective: Collective) -> None:
+    def __init__(
+        self, multiply: PackedLinear | OutputSegments | CodedLinear, bounds: Sequence[int], collective: Collective
+    ) -> None:
         self._multiply = multiply
         self._sizes = [end - first for first, end in pairwise(bounds)]
         self._collective = collective
