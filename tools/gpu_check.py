@@ -41,6 +41,7 @@ from octavo.executors.self_check import check_device
 from octavo.frontend.offline import OfflineEngine
 from octavo.nn.layers import Linear
 from octavo.ops.triton import available
+from octavo.simulator.costs.hardware import DEVICES, DeviceFacts
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_DEVICE = 2
@@ -106,6 +107,23 @@ def check_conformance(device: torch.device) -> Facts:
     words += ["-k", "TestCUDA" if device.type == "cuda" else "TestReferenceAttention and K05"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     return {"ok": done.returncode == 0, "tests": (done.stdout.splitlines() or ["none ran"])[-1]}
+
+
+def sheet_of(name: str) -> DeviceFacts | None:
+    """Return the facts by which `octavo plan` and the simulator know a device of this name, if they do."""
+    plain = name.lower().replace(" ", "")
+    fitting = [facts for facts in DEVICES.values() if all(part in plain for part in facts.name.split("-"))]
+    return max(fitting, key=lambda facts: len(facts.name), default=None)
+
+
+def compare_with_sheet(speed: Facts, facts: Facts) -> None:
+    """Add to the measured speed what share of the data sheet's it is."""
+    sheet = sheet_of(facts.get("name", ""))
+    if sheet is not None and "copy_gb_s" in speed:
+        fastest = max(value for key, value in speed.items() if key.endswith("_tflops"))
+        speed["sheet"] = sheet.name
+        speed["copy_of_sheet"] = round(speed["copy_gb_s"] * 1e9 / sheet.bandwidth, 3)
+        speed["tflops_of_sheet"] = round(fastest * 1e12 / sheet.flops16, 3)
 
 
 def measure_device(device: torch.device, sizes: Sizes) -> Facts:
@@ -240,10 +258,11 @@ def run_checks(
 ) -> dict[str, Facts]:
     """Run all parts; return their results by name."""
     check = Check(device, time.monotonic() + 60 * minutes)
-    check.part("device", lambda: describe_device(device))
+    facts = check.part("device", lambda: describe_device(device))
     check.part("self-check", lambda: check_kernels(device))
     check.part("conformance", lambda: check_conformance(device))
     speed = check.part("speed", lambda: measure_device(device, sizes))
+    compare_with_sheet(speed, facts)
     check.part("answers", lambda: check_answers(model, device, sizes))
     check.part("cpu", lambda: compare_with_cpu(model, device))
     serving = check.part("serving", lambda: measure_serving(model, device, sizes, speed.get("copy_gb_s", 1.0)))

@@ -14,6 +14,7 @@ from tools import gpu_check
 from tools.gpu_check import Check, Sizes, make_prompts, run_checks, table
 
 from octavo.executors.device_choice import CudaFacts
+from octavo.simulator.costs.hardware import device_facts
 
 CPU = torch.device("cpu")
 
@@ -129,6 +130,20 @@ def test_a_part_that_fails_or_has_no_time_is_reported() -> None:
     assert check.results["kernel"]["why"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert check.results["late"] == {"ok": None, "why": "no time was left"}
     assert [line.split(" | ")[1] for line in table(check.results)[2:]] == ["FAILED", "not run"]
+
+
+@pytest.mark.parametrize(("name", "sheet"), [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+    ("NVIDIA GB200", "gb200"), ("NVIDIA L40S", "l40s"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA T1", None),
+])  # fmt: skip
+def test_a_device_is_compared_with_the_facts_that_plans_use(name: str, sheet: str | None) -> None:
+    speed: gpu_check.Facts = {"copy_gb_s": 1000.0, "plain_16_tflops": 3.0, "plain_4096_tflops": 50.0}
+    gpu_check.compare_with_sheet(speed, {"name": name})
+    assert speed.get("sheet") == sheet
+    if sheet is not None:
+        facts = device_facts(sheet)
+        assert speed["copy_of_sheet"] == round(1e12 / facts.bandwidth, 3)
+        assert speed["tflops_of_sheet"] == round(5e13 / facts.flops16, 3)
 
 
 def test_prompts_share_no_prefix_of_a_block() -> None:
