@@ -80,15 +80,15 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 
 # The house: what was reached. See python -m tools.house; a bound is lowered when less is reached, never raised,
-# but for what is new: the kernels, buffers, graphs and checks of CUDA devices raised five.
+# but for what is new: the kernels, buffers, graphs and checks of CUDA devices raised five, tiles of one prefix two again.
 # Plans beside repeating rows, and blocks that are only counted, raised core for simulations of a million requests.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_254,
     ("engine", "frontend"): 5_858,
     ("fleet",): 3_300,
-    ("models", "nn", "ops", "sampling"): 10_416,
-    ("executors",): 4_608,
+    ("models", "nn", "ops", "sampling"): 10_653,
+    ("executors",): 4_658,
     ("artifacts",): 3_560,
     ("text",): 2_420,
     ("grammar", "sandbox"): 1_870,
@@ -100,7 +100,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_912,
     ("config",): 1_256,
 }
-ALL_CODE_LINES, ALL_FILES = 70_109, 460  # of src
+ALL_CODE_LINES, ALL_FILES = 70_396, 460  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -2,15 +2,13 @@
 
 Owns: the parameters of selection, the random numbers, the definition of a draw, its distribution, and the torch twin of
 the kernels (ops/sample_kernel.py in C++, ops/triton/sample.py), which give the same ids. Does not: edit logits. A draw
-is a function of (seed, choice, position), equal on every device and in every batch, so a preempted or resumed row draws
-the same id.
+depends on (seed, choice, position) and the row's logits alone, on every device, so a resumed row draws the same id.
 Definition, with R rows, V vocabulary, K candidates: scaled = (logit - best) * inverse temperature, in float32. weight =
-e^scaled by `_exponential`, rounded to a multiple of 2^-34, in float64, so sums over at most 2^19 ids are exact in any
-order. Candidates are sorted by (logit descending, id ascending). top_k keeps the first k; top_p keeps those preceded by
-less than its share of the kept weights; min_p keeps those whose scaled logit is at least log(min_p). A row with top_k,
-top_p or a rare parameter draws among its candidates in sorted order; any other row draws in id order, unsorted.
-Rare parameters are computed on every device by the same code, without a sort: elementwise operations, and sums and
-histograms of integers (`kept_units`), whose results depend on no order. A unit is a weight of 2^-34.
+e^scaled by `_exponential`, rounded to a multiple of 2^-34 (a unit), so sums over up to 2^19 ids are exact in any order.
+Candidates are sorted by (logit descending, id ascending). top_k keeps the first k; top_p keeps those preceded by less
+than its share of the kept weights; min_p keeps those whose scaled logit is at least log(min_p). A row with top_k, top_p
+or a rare parameter draws in sorted order, any other in id order. Rare parameters are computed without a sort, by
+elementwise operations and by sums and histograms of integers (`kept_units`): with the same bits on every device.
 """
 
 from __future__ import annotations
