@@ -4,6 +4,7 @@ Kubernetes' own schemas are used where the extra `cluster` is installed, and Ray
 """
 
 import configparser
+import copy
 import ipaddress
 import json
 import re
@@ -18,6 +19,7 @@ from octavo import cli
 from octavo.cli import serve
 from octavo.cli.flags import Parser, resolve_args
 from octavo.config import SETTINGS, Config, ServingConfig
+from octavo.fleet.plan import FleetPlan
 from octavo.frontend.api_supervisor import STOP_GRACE_S
 from octavo.server.http.endpoints import Access, find_endpoints
 from tests.source_tree import ROOT
@@ -241,6 +243,64 @@ def test_replicas_join_the_port_that_the_front_opens() -> None:
     policy = kinds["NetworkPolicy", "octavo-front"]["spec"]["ingress"]
     (peer,) = [rule["from"] for rule in policy if {"protocol": "TCP", "port": "fleet"} in rule["ports"]]
     assert peer == [{"podSelector": {"matchLabels": replica["metadata"]["labels"]}}]
+
+
+def patched(document: Any, changes: list[Any]) -> Any:
+    """A copy of a manifest with the changes of a JSON patch (RFC 6902: add and replace, as kustomize makes them)."""
+    document = copy.deepcopy(document)
+    for change in changes:
+        *folders, name = [part.replace("~1", "/") for part in change["path"].split("/")[1:]]
+        target = document
+        for folder in folders:
+            target = target[int(folder)] if isinstance(target, list) else target[folder]
+        if isinstance(target, list) and name == "-":
+            target.append(change["value"])
+        else:
+            key = int(name) if isinstance(target, list) else name
+            assert change["op"] == "add" or key in target or isinstance(key, int), change
+            target[key] = change["value"]
+    return document
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    """The manifests of a fleet with the values of a plan, as kustomize makes them: by name."""
+    plan = FleetPlan(
+        "smollm2", 5, "least_loaded", {"max_sequences": 64, "tensor_parallel_size": 2, "enable_prefix_caching": False},
+        device="h100", workload="poisson:rate=4\n# two lines", reached="ttft_p99 0.3",
+    )  # fmt: skip
+    values = yaml.safe_load(plan.kustomization())
+    assert values["kind"] == "Kustomization" and (KUBERNETES / values["resources"][0]).exists()
+    deployments = {doc["metadata"]["name"]: doc for doc in documents(KUBERNETES / "fleet.yaml") if templates(doc)}
+    for patch in values["patches"]:
+        name = patch["target"]["name"]
+        deployments[name] = patched(deployments[name], yaml.safe_load(patch["patch"]))
+    for counts in values["replicas"]:
+        deployments[counts["name"]]["spec"]["replicas"] = counts["count"]
+    return deployments
+
+
+def test_a_plan_s_values_are_taken_by_the_fleet_s_manifests(planned: dict[str, Any]) -> None:
+    front, replica = (planned[name]["spec"] for name in ("octavo-front", "octavo-replica"))
+    assert (front["replicas"], replica["replicas"]) == (1, 5)
+    (pod,) = replica["template"]["spec"]["containers"]
+    assert pod["resources"]["limits"] == {"memory": "4Gi", "nvidia.com/gpu": 2}
+    (ours,) = front["template"]["spec"]["containers"]
+    assert "nvidia.com/gpu" not in ours["resources"]["limits"], "the front computes no model"
+    for container, router in ((ours, "least_loaded"), (pod, Config().fleet.router)):
+        assert len([word for word in container["args"] if word.startswith("--model=")]) == 1
+        parser = Parser(prog="octavo")
+        cli.load_command(container["command"][1], parser)
+        config = resolve_args(parser.parse(container["args"])).config
+        assert (config.model.model, config.scheduling.max_sequences, config.fleet.router) == ("smollm2", 64, router)
+        assert config.parallel.tensor_parallel_size == 2 and not config.cache.enable_prefix_caching
+        assert config.link.fleet_token_file == "/etc/octavo-fleet/token", "what the manifest gave is kept"
+
+
+def test_manifests_with_a_plan_s_values_fit_the_schemas_of_kubernetes(planned: dict[str, Any]) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[cluster]'").validate
+    for deployment in planned.values():
+        validate(deployment, SCHEMAS, strict=True)
 
 
 def test_as_many_pods_as_hosts_of_ranks() -> None:

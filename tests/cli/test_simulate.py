@@ -263,6 +263,16 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
             "--max-replicas is 0; give a whole number from",
         ),
         (["--search", "--objective", "ttft=1", "--search-space", "colour=red"], "search space has 'colour=red'"),
+        (["--search", "--objective", "ttft=1", "--search-space", "device=abacus"], "unknown device 'abacus'; give"),
+        (
+            ["--search", "--objective", "ttft=1", "--search-space", "tp=1", "--model", "llama-3.1-70b"],
+            "no setting of --search-space can be simulated; tensor_parallel_size=1: llama-3.1-70b has 141.1 GB",
+        ),
+        (
+            ["--search", "--objective", "ttft=1", "--search-space", "device=h100", "--cost", "table:x"],
+            "leave device out of --search-space",
+        ),
+        (["--price", "h100=1,l4"], "--price is l4; give a number of at least 0, or DEVICE=NUMBER"),
         (
             ["--html", "/no/such/folder/x.html"],
             "--html /no/such/folder/x.html: there is no folder /no/such/folder; make it",
@@ -289,7 +299,8 @@ def test_a_search_finds_the_fewest_replicas_and_says_what_it_tried(
     told = simulate(capsys, *load, *words, "--objective", "ttft_p99=0.5")
     found = json.loads((tmp_path / "found.json").read_text())
     answer = found["answer"]
-    assert f"{answer['replicas']} replica" in told and f"{len(found['trials'])} trials" in told
+    assert f"answer      {answer['replicas']} replica" in told and f"{len(found['trials'])} trials" in told
+    assert "limited by" in told and answer["limited_by"] in told and f"octavo fleet --plan {tmp_path}" in told
     tried = {(one["settings"], one["replicas"]): one["reached"] for one in found["trials"]}
     assert tried[answer["settings"], answer["replicas"]]
     assert answer["replicas"] == 1 or not tried[answer["settings"], answer["replicas"] - 1]
@@ -310,12 +321,69 @@ def test_a_search_s_file_is_the_plan_of_a_fleet(capsys: pytest.CaptureFixture[st
     )  # fmt: skip
     answer, plan = json.loads(path.read_text())["answer"], read_fleet_plan(path)
     assert (plan.model, plan.replicas, plan.router) == ("llama-3.1-8b", answer["replicas"], "least_loaded")
+    assert (plan.device, plan.num_devices) == ("h100", 2)
     assert plan.objective == "ttft_p99=0.5" and plan.reached.startswith("ttft_p99 0.")
     assert plan.settings == {
         "block_size": 32, "policy": "fair", "max_sequences": answer["max_sequences"],
         "max_batch_tokens": 8192, "max_model_len": 4096, "tensor_parallel_size": 2,
     }  # fmt: skip
     assert load_config(plan.settings).scheduling.max_sequences == answer["max_sequences"]
+
+
+MACHINES = (
+    "--workload", "poisson:rate=20,requests=150,prompt=400,output=30", "--objective", "ttft_p99=0.5,tpot_p95=0.05",
+    "--search",
+)  # fmt: skip
+
+
+def test_a_search_chooses_among_machines_and_skips_what_cannot_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, values = tmp_path / "found.json", tmp_path / "kustomization.yaml"
+    space = "device=l4|h100|t4,tensor_parallel_size=1|2|3,pipeline_parallel_size=1|2,max_sequences=256"
+    told = simulate(
+        capsys, *MACHINES, "--search-space", space, "--json", str(path), "--kubernetes", str(values)
+    )  # fmt: skip
+    found = json.loads(path.read_text())
+    skipped = {one["settings"]: one["why"] for one in found["skipped"]}
+    assert len(skipped) + len(found["settings"]) == 18
+    odd = [why for name, why in skipped.items() if "tensor_parallel_size=3" in name]
+    assert len(odd) == 6 and all("tp is 3; give a number that divides the 32 heads" in why for why in odd)
+    lacking = "device=t4, tensor_parallel_size=1, pipeline_parallel_size=1, max_sequences=256"
+    assert "take more or larger devices" in skipped[lacking] and "as device=l4, tensor_parallel_size=3" in told
+    assert found["answer"]["price_per_hour"] == min(
+        one["replicas"] * one["cost_of_replica"] for one in found["settings"] if one["fate"] == "found"
+    )
+    plan = read_fleet_plan(path)
+    assert plan.num_devices * plan.replicas == found["answer"]["devices"] and plan.device == found["answer"]["device"]
+    assert values.read_text() == plan.kustomization() and f"kubernetes  {values}" in told
+    dear = json.loads(simulate(capsys, *MACHINES, "--search-space", space, "--json", "-", "--price", "l4=90,h100=2"))
+    assert dear["answer"]["device"] == "h100"
+    free = json.loads(simulate(capsys, *MACHINES, "--search-space", space, "--json", "-", "--price", "0"))
+    assert free["answer"]["price_per_hour"] is None
+    assert free["answer"]["devices"] == min(
+        one["replicas"] * one["cost_of_replica"] for one in free["settings"] if one["fate"] == "found"
+    )
+
+
+def test_a_plan_of_stages_has_the_sequences_of_all_and_one_of_experts_says_what_runs_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "found.json"
+    words = (*MACHINES, "--json", str(path), "--kubernetes", str(tmp_path / "values.yaml"), "--search-space")
+    simulate(capsys, *words, "pipeline_parallel_size=2,max_sequences=64")
+    assert json.loads(path.read_text())["answer"]["max_sequences"] == 32, "of each stage's engine"
+    plan = read_fleet_plan(path)
+    assert (plan.settings["max_sequences"], plan.settings["pipeline_parallel_size"]) == (64, 2)
+    experts = ("--model", "qwen3-30b-a3b", "--tp", "2")
+    told = simulate(capsys, *words, "data_parallel_size=1|2,enable_expert_parallel=yes", *experts)
+    assert "command     none: no engine has enable-expert-parallel True: experts are not divided among ranks" in told
+    assert "kubernetes  none: no engine has" in told and not (tmp_path / "values.yaml").read_text().count("expert")
+    with pytest.raises(ConfigError, match="no engine has enable-expert-parallel True"):
+        read_fleet_plan(path)
+    assert "data_parallel_size is 2; llama-3.1-8b has no experts, give replicas instead" in refused(
+        capsys, *words, "data_parallel_size=2"
+    )
 
 
 @pytest.fixture

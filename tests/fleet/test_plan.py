@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo import cli
+from octavo.cli.flags import Parser, resolve_args
 from octavo.errors import ConfigError
 from octavo.fleet.plan import FleetPlan, read_fleet_plan
 from octavo.fleet.routing import ROUTERS
@@ -39,6 +41,30 @@ def test_settings_are_written_with_the_keys_of_a_config_file() -> None:
     assert PLAN.facts()["settings"] == {"max-num-seqs": 64, "policy": "fair"}
 
 
+def test_sizes_of_ranks_are_read_and_counted() -> None:
+    sizes = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "enable_prefix_caching": False, "headroom": None}
+    plan = FleetPlan("m", 2, "random", sizes, device="h100")
+    assert plan.num_devices == 8 and plan.why_not_served() is None and PLAN.num_devices == 1
+    assert plan.command() == (
+        "octavo fleet --model=m --tensor-parallel-size=4 --pipeline-parallel-size=2 --no-enable-prefix-caching "
+        "--replicas=2 --router=random"
+    )
+    parser = Parser(prog="octavo fleet")
+    cli.load_command("fleet", parser)
+    config = resolve_args(parser.parse(plan.command().split()[2:])).config
+    assert config.parallel.num_ranks == 8 and config.fleet.replicas == 2 and not config.cache.enable_prefix_caching
+
+
+def test_what_no_pod_or_engine_can_have_gets_no_values() -> None:
+    wide = FleetPlan("m", 2, "random", {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}, device="h100")
+    with pytest.raises(ConfigError, match="a replica has 16 devices, and a machine seldom more than 8"):
+        wide.kustomization()
+    experts = FleetPlan("m", 2, "random", {"data_parallel_size": 2, "tensor_parallel_size": 2}, device="h100")
+    assert experts.num_devices == 4 and experts.facts()["settings"]["data-parallel-size"] == 2
+    with pytest.raises(ConfigError, match="no engine has data-parallel-size 2"):
+        experts.kustomization()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -56,6 +82,16 @@ def test_settings_are_written_with_the_keys_of_a_config_file() -> None:
         ({"settings": {"model": "other"}}, "unknown setting 'model'"),
         ({"settings": {"max-num-seqs": "many"}}, "plan.settings.max-num-seqs is 'many'; give a whole number"),
         ({"settings": []}, "plan.settings is []; give an object"),
+        ({"device": 4}, "plan.device is 4; give a text"),
+        (
+            {"settings": {"enable-expert-parallel": True}},
+            "no engine has enable-expert-parallel True: experts are not divided among ranks; search without it",
+        ),
+        (
+            {"settings": {"data-parallel-size": 2}},
+            "no engine has data-parallel-size 2: octavo fleet --replicas N serves several engines",
+        ),
+        ({"settings": {"tensor-parallel-size": 0}}, "plan.settings.tensor-parallel-size is 0; give a whole number"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -1,32 +1,50 @@
-"""The cheapest fleet that reaches goals, by trials alone."""
+"""The cheapest fleet that reaches goals: as trials of every fleet find it, with fewer trials."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.simulator.fakes import LinearCosts, limits, workload
 
-from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.simulator import run
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.run import simulate
-from octavo.simulator.search import CapacitySearch, Goals, SearchTrial, Verdict, _SearchRun, read_goals, read_space
+from octavo.simulator.search import (
+    Candidate,
+    CapacitySearch,
+    Fate,
+    Goals,
+    SearchTrial,
+    Verdict,
+    _SearchRun,
+    combine,
+    label_of,
+    read_goals,
+    read_space,
+)  # fmt: skip
 from octavo.simulator.setup import Setup
 
 ARRIVALS = workload(100, rate=120.0, seed=4)
 SETUP = Setup(limits(), LinearCosts(), router="least_loaded")
 
 
-def make_limits(chosen: dict[str, str]) -> Limits:
-    numbers = {name: int(value) for name, value in chosen.items() if name.startswith("max_")}
-    return replace(SETUP.limits, policy=chosen.get("policy", SETUP.limits.policy), **numbers)
+def candidates(space: str = "", setup: Setup = SETUP, price: float = 2.5) -> list[Candidate]:
+    """The candidates of a space of limits and routers."""
+    made = []
+    for chosen in combine(read_space(space)):
+        changes: dict[str, Any] = {name: value for name, value in chosen.items() if name != "router"}
+        own = replace(setup, limits=replace(setup.limits, **changes), router=chosen.get("router", setup.router))
+        made.append(Candidate(chosen, own, price))
+    return made
 
 
-def capacity_search(goals: str, **changes: Any) -> CapacitySearch:
-    search = CapacitySearch(lambda: ARRIVALS, len(ARRIVALS), SETUP, read_goals(goals), make_limits, price=2.5)
+def capacity_search(goals: str, space: str = "", setup: Setup = SETUP, **changes: Any) -> CapacitySearch:
+    search = CapacitySearch(lambda: ARRIVALS, len(ARRIVALS), candidates(space, setup), read_goals(goals))
     return replace(search, **changes)
 
 
@@ -40,8 +58,8 @@ def test_the_answer_reaches_the_goals_and_one_replica_less_does_not() -> None:
         fewest = next(number for number in range(1, 33) if reaches(goals, number))
         for first in (1, 9):
             found = capacity_search(text, setup=replace(SETUP, replicas=first)).run()
-            assert found.setup is not None and found.verdict is not None, text
-            assert found.setup.replicas == fewest and found.verdict.is_reached
+            assert found.best is not None, text
+            assert found.best.replicas == fewest and found.best.verdict.is_reached
             assert found.cost == 2.5 * fewest
             tried = {trial.replicas: trial.verdict.is_reached for trial in found.trials}
             assert tried[fewest] and tried[fewest + 1] and not tried.get(fewest - 1, False)
@@ -63,18 +81,96 @@ def test_giving_up_early_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_settings_are_compared_and_the_widest_margin_wins_among_the_cheapest() -> None:
     reported: list[SearchTrial] = []
-    space = read_space("max_sequences=1|6,router=round_robin|least_loaded")
-    found = capacity_search("ttft_p95=0.1", space=space, report=reported.append).run()
-    assert found.setup is not None and found.setup.limits.max_sequences == 6
-    assert "max_sequences=6" in found.label and len(reported) == len(found.trials)
-    same = [one for one in found.trials if one.replicas == found.setup.replicas and one.verdict.is_reached]
-    assert found.verdict is not None
-    assert found.verdict.margin == max(trial.verdict.margin for trial in same)
+    space = "max_sequences=1|6,router=round_robin|least_loaded"
+    found = capacity_search("ttft_p95=0.1", space, report=reported.append).run()
+    best = found.best
+    assert best is not None and best.candidate.setup.limits.max_sequences == 6
+    assert "max_sequences=6" in best.candidate.label and len(reported) == len(found.trials)
+    same = [one for one in found.trials if one.replicas == best.replicas and one.verdict.is_reached]
+    assert best.verdict.margin == max(trial.verdict.margin for trial in same)
+
+
+def machines() -> list[Candidate]:
+    """Some machines of different sizes and prices, with one, two or sixteen sequences in a step."""
+    made = []
+    space = read_space("device=h100|l4|a10g,tensor_parallel_size=1|2,max_sequences=2|16")
+    for chosen in combine(space):
+        tp = chosen["tensor_parallel_size"]
+        hardware = Hardware.of("llama-3.2-1b", chosen["device"], tp)
+        own = limits(
+            max_sequences=chosen["max_sequences"], max_batch_tokens=512, num_blocks=(2000,), max_model_len=2048,
+            block_size=16,
+        )  # fmt: skip
+        setup = Setup(own, cost_model("roofline", hardware), sample_s=1.0, router="least_loaded")
+        made.append(Candidate(chosen, setup, hardware.device.price * tp, tp))
+    return made
+
+
+def exhaustive(search: CapacitySearch, most: int, is_priced: bool = True) -> tuple[float, float, str, int]:
+    """The cheapest fleet by a simulation of each: its cost, less its margin, its settings and its replicas."""
+    ranks = []
+    for number, candidate in enumerate(search.candidates):
+        for replicas in range(1, most + 1):
+            verdict = search.goals.judge(simulate(search.workload(), replace(candidate.setup, replicas=replicas)))
+            if verdict.is_reached:
+                cost = replicas * (candidate.price if is_priced else candidate.devices)
+                ranks.append((round(cost, 9), -verdict.margin, number, replicas))
+                break
+    cost, margin, number, replicas = min(ranks)
+    return cost, margin, search.candidates[number].label, replicas
+
+
+@pytest.mark.parametrize("goals", ["ttft_p95=0.1,tpot_p95=0.02", "ttft=0.3,tpot=0.012,goodput=0.9", "e2e_p90=0.9"])
+@pytest.mark.parametrize("is_priced", [True, False])
+def test_pruning_and_bisecting_find_what_a_simulation_of_every_fleet_finds(goals: str, is_priced: bool) -> None:
+    arrivals = [Arrival(index / 60, 200 + index * 37 % 400, 20 + index * 13 % 60) for index in range(240)]
+    made = [one if is_priced else replace(one, price=0.0) for one in machines()]
+    search = CapacitySearch(lambda: arrivals, len(arrivals), made, read_goals(goals), 8)
+    found, wanted = search.run(), exhaustive(search, 8, is_priced)
+    assert found.best is not None and found.is_priced == is_priced
+    best = found.best
+    assert (found.cost, -best.verdict.margin, best.candidate.label, best.replicas) == wanted
+    assert len(found.trials) < 3 * len(made), "every fleet of up to 8 replicas would be 96 simulations"
+    fates = {finding.candidate.label: finding for finding in found.findings}
+    assert len(fates) == len(made) and fates[best.candidate.label].fate is Fate.FOUND
+    for finding in found.findings:
+        assert finding.fate is not Fate.FOUND or found.cost_of(finding.candidate, finding.replicas) >= found.cost
+        assert finding.fate is not Fate.BOUNDED or found.cost_of(finding.candidate) * finding.bound > found.cost
+
+
+def test_what_cannot_cost_as_little_is_not_simulated_and_what_is_too_slow_alone_neither() -> None:
+    arrivals = [Arrival(index / 60, 200, 20) for index in range(120)]
+    made = machines()
+    dear = [replace(one, price=1000.0 * one.price) if "h100" in one.label else one for one in made]
+    search = CapacitySearch(lambda: arrivals, len(arrivals), dear, read_goals("ttft_p99=0.5,tpot_p99=0.05"), 8)
+    found = search.run()
+    fates = {one.candidate.label: one.fate for one in found.findings}
+    assert {fate for label, fate in fates.items() if "h100" in label} == {Fate.BOUNDED}
+    assert not [one for one in found.trials if "h100" in one.candidate.label]
+    fast = replace(search, candidates=made, goals=read_goals("tpot_p99=0.004")).run()
+    slow = {one.candidate.label for one in fast.findings if one.fate is Fate.INFEASIBLE}
+    assert slow and all("h100" not in label for label in slow)
+    assert not [one for one in fast.trials if one.candidate.label in slow]
+
+
+def test_the_nearest_rejected_settings_cost_no_more_than_the_answer() -> None:
+    arrivals = [Arrival(index / 60, 200 + index * 37 % 400, 20 + index * 13 % 60) for index in range(240)]
+    goals = read_goals("ttft_p95=0.1,tpot_p95=0.02")
+    found = CapacitySearch(lambda: arrivals, len(arrivals), machines(), goals, 8).run()
+    nearest, best = found.nearest(), found.best
+    assert best is not None and nearest and len({one.candidate.label for one in nearest}) == len(nearest)
+    for trial in nearest:
+        assert trial.candidate is not best.candidate and not trial.verdict.is_reached
+        assert found.cost_of(trial.candidate, trial.replicas) <= found.cost
+    if best.replicas > 1:
+        less = found.one_less()
+        assert less is not None and less.replicas == best.replicas - 1 and not less.verdict.is_reached
 
 
 def test_nothing_is_found_where_nothing_can_be() -> None:
     found = capacity_search("ttft_p95=0.000001", max_replicas=4).run()
-    assert found.setup is None and [trial.replicas for trial in found.trials] == [1, 2, 4]
+    assert found.best is None and [trial.replicas for trial in found.trials] == [1, 2, 4]
+    assert [one.fate for one in found.findings] == [Fate.MISSED]
 
 
 def test_a_request_that_is_refused_misses_every_goal() -> None:
@@ -82,12 +178,24 @@ def test_a_request_that_is_refused_misses_every_goal() -> None:
     assert not goals.judge(simulate([Arrival(0.0, 999, 1), Arrival(0.0, 9, 1)], SETUP)).is_reached
 
 
-def test_more_that_is_worse_is_seen_and_told() -> None:
-    searching = _SearchRun(capacity_search("ttft_p95=1", max_replicas=12, setup=replace(SETUP, replicas=3)))
+def test_more_that_is_worse_is_seen_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     good = {3: True, 4: False, 5: True, 6: True}
-    assert searching._fewest(lambda number: good.get(number, number > 6), "as set") == 5
-    assert "3 replicas reach the goals, 4 do not" in searching._best.notes[0]
-    assert searching._fewest(lambda number: number == 3, "as set") is None
+
+    def trial(search: _SearchRun, candidate: Candidate, replicas: int) -> SearchTrial:
+        is_reached = good.get(replicas, replicas > most) if candidate is first else replicas >= 8
+        return SearchTrial(candidate, replicas, Verdict(is_reached, 0.0, "", {}))
+
+    first, other = candidates("max_sequences=4|5", replace(SETUP, replicas=3))
+    monkeypatch.setattr(_SearchRun, "_trial", trial)
+    most = 6
+    found = capacity_search("ttft_p95=1", max_replicas=12, candidates=[first]).run()
+    assert found.best is not None and found.best.replicas == 5
+    assert "3 replicas reach the goals, 4 do not" in found.notes[0]
+    good = {3: True}
+    most = 12
+    assert capacity_search("ttft_p95=1", max_replicas=12, candidates=[first]).run().best is None
+    both = capacity_search("ttft_p95=1", max_replicas=12, candidates=[first, other]).run().best
+    assert both is not None and both.candidate is other and both.replicas == 8, "what does not hold beats nothing"
 
 
 def test_goals_and_spaces_that_make_no_sense_are_refused_by_name() -> None:
@@ -95,9 +203,26 @@ def test_goals_and_spaces_that_make_no_sense_are_refused_by_name() -> None:
                  "ttft_p99=nan"):  # fmt: skip
         with pytest.raises(ConfigError):
             read_goals(text)
-    for text in ("replicas=3", "max_sequences=0", "max_sequences=", "router=nearest", "policy=best",
-                 "router=random,router=random"):  # fmt: skip
+    for text in ("replicas=3", "max_sequences=0", "max_sequences=", "router=nearest", "policy=best", "device=abacus",
+                 "router=random,router=random", "tensor_parallel_size=0", "data_parallel_size=x", "headroom=2",
+                 "enable_expert_parallel=perhaps", "port=80"):  # fmt: skip
         with pytest.raises(ConfigError):
             read_space(text)
-    assert read_space("max_sequences=4|8, policy=fair") == {"max_sequences": ("4", "8"), "policy": ("fair",)}
     assert isinstance(read_goals("ttft=1").judge(simulate(ARRIVALS[:5], SETUP)), Verdict)
+
+
+def test_a_space_has_machines_and_every_scheduling_setting() -> None:
+    space = read_space(
+        "max-num-seqs=4|8, policy=fair, device=H100|a100, enable_expert_parallel=no|yes, headroom=auto|0.1"
+    )
+    assert space == {
+        "max_sequences": (4, 8), "policy": ("fair",), "device": ("h100", "a100-80g"),
+        "enable_expert_parallel": (False, True), "headroom": (None, 0.1),
+    }  # fmt: skip
+    made = combine(space)
+    assert len(made) == 16 and math.prod(map(len, space.values())) == 16 and combine({}) == [{}]
+    assert label_of(made[0]) == (
+        "max_sequences=4, policy=fair, device=h100, enable_expert_parallel=no, headroom=auto"
+    ) and label_of({}) == "as set"  # fmt: skip
+    with pytest.raises(ConfigError, match="the search space has 10000 settings; give at most 4096"):
+        combine({"max_sequences": range(100), "max_batch_tokens": range(100)})

@@ -13,28 +13,25 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.compare_runs import COMPARED, compare_saved_runs
 from octavo.cli.flags import UsageError, add_settings, check_output, resolve_args, whole, writing
+from octavo.cli.search import add_search_arguments, search_fleets
 from octavo.cli.simulated_engines import (
     RARE,
     SimulatedGroup,
     add_engine_arguments,
     describe_groups,
-    limits_of,
     make_groups,
     make_setups,
 )
-from octavo.config import SETTINGS
-from octavo.config.setting import Number
-from octavo.config.sources import Resolved
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
-from octavo.fleet.plan import FleetPlan
 from octavo.observe.frames import Frame, FrameSource, FrameSpool, FrameWriter
 from octavo.observe.history import History
 from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
@@ -45,7 +42,7 @@ from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.report import Case, advice_lines, comparison_table, latency_table, page
 from octavo.simulator.run import simulate
 from octavo.simulator.saved import as_json
-from octavo.simulator.search import MAX_REPLICAS, CapacitySearch, Goals, SearchResult, read_goals, read_space
+from octavo.simulator.search import Goals, read_goals
 from octavo.simulator.setup import Setup
 from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import KINDS, TOO_LONG, Shaping, SimulatedWorkload, open_workload
@@ -102,39 +99,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fit", metavar="DIR", help="fit a cost model to a recording's steps and print its errors; --json keeps it"
     )
-    _add_search_arguments(parser)
+    add_search_arguments(parser)
     rare = (
         *RARE, "--start", "--end", "--too-long", "--seed", "--fast-forward", "--perfetto", "--page", "--fit",
-        "--search-space", "--max-replicas",
+        "--search-space", "--max-replicas", "--kubernetes",
     )  # fmt: skip
     add_settings(parser, ("scheduling", "cache"), is_short=False, rare=rare)
-
-
-def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("capacity search")
-    group.add_argument(
-        "--search", action="store_true", help="find the fewest replicas that reach --objective, as in ttft_p99=1.0"
-    )
-    group.add_argument(
-        "--search-space",
-        default="",
-        metavar="S",
-        help="settings to try, as in max_sequences=64|256,policy=fcfs|fair",
-    )
-    group.add_argument(
-        "--max-replicas",
-        type=Number(int, 1, MAX_REPLICAS),
-        default=MAX_REPLICAS,
-        metavar="N",
-        help=f"most replicas tried [{MAX_REPLICAS}]",
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
     """The simulation that the flags describe: the workload, the engines, and one Setup per policy."""
 
-    resolved: Resolved
     workload: SimulatedWorkload
     groups: list[SimulatedGroup]
     setups: list[Setup]
@@ -157,9 +133,9 @@ def run(args: argparse.Namespace) -> int:
         return _fit(args)
     if args.compare:
         return compare_saved_runs(args)
-    plan = make_plan(args)
     if args.search:
-        return _search(args, plan)
+        return search_fleets(args, partial(workload_of, args))
+    plan = make_plan(args)
     cases: list[Case] = []
     remarks: list[str] = []
     is_missed = False
@@ -208,10 +184,14 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
         raise UsageError("--page and --perfetto show one policy; give one, or leave them out")
     groups = make_groups(args, resolved)
     longest = min(group.limits[0].max_model_len for group in groups)
+    goals = read_goals(args.objective) if args.objective else Goals()
+    return SimulationPlan(workload_of(args, longest), groups, make_setups(args, groups, config), goals)
+
+
+def workload_of(args: argparse.Namespace, longest: int) -> SimulatedWorkload:
+    """Open the workload of the flags for engines with requests of at most `longest` tokens."""
     shaping = Shaping(args.seed, args.rate_scale, args.start, args.end, args.limit, longest, args.too_long)
-    workload = open_workload(args.workload or [DEFAULT_WORKLOAD], shaping)
-    goals = read_goals(args.objective) if args.objective or args.search else Goals()
-    return SimulationPlan(resolved, workload, groups, make_setups(args, groups, config), goals)
+    return open_workload(args.workload or [DEFAULT_WORKLOAD], shaping)
 
 
 def _simulate(workload: SimulatedWorkload, setup: Setup, label: str) -> SimulatedRun:
@@ -236,87 +216,6 @@ def _with_progress(arrivals: Iterator[Arrival], label: str) -> Iterator[Arrival]
             line = f"{label}: {number:,} requests arrived in {now - start:.0f} s"
             print(f"\r{line:72.72}", end="", file=sys.stderr, flush=True)
         yield arrival
-
-
-# --- the capacity search
-
-
-def _search(args: argparse.Namespace, plan: SimulationPlan) -> int:
-    """Run a capacity search, and print each trial when it ends. Return 1 if no fleet reaches the objectives."""
-    if args.group:
-        raise UsageError("--group is of one run; leave it out with --search, which finds the number of equal replicas")
-    if plan.groups[0].scaling is not None:
-        raise UsageError("--replicas has a range; a search finds a fixed number, give it the first to try")
-    if len(plan.setups) > 1:
-        raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
-    for name in ("html", "page", "perfetto", "requests", "fail"):
-        if getattr(args, name):
-            raise UsageError(f"--{name} is of one run; leave it out with --search, and simulate what it finds")
-    space, workload = read_space(args.search_space), plan.workload
-    count = sum(1 for _ in workload.arrivals())
-    if not count:
-        raise UsageError("the workload has no request here; look at --start, --end and --too-long")
-    engine, price = plan.groups[0].engine, plan.groups[0].price
-    result = CapacitySearch(
-        workload.arrivals, count, plan.setups[0], plan.goals,
-        lambda chosen: limits_of(args, plan.resolved, engine, chosen)[0], space, price, args.max_replicas,
-        lambda trial: print(trial, file=sys.stderr, flush=True),
-    ).run()  # fmt: skip
-    _output_json(args.json, {"plan": _fleet_plan(args, plan, result), **_search_facts(result)})
-    if args.json != "-":
-        for note in result.notes:
-            print(f"note: {note}")
-        print(_answer(result, price))
-    return 0 if result.setup is not None else 1
-
-
-def _fleet_plan(args: argparse.Namespace, plan: SimulationPlan, result: SearchResult) -> dict[str, Any] | None:
-    """Return the fleet that was found for `octavo fleet --plan`: what the user set and what the search chose."""
-    if result.setup is None or result.verdict is None or args.dp * args.pp > 1:
-        return None  # octavo fleet starts replicas of one engine
-    resolved, limits = plan.resolved, result.setup.limits
-    given = {
-        setting.name: resolved.value(setting)
-        for setting in SETTINGS
-        if setting.section in ("cache", "scheduling") and resolved.origins[setting.name] != "default"
-    }
-    given |= {name: getattr(limits, name) for name in ("policy", "max_sequences", "max_batch_tokens")}
-    flags = {"max_model_len": args.max_model_len, "depth": args.depth, "tensor_parallel_size": args.tp}
-    given |= {name: value for name, value in flags.items() if value not in (None, 1)}
-    return FleetPlan(
-        plan.groups[0].engine.model, result.setup.replicas, result.setup.router, given, args.objective,
-        result.verdict.text, plan.workload.name,
-    ).facts()  # fmt: skip
-
-
-def _search_facts(result: SearchResult) -> dict[str, Any]:
-    """Return the search's result and its trials as plain values."""
-    setup = result.setup
-    answer = None
-    if setup is not None and result.verdict is not None:
-        answer = {
-            "replicas": setup.replicas, "settings": result.label, "price_per_hour": result.cost,
-            "policy": setup.limits.policy, "router": setup.router, "max_sequences": setup.limits.max_sequences,
-            "max_batch_tokens": setup.limits.max_batch_tokens, "figures": result.verdict.facts,
-        }  # fmt: skip
-    trials = [
-        {
-            "settings": trial.label, "replicas": trial.replicas, "reached": trial.verdict.is_reached,
-            "told": trial.verdict.text,
-        }
-        for trial in result.trials
-    ]  # fmt: skip
-    return {"answer": answer, "trials": trials, "notes": result.notes}
-
-
-def _answer(result: SearchResult, price: float) -> str:
-    if result.setup is None or result.verdict is None:
-        return (
-            f"nothing among {len(result.trials)} trials reaches the objectives: take other devices, or wider objectives"
-        )
-    count, cost = result.setup.replicas, f", ${result.cost:g} an hour" if price else ""
-    answer = f"{count} replica{'s' * (count > 1)} ({result.label}){cost}: {result.verdict.text}"
-    return f"{answer}\n{len(result.trials)} trials"
 
 
 # --- output

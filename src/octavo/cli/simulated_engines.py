@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from octavo.cli.flags import UsageError, settings_given, whole
 from octavo.config import SETTINGS, Config
@@ -22,6 +21,7 @@ from octavo.fleet.routing import ROUTERS
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import Fitted
+from octavo.simulator.costs.hardware import THIS, device_facts
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.scaling import ScalingRule
 from octavo.simulator.setup import ReplicaFailure, ReplicaGroup, ReplicaSetup, Setup, SimulatedEngine
@@ -36,6 +36,12 @@ RARE = (
     "--price", "--depth", "--max-waiting", "--fail", "--autoscale", "--draft-acceptance", "--draft-cost",
     "--tenant-weight",
 )  # fmt: skip
+# Fields that describe a machine -> their flags.
+MACHINE_FLAGS = {
+    "device": "device", "tensor_parallel_size": "tp", "data_parallel_size": "dp", "pipeline_parallel_size": "pp",
+    "enable_expert_parallel": "ep",
+}  # fmt: skip
+_PRICE = Number(float, 0)
 _SIZES = {"tp": "tensor_parallel_size", "dp": "data_parallel_size", "pp": "pipeline_parallel_size"}
 _GROUP_SETTINGS = tuple(
     setting for setting in SETTINGS if setting.section in ("scheduling", "cache") and setting.name != "policy"
@@ -50,7 +56,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     _add_parallel_arguments(group)
     group.add_argument("--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE [roofline]")
     group.add_argument(
-        "--price", type=Number(float, 0), metavar="X", help="dollars an hour of one device [its usual rent]"
+        "--price", metavar="X", help="dollars an hour of one device, or D=X,D=X of several [their usual rents]"
     )
     group.add_argument("--depth", type=whole, metavar="N", help="plans in flight, 1 or 2 [1]")
     group.add_argument("--replicas", metavar="N", help="engines behind a router; MIN-MAX if they are scaled [1]")
@@ -194,8 +200,8 @@ def _read_group(args: argparse.Namespace, text: str) -> SimulatedGroup:
     names = ("ep", "enable_expert_parallel")
     own.ep = args.ep or any(spec.choice(name, ("no", "yes")) == "yes" for name in names)
     own.cost = spec.text_of("cost", args.cost)
-    own.price = spec.number("price", -1.0 if args.price is None else args.price, min_value=0)
-    own.price = None if own.price < 0 else own.price
+    price = spec.number("price", -1.0, min_value=0)
+    own.price = args.price if price < 0 else f"{price}"
     own.max_model_len = spec.count("max_model_len", args.max_model_len or 0, min_value=1) or None
     given = settings_given(args)
     for setting in _GROUP_SETTINGS:
@@ -214,7 +220,8 @@ def _make_group(args: argparse.Namespace, resolved: Resolved, name: str) -> Simu
     apart = args.dp // engine.ranks  # data-parallel engines of a dense model share nothing
     least, most = _read_replicas(args.replicas or "1")
     scaling = None if most is None else _read_rule(args.autoscale or "requests:16")
-    price = engine.price if args.price is None else args.price * args.tp
+    given = None if args.price is None else _read_price(args.price, engine)
+    price = engine.price if given is None else given * args.tp
     if scaling is not None and apart > 1:
         raise UsageError(
             f"--data-parallel-size is {args.dp}, and engines of {engine.model} share nothing; leave it out with a "
@@ -248,6 +255,20 @@ def _read_rule(text: str) -> ScalingRule:
     return ScalingRule(spec.kind, target, **times)
 
 
+def _read_price(text: str, engine: SimulatedEngine) -> float | None:
+    """Return the price of an engine's device from `X`, or from `DEVICE=X,DEVICE=X`; None if it is not named there."""
+    device = engine.device if engine.hardware is None else engine.hardware.device.name
+    found = None
+    for part in text.split(","):
+        name, _, number = part.rpartition("=")
+        if not _PRICE.accepts(number):
+            raise UsageError(f"--price is {part}; give {_PRICE}, or DEVICE=NUMBER,... for several devices")
+        name = name.strip().lower()
+        if name in ("", device) or (name != THIS and device_facts(name).name == device):
+            found = float(_PRICE(number))
+    return found
+
+
 def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, CostModel]:
     """Return the engine and its cost model. With `fitted:`, the recorded engine is the default."""
     if args.cost.startswith("fitted:") and args.model is None and args.device is None:
@@ -271,17 +292,12 @@ def _engine(args: argparse.Namespace, config: Config) -> tuple[SimulatedEngine, 
     return engine, cost_model(args.cost, hardware)
 
 
-def limits_of(
-    args: argparse.Namespace, resolved: Resolved, engine: SimulatedEngine, chosen: Mapping[str, str] | None = None
-) -> list[Limits]:
-    """Return the Limits for each policy. `chosen` has the settings of a search's trial."""
-    chosen = chosen or {}
+def limits_of(args: argparse.Namespace, resolved: Resolved, engine: SimulatedEngine) -> list[Limits]:
+    """Return the Limits for each policy."""
     scheduling = resolved.config.scheduling
-    given = {name for name, origin in resolved.origins.items() if origin != "default"} | {*chosen}
+    given = {name for name, origin in resolved.origins.items() if origin != "default"}
     if "policy" not in given and engine.recorded is not None:
         scheduling = replace(scheduling, policy=engine.recorded.policy)
-    numbers: dict[str, Any] = {name: int(value) for name, value in chosen.items() if name.startswith("max_")}
-    scheduling = replace(scheduling, policy=chosen.get("policy", scheduling.policy), **numbers)
     names = [name.strip() for name in scheduling.policy.split(",")]
     if len(names) > MAX_POLICIES or len(names) != len({*names}):
         raise UsageError(f"--policy is {scheduling.policy!r}; give each of at most {MAX_POLICIES} once")

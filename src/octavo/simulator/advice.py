@@ -1,4 +1,4 @@
-"""Finds what a run cannot show, where a busy device is not full, and limits that hold a run back.
+"""Finds what limits a run, what it cannot show, where a busy device is not full, and limits that can be raised.
 
 Owns: the conditions and the texts, one line each. Does not: compute figures (summary) or lay out (report).
 A line says what was found with its numbers, then what to try.
@@ -18,6 +18,36 @@ LOW_USE = 0.15
 OFTEN = 0.2  # share of steps at a limit
 ROOM = 0.8  # a pool, or the device's compute, that is used less has room
 MARGIN = 0.9  # share of a bound on tpot that may be used up before a limit is raised
+
+NOTICED = 0.5  # requests of each replica that wait, on average, before what they lack is said to limit a run
+_LACKS = {
+    "sequence_cap": "slots",
+    **dict.fromkeys(("kv_blocks", "headroom", "swap_space", "fork_blocks"), "KV room"),
+    "token_budget": "tokens of a step",
+}  # of WaitReason
+
+
+def name_limit(facts: Facts) -> tuple[str, str]:
+    """Return what limits a run, and the figures that say so.
+
+    It is what waiting requests lack (slots, KV room, tokens of a step), or if few wait, what the device's time goes to.
+    """
+    limits, replicas = facts["limits"], facts["replicas"]
+    waiting, shares = limits["waiting"], limits["time"]
+    figures = f"devices busy {replicas['busy_share']:.0%}"
+    if shares:
+        parts = sorted(shares.items(), key=lambda item: -item[1])[:2]
+        figures += f" ({', '.join(f'{name} {share:.0%}' for name, share in parts)})"
+    figures += (
+        f", {limits['sequences_per_step']:.0f} of {limits['max_sequences']} slots in a step, KV pool held at most "
+        f"{_kv_most(facts):.0%}"
+    )
+    if waiting:
+        reason = max(waiting, key=lambda name: waiting[name])
+        figures += f", {sum(waiting.values()):.1f} requests wait ({reason.replace('_', ' ')})"
+        if sum(waiting.values()) >= NOTICED * replicas["count"]:
+            return _LACKS.get(reason, reason.replace("_", " ")), figures
+    return max(shares, key=lambda name: shares[name], default="unknown"), figures
 
 
 def advise(facts: Facts, policy: str, router: str, bounds: Mapping[str, float] | None = None) -> list[str]:

@@ -1,26 +1,33 @@
 """Finds the cheapest fleet that reaches given goals on a given workload.
 
 Owns: the goals' syntax; whether a run reached the goals, or an unfinished run still can; the space of settings; the
-order and list of trials. Does not: simulate, or define the figures (summary).
-More replicas usually serve better, but not always: a router may spread prefixes over more caches. The result is
-therefore checked: the number found reaches the goals, and so does one more (within the limit); one less was tried and
-does not. Invariant: a run is stopped early only when it can no longer reach a goal.
+order and list of trials. Does not: simulate, define the figures (summary), or compute bounds (bounds).
+Assumed: if n replicas miss the goals, fewer miss them too. More replicas usually serve better, but not always: a router
+may spread prefixes over more caches. The result is therefore checked: the number found reaches the goals, and so does
+one more (within the limit); one less was simulated and does not. Invariant: a run is stopped early only when it can no
+longer reach a goal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import product
+from typing import Any
 
+from octavo.config import SETTINGS
+from octavo.config.setting import Number, Setting
 from octavo.config.spelling import unknown
-from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.fleet.routing import ROUTERS
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.bounds import Demand, Requirement, fewest_engines
 from octavo.simulator.columns import METRICS, POINTS, Columns, Facts
+from octavo.simulator.cost_model import floors_of
+from octavo.simulator.costs.hardware import THIS, device_facts
 from octavo.simulator.outcomes import NEVER, RequestTracker, SimulatedRequest, SimulatedRun
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
@@ -29,8 +36,8 @@ from octavo.simulator.summary import summarise
 STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
 DEFAULT_SHARE = 0.99  # share of requests that must meet the per-request bounds, if no goodput is given
 MAX_REPLICAS = 1024
-MAX_CANDIDATES = 256
-SEARCHED_SETTINGS = ("max_sequences", "max_batch_tokens", "policy", "router")
+MAX_CANDIDATES = 4096
+NUM_REJECTED = 3  # rejected settings whose limits are described
 _HELP = (
     "give STATISTIC=SECONDS such as ttft_p99=1.0,tpot_p95=0.05, bounds on each request such as ttft=1.0,tpot=0.05 with "
     "goodput=SHARE of requests that meet them all, from 0 to 1"
@@ -77,6 +84,19 @@ class Goals:
             texts.append(f"refused {facts['requests']['refused']}")
         return Verdict(not missed and not run.gave_up, min(margins, default=0.0), ", ".join(texts), facts)
 
+    def requirements(self, num_requests: int) -> list[Requirement]:
+        """Return, for each bound on a share of the requests, how many may be beyond it."""
+        found: list[Requirement] = []
+        for goal in self.goals:
+            if goal.statistic.startswith("p"):
+                rank = math.ceil(float(goal.statistic[1:]) / 100 * num_requests)
+                found.append(({goal.metric: goal.bound}, num_requests - rank))
+            elif goal.statistic == "max":
+                found.append(({goal.metric: goal.bound}, 0))
+        if self.bounds:
+            found.append((self.bounds, math.floor((1 - self.share) * num_requests + 1e-9)))
+        return found
+
     def unreachable(self, num_requests: int) -> Callable[[RequestTracker, float], bool]:
         """Return a check for a run of `num_requests` requests. It returns True once a goal can no longer be reached."""
         return _MissCounter(self, num_requests).is_over
@@ -90,6 +110,7 @@ class Verdict:
     margin: float
     text: str
     facts: Facts
+    gave_up: bool = False
 
 
 def read_goals(text: str) -> Goals:
@@ -131,16 +152,11 @@ class _MissCounter:
     """Counts the requests beyond each bound, including open requests that are already beyond the bound."""
 
     def __init__(self, goals: Goals, num_requests: int) -> None:
-        self._bounds: list[tuple[str, float, float]] = []  # metric, bound, requests allowed beyond the bound
-        for goal in goals.goals:
-            if goal.statistic.startswith("p"):
-                rank = math.ceil(float(goal.statistic[1:]) / 100 * num_requests)
-                self._bounds.append((goal.metric, goal.bound, num_requests - rank))
-            elif goal.statistic == "max":
-                self._bounds.append((goal.metric, goal.bound, 0))
-        if goals.bounds:
-            spare = math.floor((1 - goals.share) * num_requests + 1e-9)
-            self._bounds += [(metric, bound, spare) for metric, bound in goals.bounds.items()]
+        self._bounds = [  # metric, bound, requests allowed beyond the bound
+            (metric, bound, spare)
+            for bounds, spare in goals.requirements(num_requests)
+            for metric, bound in bounds.items()
+        ]
         self._counts = [0] * len(self._bounds)
         self._num_read = 0
 
@@ -164,158 +180,351 @@ def _is_owed(entry: SimulatedRequest, metric: str) -> bool:
     return (entry.first if metric == "ttft" else entry.start) == NEVER
 
 
+# --- the space of settings
+
+_SETTINGS = {
+    one.name: one
+    for one in SETTINGS
+    if one.section == "scheduling" or one.name in ("tensor_parallel_size", "pipeline_parallel_size")
+}
+_OTHERS = ("device", "data_parallel_size", "enable_expert_parallel", "router")
+_BY_KEY = {key.replace("-", "_"): one.name for one in _SETTINGS.values() for key in one.keys}
+_BY_KEY |= {
+    "tp": "tensor_parallel_size", "dp": "data_parallel_size", "pp": "pipeline_parallel_size",
+    "ep": "enable_expert_parallel",
+}  # fmt: skip
+_EXPERTS = Setting(help="", flags=("--enable-expert-parallel",), kind=bool)
+_RANKS = Number(int, 1, 1024)
+_WORDS = {"True": "yes", "False": "no", "None": "auto"}
+
+
+def read_space(text: str) -> dict[str, tuple[object, ...]]:
+    """Parse `device=h100|l40s,max_sequences=64|256`. Raises ConfigError naming the known settings."""
+    space: dict[str, tuple[object, ...]] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        spelled, _, rest = (part.strip() for part in word.partition("="))
+        name = _BY_KEY.get(spelled.replace("-", "_"), spelled.replace("-", "_"))
+        values = tuple(value.strip() for value in rest.split("|") if value.strip())
+        known = (*_OTHERS, *_SETTINGS)
+        if name not in known or not values or name in space:
+            raise ConfigError(
+                f"search space has {word!r}; give each of {', '.join(known)} once, with values split by |, "
+                "as in device=h100|l40s,max_sequences=64|256"
+            )
+        space[name] = tuple(dict.fromkeys(_read_value(name, value) for value in values))
+    return space
+
+
+def _read_value(name: str, value: str) -> object:
+    if name == "policy":
+        find_policy(value)
+    elif name == "device" and value.lower() not in (THIS, "cpu"):  # which would be measured here
+        return device_facts(value).name
+    elif name == "router" and value not in ROUTERS:
+        raise ConfigError(unknown("router", value, ROUTERS, f"give one of {', '.join(sorted(ROUTERS))}"))
+    elif name == "data_parallel_size":
+        if not _RANKS.accepts(value):
+            raise ConfigError(f"{name} is {value!r}; give {_RANKS}")
+        return _RANKS(value)
+    elif name == "enable_expert_parallel":
+        return _EXPERTS.read(value, name)
+    return _SETTINGS[name].read(value, name) if name in _SETTINGS else value
+
+
+def combine(space: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return every combination of the space's values, in order. Raises ConfigError for too many."""
+    if (count := math.prod(map(len, space.values()))) > MAX_CANDIDATES:
+        raise ConfigError(f"the search space has {count} settings; give at most {MAX_CANDIDATES}")
+    return [dict(zip(space, values, strict=True)) for values in product(*space.values())]
+
+
+def label_of(chosen: Mapping[str, Any]) -> str:
+    """Return chosen settings as users write them."""
+    return ", ".join(f"{name}={_WORDS.get(str(value), value)}" for name, value in chosen.items()) or "as set"
+
+
+# --- the search
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One combination of settings: what was `chosen`, and the fleet of it with the first number of replicas to try.
+
+    `model` and `device` are names. `price` is of one replica and hour (0: unknown), `devices` their number in it.
+    """
+
+    chosen: Mapping[str, Any]
+    setup: Setup
+    price: float = 0.0
+    devices: int = 1
+    model: str = ""
+    device: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return the settings as users write them."""
+        return label_of(self.chosen)
+
+
 @dataclass(frozen=True, slots=True)
 class SearchTrial:
-    """One simulation: its settings as text, its replicas, and the verdict."""
+    """One simulation: its candidate, its replicas, and the verdict."""
 
-    label: str
+    candidate: Candidate
     replicas: int
     verdict: Verdict
 
     def __str__(self) -> str:
         result = "reached" if self.verdict.is_reached else "missed"
-        return f"{self.label}, {self.replicas} replica{'s' * (self.replicas > 1)}: {result}: {self.verdict.text}"
+        return f"{self.candidate.label}, {count_replicas(self.replicas)}: {result}: {self.verdict.text}"
+
+
+def count_replicas(count: int) -> str:
+    """Return the number as text: 1 replica, 2 replicas."""
+    return f"{count} replica{'s' * (count > 1)}"
+
+
+class Fate(Enum):
+    """What a search found of a candidate. The values are texts for users."""
+
+    FOUND = "reaches the objectives"
+    MISSED = "no number of replicas reaches the objectives"
+    INFEASIBLE = "a lone request on an idle engine is too slow"
+    BEATEN = "as many replicas as cost no more than the answer miss the objectives"
+    BOUNDED = "its bound of the cost is above the answer's cost"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A candidate's fate. `replicas` are the fewest that reach the goals if it is FOUND, else fewer than are needed.
+
+    `bound` has the replicas below which no fleet can reach the goals.
+    """
+
+    candidate: Candidate
+    fate: Fate
+    replicas: int
+    bound: float
 
 
 @dataclass(slots=True)
 class SearchResult:
-    """The cheapest fleet (None: no fleet reaches the goals), its cost in the price's unit, and all trials."""
+    """The cheapest fleet (None: no fleet reaches the goals), what it costs, and all trials and findings.
 
-    setup: Setup | None = None
-    label: str = ""
-    verdict: Verdict | None = None
+    `cost` is in dollars per hour if all candidates have a price (`is_priced`), else in devices.
+    """
+
+    best: SearchTrial | None = None
     cost: float = 0.0
+    is_priced: bool = True
     trials: list[SearchTrial] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def cost_of(self, candidate: Candidate, replicas: int = 1) -> float:
+        """Return what a fleet costs."""
+        return replicas * (candidate.price if self.is_priced else candidate.devices)
+
+    def one_less(self) -> SearchTrial | None:
+        """Return the trial of the answer with one replica less."""
+        best = self.best
+        found = (one for one in self.trials if best is not None and one.candidate is best.candidate)
+        return next((one for one in found if best is not None and one.replicas == best.replicas - 1), None)
+
+    def nearest(self) -> list[SearchTrial]:
+        """Return the trials of other settings that cost no more than the answer and came nearest to the goals."""
+        found: dict[str, SearchTrial] = {}
+        for trial in self.trials:
+            is_cheap = self.best is None or self.cost_of(trial.candidate, trial.replicas) <= self.cost * (1 + _SAME)
+            is_other = self.best is None or trial.candidate is not self.best.candidate
+            if is_cheap and is_other and not trial.verdict.is_reached:
+                known = found.get(trial.candidate.label)
+                found[trial.candidate.label] = trial if known is None else max(known, trial, key=_nearness)
+        return sorted(found.values(), key=_nearness, reverse=True)[:NUM_REJECTED]
+
+
+_SAME = 1e-9  # relative difference of equal costs
+
+
+def _nearness(trial: SearchTrial) -> tuple[bool, float]:
+    """Return the order of missed trials: by margin; those that were given up last, by the requests that had ended."""
+    verdict = trial.verdict
+    is_whole = not verdict.gave_up
+    return is_whole, verdict.margin if is_whole else verdict.facts["requests"]["came"]
 
 
 @dataclass(frozen=True, slots=True)
 class CapacitySearch:
-    """A search. `workload()` returns the same `num_requests` arrivals each time; `price` is per engine and hour.
+    """A search among candidates. `workload()` returns the same `num_requests` arrivals each time.
 
-    `setup.replicas` is the first number of replicas tried. `make_limits` returns the Limits for chosen settings.
     `report` is called with each trial.
     """
 
     workload: Callable[[], Iterable[Arrival]]
     num_requests: int
-    setup: Setup
+    candidates: Sequence[Candidate]
     goals: Goals
-    make_limits: Callable[[dict[str, str]], Limits]
-    space: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    price: float = 0.0
     max_replicas: int = MAX_REPLICAS
     report: Callable[[SearchTrial], object] = lambda _: None
 
     def run(self) -> SearchResult:
-        """Try all combinations of settings, in order. Of fleets with equal cost, choose the one with most margin."""
+        """Find the cheapest fleet. Of equal costs, choose the one with most margin, then the first candidate.
+
+        The next trial is always of the candidate that can be the cheapest, by a bound and by its trials so far. It has
+        the most replicas that cost no more than the best fleet so far, or twice as many as the last trial if there is
+        no such fleet yet; if these reach the goals, the fewest are found by bisection. The search ends when no
+        candidate can cost as little as the best fleet.
+        """
         return _SearchRun(self).run()
 
 
-def read_space(text: str) -> dict[str, tuple[str, ...]]:
-    """Parse `max_sequences=64|256,router=least_loaded|random`. Raises ConfigError naming the known settings."""
-    space: dict[str, tuple[str, ...]] = {}
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        name, _, rest = (part.strip() for part in word.partition("="))
-        values = tuple(value.strip() for value in rest.split("|") if value.strip())
-        if name not in SEARCHED_SETTINGS or not values or name in space:
-            raise ConfigError(
-                f"search space has {word!r}; give each of {', '.join(SEARCHED_SETTINGS)} once, with values split by |, "
-                "as in max_sequences=64|256,router=least_loaded|prefix_affinity"
-            )
-        for value in values:
-            _check_value(name, value)
-        space[name] = values
-    return space
+@dataclass(slots=True)
+class _Bracket:
+    """A candidate's range: `low` replicas miss the goals, by a bound or a trial; `high` reach them (0: unknown)."""
 
+    candidate: Candidate
+    number: int
+    unit: float  # cost of a replica
+    bound: float
+    low: int
+    high: int = 0
+    is_confirmed: bool = False
+    tried: dict[int, SearchTrial] = field(default_factory=dict)
 
-def _check_value(name: str, value: str) -> None:
-    if name == "policy":
-        find_policy(value)
-    elif name == "router":
-        if value not in ROUTERS:
-            raise ConfigError(f"router is {value!r}; choose from {', '.join(sorted(ROUTERS))}")
-    elif not value.isdecimal() or not int(value):
-        raise ConfigError(f"{name} is {value!r}; give a whole number above 0")
+    @property
+    def is_settled(self) -> bool:
+        """True if `high` is the fewest that reach the goals."""
+        return self.high == self.low + 1
+
+    @property
+    def least(self) -> tuple[float, int]:
+        """Return the order of trials: by the least that the fleet can cost."""
+        return self.unit * (self.low + 1), self.number
+
+    @property
+    def rank(self) -> tuple[float, float, int]:
+        """Return the order of fleets that reach the goals: by cost, less margin, number."""
+        if not self.high:
+            return math.inf, 0.0, self.number
+        return round(self.unit * self.high, 9), -self.tried[self.high].verdict.margin, self.number
 
 
 class _SearchRun:
     def __init__(self, search: CapacitySearch) -> None:
         self._search = search
-        self._best = SearchResult()
-        self._max_replicas = search.max_replicas  # lowered to the best fleet's number so far
+        self._result = SearchResult(is_priced=all(one.price > 0 for one in search.candidates))
+        self._brackets = [
+            _Bracket(candidate, number, self._result.cost_of(candidate), bound, self._low(bound))
+            for number, (candidate, bound) in enumerate(zip(search.candidates, self._bounds(), strict=True))
+        ]
 
     def run(self) -> SearchResult:
-        candidates = list(product(*(self._search.space.get(name, ("",)) for name in SEARCHED_SETTINGS)))
-        if len(candidates) > MAX_CANDIDATES:
-            raise ConfigError(f"the search space has {len(candidates)} settings; give at most {MAX_CANDIDATES}")
-        for values in candidates:
-            chosen = {name: value for name, value in zip(SEARCHED_SETTINGS, values, strict=True) if value}
-            self._try(chosen)
-        return self._best
+        while (bracket := self._next()) is not None:
+            self._narrow(bracket)
+        best = min(self._brackets, key=lambda one: one.rank)
+        if best.high:
+            self._check_one_less(best)
+            self._result.best, self._result.cost = best.tried[best.high], best.rank[0]
+        self._result.findings = [
+            Finding(one.candidate, self._fate(one), one.high if one.is_settled else one.low, one.bound)
+            for one in self._brackets
+        ]
+        return self._result
 
-    def _try(self, chosen: dict[str, str]) -> None:
-        """Find the fewest replicas for one combination of settings; store the fleet if it beats the best so far."""
-        label = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "as set"
-        setup = self._with(chosen)
-        tried: dict[int, Verdict] = {}
+    def _low(self, bound: float) -> int:
+        return int(min(bound - 1, self._search.max_replicas))
 
-        def reaches(replicas: int) -> bool:
-            if replicas not in tried:
-                tried[replicas] = self._trial(label, replace(setup, replicas=replicas))
-            return tried[replicas].is_reached
+    def _bounds(self) -> Iterator[float]:
+        """Yield the replicas below which no fleet of a candidate reaches the goals."""
+        search, demands, known = self._search, dict[object, Demand](), dict[object, float]()
+        requirements = search.goals.requirements(search.num_requests)
+        for candidate in search.candidates:
+            setup, limits = candidate.setup, candidate.setup.limits
+            floors = floors_of(setup.costs, limits.max_batch_tokens)
+            caches = limits.block_size, limits.prefix_caching, limits.max_model_len
+            key = (*caches, limits.max_sequences, limits.max_batch_tokens, limits.max_draft_tokens, floors)
+            if key not in known and floors:
+                if caches not in demands:
+                    demands[caches] = Demand.of(search.workload(), limits)
+                known[key] = fewest_engines(demands[caches], requirements, floors, limits)
+            engines = known.get(key, 1)
+            yield engines if math.isinf(engines) else math.ceil(engines / setup.fleet[0].replica.num_engines)
 
-        number = self._fewest(reaches, label)
-        if number is None:
+    def _next(self) -> _Bracket | None:
+        """Return the candidate that can be the cheapest and is not settled; None if none can cost less or as much."""
+        confirmed = min((one.rank for one in self._brackets if one.is_confirmed), default=(math.inf, 0.0, 0))
+        still_open = [
+            one
+            for one in self._brackets
+            if one.low < self._search.max_replicas
+            and not (one.is_settled and (one.is_confirmed or one.rank > confirmed))
+        ]
+        bracket = min(still_open, key=lambda one: one.least, default=None)
+        return None if bracket is None or bracket.least[0] > self._best_cost() * (1 + _SAME) else bracket
+
+    def _best_cost(self) -> float:
+        return min(one.rank[0] for one in self._brackets)
+
+    def _narrow(self, one: _Bracket) -> None:
+        """Simulate a candidate once: with the most replicas that cost no more than the best fleet, or by bisection."""
+        if one.is_settled:
+            self._confirm(one)
             return
-        best, verdict = self._best, tried[number]
-        rank = number, -verdict.margin
-        if best.setup is None or best.verdict is None or rank < (best.setup.replicas, -best.verdict.margin):
-            best.setup, best.label = replace(setup, replicas=number), label
-            best.verdict, best.cost = verdict, number * setup.fleet[0].replica.num_engines * self._search.price
-            self._max_replicas = number
+        most, cost = self._search.max_replicas, self._best_cost()
+        if not math.isinf(cost):
+            most = min(most, int(cost / one.unit * (1 + _SAME)))
+        if one.high and most >= one.high:
+            replicas = (one.low + one.high) // 2
+        elif not math.isinf(cost):
+            replicas = most
+        else:
+            replicas = min(most, 2 * one.low if one.tried else max(one.candidate.setup.replicas, int(one.bound)))
+        if self._reaches(one, replicas):
+            one.high = replicas
+        else:
+            one.low = replicas
 
-    def _fewest(self, reaches: Callable[[int], bool], label: str) -> int | None:
-        """Return the fewest replicas that reach the goals: double or halve, bisect, and check one more replica."""
-        low, high = 0, min(self._search.setup.replicas, self._max_replicas)  # low misses the goals, high is tried next
-        if self._best.setup is not None:
-            high = self._max_replicas  # more replicas cannot be cheaper
-        while not reaches(high):
-            if high >= self._max_replicas:
-                return None
-            low, high = high, min(2 * high, self._max_replicas)
-        probe = high // 2
-        while low < probe and reaches(probe):
-            high, probe = probe, probe // 2
-        low = max(low, probe)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if reaches(middle) else (middle, high)
-        while high < self._search.max_replicas and not reaches(high + 1):
-            self._best.notes.append(
-                f"{label}: {high} replicas reach the goals, {high + 1} do not; more is not always better here, so the "
-                "number taken is the first that holds with one more, too"
+    def _confirm(self, one: _Bracket) -> None:
+        """Move to the first number that reaches the goals, as one more replica does."""
+        most, high = self._search.max_replicas, one.high
+        while high < most and not self._reaches(one, high + 1):
+            self._result.notes.append(
+                f"{one.candidate.label}: {high} replicas reach the goals, {high + 1} do not; more is not always better "
+                "here, so the number taken is the first that holds with one more, too"
             )
             high += 2
-            while high <= self._search.max_replicas and not reaches(high):
+            while high <= most and not self._reaches(one, high):
                 high += 1
-            if high > self._search.max_replicas:
-                return None
-        return high
+        one.is_confirmed = high <= most
+        one.low, one.high = (high - 1, high) if one.is_confirmed else (most, 0)
 
-    def _trial(self, label: str, setup: Setup) -> Verdict:
+    def _check_one_less(self, best: _Bracket) -> None:
+        """Simulate one replica less than the answer, where only a bound says that it misses the goals."""
+        if best.low and self._reaches(best, best.low):
+            raise AssertionError(f"{best.candidate.label}: {best.low} replicas reach the goals, against a bound")
+
+    def _fate(self, one: _Bracket) -> Fate:
+        if one.is_settled:
+            return Fate.FOUND
+        if math.isinf(one.bound):
+            return Fate.INFEASIBLE
+        if one.low >= self._search.max_replicas:
+            return Fate.MISSED
+        return Fate.BEATEN if one.tried else Fate.BOUNDED
+
+    def _reaches(self, one: _Bracket, replicas: int) -> bool:
+        if replicas not in one.tried:
+            one.tried[replicas] = self._trial(one.candidate, replicas)
+        return one.tried[replicas].verdict.is_reached
+
+    def _trial(self, candidate: Candidate, replicas: int) -> SearchTrial:
         search = self._search
         check = search.goals.unreachable(search.num_requests)
-        run = simulate(search.workload(), replace(setup, give_up=check))
-        verdict = search.goals.judge(run, search.price)
+        run = simulate(search.workload(), replace(candidate.setup, replicas=replicas, give_up=check))
+        verdict = search.goals.judge(run, candidate.price / candidate.setup.fleet[0].replica.num_engines)
         if run.gave_up:
-            verdict = replace(verdict, text=f"given up after {len(run.outcomes)} ends: {verdict.text}")
-        trial = SearchTrial(label, setup.replicas, verdict)
-        self._best.trials.append(trial)
+            verdict = replace(verdict, text=f"given up after {len(run.outcomes)} ends: {verdict.text}", gave_up=True)
+        trial = SearchTrial(candidate, replicas, verdict)
+        self._result.trials.append(trial)
         search.report(trial)
-        return verdict
-
-    def _with(self, chosen: dict[str, str]) -> Setup:
-        setup = self._search.setup
-        router = chosen.get("router", setup.router)
-        return replace(setup, limits=self._search.make_limits(chosen), router=router, sample_s=0.0)
+        return trial

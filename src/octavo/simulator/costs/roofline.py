@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape
+from octavo.simulator.cost_model import DecodeSeconds, StepFloor, StepParts, StepShape
 from octavo.simulator.costs.hardware import Hardware, ModelFacts, expected_experts
 
 
@@ -101,6 +101,29 @@ class Roofline:
             },
             sum(product_s for _, product_s in work),
         )  # fmt: skip
+
+    def floors(self, max_tokens: int) -> tuple[StepFloor, ...]:
+        """Return two floors: layers bound by reads, and layers bound by products.
+
+        The experts that n tokens use are concave in n, so they are at least those on the chord from 1 to `max_tokens`.
+        Attention counts in layers without a window, and that of chunks by its products alone.
+        """
+        model, layers = self._model, self._model.num_layers
+        few, many = (
+            expected_experts(model.num_experts, model.active_experts, tokens) for tokens in (1, max(2, max_tokens))
+        )
+        per_token = (many - few) / (max(2, max_tokens) - 1)
+        link_s = 2 * self._reduce_s(0)
+        token_link_s = 2 * self._reduce_s(1) - link_s
+        fixed_s = layers * (self._device.kernel_s + link_s) + self._head_read_s + self._device.step_s
+        read_s = self._read_s + (few - per_token) * self._expert_s
+        read_token_s = per_token * self._expert_s + self._activation_s
+        full = sum(count for window, count in self._windows if window is None)
+        kv_s, pair_s = full * max(self._kv_s, self._score_s), full * self._score_s
+        return (
+            StepFloor(fixed_s + layers * read_s, layers * (read_token_s + token_link_s), kv_s, pair_s),
+            StepFloor(fixed_s, layers * (self._product_s + self._expert_product_s + token_link_s), kv_s, pair_s),
+        )
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
         del kv_max
