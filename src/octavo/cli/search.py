@@ -159,7 +159,8 @@ def _fleet_plan(args: argparse.Namespace, resolved: Resolved, best: SearchTrial,
     if candidate.setup.ranks == 1:  # of a model without experts, data-parallel engines are replicas
         sizes["data_parallel_size"] = 1
     flags = {"max_model_len": args.max_model_len, "depth": args.depth if stages == 1 else None, **sizes}
-    settings |= {name: value for name, value in flags.items() if value not in (None, False, 1) and name != "device"}
+    del flags["device"]
+    settings |= {name: value for name, value in flags.items() if value is True or value not in (None, False, 1)}
     return FleetPlan(
         candidate.model, best.replicas, candidate.setup.router, settings, args.objective, best.verdict.text, workload,
         candidate.device,

@@ -370,10 +370,10 @@ class CapacitySearch:
     def run(self) -> SearchResult:
         """Find the cheapest fleet. Of equal costs, choose the one with most margin, then the first candidate.
 
-        The next trial is always of the candidate that can be the cheapest, by a bound and by its trials so far. It has
-        the most replicas that cost no more than the best fleet so far, or twice as many as the last trial if there is
-        no such fleet yet; if these reach the goals, the fewest are found by bisection. The search ends when no
-        candidate can cost as little as the best fleet.
+        The next trial is of the candidate that can be the cheapest, by a bound and by its trials so far. It has the
+        most replicas that cost no more than the best fleet so far, or twice as many as the last trial if there is no
+        such fleet yet; if these reach the goals, the fewest are found by bisection. The search ends when no candidate
+        can cost as little as the best fleet.
         """
         return _SearchRun(self).run()
 
@@ -451,7 +451,13 @@ class _SearchRun:
             yield engines if math.isinf(engines) else math.ceil(engines / setup.fleet[0].replica.num_engines)
 
     def _next(self) -> _Bracket | None:
-        """Return the candidate that can be the cheapest and is not settled; None if none can cost less or as much."""
+        """Return the candidate to simulate next; None if none that is open can cost as little as the best fleet.
+
+        It is the best one so far until it has the fewest replicas that it can: then others are given up sooner.
+        """
+        best = min(self._brackets, key=lambda one: one.rank)
+        if best.high and not best.is_settled:
+            return best
         confirmed = min((one.rank for one in self._brackets if one.is_confirmed), default=(math.inf, 0.0, 0))
         still_open = [
             one
@@ -460,7 +466,7 @@ class _SearchRun:
             and not (one.is_settled and (one.is_confirmed or one.rank > confirmed))
         ]
         bracket = min(still_open, key=lambda one: one.least, default=None)
-        return None if bracket is None or bracket.least[0] > self._best_cost() * (1 + _SAME) else bracket
+        return None if bracket is None or bracket.least[0] > best.rank[0] * (1 + _SAME) else bracket
 
     def _best_cost(self) -> float:
         return min(one.rank[0] for one in self._brackets)
