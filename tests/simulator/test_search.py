@@ -19,6 +19,7 @@ from octavo.simulator.search import (
     CapacitySearch,
     Fate,
     Goals,
+    SearchResult,
     SearchTrial,
     Verdict,
     _SearchRun,
@@ -106,36 +107,43 @@ def machines() -> list[Candidate]:
     return made
 
 
-def exhaustive(search: CapacitySearch, most: int, is_priced: bool = True) -> tuple[float, float, str, int]:
-    """The cheapest fleet by a simulation of each: its cost, less its margin, its settings and its replicas."""
-    ranks = []
-    for number, candidate in enumerate(search.candidates):
-        for replicas in range(1, most + 1):
-            verdict = search.goals.judge(simulate(search.workload(), replace(candidate.setup, replicas=replicas)))
-            if verdict.is_reached:
-                cost = replicas * (candidate.price if is_priced else candidate.devices)
-                ranks.append((round(cost, 9), -verdict.margin, number, replicas))
-                break
-    cost, margin, number, replicas = min(ranks)
-    return cost, margin, search.candidates[number].label, replicas
-
-
 @pytest.mark.parametrize("goals", ["ttft_p95=0.1,tpot_p95=0.02", "ttft=0.3,tpot=0.012,goodput=0.9", "e2e_p90=0.9"])
-@pytest.mark.parametrize("is_priced", [True, False])
-def test_pruning_and_bisecting_find_what_a_simulation_of_every_fleet_finds(goals: str, is_priced: bool) -> None:
-    arrivals = [Arrival(index / 60, 200 + index * 37 % 400, 20 + index * 13 % 60) for index in range(240)]
-    made = [one if is_priced else replace(one, price=0.0) for one in machines()]
-    search = CapacitySearch(lambda: arrivals, len(arrivals), made, read_goals(goals), 8)
-    found, wanted = search.run(), exhaustive(search, 8, is_priced)
-    assert found.best is not None and found.is_priced == is_priced
+def test_pruning_and_bisecting_find_what_a_simulation_of_every_fleet_finds(goals: str) -> None:
+    arrivals = [Arrival(index / 60, 200 + index * 37 % 400, 20 + index * 13 % 60) for index in range(120)]
+    search = CapacitySearch(lambda: arrivals, len(arrivals), machines(), read_goals(goals), 8)
+    fewest: list[tuple[int, Verdict] | None] = []
+    for candidate in search.candidates:
+        every = (
+            (replicas, search.goals.judge(simulate(arrivals, replace(candidate.setup, replicas=replicas))))
+            for replicas in range(1, 9)
+        )
+        fewest.append(next(((replicas, verdict) for replicas, verdict in every if verdict.is_reached), None))
+    for is_priced in (True, False):
+        made = [one if is_priced else replace(one, price=0.0) for one in search.candidates]
+        check(replace(search, candidates=made).run(), made, fewest)
+
+
+def check(found: SearchResult, made: list[Candidate], fewest: list[tuple[int, Verdict] | None]) -> None:
+    """What a search found is the best of the fewest replicas of each candidate, and each candidate's fate is right."""
+    ranks = [
+        (round(found.cost_of(one, number[0]), 9), -number[1].margin, index, number[0])
+        for index, (one, number) in enumerate(zip(made, fewest, strict=True))
+        if number is not None
+    ]
     best = found.best
-    assert (found.cost, -best.verdict.margin, best.candidate.label, best.replicas) == wanted
+    assert best is not None and found.is_priced == (made[0].price > 0)
+    assert (found.cost, -best.verdict.margin, made.index(best.candidate), best.replicas) == min(ranks)
     assert len(found.trials) < 3 * len(made), "every fleet of up to 8 replicas would be 96 simulations"
-    fates = {finding.candidate.label: finding for finding in found.findings}
-    assert len(fates) == len(made) and fates[best.candidate.label].fate is Fate.FOUND
-    for finding in found.findings:
-        assert finding.fate is not Fate.FOUND or found.cost_of(finding.candidate, finding.replicas) >= found.cost
-        assert finding.fate is not Fate.BOUNDED or found.cost_of(finding.candidate) * finding.bound > found.cost
+    assert [finding.candidate for finding in found.findings] == made
+    for finding, number in zip(found.findings, fewest, strict=True):
+        unit = found.cost_of(finding.candidate)
+        if finding.fate is Fate.FOUND:
+            assert number is not None and finding.replicas == number[0] and unit * number[0] >= found.cost
+        elif finding.fate in (Fate.INFEASIBLE, Fate.MISSED):
+            assert number is None
+        else:
+            assert number is None or unit * number[0] > found.cost
+        assert finding.fate is not Fate.BOUNDED or unit * finding.bound > found.cost
 
 
 def test_what_cannot_cost_as_little_is_not_simulated_and_what_is_too_slow_alone_neither() -> None:
@@ -160,8 +168,11 @@ def test_the_nearest_rejected_settings_cost_no_more_than_the_answer() -> None:
     nearest, best = found.nearest(), found.best
     assert best is not None and nearest and len({one.candidate.label for one in nearest}) == len(nearest)
     for trial in nearest:
-        assert trial.candidate is not best.candidate and not trial.verdict.is_reached
+        assert trial.candidate is not best.candidate
+        assert not trial.verdict.is_reached or trial.verdict.margin <= best.verdict.margin
         assert found.cost_of(trial.candidate, trial.replicas) <= found.cost
+    reached = [trial.verdict.is_reached for trial in nearest]
+    assert reached == sorted(reached, reverse=True)
     if best.replicas > 1:
         less = found.one_less()
         assert less is not None and less.replicas == best.replicas - 1 and not less.verdict.is_reached

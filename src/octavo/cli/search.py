@@ -63,9 +63,28 @@ def search_fleets(args: argparse.Namespace, workload_of: Callable[[int], Simulat
     `workload_of` opens the workload, for requests of at most so many tokens.
     """
     resolved = resolve_args(args)
+    search, skipped, workload = prepare_search(args, workload_of)
+    result = search.run()
+    plan = None if result.best is None else _fleet_plan(args, resolved, result.best, workload)
+    facts = {"plan": None if plan is None else plan.facts(), **_facts(result, skipped)}
+    if args.json == "-":
+        print(json.dumps(facts, indent=1))
+    elif args.json:
+        with writing(args.json):
+            Path(args.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    forms = [] if plan is None else [*_forms(args, plan)]
+    if args.json != "-":
+        print("\n".join([*_lines(result, skipped), *forms]))
+    return 0 if result.best is not None else 1
+
+
+def prepare_search(
+    args: argparse.Namespace, workload_of: Callable[[int], SimulatedWorkload]
+) -> tuple[CapacitySearch, dict[str, str], str]:
+    """Return the search that the flags describe, why some settings are left out, and the workload's name."""
     if args.group:
         raise UsageError("--group is of one run; leave it out with --search, which finds the number of equal replicas")
-    if "," in resolved.config.scheduling.policy:
+    if "," in resolve_args(args).config.scheduling.policy:
         raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
     for name in ("html", "page", "perfetto", "requests", "fail"):
         if getattr(args, name):
@@ -77,21 +96,11 @@ def search_fleets(args: argparse.Namespace, workload_of: Callable[[int], Simulat
     count = sum(1 for _ in workload.arrivals())
     if not count:
         raise UsageError("the workload has no request here; look at --start, --end and --too-long")
-    result = CapacitySearch(
+    search = CapacitySearch(
         workload.arrivals, count, candidates, goals, args.max_replicas,
         lambda trial: print(trial, file=sys.stderr, flush=True),
-    ).run()  # fmt: skip
-    plan = None if result.best is None else _fleet_plan(args, resolved, result.best, workload.name)
-    facts = {"plan": None if plan is None else plan.facts(), **_facts(result, skipped)}
-    if args.json == "-":
-        print(json.dumps(facts, indent=1))
-    elif args.json:
-        with writing(args.json):
-            Path(args.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    forms = [] if plan is None else [*_forms(args, plan)]
-    if args.json != "-":
-        print("\n".join([*_lines(result, skipped), *forms]))
-    return 0 if result.best is not None else 1
+    )  # fmt: skip
+    return search, skipped, workload.name
 
 
 def _candidates(args: argparse.Namespace) -> tuple[list[Candidate], dict[str, str]]:
@@ -223,7 +232,8 @@ def _lines(result: SearchResult, skipped: Mapping[str, str]) -> Iterator[str]:
         if (less := result.one_less()) is not None:
             yield f"one less    {count_replicas(less.replicas)}: {less.verdict.text}; {_limit_of(less)}"
     for trial in result.nearest():
-        yield f"rejected    {_told(result, trial)}: {trial.verdict.text}; {_limit_of(trial)}"
+        why = "less margin: " if trial.verdict.is_reached else ""
+        yield f"rejected    {_told(result, trial)}: {why}{trial.verdict.text}; {_limit_of(trial)}"
     fates = Counter(finding.fate for finding in result.findings)
     for fate, count in fates.items():
         yield f"settings    {count}: {fate.value}"

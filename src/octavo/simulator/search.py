@@ -37,7 +37,7 @@ STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
 DEFAULT_SHARE = 0.99  # share of requests that must meet the per-request bounds, if no goodput is given
 MAX_REPLICAS = 1024
 MAX_CANDIDATES = 4096
-NUM_REJECTED = 3  # rejected settings whose limits are described
+NUM_REJECTED = 5  # rejected settings whose limits are described
 _HELP = (
     "give STATISTIC=SECONDS such as ttft_p99=1.0,tpot_p95=0.05, bounds on each request such as ttft=1.0,tpot=0.05 with "
     "goodput=SHARE of requests that meet them all, from 0 to 1"
@@ -332,12 +332,11 @@ class SearchResult:
         return next((one for one in found if best is not None and one.replicas == best.replicas - 1), None)
 
     def nearest(self) -> list[SearchTrial]:
-        """Return the trials of other settings that cost no more than the answer and came nearest to the goals."""
+        """Return the best trials of other settings that cost no more than the answer, the nearest to it first."""
         found: dict[str, SearchTrial] = {}
         for trial in self.trials:
             is_cheap = self.best is None or self.cost_of(trial.candidate, trial.replicas) <= self.cost * (1 + _SAME)
-            is_other = self.best is None or trial.candidate is not self.best.candidate
-            if is_cheap and is_other and not trial.verdict.is_reached:
+            if is_cheap and (self.best is None or trial.candidate is not self.best.candidate):
                 known = found.get(trial.candidate.label)
                 found[trial.candidate.label] = trial if known is None else max(known, trial, key=_nearness)
         return sorted(found.values(), key=_nearness, reverse=True)[:NUM_REJECTED]
@@ -346,11 +345,11 @@ class SearchResult:
 _SAME = 1e-9  # relative difference of equal costs
 
 
-def _nearness(trial: SearchTrial) -> tuple[bool, float]:
-    """Return the order of missed trials: by margin; those that were given up last, by the requests that had ended."""
+def _nearness(trial: SearchTrial) -> tuple[bool, bool, float]:
+    """Return the order of trials: what reached the goals, what missed them by its margin, what was given up latest."""
     verdict = trial.verdict
-    is_whole = not verdict.gave_up
-    return is_whole, verdict.margin if is_whole else verdict.facts["requests"]["came"]
+    size = verdict.facts["requests"]["came"] if verdict.gave_up else verdict.margin
+    return verdict.is_reached, not verdict.gave_up, size
 
 
 @dataclass(frozen=True, slots=True)

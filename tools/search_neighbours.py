@@ -1,0 +1,93 @@
+"""Check the answer of `octavo simulate --search` by simulating its neighbours whole, without bounds or bisection.
+
+Usage: python -m tools.search_neighbours FLAGS, which are those of `octavo simulate --search`.
+A neighbour is a candidate that differs from the answer in one setting. Each is simulated to the end of the workload
+with every number of replicas that costs no more than the answer, and the answer itself with every number up to one
+more. The exit status is 1 if a neighbour reaches the objectives and is cheaper, or as cheap with a wider margin, or if
+the answer's settings reach them with other numbers than the answer's and one more.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from octavo.cli import load_command
+from octavo.cli.flags import Parser
+from octavo.cli.search import prepare_search
+from octavo.cli.simulate import workload_of
+from octavo.simulator.run import simulate
+from octavo.simulator.search import Candidate, CapacitySearch, SearchResult, SearchTrial, Verdict, count_replicas
+
+
+def main(words: Sequence[str]) -> int:
+    """Search, simulate the neighbours, and print a line for each."""
+    parser = Parser(prog="octavo simulate")
+    load_command("simulate", parser)
+    args = parser.parse(["--search", *words])
+    search, _, _ = prepare_search(args, partial(workload_of, args))
+    begin = time.process_time()
+    result = search.run()
+    best = result.best
+    print(f"search: {len(result.trials)} simulations, {time.process_time() - begin:.0f} s of the processor")
+    if best is None:
+        print("no fleet reaches the objectives: there is no answer to check")
+        return 1
+    print(
+        f"answer: {count_replicas(best.replicas)} ({best.candidate.label}), cost {result.cost:g}: {best.verdict.text}"
+    )
+    begin = time.process_time()
+    others = [one for one in search.candidates if one is not best.candidate and _num_changes(one, best.candidate) == 1]
+    verdicts = {number: _judge(search, best.candidate, number) for number in range(1, best.replicas + 2)}
+    is_right = [number for number, verdict in verdicts.items() if verdict.is_reached] == [
+        best.replicas,
+        best.replicas + 1,
+    ]
+    print(f"the answer's settings: {_told(verdicts)}: {'confirmed' if is_right else 'REFUTED'}")
+    count = len(verdicts)
+    for candidate in others:
+        verdicts = _affordable(search, result, candidate)
+        count, is_worse = count + len(verdicts), _is_worse(result, best, candidate, verdicts)
+        is_right = is_right and is_worse
+        print(f"{candidate.label}: {_told(verdicts)}: {'confirmed' if is_worse else 'REFUTED'}")
+    print(f"{len(others)} neighbours, {count} simulations, {time.process_time() - begin:.0f} s of the processor")
+    return 0 if is_right else 1
+
+
+def _num_changes(one: Candidate, other: Candidate) -> int:
+    return sum(one.chosen[name] != other.chosen[name] for name in one.chosen)
+
+
+def _judge(search: CapacitySearch, candidate: Candidate, replicas: int) -> Verdict:
+    return search.goals.judge(simulate(search.workload(), replace(candidate.setup, replicas=replicas)))
+
+
+def _affordable(search: CapacitySearch, result: SearchResult, candidate: Candidate) -> dict[int, Verdict]:
+    """Return the verdict on each number of replicas that costs no more than the answer."""
+    most = int(result.cost / result.cost_of(candidate) + 1e-9)
+    return {replicas: _judge(search, candidate, replicas) for replicas in range(1, most + 1)}
+
+
+def _is_worse(result: SearchResult, best: SearchTrial, candidate: Candidate, verdicts: dict[int, Verdict]) -> bool:
+    """Return True if no fleet of the candidate that reaches the objectives is better than the answer."""
+    for replicas, verdict in verdicts.items():
+        is_cheaper = result.cost_of(candidate, replicas) < result.cost * (1 - 1e-9)
+        if verdict.is_reached and (is_cheaper or verdict.margin > best.verdict.margin):
+            return False
+    return True
+
+
+def _told(verdicts: dict[int, Verdict]) -> str:
+    if not verdicts:
+        return "one replica costs more"
+    reached = [number for number, verdict in verdicts.items() if verdict.is_reached]
+    most = max(verdicts)
+    result = f"{' and '.join(map(str, reached))} reach them" if reached else "none reaches them"
+    return f"1 to {most} replicas, {result}; {most}: {verdicts[most].text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
