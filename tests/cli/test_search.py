@@ -1,4 +1,4 @@
-"""`octavo simulate --search` over machines: candidates, the forms of its answer, and its neighbours on a public trace."""
+"""`octavo simulate --search` over machines: candidates, forms of the answer, and its neighbours on a public trace."""
 
 from __future__ import annotations
 

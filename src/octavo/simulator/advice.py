@@ -20,6 +20,7 @@ ROOM = 0.8  # a pool, or the device's compute, that is used less has room
 MARGIN = 0.9  # share of a bound on tpot that may be used up before a limit is raised
 
 NOTICED = 0.5  # requests of each replica that wait, on average, before what they lack is said to limit a run
+SHOWN = 0.05  # requests
 _LACKS = {
     "sequence_cap": "slots",
     **dict.fromkeys(("kv_blocks", "headroom", "swap_space", "fork_blocks"), "KV room"),
@@ -42,7 +43,7 @@ def name_limit(facts: Facts) -> tuple[str, str]:
         f", {limits['sequences_per_step']:.0f} of {limits['max_sequences']} slots in a step, KV pool held at most "
         f"{_kv_most(facts):.0%}"
     )
-    if waiting:
+    if sum(waiting.values()) >= SHOWN:
         reason = max(waiting, key=lambda name: waiting[name])
         figures += f", {sum(waiting.values()):.1f} requests wait ({reason.replace('_', ' ')})"
         if sum(waiting.values()) >= NOTICED * replicas["count"]:
