@@ -84,6 +84,8 @@ def prepare_search(
     """Return the search that the flags describe, why some settings are left out, and the workload's name."""
     if args.group:
         raise UsageError("--group is of one run; leave it out with --search, which finds the number of equal replicas")
+    if "-" in (args.replicas or ""):
+        raise UsageError("--replicas has a range; a search finds a fixed number, give it the first to try")
     if "," in resolve_args(args).config.scheduling.policy:
         raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
     for name in ("html", "page", "perfetto", "requests", "fail"):
