@@ -14,7 +14,7 @@ from octavo.core.limits import Limits
 from octavo.fleet.routing import ROUTERS
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.bounds import Demand, fewest_engines
-from octavo.simulator.cost_model import CostModel, ScaledCosts, StepFloor, StepShape, floors_of
+from octavo.simulator.cost_model import CostModel, ScaledCosts, StepShape, TimeFloor, floors_of
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.run import simulate
@@ -30,8 +30,8 @@ GOALS = (
 class FlooredCosts(LinearCosts):
     """LinearCosts that knows its floor: a chunk reads at least its own tokens."""
 
-    def floors(self, max_tokens: int) -> tuple[StepFloor, ...]:
-        return (StepFloor(0.004, 0.0003, 0.000011, 0.0),)
+    def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
+        return (TimeFloor(0.004, 0.0003, 0.000011, 0.0),)
 
 
 def bound(arrivals: list[Arrival], goals: Goals, own: Limits, costs: CostModel) -> float:

@@ -134,16 +134,16 @@ def check(found: SearchResult, made: list[Candidate], fewest: list[tuple[int, Ve
     assert best is not None and found.is_priced == (made[0].price > 0)
     assert (found.cost, -best.verdict.margin, made.index(best.candidate), best.replicas) == min(ranks)
     assert len(found.trials) < 3 * len(made), "every fleet of up to 8 replicas would be 96 simulations"
-    assert [finding.candidate for finding in found.findings] == made
-    for finding, number in zip(found.findings, fewest, strict=True):
-        unit = found.cost_of(finding.candidate)
-        if finding.fate is Fate.FOUND:
-            assert number is not None and finding.replicas == number[0] and unit * number[0] >= found.cost
-        elif finding.fate in (Fate.INFEASIBLE, Fate.MISSED):
+    assert [outcome.candidate for outcome in found.outcomes] == made
+    for outcome, number in zip(found.outcomes, fewest, strict=True):
+        unit = found.cost_of(outcome.candidate)
+        if outcome.fate is Fate.FOUND:
+            assert number is not None and outcome.replicas == number[0] and unit * number[0] >= found.cost
+        elif outcome.fate in (Fate.INFEASIBLE, Fate.MISSED):
             assert number is None
         else:
             assert number is None or unit * number[0] > found.cost
-        assert finding.fate is not Fate.BOUNDED or unit * finding.bound > found.cost
+        assert outcome.fate is not Fate.BOUNDED or unit * outcome.bound > found.cost
 
 
 def test_what_cannot_cost_as_little_is_not_simulated_and_what_is_too_slow_alone_neither() -> None:
@@ -152,11 +152,11 @@ def test_what_cannot_cost_as_little_is_not_simulated_and_what_is_too_slow_alone_
     dear = [replace(one, price=1000.0 * one.price) if "h100" in one.label else one for one in made]
     search = CapacitySearch(lambda: arrivals, len(arrivals), dear, read_goals("ttft_p99=0.5,tpot_p99=0.05"), 8)
     found = search.run()
-    fates = {one.candidate.label: one.fate for one in found.findings}
+    fates = {one.candidate.label: one.fate for one in found.outcomes}
     assert {fate for label, fate in fates.items() if "h100" in label} == {Fate.BOUNDED}
     assert not [one for one in found.trials if "h100" in one.candidate.label]
     fast = replace(search, candidates=made, goals=read_goals("tpot_p99=0.004")).run()
-    slow = {one.candidate.label for one in fast.findings if one.fate is Fate.INFEASIBLE}
+    slow = {one.candidate.label for one in fast.outcomes if one.fate is Fate.INFEASIBLE}
     assert slow and all("h100" not in label for label in slow)
     assert not [one for one in fast.trials if one.candidate.label in slow]
 
@@ -181,7 +181,7 @@ def test_the_nearest_rejected_settings_cost_no_more_than_the_answer() -> None:
 def test_nothing_is_found_where_nothing_can_be() -> None:
     found = capacity_search("ttft_p95=0.000001", max_replicas=4).run()
     assert found.best is None and [trial.replicas for trial in found.trials] == [1, 2, 4]
-    assert [one.fate for one in found.findings] == [Fate.MISSED]
+    assert [one.fate for one in found.outcomes] == [Fate.MISSED]
 
 
 def test_a_request_that_is_refused_misses_every_goal() -> None:

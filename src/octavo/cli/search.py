@@ -194,17 +194,17 @@ def _facts(result: SearchResult, skipped: Mapping[str, str]) -> dict[str, Any]:
             "max_batch_tokens": setup.limits.max_batch_tokens, "limited_by": name_limit(best.verdict.facts)[0],
             "one_replica_less": None if less is None else _trial_facts(less), "figures": best.verdict.facts,
         }  # fmt: skip
-    findings = [
+    outcomes = [
         {
             "settings": one.candidate.label, "fate": one.fate.name.lower(), "replicas": one.replicas or None,
             "fewest_by_bound": None if one.fate is Fate.INFEASIBLE else one.bound,
             "cost_of_replica": result.cost_of(one.candidate),
         }
-        for one in result.findings
+        for one in result.outcomes
     ]  # fmt: skip
     return {
         "answer": answer, "nearest": [_trial_facts(trial) for trial in result.nearest()],
-        "trials": [_trial_facts(trial) for trial in result.trials], "settings": findings,
+        "trials": [_trial_facts(trial) for trial in result.trials], "settings": outcomes,
         "skipped": [{"settings": label, "why": why} for label, why in skipped.items()], "notes": result.notes,
     }  # fmt: skip
 
@@ -236,10 +236,10 @@ def _lines(result: SearchResult, skipped: Mapping[str, str]) -> Iterator[str]:
     for trial in result.nearest():
         why = "less margin: " if trial.verdict.is_reached else ""
         yield f"rejected    {_told(result, trial)}: {why}{trial.verdict.text}; {_limit_of(trial)}"
-    fates = Counter(finding.fate for finding in result.findings)
+    fates = Counter(outcome.fate for outcome in result.outcomes)
     for fate, count in fates.items():
         yield f"settings    {count}: {fate.value}"
-    yield f"simulated   {len(result.trials)} trials of {len(result.findings)} settings"
+    yield f"simulated   {len(result.trials)} trials of {len(result.outcomes)} settings"
 
 
 def _limit_of(trial: SearchTrial) -> str:

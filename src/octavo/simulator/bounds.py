@@ -1,7 +1,7 @@
 """Bounds from below on what a workload needs: the engines of a fleet, and the latencies of each request.
 
 Owns: Demand (what a workload makes an engine compute), and the bounds. Does not: simulate, or know objectives' syntax.
-A bound holds for every router and policy. It follows from three facts: a step takes at least its StepFloor; it has at
+A bound holds for every router and policy. It follows from three facts: a step takes at least its TimeFloor; it has at
 most max_sequences rows and max_batch_tokens tokens; and what an objective wants by a time is computed by then, but for
 as many requests as the objective lets be late. Whichever those are, they have no more work than the largest ones.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from octavo.core.limits import Limits
 from octavo.simulator.arrival import Arrival, block_keys
-from octavo.simulator.cost_model import StepFloor
+from octavo.simulator.cost_model import TimeFloor
 
 # (bounds in seconds by latency, how many requests may be beyond any of them)
 Requirement = tuple[Mapping[str, float], int]
@@ -73,7 +73,7 @@ def _cached_tokens(arrival: Arrival, block_size: int, seen: set[bytes]) -> int:
 
 
 def fewest_engines(
-    demand: Demand, requirements: Sequence[Requirement], floors: Sequence[StepFloor], limits: Limits
+    demand: Demand, requirements: Sequence[Requirement], floors: Sequence[TimeFloor], limits: Limits
 ) -> float:
     """Return a number of engines below which the requirements cannot be met; infinity if no number meets them."""
     if not len(demand.times) or not floors:
@@ -83,7 +83,7 @@ def fewest_engines(
     return max([1, *_engines_by_window(demand, requirements, floors, limits)]) if demand.is_timed else 1
 
 
-def _num_late(demand: Demand, bounds: Mapping[str, float], floors: Sequence[StepFloor], limits: Limits) -> int:
+def _num_late(demand: Demand, bounds: Mapping[str, float], floors: Sequence[TimeFloor], limits: Limits) -> int:
     """Return how many requests are beyond a bound even if each has an engine of its own."""
     per_row = 1 + limits.max_draft_tokens
     steps = np.ceil(demand.prompts / limits.max_batch_tokens)
@@ -100,13 +100,13 @@ def _num_late(demand: Demand, bounds: Mapping[str, float], floors: Sequence[Step
     return int(late.sum())
 
 
-def _kv_s(floor: StepFloor, limits: Limits) -> float:
+def _kv_s(floor: TimeFloor, limits: Limits) -> float:
     """Return a decode token's seconds for each position. A row with drafts is priced as a chunk."""
     return min(floor.kv_s, floor.pair_s) if limits.max_draft_tokens else floor.kv_s
 
 
 def _engines_by_window(
-    demand: Demand, requirements: Sequence[Requirement], floors: Sequence[StepFloor], limits: Limits
+    demand: Demand, requirements: Sequence[Requirement], floors: Sequence[TimeFloor], limits: Limits
 ) -> Iterator[int]:
     works = list(_works(demand, floors, limits))
     for bounds, spare in _merged(requirements):
@@ -125,7 +125,7 @@ def _merged(requirements: Sequence[Requirement]) -> Iterator[Requirement]:
             yield {**bounds, **others}, spare + more
 
 
-def _works(demand: Demand, floors: Sequence[StepFloor], limits: Limits) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _works(demand: Demand, floors: Sequence[TimeFloor], limits: Limits) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield seconds of an engine for each request: up to its first token, and in all.
 
     Of a step's fixed seconds, each of its rows has an equal share, or each of its tokens.

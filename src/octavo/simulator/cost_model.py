@@ -1,4 +1,4 @@
-"""CostModel (predicts step times), StepShape (what it may read of a plan), StepParts, StepFloor, ScaledCosts.
+"""CostModel (predicts step times), StepShape (what it may read of a plan), StepParts, TimeFloor, ScaledCosts.
 
 Owns: the protocol, and the conversion of a plan to its shape. Does not: know any device or model (costs does).
 """
@@ -77,7 +77,7 @@ class PartedCosts(Protocol):
         ...
 
 
-class StepFloor(NamedTuple):
+class TimeFloor(NamedTuple):
     """Seconds that every step with a token takes at least: `fixed_s`, and more for what the step computes.
 
     `token_s` is for each token, `kv_s` for each position that a one-token row attends to, and `pair_s` for each pair of
@@ -94,12 +94,12 @@ class StepFloor(NamedTuple):
 class FlooredCosts(Protocol):
     """A CostModel that knows floors of its step times."""
 
-    def floors(self, max_tokens: int) -> tuple[StepFloor, ...]:
+    def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
         """Return floors, each of which holds for every step of at most `max_tokens` tokens."""
         ...
 
 
-def floors_of(costs: CostModel, max_tokens: int) -> tuple[StepFloor, ...]:
+def floors_of(costs: CostModel, max_tokens: int) -> tuple[TimeFloor, ...]:
     """Return floors of a cost model's step times; none if the cost model knows none."""
     return costs.floors(max_tokens) if isinstance(costs, FlooredCosts) else ()
 
@@ -146,10 +146,10 @@ class ScaledCosts:
         parts = parts_of(self._costs, shape)
         return StepParts({name: time_s * self._factor for name, time_s in parts.seconds.items()}, parts.compute_s)
 
-    def floors(self, max_tokens: int) -> tuple[StepFloor, ...]:
+    def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
         """Return the other model's floors, scaled."""
         floors = floors_of(self._costs, max_tokens)
-        return tuple(StepFloor(*(time_s * self._factor for time_s in floor)) for floor in floors)
+        return tuple(TimeFloor(*(time_s * self._factor for time_s in floor)) for floor in floors)
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
         assert self._costs.decode_s is not None

@@ -295,7 +295,7 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CandidateOutcome:
     """A candidate's fate. `replicas` are the fewest that reach the goals if it is FOUND, else fewer than are needed.
 
     `bound` has the replicas below which no fleet can reach the goals.
@@ -309,7 +309,7 @@ class Finding:
 
 @dataclass(slots=True)
 class SearchResult:
-    """The cheapest fleet (None: no fleet reaches the goals), what it costs, and all trials and findings.
+    """The cheapest fleet (None: no fleet reaches the goals), what it costs, and all trials and outcomes.
 
     `cost` is in dollars per hour if all candidates have a price (`is_priced`), else in devices.
     """
@@ -318,7 +318,7 @@ class SearchResult:
     cost: float = 0.0
     is_priced: bool = True
     trials: list[SearchTrial] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    outcomes: list[CandidateOutcome] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def cost_of(self, candidate: Candidate, replicas: int = 1) -> float:
@@ -424,8 +424,8 @@ class _SearchRun:
         if best.high:
             self._check_one_less(best)
             self._result.best, self._result.cost = best.tried[best.high], best.rank[0]
-        self._result.findings = [
-            Finding(one.candidate, self._fate(one), one.high if one.is_settled else one.low, one.bound)
+        self._result.outcomes = [
+            CandidateOutcome(one.candidate, self._fate(one), one.high if one.is_settled else one.low, one.bound)
             for one in self._brackets
         ]
         return self._result

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import DecodeSeconds, StepFloor, StepParts, StepShape
+from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape, TimeFloor
 from octavo.simulator.costs.hardware import Hardware, ModelFacts, expected_experts
 
 
@@ -102,7 +102,7 @@ class Roofline:
             sum(product_s for _, product_s in work),
         )  # fmt: skip
 
-    def floors(self, max_tokens: int) -> tuple[StepFloor, ...]:
+    def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
         """Return two floors: layers bound by reads, and layers bound by products.
 
         The experts that n tokens use are concave in n, so they are at least those on the chord from 1 to `max_tokens`.
@@ -121,8 +121,8 @@ class Roofline:
         full = sum(count for window, count in self._windows if window is None)
         kv_s, pair_s = full * max(self._kv_s, self._score_s), full * self._score_s
         return (
-            StepFloor(fixed_s + layers * read_s, layers * (read_token_s + token_link_s), kv_s, pair_s),
-            StepFloor(fixed_s, layers * (self._product_s + self._expert_product_s + token_link_s), kv_s, pair_s),
+            TimeFloor(fixed_s + layers * read_s, layers * (read_token_s + token_link_s), kv_s, pair_s),
+            TimeFloor(fixed_s, layers * (self._product_s + self._expert_product_s + token_link_s), kv_s, pair_s),
         )
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
