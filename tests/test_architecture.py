@@ -82,6 +82,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # The house: what was reached. See python -m tools.house; a bound is lowered when less is reached, never raised,
 # but for what is new: the kernels, buffers, graphs and checks of CUDA devices raised five, and shared tiles two more.
 # Plans beside repeating rows, and blocks that are only counted, raised core for simulations of a million requests.
+# The search over machines, its bounds, and the forms of its answer raised simulator and cli.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_254,
@@ -94,13 +95,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 3_650,
-    ("simulator",): 5_192,
+    ("simulator",): 5_510,
     ("server",): 12_075,
-    ("cli",): 6_118,
+    ("cli",): 6_267,
     ("bench",): 2_912,
     ("config",): 1_256,
 }
-ALL_CODE_LINES, ALL_FILES = 70_396, 460  # of src
+ALL_CODE_LINES, ALL_FILES = 70_932, 462  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

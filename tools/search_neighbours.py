@@ -46,13 +46,13 @@ def main(words: Sequence[str]) -> int:
         best.replicas,
         best.replicas + 1,
     ]
-    print(f"the answer's settings: {_told(verdicts)}: {'confirmed' if is_right else 'REFUTED'}")
+    print(f"the answer's settings: {_describe(verdicts)}: {'confirmed' if is_right else 'REFUTED'}")
     count = len(verdicts)
     for candidate in others:
         verdicts = _affordable(search, result, candidate)
         count, is_worse = count + len(verdicts), _is_worse(result, best, candidate, verdicts)
         is_right = is_right and is_worse
-        print(f"{candidate.label}: {_told(verdicts)}: {'confirmed' if is_worse else 'REFUTED'}")
+        print(f"{candidate.label}: {_describe(verdicts)}: {'confirmed' if is_worse else 'REFUTED'}")
     print(f"{len(others)} neighbours, {count} simulations, {time.process_time() - begin:.0f} s of the processor")
     return 0 if is_right else 1
 
@@ -80,7 +80,7 @@ def _is_worse(result: SearchResult, best: SearchTrial, candidate: Candidate, ver
     return True
 
 
-def _told(verdicts: dict[int, Verdict]) -> str:
+def _describe(verdicts: dict[int, Verdict]) -> str:
     if not verdicts:
         return "one replica costs more"
     reached = [number for number, verdict in verdicts.items() if verdict.is_reached]

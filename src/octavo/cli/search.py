@@ -229,13 +229,13 @@ def _lines(result: SearchResult, skipped: Mapping[str, str]) -> Iterator[str]:
             f"nothing among {len(result.trials)} trials reaches the objectives: take other devices, or wider objectives"
         )
     else:
-        yield f"answer      {_told(result, best)}: {best.verdict.text}"
+        yield f"answer      {_describe(result, best)}: {best.verdict.text}"
         yield f"limited by  {': '.join(name_limit(best.verdict.facts))}"
         if (less := result.one_less()) is not None:
             yield f"one less    {count_replicas(less.replicas)}: {less.verdict.text}; {_limit_of(less)}"
     for trial in result.nearest():
         why = "less margin: " if trial.verdict.is_reached else ""
-        yield f"rejected    {_told(result, trial)}: {why}{trial.verdict.text}; {_limit_of(trial)}"
+        yield f"rejected    {_describe(result, trial)}: {why}{trial.verdict.text}; {_limit_of(trial)}"
     fates = Counter(outcome.fate for outcome in result.outcomes)
     for fate, count in fates.items():
         yield f"settings    {count}: {fate.value}"
@@ -246,7 +246,7 @@ def _limit_of(trial: SearchTrial) -> str:
     return f"limited by {': '.join(name_limit(trial.verdict.facts))}"
 
 
-def _told(result: SearchResult, trial: SearchTrial) -> str:
+def _describe(result: SearchResult, trial: SearchTrial) -> str:
     """Return a trial's fleet and its cost."""
     cost, candidate = result.cost_of(trial.candidate, trial.replicas), trial.candidate
     price = f"${cost:g} an hour" if result.is_priced else f"{cost} device{'s' * (cost > 1)}"

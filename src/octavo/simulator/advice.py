@@ -19,7 +19,7 @@ OFTEN = 0.2  # share of steps at a limit
 ROOM = 0.8  # a pool, or the device's compute, that is used less has room
 MARGIN = 0.9  # share of a bound on tpot that may be used up before a limit is raised
 
-NOTICED = 0.5  # requests of each replica that wait, on average, before what they lack is said to limit a run
+NOTICED = 0.5  # requests of each replica that wait, on average, before what they lack counts as the limit of a run
 SHOWN = 0.05  # requests
 _LACKS = {
     "sequence_cap": "slots",
