@@ -42,6 +42,7 @@ class BeamGroup:
     """The beams of one request. `scores` has each live beam's sum of log-probabilities, best first.
 
     A beam has at most `max_outputs` output ids. `stop_ids` are all ids that end a beam, the model's own included.
+    `pool` has the best ended beams.
     """
 
     def __init__(self, params: SamplingParams, max_outputs: int, stop_ids: frozenset[int]) -> None:
@@ -52,8 +53,8 @@ class BeamGroup:
         self.stop_ids = stop_ids
         self.scores: list[float] = [0.0]
         self.is_over = False
-        self._num_steps = 0
-        self._pool: list[Hypothesis] = []
+        self.num_steps = 0
+        self.pool: list[Hypothesis] = []
 
     def advance(
         self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]], paths: Sequence[array[int]]
@@ -65,9 +66,9 @@ class BeamGroup:
         first: as many as the step looks at, or the whole vocabulary. A path is the beam's output ids; it is copied.
         """
         assert not self.is_over and len(candidates) == len(paths) == len(self.scores), "one entry per live beam"
-        self._num_steps += 1
-        at_limit = self._num_steps >= self.max_outputs
-        may_stop = self._num_steps > self.params.min_tokens
+        self.num_steps += 1
+        at_limit = self.num_steps >= self.max_outputs
+        may_stop = self.num_steps > self.params.min_tokens
         ended: list[Hypothesis] = []
         live: list[tuple[float, int, int]] = []
         for rank, (total, parent, token_id) in enumerate(self._best_continuations(candidates)):
@@ -76,7 +77,7 @@ class BeamGroup:
                 live.append((total, parent, token_id))
             elif rank < self.width:
                 ended.append(self._hypothesis(paths[parent], token_id, total, stops))
-        self._pool = sorted([*self._pool, *ended], key=lambda one: -one.score)[: self.width]
+        self.pool = sorted([*self.pool, *ended], key=lambda one: -one.score)[: self.width]
         del live[self.width :]
         self.scores = [total for total, _, _ in live]
         self.is_over = not live or not self._may_improve()
@@ -87,7 +88,7 @@ class BeamGroup:
 
     def best(self, num: int) -> list[Hypothesis]:
         """Return the `num` best ended hypotheses, or all if there are fewer; best first."""
-        return self._pool[:num]
+        return self.pool[:num]
 
     def _best_continuations(
         self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]]
@@ -105,10 +106,10 @@ class BeamGroup:
         return every[:num_looked_at]
 
     def _hypothesis(self, path: array[int], token_id: int, total: float, stops: bool) -> Hypothesis:
-        assert len(path) == self._num_steps - 1, "a live beam has one output id per step"
+        assert len(path) == self.num_steps - 1, "a live beam has one output id per step"
         token_ids = path[:]
         token_ids.append(token_id)
-        return Hypothesis(token_ids, self.score(total, self._num_steps), total, token_id if stops else None)
+        return Hypothesis(token_ids, self.score(total, self.num_steps), total, token_id if stops else None)
 
     def score(self, total: float, num_tokens: int) -> float:
         """Return total / num_tokens ** length_penalty."""
@@ -124,10 +125,10 @@ class BeamGroup:
         If the pool is full and `early_stopping` is not True, the answer is an estimate. It takes the score that the
         beam would have if it ended now or, for "never" with a positive length_penalty, at the greatest length.
         """
-        if len(self._pool) < self.width:
+        if len(self.pool) < self.width:
             return True
         if self.params.early_stopping is True:
             return False
         is_hopeful = self.params.early_stopping == "never" and self.params.length_penalty > 0.0
-        length = self.max_outputs if is_hopeful else self._num_steps
-        return self.score(self.scores[0], length) > self._pool[-1].score
+        length = self.max_outputs if is_hopeful else self.num_steps
+        return self.score(self.scores[0], length) > self.pool[-1].score

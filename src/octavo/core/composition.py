@@ -34,23 +34,23 @@ class Turn:
 class Composition:
     """The kind of step that is due."""
 
-    __slots__ = ("_limits", "_media_next", "_num_prefills")
+    __slots__ = ("_limits", "media_next", "num_prefills")
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._media_next = False
-        self._num_prefills = 0  # prefill steps since the last decode step
+        self.media_next = False
+        self.num_prefills = 0  # prefill steps since the last decode step
 
     def turns(self) -> list[Turn]:
         """Return the kinds of step in the order to try; the scheduler plans the first kind that has a row."""
-        media = (self._media_next, not self._media_next) if self._limits.separate_modalities else (None,)
-        decode_first = self._num_prefills >= self._limits.max_prefill_run
+        media = (self.media_next, not self.media_next) if self._limits.separate_modalities else (None,)
+        decode_first = self.num_prefills >= self._limits.max_prefill_run
         phases = (decode_first, not decode_first) if self._limits.composition == "separate" else (None,)
         return [Turn(has_media, is_decoding) for is_decoding in phases for has_media in media]
 
     def count(self, turn: Turn) -> None:
         """Note that a step of this kind was planned."""
         if turn.has_media is not None:
-            self._media_next = not turn.has_media
+            self.media_next = not turn.has_media
         if turn.is_decoding is not None:
-            self._num_prefills = 0 if turn.is_decoding else self._num_prefills + 1
+            self.num_prefills = 0 if turn.is_decoding else self.num_prefills + 1

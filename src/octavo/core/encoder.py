@@ -46,6 +46,15 @@ class _Need:
     slot: int
 
 
+@dataclass(slots=True)
+class SavedEncoder:
+    """An EncoderCache: (key, size, needs) of each output, and (request, span, key, end, slot) of each need."""
+
+    outputs: list[tuple[bytes, int, int]]
+    needs: list[tuple[str, int, bytes, int, int]]
+    lost: list[bytes]
+
+
 class EncoderCache:
     """Outputs by content key, shared by all requests. Outputs that no request needs are evicted in LRU order."""
 
@@ -173,3 +182,22 @@ class EncoderCache:
             self._needs[name] = {index: need for index, need in held.items() if need.key not in void}
             if not self._needs[name]:
                 del self._needs[name]
+
+    def save(self) -> SavedEncoder:
+        """Return a copy, between two plans."""
+        return SavedEncoder(
+            [(key, output.size, output.num_needs) for key, output in self._outputs.items()],
+            [
+                (name, index, need.key, need.end, need.slot)
+                for name, held in self._needs.items()
+                for index, need in held.items()
+            ],
+            self._lost[:],
+        )
+
+    def restore(self, saved: SavedEncoder) -> None:
+        """Fill an empty cache with what `save` returned."""
+        self._outputs.update((key, _Output(size, num_needs)) for key, size, num_needs in saved.outputs)
+        for name, index, key, end, slot in saved.needs:
+            self._needs.setdefault(name, {})[index] = _Need(key, end, slot)
+        self._lost = list(saved.lost)

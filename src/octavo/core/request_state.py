@@ -283,13 +283,13 @@ class WaitingQueue:
     stops at the first line whose stored key is up to date.
     """
 
-    __slots__ = ("_lane_key", "_lines", "_num_lines", "_order", "_size")
+    __slots__ = ("_lane_key", "_lines", "_order", "_size", "num_lines")
 
     def __init__(self, lane_key: Callable[[str], float]) -> None:
         self._lane_key = lane_key
         self._lines: dict[str, _Line] = {}
         self._order: list[tuple[float, int, str]] = []  # (stored key, number, name) of each line
-        self._num_lines = 0  # lines created since the start
+        self.num_lines = 0  # lines created since the start
         self._size = 0
 
     def __len__(self) -> int:
@@ -304,8 +304,8 @@ class WaitingQueue:
         """Put a request at its rank in its line."""
         line = self._lines.get(request.lane)
         if line is None:
-            line = self._lines[request.lane] = _Line(self._num_lines)
-            self._num_lines += 1
+            line = self._lines[request.lane] = _Line(self.num_lines)
+            self.num_lines += 1
             heappush(self._order, (self._lane_key(request.lane), line.number, request.lane))
         request.ticket += 1
         heappush(line.heap, (request.rank, request.ticket, request))
@@ -363,6 +363,23 @@ class WaitingQueue:
             for _, ticket, request in sorted(line.heap, key=lambda entry: entry[:2])
             if request.ticket == ticket
         ]
+
+    def lines(self) -> list[tuple[str, int, float, list[RequestState]]]:
+        """Return the name, the number, the stored key and the requests, in no order, of each line."""
+        return [
+            (name, number, noted, [entry[2] for entry in self._lines[name].heap if entry[2].ticket == entry[1]])
+            for noted, number, name in self._order
+        ]
+
+    def restore(self, lines: list[tuple[str, int, float, list[RequestState]]], num_lines: int) -> None:
+        """Fill an empty queue with what `lines` returned."""
+        self.num_lines = num_lines
+        for name, number, noted, requests in lines:
+            line = self._lines[name] = _Line(number)
+            line.heap = [(request.rank, request.ticket, request) for request in requests]
+            heapify(line.heap)
+            self._order.append((noted, number, name))
+            self._size += len(requests)
 
     def _in_order(self) -> list[_Line]:
         keys = {name: self._lane_key(name) for name in self._lines}

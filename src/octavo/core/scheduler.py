@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.core import snapshots
+from octavo.core import saved_state, snapshots
 from octavo.core import tap as calls
 from octavo.core.branching import add_sequences
 from octavo.core.commit import commit_step
@@ -225,6 +225,26 @@ class Scheduler:
     def _controlled(self, verb: str, num_tokens: int | None = None) -> None:
         if self._tap is not None:
             self._tap.called(calls.ControlCall(verb, num_tokens))
+
+    # --- the whole state --------------------------------------------------------------------------------
+
+    def save(self) -> saved_state.SavedState:
+        """Copy the whole state, to be continued by `restore`. O(requests + blocks).
+
+        Raises ConfigError if the policy's state cannot be saved.
+        """
+        return saved_state.save(self._state)
+
+    def restore(self, saved: saved_state.SavedState) -> tuple[StepPlan, ...]:
+        """Continue from a saved state of the same limits; return the plans in flight. Only for a new scheduler.
+
+        Raises InvariantError for another version's state or other limits, ConfigError if the policy refuses its state.
+        """
+        assert not self._lagging.next_order, "only a new scheduler can be restored"
+        key_maker = self._lagging.cache.key_maker
+        self._lagging = saved_state.restore(saved, self.limits)
+        self._lagging.cache.key_maker = key_maker
+        return tuple(saved.plans)
 
     # --- snapshots: none of them changes anything -------------------------------------------------------
 

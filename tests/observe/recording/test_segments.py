@@ -72,7 +72,9 @@ def test_another_version_is_refused_with_the_remedy(tmp_path: Path) -> None:
     path = make_segment(tmp_path)
     data = path.read_bytes()
     path.write_bytes(MARK + struct.pack("<H", 7) + data[PREAMBLE_BYTES:])
-    with pytest.raises(RecordingError, match="format 7, this Octavo reads 2: read it with the version that wrote it"):
+    with pytest.raises(
+        RecordingError, match="format 7, this Octavo reads 2 to 3: read it with the version that wrote it"
+    ):
         open_recording(tmp_path)
 
 

@@ -10,7 +10,7 @@ running request that is never preempted again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.core.limits import Limits
@@ -87,6 +87,29 @@ class Policy:
 
     def served(self, request: RequestState, num_tokens: int) -> None:
         """Handle `num_tokens` output tokens that were committed for a request."""
+
+    def save(self) -> Any:
+        """Return what the policy remembers as numbers, texts, lists, and dicts by text, for `restore`.
+
+        By default these are its attributes. A policy whose attributes are anything else overrides both methods, or a
+        recording cannot begin while it runs.
+        """
+        return _copied(getattr(self, "__dict__", {}))
+
+    def restore(self, saved: Any, requests: Mapping[int, RequestState]) -> None:
+        """Take over what `save` returned, in a configured policy; `requests` are the open ones by order of arrival."""
+        self.__dict__.update(saved)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of plain data. Raises TypeError for anything else."""
+    if type(value) is list:
+        return [_copied(each) for each in value]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {key: _copied(each) for key, each in value.items()}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"{type(value).__name__} is no plain data")
 
 
 POLICIES: dict[str, type[Policy]] = {}
@@ -213,6 +236,23 @@ class PolicyGuard:
             getattr(self.policy, hook)(*args)
         except Exception as error:
             self._count(f"{hook}: {type(error).__name__}: {_shown(error)}")
+
+    def save(self) -> Any:
+        """Return the policy's state as plain data. Raises ConfigError if the policy cannot give it."""
+        try:
+            return self.policy.save()
+        except Exception as error:  # a user's code
+            raise ConfigError(
+                f"the state of policy {self.policy.name!r} cannot be saved ({type(error).__name__}: {_shown(error)}); "
+                "give it the methods save and restore"
+            ) from None
+
+    def restore(self, saved: Any, requests: Mapping[int, RequestState]) -> None:
+        """Give the policy its state. Raises ConfigError."""
+        try:
+            self.policy.restore(saved, requests)
+        except Exception as error:  # a user's code
+            raise ConfigError(f"policy {self.policy.name!r} does not take its state: {_shown(error)}") from error
 
     def rule(self) -> str:
         """Return the order of service as a text for people. A failure here is not counted."""

@@ -9,8 +9,9 @@ bounded by the open requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from heapq import heappop, heappush, heapreplace
+from typing import Any
 
 from octavo.core.limits import Limits
 from octavo.core.policy.base import Policy, register_policy
@@ -166,6 +167,37 @@ class Fair(Policy):
         while (idle := self._idle.peek()) is not None and idle.counter <= self._floor:
             del self._tenants[idle.name]
             idle.num_live = -1  # belongs to no heap any more
+
+    def save(self) -> Any:
+        """Return the tenants and the accounts; heaps follow from them."""
+        known = list(self._tenants.values())
+        return {
+            "tenants": [[one.name, one.serial, one.counter, one.num_live, one.num_waiting] for one in known],
+            "accounts": [
+                [order, one.tenant.name, one.is_waiting, one.is_charged] for order, one in self._accounts.items()
+            ],
+            "last": None if self._last is None else [self._last.serial, self._last.counter],
+            "floor": self._floor,
+            "num_tenants": self._num_tenants,
+        }
+
+    def restore(self, saved: Any, requests: Mapping[int, RequestState]) -> None:
+        """Take over what `save` returned."""
+        for name, serial, counter, num_live, num_waiting in saved["tenants"]:
+            tenant = self._tenants[name] = _Tenant(name, serial, self._weights.get(name, 1.0), counter)
+            tenant.num_live, tenant.num_waiting = num_live, num_waiting
+            if num_waiting:
+                self._waiting.add(tenant)
+            if not num_live:
+                self._idle.add(tenant)
+        for order, name, is_waiting, is_charged in saved["accounts"]:
+            account = self._accounts[order] = _Account(self._tenants[name])
+            account.is_waiting, account.is_charged = is_waiting, is_charged
+        if saved["last"] is not None:
+            serial, counter = saved["last"]
+            same = (one for one in self._tenants.values() if one.serial == serial)
+            self._last = next(same, _Tenant("", serial, 1.0, counter))  # it may be forgotten
+        self._floor, self._num_tenants = saved["floor"], saved["num_tenants"]
 
     def _charge(self, tenant: _Tenant, service: float) -> None:
         tenant.counter += service / tenant.weight

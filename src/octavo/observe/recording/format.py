@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import blake2b
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -34,10 +34,12 @@ from octavo.core.plan import (
     TokenLogprobs,
 )
 from octavo.core.request import FinishError, Request, SamplingParams, Span, Want
+from octavo.core.saved_state import SavedBeams, SavedRequest, SavedSequence, SavedState
 from octavo.core.tap import AdmitCall, Call, CancelCall, CommitCall, ControlCall, EndChoiceCall, KeyRun, PlanCall
 from octavo.errors import OctavoError
 
-VERSION = 2
+VERSION = 3
+READABLE = (2, VERSION)  # version 2 had no states
 MAX_MESSAGE = 500  # characters of an error kept
 ORDINARY = -1  # replaces every id that ends nothing
 
@@ -51,7 +53,8 @@ class Header:
     """The engine of a segment.
 
     `began` is in Unix seconds, at `clock` on the engine's clock. `has_text`: token ids are recorded. `settings` are the
-    engine's, by flag; names and numbers only.
+    engine's, by flag; names and numbers only. `has_state`: the segment begins in the middle of the engine's life, with
+    the scheduler's state at `start` on the engine's clock. `number` counts the segments of a flight recorder.
     """
 
     model: str
@@ -64,11 +67,24 @@ class Header:
     settings: Mapping[str, object] = field(default_factory=dict)
     octavo: str = ""
     version: int = VERSION
+    has_state: bool = False
+    start: float = 0.0
+    number: int = 0
 
     @property
     def key_tokens(self) -> int:
         """Tokens under each block key."""
         return self.limits.block_size
+
+
+class StateRecord(NamedTuple):
+    """The scheduler's whole state after the calls so far; rows of plans are relative to later plans only from here on.
+
+    The state is absent where it was not written.
+    """
+
+    now: float
+    saved: SavedState | None = None
 
 
 class EndMarker(NamedTuple):
@@ -86,13 +102,14 @@ class RecordedCall(NamedTuple):
     without ids unless the recording has text, b"" for an empty plan.
     """
 
-    call: Call | EndMarker
+    call: Call | StateRecord | EndMarker
     done: float = 0.0
     digest: bytes = b""
     has_no_ids: bool = False
 
 
-ADMIT, PLAN, COMMIT = range(3)  # kinds of record; the others have the fields of their calls
+ADMIT, PLAN, COMMIT = range(3)  # kinds of record; most others have the fields of their calls
+STATE = 7
 _PLAIN: dict[int, type[Call | EndMarker]] = {3: CancelCall, 4: EndChoiceCall, 5: ControlCall, 6: EndMarker}
 _KIND_OF = {kind: number for number, kind in _PLAIN.items()}
 
@@ -137,6 +154,7 @@ _DAMAGE = (
     AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, OctavoError, msgspec.MsgspecError,
 )  # fmt: skip
 _UNKNOWN = TokenLogprobs(ORDINARY, 0.0, 1)
+_STATE_TYPES = get_type_hints(SavedState)
 
 
 def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +209,10 @@ class CallEncoder:
         """Return the record of one call as MessagePack; arrays are lists in it."""
         return msgspec.msgpack.encode(self._record(recorded.call, recorded.done), enc_hook=array.tolist)
 
-    def _record(self, call: Call | EndMarker, done: float) -> tuple[Any, ...]:
+    def _record(self, call: Call | StateRecord | EndMarker, done: float) -> tuple[Any, ...]:
+        if isinstance(call, StateRecord):
+            self._rows = RowDeltas()
+            return STATE, call.now, None if call.saved is None else self._state(call.saved)
         if isinstance(call, AdmitCall):
             has_no_ids = call.request.prompt_token_ids is None
             return ADMIT, call.now, self._request(call.request), has_no_ids, self._keys(call.keys)
@@ -237,26 +258,108 @@ class CallEncoder:
         plan, digest, rows, values, entering = call.plan, b"", None, {}, []
         if not plan.is_empty:
             for new in plan.new_sequences:
-                entering.append((new.slot, new.request_id, new.choice, new.num_prompt, new.adapter_id))
                 self._owners = self._owners | {new.slot: new}
             self._flight[plan.step] = plan, self._owners
             digest, rows = plan.digest(self._has_text), self._rows.encode(plan)
-            values = {name: value for name in _PLAN_FIELDS if (value := getattr(plan, name))}
-            if plan.encode_jobs or plan.encoder_frees:
-                values["encode_jobs"] = [replace(job, key=self._media_mask(job.key)) for job in plan.encode_jobs]
-                values["encoder_frees"] = [self._media_mask(key) for key in plan.encoder_frees]
-            if not self._has_text and (plan.id_edits or plan.num_drafts):
-                values["id_edits"] = plan.id_edits[:]
-                values["id_edits"][2::3] = _ints([ORDINARY]) * (len(plan.id_edits) // 3)
-                values["draft_token_ids"] = self._masked_drafts(plan)
+            values, entering = self._columns(plan, self._owners), _entering(plan)
         only = None if call.only is None else sorted(call.only)
         return PLAN, call.now, took_ns, plan.step, digest, rows, values, entering, only, self._keys(call.keys)
 
-    def _masked_drafts(self, plan: StepPlan) -> list[int]:
+    def _columns(self, plan: StepPlan, owners: Mapping[int, NewSequence]) -> dict[str, Any]:
+        """Return a plan's columns apart from its rows, by name."""
+        values = {name: value for name in _PLAN_FIELDS if (value := getattr(plan, name))}
+        if plan.encode_jobs or plan.encoder_frees:
+            values["encode_jobs"] = [replace(job, key=self._media_mask(job.key)) for job in plan.encode_jobs]
+            values["encoder_frees"] = [self._media_mask(key) for key in plan.encoder_frees]
+        if not self._has_text and (plan.id_edits or plan.num_drafts):
+            values["id_edits"] = _without_ids(plan.id_edits)
+            values["draft_token_ids"] = self._masked_drafts(plan, owners)
+        return values
+
+    def _masked_drafts(self, plan: StepPlan, owners: Mapping[int, NewSequence]) -> list[int]:
         masked: list[int] = []
         for slot, count in zip(plan.slots, plan.num_drafts, strict=False):
-            masked += self._masked_ids(plan.draft_token_ids[len(masked) : len(masked) + count], self._owners[slot])
+            masked += self._masked_ids(plan.draft_token_ids[len(masked) : len(masked) + count], owners[slot])
         return masked
+
+    # --- states: ids, keys and names are masked wherever they are; numbers stay -------------------------------------
+
+    def _state(self, saved: SavedState) -> dict[str, Any]:
+        """Return a state's fields by name."""
+        masked = replace(
+            saved,
+            requests=[],
+            plans=[],
+            progress=[self._progress(one, owner) for one, owner in zip(saved.progress, saved.requests, strict=True)],
+            sequences=[self._sequence(one, saved.requests[one.request]) for one in saved.sequences],
+            lines=[replace(line, name=self._key_mask.tenant(line.name)) for line in saved.lines],
+            pools=[replace(pool, keys=self._masked_keys(pool.keys)) for pool in saved.pools],
+            host_pools=[replace(pool, keys=self._masked_keys(pool.keys)) for pool in saved.host_pools],
+            encoder=replace(
+                saved.encoder,
+                outputs=[(self._media_mask(key), size, needs) for key, size, needs in saved.encoder.outputs],
+                needs=[
+                    (name, span, self._media_mask(key), end, slot) for name, span, key, end, slot in saved.encoder.needs
+                ],
+                lost=[self._media_mask(key) for key in saved.encoder.lost],
+            ),
+            policy=self._named(saved.policy),
+        )
+        if not self._has_text:
+            masked.updates = {**saved.updates, "id_edits": _without_ids(saved.updates["id_edits"])}
+        values = {one.name: getattr(masked, one.name) for one in fields(masked)}
+        values["requests"] = [self._request(request) for request in saved.requests]
+        values["plans"] = [
+            (plan.step, plan.now, RowDeltas().encode(plan), self._columns(plan, self._flight[plan.step][1]),
+             _entering(plan))
+            for plan in saved.plans
+        ]  # fmt: skip
+        return values
+
+    def _masked_keys(self, keys: Iterable[bytes]) -> list[bytes]:
+        return list(map(self._key_mask, keys))
+
+    def _sequence(self, one: SavedSequence, owner: Request) -> SavedSequence:
+        found = one.candidates
+        return replace(
+            one,
+            token_ids=one.token_ids if self._has_text else None,
+            keys=self._masked_keys(one.keys),
+            candidates=None if found is None else (tuple(self._masked_ids(found[0], owner)), found[1]),
+        )
+
+    def _progress(self, one: SavedRequest, owner: Request) -> SavedRequest:
+        seen, beams = one.seen, one.beams
+        if seen is not None and seen.missing is not None:
+            seen = seen._replace(missing=self._key_mask(seen.missing))
+        lane = self._key_mask.tenant(str(one.values["lane"]))
+        return replace(
+            one,
+            values={**one.values, "lane": lane},
+            seen=seen,
+            beams=beams if beams is None or self._has_text else self._beams(beams, owner),
+        )
+
+    def _beams(self, beams: SavedBeams, owner: Request) -> SavedBeams:
+        placeholders = _placeholders(owner)
+        pool = [
+            (
+                _ints(self._masked_ids(_ints(ids), owner)).tobytes(),
+                score,
+                total,
+                None if stop_id is None else placeholders[stop_id],
+            )
+            for ids, score, total, stop_id in beams.pool
+        ]
+        return replace(beams, pool=pool)
+
+    def _named(self, value: Any) -> Any:
+        """Return plain data with every text masked as the name of a tenant."""
+        if isinstance(value, list):
+            return [self._named(each) for each in value]
+        if isinstance(value, dict):
+            return {self._key_mask.tenant(key): self._named(each) for key, each in value.items()}
+        return self._key_mask.tenant(value) if isinstance(value, str) else value
 
     def _commit(self, call: CommitCall, took_ns: int) -> tuple[Any, ...]:
         plan, owners = self._flight.pop(call.step)
@@ -297,6 +400,16 @@ class CallEncoder:
                 shown.logprobs[begin] = replace(entry, token_id=best, top_ids=tuple(candidates))
 
 
+def _entering(plan: StepPlan) -> list[tuple[int, str, int, int, int]]:
+    return [(new.slot, new.request_id, new.choice, new.num_prompt, new.adapter_id) for new in plan.new_sequences]
+
+
+def _without_ids(id_edits: array[int]) -> array[int]:
+    edits = id_edits[:]
+    edits[2::3] = _ints([ORDINARY]) * (len(edits) // 3)
+    return edits
+
+
 def _short(error: FinishError) -> FinishError:
     return replace(error, message=error.message[:MAX_MESSAGE])
 
@@ -325,6 +438,8 @@ class CallDecoder:
             kind, *values = record
             if kind in _PLAIN:
                 return RecordedCall(msgspec.convert(values, _PLAIN[kind]))
+            if kind == STATE:
+                return self._state(*values)
             *values, keys = values
             return (self._admit, self._plan, _commit)[kind](msgspec.convert(keys, tuple[KeyRun, ...]), *values)
         except _DAMAGE as error:
@@ -332,21 +447,42 @@ class CallDecoder:
 
     def _admit(self, keys: tuple[KeyRun, ...], now: float, values: dict[str, Any], has_no_ids: bool) -> RecordedCall:
         num_blocks = values["num_prompt_tokens"] // self._block_size
-        values = {"prompt_token_ids": None, **_restored(values)}
-        request = Request(**values, block_keys=keys[0].keys[:num_blocks] if keys else ())
+        request = _request(values, keys[0].keys[:num_blocks] if keys else ())
         return RecordedCall(AdmitCall(now, request, keys), has_no_ids=has_no_ids)
 
     def _plan(self, keys: tuple[KeyRun, ...], now: float, took_ns: int, step: int, *rest: Any) -> RecordedCall:
         digest, rows, values, entering, only = rest
-        plan = StepPlan(step, now, **_restored(values))
+        plan = _read_plan(step, now, values, entering)
         if digest:
             self._rows.decode(rows, plan)
-        plan.new_sequences = tuple(
-            NewSequence(slot, name, choice, num_prompt, None, SamplingParams(), (), adapter)
-            for slot, name, choice, num_prompt, adapter in entering
-        )
         call = PlanCall(now, plan, None if only is None else frozenset(only), keys)
         return RecordedCall(call, now + took_ns * 1e-9, digest)
+
+    def _state(self, now: float, values: dict[str, Any] | None) -> RecordedCall:
+        self._rows = RowDeltas()
+        if values is None:
+            return RecordedCall(StateRecord(now))
+        plans = []
+        for step, planned, rows, columns, entering in values["plans"]:
+            plans.append(_read_plan(step, planned, columns, entering))
+            RowDeltas().decode(rows, plans[-1])
+        fixed = {"requests": [_request(each, ()) for each in values["requests"]], "plans": plans}
+        typed = {name: msgspec.convert(values[name], kind) for name, kind in _STATE_TYPES.items() if name not in fixed}
+        return RecordedCall(StateRecord(now, SavedState(**fixed, **typed)))
+
+
+def _request(values: dict[str, Any], block_keys: tuple[bytes, ...]) -> Request:
+    return Request(**{"prompt_token_ids": None, **_restored(values)}, block_keys=block_keys)
+
+
+def _read_plan(step: int, now: float, values: dict[str, Any], entering: Iterable[Any]) -> StepPlan:
+    """Return a plan without rows."""
+    plan = StepPlan(step, now, **_restored(values))
+    plan.new_sequences = tuple(
+        NewSequence(slot, name, choice, num_prompt, None, SamplingParams(), (), adapter)
+        for slot, name, choice, num_prompt, adapter in entering
+    )
+    return plan
 
 
 def _commit(keys: tuple[KeyRun, ...], now: float, took_ns: int, step: int, *rest: Any) -> RecordedCall:

@@ -22,7 +22,16 @@ import msgspec
 from octavo.core.plan import StepFailure, StepPlan, StepResult
 from octavo.core.tap import CommitCall, PlanCall
 from octavo.errors import ConfigError
-from octavo.observe.recording.format import VERSION, CallDecoder, EndMarker, Header, RecordedCall, RecordingError
+from octavo.observe.recording.format import (
+    READABLE,
+    VERSION,
+    CallDecoder,
+    EndMarker,
+    Header,
+    RecordedCall,
+    RecordingError,
+    StateRecord,
+)
 
 MARK = b"octavo-rec\n"
 SUFFIX = ".octrec"
@@ -91,9 +100,10 @@ def _check_version(path: Path, first: bytes) -> None:
     if not first.startswith(MARK) or len(first) < PREAMBLE_BYTES:
         raise RecordingError(f"{path} is no recording: it does not begin as one; name the folder given to --record")
     (version,) = _VERSION.unpack(first[len(MARK) :])
-    if version != VERSION:
+    if version not in READABLE:
         raise RecordingError(
-            f"{path} is of format {version}, this Octavo reads {VERSION}: read it with the version that wrote it"
+            f"{path} is of format {version}, this Octavo reads {READABLE[0]} to {VERSION}: "
+            "read it with the version that wrote it"
         )
 
 
@@ -214,10 +224,14 @@ class StepPairs:
         self._segment_index = segment_index
         self._flight: deque[tuple[StepPlan, float]] = deque()
         self._free_from: float | None = None
+        self._has_begun = False
 
     def take(self, recorded: RecordedCall) -> RecordedStep | None:
         """Add the next call; return the step that ended before it."""
         call, ended = recorded.call, None
+        if isinstance(call, StateRecord) and call.saved is not None and not self._has_begun:
+            self._flight.extend((plan, plan.now) for plan in call.saved.plans)
+        self._has_begun = True
         if isinstance(call, PlanCall):
             if self.last is not None:
                 ended, self.last = replace(self.last, next_plan=call.now), None

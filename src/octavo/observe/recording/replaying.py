@@ -10,16 +10,19 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.plan import Event, EventKind, Events, NewSequence, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request
+from octavo.core.request_state import Status
+from octavo.core.saved_state import SavedState
 from octavo.core.scheduler import Scheduler
+from octavo.core.state import Totals
 from octavo.core.tap import AdmitCall, CancelCall, CommitCall, ControlCall, EndChoiceCall, KeyRun, PlanCall
-from octavo.errors import InvariantError, RequestError
+from octavo.errors import ConfigError, InvariantError, RequestError
 from octavo.observe.history import History, RequestHistory
-from octavo.observe.recording.format import Header, RecordedCall, RecordingError
+from octavo.observe.recording.format import Header, RecordedCall, RecordingError, StateRecord
 from octavo.observe.recording.reader import RecordedStep, Recording, Segment, StepPairs
 from octavo.observe.sink import EventSink
 
@@ -56,7 +59,8 @@ class ReplayReport:
 
     num_segments: int = 0
     num_calls: int = 0
-    num_requests: int = 0
+    num_requests: int = 0  # that were admitted
+    num_open: int = 0  # that were open when the recording began, in the middle of an engine's life
     num_plans: int = 0  # that were not empty: their digests were compared
     num_equal: int = 0
     num_failed_steps: int = 0
@@ -73,6 +77,9 @@ class ReplayReport:
     def count(self, made: Replayed) -> None:
         """Count a call whose outcome was as recorded."""
         call = made.recorded.call
+        if isinstance(call, StateRecord):
+            self.num_open += 0 if made.opened is None else len(made.opened.requests)
+            return
         self.num_calls += 1
         self.num_equal += bool(made.recorded.digest)
         self.num_requests += isinstance(call, AdmitCall)
@@ -83,13 +90,14 @@ class ReplayReport:
 class RecordedInputs:
     """An InputSource of the replayed call: its keys, and the drafts of its plan if they cannot be computed.
 
-    They can be if prompt lookup made them and the recording has token ids.
+    They can be if prompt lookup made them and the recording has token ids from the engine's start on.
 
     The live scheduler made keys in the same order, for the same sequences.
     """
 
     def __init__(self, header: Header) -> None:
-        self.has_drafts = not header.has_text or header.limits.has_draft_model or header.limits.has_paced_lookup
+        limits = header.limits
+        self.has_drafts = not header.has_text or header.has_state or limits.has_draft_model or limits.has_paced_lookup
         self._has_no_ids = False  # the live engine had no ids of the request that is being admitted either
         self._due: deque[KeyRun] = deque()
         self._drafts: dict[int, array[int]] = {}
@@ -129,20 +137,76 @@ class RecordedInputs:
         return drafts
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedBefore:
+    """The requests that were open when a segment began; those with outputs are resumed with them.
+
+    `saved` is the state.
+    """
+
+    now: float
+    saved: SavedState
+    requests: tuple[Request, ...]
+
+    @classmethod
+    def of(cls, now: float, saved: SavedState) -> OpenedBefore:
+        """Return the open requests of a state."""
+        requests = []
+        for request, one in zip(saved.requests, saved.progress, strict=True):
+            outputs = [cls.num_outputs(saved, number) for number in one.sequences]
+            if one.status != Status.FINISHED:
+                emitted = array("i", bytes(4 * max(outputs))) if any(outputs) else request.emitted_token_ids
+                requests.append(replace(request, emitted_token_ids=emitted))
+        return cls(now, saved, tuple(requests))
+
+    @staticmethod
+    def num_outputs(saved: SavedState, number: int) -> int:
+        """Return the output tokens of a sequence."""
+        values = saved.sequences[number].values
+        return int(values["num_committed"] or 0) - int(values["num_prompt"] or 0)
+
+    def report_to(self, sink: EventSink) -> None:
+        """Report the requests, and their slots as a step without rows."""
+        for request in self.requests:
+            sink.admitted(request)
+        saved, events, entered = self.saved, list[Event](), list[NewSequence]()
+        step = int(saved.values["step"] or 0) - 1
+        for request, one in zip(saved.requests, saved.progress, strict=True):
+            began, name = one.values["first_scheduled_at"], request.request_id
+            if isinstance(began, (int, float)) and one.status != Status.FINISHED:
+                cached = int(one.values["cached_tokens"] or 0)
+                events.append(Event(EventKind.ADMITTED, name, began, step, cached_tokens=cached))
+                if one.status == Status.WAITING:
+                    events.append(Event(EventKind.PREEMPTED, name, self.now, step))
+        for sequence in saved.sequences:
+            owner, values = saved.requests[sequence.request], sequence.values
+            slot, choice = int(values["slot"] or 0), int(values["choice"] or 0)
+            if slot >= 0:
+                entered.append(NewSequence(slot, owner.request_id, choice, owner.num_prompt_tokens, None, owner.params))
+        plan = StepPlan(step, self.now, new_sequences=tuple(entered))
+        sink.stepped(plan, StepResult(array("i")), Events(step, self.now, decisions=tuple(events)))
+
+
 class Replayed(NamedTuple):
-    """A replayed call and its decisions. An admission also has its max_tokens, a commit its plan and events."""
+    """A replayed call and its decisions. An admission also has its max_tokens, a commit its plan and events.
+
+    The state with which a segment begins has the requests that were `opened` before.
+    """
 
     recorded: RecordedCall
     decisions: tuple[Event, ...] = ()
     max_tokens: int = 0
     plan: StepPlan | None = None
     events: Events | None = None
+    opened: OpenedBefore | None = None
 
     def report_to(self, sink: EventSink) -> None:
         """Report to a sink as the live call did."""
         call = self.recorded.call
         if isinstance(call, AdmitCall):
             sink.admitted(call.request)
+        if self.opened is not None:
+            self.opened.report_to(sink)
         if self.decisions:
             sink.decided(self.decisions)
         if isinstance(call, CommitCall) and self.plan is not None and self.events is not None:
@@ -163,6 +227,7 @@ class Replayer:
         self.scheduler = Scheduler(segment.header.limits, source=self._inputs)
         self._flight: deque[StepPlan] = deque()
         self._owners: dict[int, str] = {}
+        self._has_begun = False
 
     def play(self, sink: EventSink | None = None, add_times: AddTimes | None = None) -> Iterator[Replayed]:
         """Replay all calls, reporting to a sink. Raises DivergenceError at the first whose outcome differs."""
@@ -177,6 +242,7 @@ class Replayer:
             except InvariantError as error:
                 raise DivergenceError(f"the scheduler refuses: {error}") from None
             self._inputs.end()
+            self._has_begun = True
             if sink is not None:
                 made.report_to(sink)
             yield made
@@ -185,6 +251,8 @@ class Replayer:
     def _make(self, recorded: RecordedCall) -> Replayed:
         scheduler, call = self.scheduler, recorded.call
         match call:
+            case StateRecord():
+                return self._begin(call, recorded)
             case AdmitCall():
                 return self._admit(call, recorded)
             case PlanCall():
@@ -204,6 +272,23 @@ class Replayer:
             case _:
                 raise RecordingError(f"{self._segment.path} has the unknown call {call!r}")
         return Replayed(recorded, scheduler.take_events())
+
+    def _begin(self, call: StateRecord, recorded: RecordedCall) -> Replayed:
+        """Continue from the state with which the segment begins. A later one says nothing new."""
+        if call.saved is None or self._has_begun:
+            return Replayed(recorded)
+        # Totals decide nothing; they count what the recording has.
+        cache = {**call.saved.cache, "queried_tokens": 0, "hit_tokens": 0}
+        saved = replace(call.saved, totals=asdict(Totals()), cache=cache)
+        try:
+            self._flight.extend(self.scheduler.restore(saved))
+        except (InvariantError, ConfigError, LookupError, TypeError, ValueError) as error:
+            raise RecordingError(
+                f"{self._segment.path} begins with a state that this Octavo cannot continue ({error}); it was recorded "
+                f"by {self._segment.header.octavo or 'an unknown version'}"
+            ) from None
+        self._owners = {int(one.values["slot"] or 0): saved.requests[one.request].request_id for one in saved.sequences}
+        return Replayed(recorded, opened=OpenedBefore.of(call.now, saved))
 
     def _admit(self, call: AdmitCall, recorded: RecordedCall) -> Replayed:
         try:
@@ -431,8 +516,7 @@ def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None 
     origin: float | None = None
     for index, segment in enumerate(recording.segments):
         if origin is None:
-            first = next((one.call for one in segment.calls() if isinstance(one.call, AdmitCall)), None)
-            origin = segment.header.clock if first is None else _arrival(first)
+            origin = _origin(segment)
         replayer = Replayer(segment)
         gathered = _gather(segment, replayer)
         if at_end is not None:
@@ -441,21 +525,33 @@ def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None 
     return sorted(found, key=lambda one: one.arrival)
 
 
+def _origin(segment: Segment) -> float:
+    """Return the time zero of a recording: its first arrival, or its begin in the middle of an engine's life."""
+    if segment.header.has_state:
+        return segment.header.start
+    first = next((one.call for one in segment.calls() if isinstance(one.call, AdmitCall)), None)
+    return segment.header.clock if first is None else _arrival(first)
+
+
 def _gather(segment: Segment, replayer: Replayer) -> list[_Gathered]:
     """Replay a segment; return its requests in order of admission."""
     history = History(replayer.scheduler, max_ended=0)
-    gathered: list[_Gathered] = []
+    gathered: dict[int, _Gathered] = {}  # by order of arrival at the engine
     newest: dict[str, _Gathered] = {}  # by id, which may be used again
+    next_order = 0
     try:
         for made in replayer.play(history):
             call = made.recorded.call
-            if isinstance(call, AdmitCall):
+            if made.opened is not None:
+                gathered, next_order = _gather_open(made.opened, history)
+                newest = {one.call.request.request_id: one for one in gathered.values()}
+            elif isinstance(call, AdmitCall):
                 name = call.request.request_id
-                newest[name] = _Gathered(call, made.max_tokens, history.open[name])
-                gathered.append(newest[name])
+                newest[name] = gathered[next_order] = _Gathered(call, made.max_tokens, history.open[name])
+                next_order += 1
             for run in getattr(call, "keys", ()):
-                one = gathered[run.order]
-                if not run.choice and run.first == len(one.keys):  # of the first choice, in order
+                one = gathered.get(run.order)
+                if one is not None and not run.choice and run.first == len(one.keys):  # of the first choice, in order
                     one.keys.extend(run.keys)
             if made.events is not None:
                 for name, choice in zip(made.events.request_ids, made.events.choices, strict=True):
@@ -465,4 +561,23 @@ def _gather(segment: Segment, replayer: Replayer) -> list[_Gathered]:
             f"{segment.path} does not replay to the same decisions from step {replayer.step} on "
             f"({divergence.lines[0]}); use the Octavo that recorded it ({segment.header.octavo or 'unknown'})"
         ) from None
-    return gathered
+    return list(gathered.values())
+
+
+def _gather_open(opened: OpenedBefore, history: History) -> tuple[dict[int, _Gathered], int]:
+    """Return the requests that were open when a segment began, by order of arrival, and the next order."""
+    found, saved = {}, opened.saved
+    requests = {request.request_id: request for request in opened.requests}
+    for request, one in zip(saved.requests, saved.progress, strict=True):
+        if one.status == Status.FINISHED:
+            continue
+        call = AdmitCall(opened.now, requests[request.request_id])
+        entry = _Gathered(call, int(one.values["max_tokens"] or 0), history.open[request.request_id])
+        for number in one.sequences:
+            sequence, choice = saved.sequences[number], int(saved.sequences[number].values["choice"] or 0)
+            if one.beams is None:
+                entry.num_outputs[choice] = OpenedBefore.num_outputs(saved, number)
+            if not choice:
+                entry.keys = list(sequence.keys)
+        found[int(one.values["order"] or 0)] = entry
+    return found, int(saved.values["next_order"] or 0)
