@@ -32,9 +32,9 @@ from octavo.artifacts.script import read_script
 from octavo.config import SETTINGS, Config
 from octavo.config.sources import config_from_keywords
 from octavo.core.limits import Limits
-from octavo.core.proposals import DraftSource
 from octavo.core.request import Want
 from octavo.core.scheduler import Scheduler
+from octavo.core.tap import FanOutTap
 from octavo.engine.adapters import EngineAdapters
 from octavo.engine.draft_checks import check_draft_model, check_rejection, is_paced, looks_up
 from octavo.engine.draft_pace import DraftPace, PacedLookups
@@ -71,6 +71,7 @@ from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from octavo.observe.recording.flight import FlightRecorder
     from octavo.observe.recording.recorder import Recorder
     from octavo.simulator.costs.fitted import DriftMonitor
 
@@ -130,6 +131,10 @@ class InProcessEngine(LocalClient):
     def restore(self, requests: Iterable[OpenRequest]) -> None:
         """Refuse. Raises ConfigError."""
         raise ConfigError("an engine in the server's own process (--in-process) has no journal")
+
+    def read_flights(self, reason: str, last_s: float | None = None) -> dict[str, tuple[bytes, float]]:
+        """Refuse. Raises ConfigError."""
+        raise ConfigError("an engine in the server's own process (--in-process) has no flight recorder; give --record")
 
     def kill(self, why: str) -> None:
         """Refuse. Raises ConfigError."""
@@ -206,7 +211,9 @@ def open_engine(
     sizes = limits(config, capacity, device)
     clock = Clock()
     drafts = PacedLookups(DraftPace()) if sizes.has_paced_lookup else draft_model
-    scheduler, recorder = _open_scheduler(config, sizes, capacity, clock, drafts)
+    recorder, flight = _open_recorders(config, sizes, capacity, clock, is_own_process)
+    taps = [tap for tap in (recorder, flight) if tap is not None]
+    scheduler = Scheduler(sizes, FanOutTap(taps) if len(taps) > 1 else next(iter(taps), None), drafts=drafts)
     load = load_tokenizer or partial(_load_tokenizer, config, files)
     bank = GrammarBank(Vocabulary(load, capacity.vocab_size)) if capacity.has_masks else None
     loop = EngineLoop(scheduler, executor, clock=clock, depth=plans_in_flight(config, capacity), bank=bank)
@@ -224,9 +231,7 @@ def open_engine(
         loop.watch(drafts)
         loop.closers.extend([] if draft_model is None else [draft_model.close])
         loop.sections["draft_model" if draft_model is not None else "lookups"] = drafts.report
-    if recorder is not None:
-        loop.closers.append(recorder.close)
-        loop.sections["recording"] = recorder.status
+    _attach_recorders(loop, scheduler, recorder, flight)
     if drift is not None:
         loop.watch(drift)
         loop.sections["drift"] = drift.summary
@@ -268,13 +273,15 @@ def _read_baseline(config: Config) -> DriftMonitor | None:
     return DriftMonitor(load_fit(config.statistics.drift_baseline))
 
 
-def _open_scheduler(
-    config: Config, sizes: Limits, capacity: Capacity, clock: Clock, drafts: DraftSource | None
-) -> tuple[Scheduler, Recorder | None]:
-    """Return a scheduler, and with --record the recorder of its calls. Raises ConfigError."""
-    if config.recording.record is None:
-        return Scheduler(sizes, drafts=drafts), None
-    from octavo.observe.recording import Header
+def _open_recorders(
+    config: Config, sizes: Limits, capacity: Capacity, clock: Clock, is_own_process: bool
+) -> tuple[Recorder | None, FlightRecorder | None]:
+    """Return the recorder of --record, and the flight recorder of an engine process. Raises ConfigError."""
+    has_flight = is_own_process and config.recording.flight_recorder_s > 0
+    if config.recording.record is None and not has_flight:
+        return None, None
+    from octavo.observe.recording.flight import open_flight_recorder
+    from octavo.observe.recording.format import Header
     from octavo.observe.recording.recorder import open_recorder
 
     kept = ("cache", "scheduling", "execution", "speculation")
@@ -290,8 +297,21 @@ def _open_scheduler(
         device=capacity.device,
         settings={key: value for key, value in values.items() if value is not None},
     )
-    recorder = open_recorder(config.recording, header, clock.now)
-    return Scheduler(sizes, recorder, drafts=drafts), recorder
+    recorder = None if config.recording.record is None else open_recorder(config.recording, header, clock.now)
+    return recorder, open_flight_recorder(config.recording, header, clock.now) if has_flight else None
+
+
+def _attach_recorders(
+    loop: EngineLoop, scheduler: Scheduler, recorder: Recorder | None, flight: FlightRecorder | None
+) -> None:
+    if recorder is not None:
+        loop.closers.append(recorder.close)
+        loop.sections["recording"] = recorder.status
+    if flight is not None:
+        flight.save = scheduler.save
+        loop.attach_flight = flight.attach
+        loop.closers.append(flight.close)
+        loop.sections["flight_recorder"] = flight.status
 
 
 def _fingerprint(config: Config, capacity: Capacity, digests: tuple[str, str]) -> Fingerprint:

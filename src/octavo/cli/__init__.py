@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stop": ("octavo.cli.servers:stop", "stop a server that runs here, after its open requests finish"),
     "admin": ("octavo.cli.admin", "query or control a running server"),
     "chaos": ("octavo.cli.chaos", "kill the engine of a server here while it streams, and count lost tokens"),
+    "record": ("octavo.cli.record", "write the last minutes of a running server as a recording"),
     "replay": ("octavo.cli.replay", "check that a recording repeats its decisions, or try other settings"),
     "trace": ("octavo.cli.trace", "write a recording as a trace for Perfetto, or as a page"),
     "doctor": ("octavo.cli.doctor", "check this installation and machine, and suggest fixes"),

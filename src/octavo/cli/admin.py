@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from octavo.cli.flags import Parser, UsageError
+from octavo.cli.record import record
 from octavo.cli.servers import AdminError, add_server_arguments, call_admin, named_server
 from octavo.errors import ConfigError, EngineError
 from octavo.server.api.requests import explain_any, explain_open
@@ -43,6 +44,7 @@ VERBS = {  # verb -> help text
     "cancel_all": "cancel every request in the engine",
     "explain": "why request ARG waits, or all open ones",
     "reset_prefix_cache": "free cached prefixes that no request uses",
+    "record": "write the last minutes to the folder ARG, as octavo record does",
     "reload_keys": "read the key file again",
     "adapters": "print the adapters as JSON",
     "load_adapter": "load the adapter ARG, which is NAME=PATH",
@@ -56,7 +58,7 @@ VERBS = {  # verb -> help text
 }
 _WITH_ARGUMENT = (
     "frames", "top", "drain", "cancel", "explain", "scale", "drain_replica", "remove_replica", "load_adapter",
-    "unload_adapter",
+    "unload_adapter", "record",
 )  # fmt: skip
 _OF_FLEETS = ("scale", "roll", "drain_replica", "remove_replica")
 POLL_S = 0.5  # between two looks at a change of a fleet
@@ -162,6 +164,7 @@ def admin_verbs(api: ApiProcess, engine: Engine, server: HttpServer, context: Co
         "drain": drain,
         "cancel": cancel,
         "explain": partial(_explain, context),
+        "record": partial(record, engine),
         "reload_keys": reload_keys,
         "kill_engine": kill_engine,
         "pause": partial(control, "pause"),

@@ -422,3 +422,20 @@ class RecordingConfig:
         1 << 30, "maximum bytes of that folder; the recording ends there", "--record-bytes", within=(1 << 16, None)
     )
     record_text: bool = option(False, "record token ids too (default: lengths and digests only)", "--record-text")
+    flight_recorder_s: float = option(
+        300.0,
+        "seconds of decisions that a server always keeps in memory, for octavo record; 0 = none",
+        "--flight-recorder",
+        within=(0.0, 86400.0),
+    )
+    flight_recorder_bytes: int = option(
+        48 << 20, "maximum memory for these", "--flight-recorder-bytes", within=(1 << 20, None)
+    )
+    flight_recordings: str | None = option(
+        None,
+        "folder that gets what is kept when an engine dies (default: octavo/recordings in the cache folder)",
+        "--flight-recordings",
+    )
+    record_on_miss: bool = option(
+        False, "save it too when a request misses its ttft or tpot objective, once a minute", "--record-on-miss"
+    )

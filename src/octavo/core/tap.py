@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from typing import NamedTuple, Protocol
 
 from octavo.core.drafts import Drafter
@@ -89,6 +90,18 @@ class CallTap(Protocol):
     def called(self, call: Call) -> None:
         """Handle a call."""
         ...
+
+
+class FanOutTap:
+    """Gives each call to several taps, in order."""
+
+    def __init__(self, taps: Many[CallTap]) -> None:
+        self._taps = tuple(taps)
+
+    def called(self, call: Call) -> None:
+        """Give a call to each tap."""
+        for tap in self._taps:
+            tap.called(call)
 
 
 class InputSource(Protocol):

@@ -68,13 +68,18 @@ class Beat:
     batch: int
 
 
+def memory_folder() -> str | None:
+    """Return a folder whose files are in memory; None if there is none, or it cannot be written to."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None
+
+
 @contextmanager
 def page_file() -> Iterator[int]:
     """Yield the descriptor of a nameless file for a page.
 
     The file is in memory if possible: with a file on a disk, the loop would wait while the page is written back.
     """
-    with TemporaryFile(dir=_MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None) as file:
+    with TemporaryFile(dir=memory_folder()) as file:
         os.ftruncate(file.fileno(), PAGE_BYTES)
         yield file.fileno()
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import cast
@@ -89,6 +89,9 @@ class EngineLoop:
         self.closers: list[Callable[[], object]] = [executor.close]  # called at the end
         self.heartbeat: HeartbeatWriter | None = None  # set before start
         self.warm_up: Callable[[], Mapping[int, float]] = dict  # runs before the first turn; set before start
+        self.attach_flight: Callable[[Sequence[int]], object] = (
+            ignore  # takes the flight recorder's files; before start
+        )
         self.check_request: Callable[[Request], object] = ignore  # raises RequestError; set before start
         self.num_turns = 0
         self.num_discarded = 0

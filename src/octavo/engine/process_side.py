@@ -35,6 +35,7 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
     parser = argparse.ArgumentParser(prog="python -m octavo.assembly", description="an engine process")
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the connection to the client")
     parser.add_argument("--page", type=int, required=True, help="descriptor of the heartbeat's page")
+    parser.add_argument("--flight", default="", help="descriptors of the flight recorder's files, with commas between")
     parser.add_argument("--epoch", type=int, default=1, help="number of this engine, in every frame")
     args = parser.parse_args(arguments)
     faulthandler.enable()
@@ -52,6 +53,8 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
             server.fail(error)
             return EXIT_FAILED
         engine.heartbeat = HeartbeatWriter(HeartbeatPage(args.page), args.epoch)
+        if args.flight:
+            engine.attach_flight([int(word) for word in args.flight.split(",")])
         engine.sections["log"] = lambda: {"dropped": num_dropped_lines()}
         gc.freeze()  # objects made so far live as long as this process, so the collector need not scan them
         server.serve(engine, capacity)

@@ -92,6 +92,8 @@ class _LinkWriter(asyncio.WriteTransport):
 class RemoteEngine:
     """An engine on another machine; see frontend.engine_source.RunningEngine."""
 
+    flight = None  # its own machine has it
+
     def __init__(self, link: Link, ready: EngineReady, epoch: int, receive: Receive) -> None:
         self.capacity: Capacity = ready.capacity
         self.pid = ready.pid

@@ -387,6 +387,15 @@ class ServedModels:
         for engine in self._engines():
             engine.kill(why)
 
+    def read_flights(self, reason: str, last_s: float | None = None) -> dict[str, tuple[bytes, float]]:
+        """Return the recordings of all loaded engines; see EngineSupervisor.read_flights."""
+        return {
+            f"{model.name} {name}": found
+            for model in self.loaded
+            if model.engine is not None
+            for name, found in model.engine.read_flights(reason, last_s).items()
+        }
+
     def cancel(self, request_ids: Iterable[str]) -> int:
         """End these requests, whichever model they are of; return how many were open."""
         ids = tuple(request_ids)

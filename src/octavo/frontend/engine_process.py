@@ -34,6 +34,7 @@ from octavo.engine.parent import DUMP_SIGNAL
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.engine_source import EngineDeath
+from octavo.frontend.flight_recordings import FlightRecordings
 from octavo.frontend.socket_client import Receive, SocketClient
 from octavo.restarts import RestartBudget, describe_status
 
@@ -94,12 +95,19 @@ class Watchdog:
 
 
 class EngineProcess:
-    """A running engine process: its `client`, its `capacity`, and the `page` of its heartbeat."""
+    """A running engine process: its `client`, its `capacity`, its heartbeat's `page`, and its recorder's `flight`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, page: HeartbeatPage, client: SocketClient) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        page: HeartbeatPage,
+        client: SocketClient,
+        flight: FlightRecordings | None = None,
+    ) -> None:
         self.capacity: Capacity
         self.page = page
         self.client = client
+        self.flight = flight
         self._process = process
 
     @classmethod
@@ -123,18 +131,20 @@ class EngineProcess:
             undo.pop_all()
             undo.callback(client.abandon)
             page = HeartbeatPage(page_descriptor)
-            inherited = {"--socket": theirs.fileno(), "--page": page_descriptor}
+            flight = FlightRecordings.of(config.recording)
+            flown = () if flight is None else flight.files.descriptors
+            if flight is not None:
+                undo.callback(flight.close)
             process = await asyncio.create_subprocess_exec(
                 *command,
-                *(str(word) for pair in inherited.items() for word in pair),
-                "--epoch",
-                str(epoch),
+                *("--socket", str(theirs.fileno()), "--page", str(page_descriptor), "--epoch", str(epoch)),
+                *(("--flight", ",".join(map(str, flown))) if flown else ()),
                 stdin=subprocess.PIPE,
-                pass_fds=tuple(inherited.values()),
+                pass_fds=(theirs.fileno(), page_descriptor, *flown),
                 start_new_session=True,  # so that the terminal signals only the parent
             )
             undo.pop_all()
-        engine = cls(process, page, client)
+        engine = cls(process, page, client, flight)
         try:
             await engine._open(config, open_limit_s)
         except BaseException as error:
@@ -239,10 +249,13 @@ class EngineProcess:
             batch = self.page.batch(beat.batch) or ()
         elif beat is not None and beat.phase is Phase.COMMANDS:
             batch = client.unanswered  # the engine may have died while it admitted one of them
-        self.close_files()
         where = "before its first step" if beat is None else f"{beat.phase.name.lower()} {beat.step}"
+        what = f"{stall or client.failure or self.describe_exit()}, {where}"
+        if self.flight is not None:
+            self.flight.crashed(what)
+        self.close_files()
         return EngineDeath(
-            f"{stall or client.failure or self.describe_exit()}, {where}",
+            what,
             ended_at,
             batch,
             client.unanswered,
@@ -261,6 +274,8 @@ class EngineProcess:
     def close_files(self) -> None:
         """Close the page and stdin of a process that has ended. Idempotent."""
         self.page.close()
+        if self.flight is not None:
+            self.flight.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from octavo.engine.client import Verb
 from octavo.executors.protocol import Capacity
+from octavo.frontend.flight_recordings import FlightRecordings
 from octavo.frontend.open_request import EngineLink
 
 
@@ -78,6 +79,11 @@ class RunningEngine(Protocol):
 
     def trouble(self) -> str | None:
         """Return why the engine makes no progress now; None if it is idle or its steps are in time."""
+        ...
+
+    @property
+    def flight(self) -> FlightRecordings | None:
+        """What its flight recorder keeps; None if it has none on this machine."""
         ...
 
     async def watch(self) -> EngineDeath:

@@ -20,13 +20,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from octavo.config import Config
-from octavo.core.plan import Events
+from octavo.core.plan import EventKind, Events
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, Verb
 from octavo.errors import CapacityError, ConfigError, EngineDeadError, QueueFullError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.engine_process import COMMAND, LOOK_S, EngineSpawner
 from octavo.frontend.engine_source import EngineDeath, EngineSource, RunningEngine
+from octavo.frontend.flight_recordings import find_miss
 from octavo.frontend.open_request import EngineRouter, LedgerObserver, OpenRequest
 from octavo.frontend.open_requests import OpenRequests
 from octavo.frontend.replica import EngineReplica, EngineState
@@ -74,6 +75,7 @@ class EngineSupervisor:
         self._orders: set[Verb] = set()  # pause, drain
         self._num_malformed = self._num_stale = 0  # frames of engines that ended
         self.is_closed = False
+        self._records_misses = False
 
     @classmethod
     async def start(
@@ -86,6 +88,7 @@ class EngineSupervisor:
 
     def spawner(self, config: Config, command: Sequence[str] = COMMAND) -> EngineSpawner:
         """Return a source of engine processes on this machine for this supervisor."""
+        self._records_misses |= config.recording.record_on_miss
         return EngineSpawner(config, command, self.receive, self.epochs)
 
     # --- figures
@@ -419,6 +422,24 @@ class EngineSupervisor:
         self.requests.accept(epoch, events)
         if self._recoveries and events.request_ids:
             self._note_gaps()
+        if self._records_misses and events.decisions:
+            self._save_misses(events)
+
+    def _save_misses(self, events: Events) -> None:
+        """Have the last minutes of an engine saved if a request that ended missed one of its objectives."""
+        for event in events.decisions:
+            state = self.requests.get(event.request_id) if event.kind is EventKind.FINISHED else None
+            if state is None or state.engine is None:
+                continue
+            engine, miss = self._replicas[state.engine.number].engine, find_miss(state.request, event, state.first_at)
+            if miss is not None and engine is not None and engine.flight is not None:
+                engine.flight.missed(miss)
+
+    def read_flights(self, reason: str, last_s: float | None = None) -> dict[str, tuple[bytes, float]]:
+        """Return the recording of the last seconds of each engine on this machine, with its seconds, by replica."""
+        flights = {each.name: each.engine.flight for each in self._live() if each.engine is not None}
+        read = {name: flight.files.read(reason, last_s) for name, flight in flights.items() if flight is not None}
+        return {name: found for name, found in read.items() if found is not None}
 
     async def _tick(self) -> None:
         while True:

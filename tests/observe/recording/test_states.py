@@ -80,7 +80,9 @@ def test_a_state_has_no_id_and_no_key_of_the_engine(tmp_path: Path) -> None:
         assert isinstance(live, StateRecord) and isinstance(read, StateRecord) and live.saved and read.saved
         assert all(one.token_ids is None for one in read.saved.sequences)
         assert all(request.prompt_token_ids is None for request in read.saved.requests)
-        for was, now in zip((*live.saved.pools, *live.saved.host_pools), (*read.saved.pools, *read.saved.host_pools)):
+        for was, now in zip(
+            (*live.saved.pools, *live.saved.host_pools), (*read.saved.pools, *read.saved.host_pools), strict=True
+        ):
             assert len(was.keys) == len(now.keys) and not set(was.keys) & set(now.keys)
         assert all(token < 2 for plan in read.saved.plans for token in plan.draft_token_ids)
 

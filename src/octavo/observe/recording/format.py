@@ -466,8 +466,10 @@ class CallDecoder:
         for step, planned, rows, columns, entering in values["plans"]:
             plans.append(_read_plan(step, planned, columns, entering))
             RowDeltas().decode(rows, plans[-1])
-        fixed = {"requests": [_request(each, ()) for each in values["requests"]], "plans": plans}
-        typed = {name: msgspec.convert(values[name], kind) for name, kind in _STATE_TYPES.items() if name not in fixed}
+        fixed: dict[str, Any] = {"requests": [_request(each, ()) for each in values["requests"]], "plans": plans}
+        typed: dict[str, Any] = {
+            name: msgspec.convert(values[name], kind) for name, kind in _STATE_TYPES.items() if name not in fixed
+        }
         return RecordedCall(StateRecord(now, SavedState(**fixed, **typed)))
 
 

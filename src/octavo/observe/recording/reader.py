@@ -126,6 +126,18 @@ def read_frame(file: BinaryIO) -> bytes | None:
     return body if len(body) == num_unpacked and unpacker.eof else None
 
 
+def frames_of(data: bytes) -> Iterator[bytes]:
+    """Yield the frames of a segment's bytes as they are stored, up to the last whole one."""
+    begin = PREAMBLE_BYTES
+    while begin + _FRAME.size <= len(data):
+        num_stored, _, checksum = _FRAME.unpack_from(data, begin)
+        end = begin + _FRAME.size + num_stored
+        if end > len(data) or zlib.crc32(data[begin + _FRAME.size : end]) != checksum:
+            return
+        yield data[begin:end]
+        begin = end
+
+
 @dataclass(slots=True)
 class Segment:
     """The recording of one engine process, in one file of `num_bytes`.

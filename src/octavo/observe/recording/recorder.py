@@ -1,6 +1,7 @@
 """Record a scheduler: the tap of its calls, a bounded queue from the engine's thread, and a thread that writes.
 
-Owns: the queue, the thread, the bound in bytes, and the end marker. Does not: know how a call is encoded (format).
+Owns: the queue, the thread, the bound in bytes, and the end marker. Does not: know how a call is encoded (format), or
+keep the last minutes only (flight).
 Invariants: `called` never waits, copies nothing and raises nothing. A failed write ends the recording with a warning.
 A segment begins with an engine's first request.
 """
@@ -37,6 +38,16 @@ _MARKER_BYTES = 1024  # reserved for the marker at the end
 _CLOSED = "the engine was stopped"
 
 
+def create_segment(folder: Path) -> tuple[Path, BinaryIO]:
+    """Create the segment with the folder's next free number, for this user alone."""
+    number = max((int(path.stem) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit()), default=0)
+    while True:
+        number += 1
+        path = folder / f"{number:04d}{SUFFIX}"
+        with contextlib.suppress(FileExistsError):  # of another engine of the same server
+            return path, os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
 def prepare_folder(folder: Path) -> None:
     """Make the folder of a recording and check that it can be written to. Raises ConfigError."""
     try:
@@ -49,18 +60,18 @@ def prepare_folder(folder: Path) -> None:
         ) from None
 
 
-class Recorder:
-    """The call tap of one engine's scheduler: records a segment in a folder of at most `max_bytes` of segments.
+class CallWriter:
+    """A call tap with a queue from the engine's thread, and a thread that encodes calls and hands them to a subclass.
 
-    `clock` is the engine's.
+    `clock` is the engine's. The subclass opens its file, adds records, flushes what is due, and ends.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, header: Header, clock: Callable[[], float]) -> None:
-        self._folder = folder
+    flush_s = FLUSH_S  # of calls that a kill may lose
+
+    def __init__(self, header: Header, clock: Callable[[], float]) -> None:
         self._encoder = CallEncoder(header.has_text)
         self._header = replace(header, limits=self._encoder.masked(header.limits))
         self._clock = clock
-        self._max_bytes = max_bytes
         self._queue: deque[RecordedCall] = deque()
         self._wake = threading.Event()
         self._is_resting = False
@@ -69,12 +80,9 @@ class Recorder:
         self._end_reason = ""
         self._num_calls = 0
         self._num_bytes = 0
-        self._room = 0  # bytes that the segment may take
         self._records: list[bytes] = []  # of the next frame
         self._num_packed = 0  # bytes of these
         self._oldest = 0.0  # when the first of these was packed
-        self._file: BinaryIO | None = None
-        self._path: Path | None = None
         self._thread: threading.Thread | None = None
 
     # --- the engine's thread --------------------------------------------------------------------------
@@ -108,17 +116,6 @@ class Recorder:
         if self._thread is not None:
             self._thread.join()
 
-    def status(self) -> Mapping[str, object]:
-        """Return the section `recording` of the statistics."""
-        return {
-            "is_recording": not self._is_over,
-            "path": str(self._path or self._folder),
-            "calls": self._num_calls,
-            "bytes": self._num_bytes,
-            "queued": len(self._queue),
-            "ended": self._end_reason,
-        }
-
     # --- the writer's thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -127,53 +124,27 @@ class Recorder:
                 self._write_calls()
                 if not self._is_orderly:
                     _LOG.warning("recording ended: %s", self._end_reason)
-                self._write([self._encoder.encode(RecordedCall(EndMarker(self._clock(), self._end_reason)))])
+                self._finish()
         except OSError as error:
-            self._give_up(f"{self._path or self._folder} cannot be written: {error.strerror or error}")
+            self._give_up(f"{self._place()} cannot be written: {error.strerror or error}")
         except Exception as error:  # the instrument shell
             _LOG.exception("recording failed")
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self._is_over = True
             self._queue.clear()
-            if self._file is not None:
-                with contextlib.suppress(OSError):  # unwritten bytes are still in its buffer
-                    self._file.close()
+            self._close_file()
 
     def _give_up(self, reason: str) -> None:
         self._is_over = True
         self._end_reason = reason
         _LOG.warning("recording ended: %s", reason)
 
-    def _open(self) -> bool:
-        """Begin a segment with the next free number; return False if the folder is full."""
-        paths = list(self._folder.glob(f"*{SUFFIX}"))
-        num_bytes = sum(path.stat().st_size for path in paths)
-        self._room = self._max_bytes - num_bytes - _MARKER_BYTES
-        head = preamble() + pack_header(self._header)
-        if self._room < len(head) + _MARKER_BYTES:
-            self._give_up(
-                f"{self._folder} holds {num_bytes} of at most {self._max_bytes} bytes already; "
-                "name another folder, or raise --record-bytes"
-            )
-            return False
-        number = max((int(path.stem) for path in paths if path.stem.isdigit()), default=0)
-        while self._file is None:
-            number += 1
-            self._path = self._folder / f"{number:04d}{SUFFIX}"
-            with contextlib.suppress(FileExistsError):  # of another engine of the same server
-                self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-        self._write_bytes(head)
-        return True
-
     def _write_calls(self) -> None:
-        """Write queued calls until the recording is over: a frame when it is full or FLUSH_S old."""
+        """Write queued calls until the recording is over: a frame when it is full or old."""
         while self._queue or not self._is_over:
             while self._queue:
-                if not self._records:
-                    self._oldest = time.monotonic()
-                self._records.append(self._encoder.encode(self._queue.popleft()))
-                self._num_packed += len(self._records[-1])
+                self._add(self._queue.popleft())
                 self._flush_if_due()
                 time.sleep(0)  # yield the interpreter to the engine's thread
             self._flush_if_due()
@@ -189,10 +160,74 @@ class Recorder:
         self._is_resting = False
         self._wake.clear()
 
+    def _add(self, recorded: RecordedCall) -> None:
+        """Encode a call for the next frame."""
+        if not self._records:
+            self._oldest = time.monotonic()
+        self._records.append(self._encoder.encode(recorded))
+        self._num_packed += len(self._records[-1])
+
     def _flush_if_due(self) -> None:
         is_full = len(self._records) >= FRAME_CALLS or self._num_packed >= FRAME_BYTES
-        if self._records and (is_full or time.monotonic() - self._oldest >= FLUSH_S):
+        if self._records and (is_full or time.monotonic() - self._oldest >= self.flush_s):
             self._flush()
+
+    def _place(self) -> str:
+        raise NotImplementedError
+
+    def _open(self) -> bool:
+        raise NotImplementedError
+
+    def _flush(self) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+    def _close_file(self) -> None:
+        raise NotImplementedError
+
+
+class Recorder(CallWriter):
+    """The call tap of one engine's scheduler: records a segment in a folder of at most `max_bytes` of segments."""
+
+    def __init__(self, folder: Path, max_bytes: int, header: Header, clock: Callable[[], float]) -> None:
+        super().__init__(header, clock)
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._room = 0  # bytes that the segment may take
+        self._file: BinaryIO | None = None
+        self._path: Path | None = None
+
+    def status(self) -> Mapping[str, object]:
+        """Return the section `recording` of the statistics."""
+        return {
+            "is_recording": not self._is_over,
+            "path": self._place(),
+            "calls": self._num_calls,
+            "bytes": self._num_bytes,
+            "queued": len(self._queue),
+            "ended": self._end_reason,
+        }
+
+    def _place(self) -> str:
+        return str(self._path or self._folder)
+
+    def _open(self) -> bool:
+        """Begin a segment with the next free number; return False if the folder is full."""
+        paths = list(self._folder.glob(f"*{SUFFIX}"))
+        num_bytes = sum(path.stat().st_size for path in paths)
+        self._room = self._max_bytes - num_bytes - _MARKER_BYTES
+        head = preamble() + pack_header(self._header)
+        if self._room < len(head) + _MARKER_BYTES:
+            self._give_up(
+                f"{self._folder} holds {num_bytes} of at most {self._max_bytes} bytes already; "
+                "name another folder, or raise --record-bytes"
+            )
+            return False
+        self._path, self._file = create_segment(self._folder)
+        self._write_bytes(head)
+        return True
 
     def _flush(self) -> None:
         """Write a frame; if there is no room for it the recording is over."""
@@ -206,6 +241,14 @@ class Recorder:
             f"{self._folder} holds its bound of {self._max_bytes} bytes (--record-bytes); "
             "a recording begins with its engine, so the next begins when an engine starts next"
         )
+
+    def _finish(self) -> None:
+        self._write([self._encoder.encode(RecordedCall(EndMarker(self._clock(), self._end_reason)))])
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # unwritten bytes are still in its buffer
+                self._file.close()
 
     def _write(self, records: list[bytes], room: float = math.inf) -> bool:
         """Write a frame of records; return False if the segment would exceed `room`."""
@@ -223,16 +266,15 @@ class Recorder:
         self._num_bytes += len(data)
 
 
+def complete_header(header: Header, config: RecordingConfig, clock: Callable[[], float]) -> Header:
+    """Return the header with the time now, what is recorded, and the version of Octavo."""
+    version = importlib.metadata.version("octavo")
+    return replace(header, began=time.time(), clock=clock(), has_text=config.record_text, octavo=version)
+
+
 def open_recorder(config: RecordingConfig, header: Header, clock: Callable[[], float]) -> Recorder:
     """Return a recorder as configured, and make its folder. Raises ConfigError if that cannot be written to."""
     assert config.record is not None
     folder = Path(config.record).expanduser().absolute()
     prepare_folder(folder)
-    header = replace(
-        header,
-        began=time.time(),
-        clock=clock(),
-        has_text=config.record_text,
-        octavo=importlib.metadata.version("octavo"),
-    )
-    return Recorder(folder, config.record_bytes, header, clock)
+    return Recorder(folder, config.record_bytes, complete_header(header, config, clock), clock)

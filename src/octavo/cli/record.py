@@ -1,0 +1,93 @@
+"""`octavo record`: writes the last minutes of a running server as a recording.
+
+Owns: the flags, the order to the server, and how the server carries it out. Does not: record, or replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.cli.flags import UsageError
+from octavo.cli.servers import add_server_arguments, call_admin, named_server
+from octavo.errors import ConfigError
+from octavo.observe.recording.flight import FlightRecorder, write_recording
+from octavo.observe.recording.reader import SUFFIX
+
+if TYPE_CHECKING:
+    from octavo.cli.api_process import Engine
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+
+
+class RecordOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """The argument of the admin verb: the folder to write to, and how many seconds (None: all that is kept)."""
+
+    folder: str
+    last_s: float | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument(
+        "--last", metavar="TIME", help="the last 90s, 5m or 1h of what the server keeps [all of it, see docs]"
+    )
+    parser.add_argument("--output", "-o", metavar="DIR", help="folder to write to [octavo-record-DATE-TIME, here]")
+    add_server_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Have the server write the recording; print where it is."""
+    last_s = None if args.last is None else read_duration(args.last)
+    folder = Path(args.output or time.strftime("octavo-record-%Y%m%d-%H%M%S")).expanduser().absolute()
+    order = msgspec.json.encode(RecordOrder(str(folder), last_s)).decode()
+    answer = call_admin(named_server(args).admin, "record", order)
+    for each in answer["recordings"]:
+        print(f"{each['folder']}: {each['bytes']:,} bytes, {each['seconds']:.1f} s; octavo replay {each['folder']}")
+    return 0
+
+
+def read_duration(text: str) -> float:
+    """Return the seconds of 90s, 5m, 1h, 250ms or 90. Raises UsageError."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise UsageError(f"--last is {text!r}; give a time such as 90s, 5m or 1h")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+async def record(engine: Engine, argument: str) -> object:
+    """Write what the flight recorders of a server's engines keep: the admin verb. Raises ConfigError."""
+    try:
+        order = msgspec.json.decode(argument, type=RecordOrder)
+    except msgspec.MsgspecError:
+        order = RecordOrder(argument)
+    folder = Path(order.folder)
+    if not order.folder or not folder.is_absolute():
+        raise ConfigError(f"record {order.folder[:200]!r} is no folder; give its whole path, or use octavo record")
+    if folder.is_dir() and any(folder.rglob(f"*{SUFFIX}")):
+        raise ConfigError(f"{folder} holds a recording already; name another folder")
+    await asyncio.sleep(2 * FlightRecorder.flush_s)  # until the calls so far are in the files
+    found = engine.read_flights("taken by octavo record", order.last_s)
+    if not found:
+        raise ConfigError("there is nothing to record yet: no engine has accepted a request since it started")
+    return {"recordings": await asyncio.to_thread(_write, folder, found)}
+
+
+def _write(folder: Path, found: dict[str, tuple[bytes, float]]) -> list[dict[str, object]]:
+    """Write each engine's recording, several to a folder each; return what was written. Raises ConfigError."""
+    written: list[dict[str, object]] = []
+    for name, (segment, seconds) in found.items():
+        own = folder if len(found) == 1 else folder / re.sub(r"[^\w.-]", "-", name)
+        try:
+            write_recording(own, segment)
+        except OSError as error:
+            raise ConfigError(f"{own} cannot be written to: {error.strerror or error}; give another folder") from None
+        written.append({"folder": str(own), "bytes": len(segment), "seconds": round(seconds, 3)})
+    return written
