@@ -20,6 +20,7 @@ os.environ["NO_COLOR"] = "1"
 os.environ["TRITON_INTERPRET"] = "1"  # kernels for CUDA run on CPU tensors; to compile them takes another process
 _CACHE = tempfile.TemporaryDirectory(prefix="octavo-weights-")  # removed when the run ends
 os.environ["OCTAVO_CACHE_DIR"] = _CACHE.name
+os.environ["OCTAVO_FLIGHT_RECORDINGS"] = os.path.join(_CACHE.name, "recordings")
 _RUN = tempfile.TemporaryDirectory(prefix="octavo-run-")
 os.environ["OCTAVO_RUN_DIR"] = _RUN.name
 

@@ -83,10 +83,11 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # but for what is new: the kernels, buffers, graphs and checks of CUDA devices raised five, and shared tiles two more.
 # Plans beside repeating rows, and blocks that are only counted, raised core for simulations of a million requests.
 # The search over machines, its bounds, and the forms of its answer raised simulator and cli.
+# Saved states and the flight recorder raised six.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_254,
-    ("engine", "frontend"): 5_858,
+    ("core",): 5_669,
+    ("engine", "frontend"): 5_986,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_653,
     ("executors",): 4_658,
@@ -94,19 +95,19 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("text",): 2_420,
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
-    ("observe",): 3_650,
-    ("simulator",): 5_510,
+    ("observe",): 4_036,
+    ("simulator",): 5_567,
     ("server",): 12_075,
-    ("cli",): 6_267,
+    ("cli",): 6_353,
     ("bench",): 2_912,
-    ("config",): 1_256,
+    ("config",): 1_278,
 }
-ALL_CODE_LINES, ALL_FILES = 70_932, 462  # of src
+ALL_CODE_LINES, ALL_FILES = 72_100, 467  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
 # Imports of octavo inside functions.
-LOCAL_IMPORTS = {"assembly": 9, "bench": 8, "cli": 7, "frontend": 2, "planning": 3}
+LOCAL_IMPORTS = {"assembly": 9, "bench": 8, "cli": 7, "frontend": 4, "planning": 3}
 REPEATED_CLASSES = {"rebuilt": 0, "all": 0}  # public names that two classes have: within REBUILT, and in all of src
 STATE_TOUCHES = 0  # places outside core that reach past the scheduler's verbs
 

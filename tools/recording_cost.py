@@ -1,4 +1,4 @@
-"""Measure what recording costs: either thread, bytes, and a model's steps with it on and off.
+"""Measure what recording costs: either thread, bytes, a saved state, and a model's steps with it on and off.
 
 Owns: the loads, the pairs, the clock. The last line is one JSON object. Usage:
 python -m tools.recording_cost [--model smollm2] [--rows 32] [--pairs 40]
@@ -16,6 +16,7 @@ import tempfile
 import time
 from array import array
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from octavo.assembly import build_local
@@ -25,8 +26,10 @@ from octavo.core.plan import ROW_SAMPLE, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.tap import Call
+from octavo.engine.heartbeat import memory_folder
 from octavo.frontend.offline import OfflineEngine
-from octavo.observe.recording.format import CallEncoder, Header, RecordedCall
+from octavo.observe.recording.flight import FlightRecorder
+from octavo.observe.recording.format import CallEncoder, Header, RecordedCall, StateRecord
 from octavo.observe.recording.reader import pack_records
 from octavo.observe.recording.recorder import Recorder
 
@@ -108,6 +111,53 @@ def scheduler_cost(rows: int) -> dict[str, float]:
     }
 
 
+def flight_cost(rows: int) -> dict[str, float]:
+    """Microseconds a step of the flight recorder in both threads, bytes a step, and what a saved state takes."""
+    limits = Limits(
+        block_size=16, num_blocks=(rows * 300,), max_model_len=8192, vocab_size=32_000, max_batch_tokens=8192,
+        max_sequences=rows,
+    )  # fmt: skip
+    files = [TemporaryFile(dir=memory_folder(), buffering=0) for _ in range(3)]  # noqa: SIM115
+    recorder = FlightRecorder(Header("none", limits, 1), time.perf_counter, 3600.0, 1 << 30)
+    recorder.attach([file.fileno() for file in files])
+    plain, flown = loaded(Scheduler(limits), rows), loaded(Scheduler(limits, recorder), rows)
+    times: tuple[list[float], list[float]] = ([], [])
+    time.sleep(0.3)
+    thread: Any = recorder._thread
+    clock = time.pthread_getcpuclockid(thread.ident)
+    writer_s, first = time.clock_gettime(clock), recorder.status()["bytes"]
+    for number in range(STEPS):
+        for which in (number % 2, 1 - number % 2):
+            times[which].append(step((plain, flown)[which]))
+        time.sleep(0.002)  # a device computes: the writer has the interpreter
+    time.sleep(0.3)
+    writer_s, last = time.clock_gettime(clock) - writer_s, recorder.status()["bytes"]
+    saving = []
+    for _ in range(9):
+        begun = time.thread_time()
+        state = flown.save()
+        saving.append(time.thread_time() - begun)
+    begun = time.thread_time()
+    encoder = CallEncoder(False)
+    packed = pack_records([encoder.encode(RecordedCall(StateRecord(0.0, state)))])
+    encoding_s = time.thread_time() - begun
+    recorder.close()
+    for file in files:
+        file.close()
+    more = [flown_s - plain_s for plain_s, flown_s in zip(*times, strict=True)]
+    both = [(one + other) / 2 for one, other in zip(more[::2], more[1::2], strict=True)]  # in either order
+    return {
+        "rows": rows,
+        "engine_thread_us": statistics.median(both) * 1e6,
+        "writer_thread_us": writer_s / STEPS * 1e6,
+        "bytes_a_step": (int(str(last)) - int(str(first))) / STEPS,
+        "blocks": limits.num_blocks[0],
+        "save_ms": statistics.median(saving) * 1e3,
+        "encode_state_ms": encoding_s * 1e3,
+        "state_bytes": len(packed),
+    }
+
+
 def model_cost(model: str, rows: int, pairs: int) -> dict[str, Any]:
     """Time steps of a model that decodes `rows` sequences, alternately recorded and not recorded."""
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +223,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40)
     args = parser.parse_args()
     found: dict[str, Any] = {"scheduler": [scheduler_cost(rows) for rows in (1, 32, 256)]}
-    for each in found["scheduler"]:
+    found["flight"] = [flight_cost(rows) for rows in (1, 32, 256)]
+    for each in (*found["scheduler"], *found["flight"]):
         print({name: round(value, 2) for name, value in each.items()})
     if args.model:
         found["model"] = {"model": args.model, "rows": args.rows, **model_cost(args.model, args.rows, args.pairs)}

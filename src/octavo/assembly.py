@@ -29,12 +29,11 @@ from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.artifacts.script import read_script
-from octavo.config import SETTINGS, Config
+from octavo.config import Config
 from octavo.config.sources import config_from_keywords
 from octavo.core.limits import Limits
 from octavo.core.request import Want
 from octavo.core.scheduler import Scheduler
-from octavo.core.tap import FanOutTap
 from octavo.engine.adapters import EngineAdapters
 from octavo.engine.draft_checks import check_draft_model, check_rejection, is_paced, looks_up
 from octavo.engine.draft_pace import DraftPace, PacedLookups
@@ -57,6 +56,7 @@ from octavo.executors.scripted_executor import ScriptedExecutor
 from octavo.fleet.security import LinkSecurity
 from octavo.frontend.adapters import AdapterRegistry
 from octavo.frontend.async_llm import AsyncEngine
+from octavo.frontend.flight_recordings import FlightRecordings
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.offline import OfflineEngine
 from octavo.frontend.open_request import LedgerObserver, OpenRequest
@@ -71,8 +71,7 @@ from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from octavo.observe.recording.flight import FlightRecorder
-    from octavo.observe.recording.recorder import Recorder
+    from octavo.observe.recording.recorders import EngineRecorders
     from octavo.simulator.costs.fitted import DriftMonitor
 
 DRAFT_POOL_LEN = 2048  # tokens of each lane that the draft model's pool holds, if all lanes are used
@@ -132,7 +131,7 @@ class InProcessEngine(LocalClient):
         """Refuse. Raises ConfigError."""
         raise ConfigError("an engine in the server's own process (--in-process) has no journal")
 
-    def read_flights(self, reason: str, last_s: float | None = None) -> dict[str, tuple[bytes, float]]:
+    def flights(self) -> dict[str, FlightRecordings]:
         """Refuse. Raises ConfigError."""
         raise ConfigError("an engine in the server's own process (--in-process) has no flight recorder; give --record")
 
@@ -211,9 +210,8 @@ def open_engine(
     sizes = limits(config, capacity, device)
     clock = Clock()
     drafts = PacedLookups(DraftPace()) if sizes.has_paced_lookup else draft_model
-    recorder, flight = _open_recorders(config, sizes, capacity, clock, is_own_process)
-    taps = [tap for tap in (recorder, flight) if tap is not None]
-    scheduler = Scheduler(sizes, FanOutTap(taps) if len(taps) > 1 else next(iter(taps), None), drafts=drafts)
+    recorders = _open_recorders(config, sizes, capacity, clock, is_own_process)
+    scheduler = Scheduler(sizes, None if recorders is None else recorders.tap, drafts=drafts)
     load = load_tokenizer or partial(_load_tokenizer, config, files)
     bank = GrammarBank(Vocabulary(load, capacity.vocab_size)) if capacity.has_masks else None
     loop = EngineLoop(scheduler, executor, clock=clock, depth=plans_in_flight(config, capacity), bank=bank)
@@ -231,7 +229,9 @@ def open_engine(
         loop.watch(drafts)
         loop.closers.extend([] if draft_model is None else [draft_model.close])
         loop.sections["draft_model" if draft_model is not None else "lookups"] = drafts.report
-    _attach_recorders(loop, scheduler, recorder, flight)
+    if recorders is not None:
+        recorders.join(scheduler.save, loop.sections, loop.closers)
+        loop.attach_flight = recorders.attach
     if drift is not None:
         loop.watch(drift)
         loop.sections["drift"] = drift.summary
@@ -275,43 +275,15 @@ def _read_baseline(config: Config) -> DriftMonitor | None:
 
 def _open_recorders(
     config: Config, sizes: Limits, capacity: Capacity, clock: Clock, is_own_process: bool
-) -> tuple[Recorder | None, FlightRecorder | None]:
-    """Return the recorder of --record, and the flight recorder of an engine process. Raises ConfigError."""
-    has_flight = is_own_process and config.recording.flight_recorder_s > 0
-    if config.recording.record is None and not has_flight:
-        return None, None
-    from octavo.observe.recording.flight import open_flight_recorder
-    from octavo.observe.recording.format import Header
-    from octavo.observe.recording.recorder import open_recorder
+) -> EngineRecorders | None:
+    """Return what records the engine's decisions; None if nothing does. Raises ConfigError."""
+    if config.recording.record is None and not is_own_process:
+        return None  # the import takes time
+    from octavo.observe.recording.recorders import Header, open_recorders, recorded_settings
 
-    kept = ("cache", "scheduling", "execution", "speculation")
-    values = {
-        setting.key: getattr(getattr(config, setting.section), setting.name)
-        for setting in SETTINGS
-        if setting.section in kept
-    }
-    header = Header(
-        model=config.model.shown_name(config.model.model),
-        limits=sizes,
-        depth=plans_in_flight(config, capacity),
-        device=capacity.device,
-        settings={key: value for key, value in values.items() if value is not None},
-    )
-    recorder = None if config.recording.record is None else open_recorder(config.recording, header, clock.now)
-    return recorder, open_flight_recorder(config.recording, header, clock.now) if has_flight else None
-
-
-def _attach_recorders(
-    loop: EngineLoop, scheduler: Scheduler, recorder: Recorder | None, flight: FlightRecorder | None
-) -> None:
-    if recorder is not None:
-        loop.closers.append(recorder.close)
-        loop.sections["recording"] = recorder.status
-    if flight is not None:
-        flight.save = scheduler.save
-        loop.attach_flight = flight.attach
-        loop.closers.append(flight.close)
-        loop.sections["flight_recorder"] = flight.status
+    name, settings = config.model.shown_name(config.model.model), recorded_settings(config)
+    header = Header(name, sizes, plans_in_flight(config, capacity), capacity.device, settings=settings)
+    return open_recorders(config, header, clock.now, is_own_process)
 
 
 def _fingerprint(config: Config, capacity: Capacity, digests: tuple[str, str]) -> Fingerprint:

@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_written_to_keeps_the_server_from_starting(folde
         ("max_sequences", "give NAME=VALUE"),
         ("max_sequences=0", "max-num-seqs of --what-if is '0'"),
         ("vocab_size=3", "it changes no decision"),
-        ("max_draft_tokens=3", "which guesses would have been right"),
+        ("tenant_weights=3", "give octavo simulate --workload DIR --tenant-weight instead"),
         ("router=best", "give one of"),
         ("rate_scale=-1", "give a number above 0"),
         ("", "give at least one NAME=VALUE"),

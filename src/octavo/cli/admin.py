@@ -164,7 +164,7 @@ def admin_verbs(api: ApiProcess, engine: Engine, server: HttpServer, context: Co
         "drain": drain,
         "cancel": cancel,
         "explain": partial(_explain, context),
-        "record": partial(record, engine),
+        "record": partial(record, engine, api.task.config.flight),
         "reload_keys": reload_keys,
         "kill_engine": kill_engine,
         "pause": partial(control, "pause"),

@@ -16,13 +16,14 @@ import msgspec
 
 from octavo.cli.flags import UsageError
 from octavo.cli.servers import add_server_arguments, call_admin, named_server
+from octavo.config import FlightConfig
 from octavo.errors import ConfigError
-from octavo.observe.recording.flight import FlightRecorder, write_recording
-from octavo.observe.recording.reader import SUFFIX
+from octavo.frontend.flight_recordings import FlightRecordings
 
 if TYPE_CHECKING:
     from octavo.cli.api_process import Engine
 
+SETTLE_S = 0.25  # more than twice the time after which a recorder writes
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
@@ -62,32 +63,41 @@ def read_duration(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-async def record(engine: Engine, argument: str) -> object:
+async def record(engine: Engine, config: FlightConfig, argument: str) -> object:
     """Write what the flight recorders of a server's engines keep: the admin verb. Raises ConfigError."""
     try:
         order = msgspec.json.decode(argument, type=RecordOrder)
     except msgspec.MsgspecError:
         order = RecordOrder(argument)
+    if config.flight_recorder <= 0:
+        raise ConfigError(
+            "this server has no flight recorder; start it with --flight-recorder and seconds, or --record"
+        )
     folder = Path(order.folder)
     if not order.folder or not folder.is_absolute():
         raise ConfigError(f"record {order.folder[:200]!r} is no folder; give its whole path, or use octavo record")
-    if folder.is_dir() and any(folder.rglob(f"*{SUFFIX}")):
+    if folder.is_dir() and any(folder.rglob("*.octrec")):
         raise ConfigError(f"{folder} holds a recording already; name another folder")
-    await asyncio.sleep(2 * FlightRecorder.flush_s)  # until the calls so far are in the files
-    found = engine.read_flights("taken by octavo record", order.last_s)
-    if not found:
-        raise ConfigError("there is nothing to record yet: no engine has accepted a request since it started")
-    return {"recordings": await asyncio.to_thread(_write, folder, found)}
+    flights = engine.flights()
+    await asyncio.sleep(SETTLE_S)  # until the calls so far are in the files
+    return {"recordings": await asyncio.to_thread(_write, folder, flights, order.last_s)}
 
 
-def _write(folder: Path, found: dict[str, tuple[bytes, float]]) -> list[dict[str, object]]:
+def _write(folder: Path, flights: dict[str, FlightRecordings], last_s: float | None) -> list[dict[str, object]]:
     """Write each engine's recording, several to a folder each; return what was written. Raises ConfigError."""
     written: list[dict[str, object]] = []
-    for name, (segment, seconds) in found.items():
-        own = folder if len(found) == 1 else folder / re.sub(r"[^\w.-]", "-", name)
+    for name, kept in flights.items():
+        own = folder if len(flights) == 1 else folder / re.sub(r"[^\w.-]", "-", name)
         try:
-            write_recording(own, segment)
+            found = kept.read("taken by octavo record", last_s)
+            if found is None:
+                continue
+            kept.write(own, found[0])
+        except ValueError:  # the engine has ended, and its files are closed
+            continue
         except OSError as error:
             raise ConfigError(f"{own} cannot be written to: {error.strerror or error}; give another folder") from None
-        written.append({"folder": str(own), "bytes": len(segment), "seconds": round(seconds, 3)})
+        written.append({"folder": str(own), "bytes": len(found[0]), "seconds": round(found[1], 3)})
+    if not written:
+        raise ConfigError("there is nothing to record yet: no engine has accepted a request since it started")
     return written

@@ -27,7 +27,7 @@ from octavo.fleet.routing_log import replay_routing, routing_logs
 from octavo.observe.recording import Recording, ReplayReport, open_recording, replay
 from octavo.observe.recording.reader import CUT_OFF
 from octavo.simulator.costs import cost_model
-from octavo.simulator.recorded import check_policy, recorded_run
+from octavo.simulator.recorded import check_policy, recorded_drafts, recorded_run
 from octavo.simulator.report import Case, comparison_table
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
@@ -42,19 +42,15 @@ _OF_SETUP = {"depth": int, "pipeline_depth": int, "replicas": int, "router": str
 _REFUSED = {
     "vocab_size": "it changes no decision",
     "groups": "they are the model's",
-    "max_draft_tokens": "a recording does not say which guesses would have been right",
-    "max_draft_rows": "a recording does not say which guesses would have been right",
-    "encoder_budget": "simulated requests have no media",
-    "encoder_cache": "simulated requests have no media",
-    "separate_modalities": "simulated requests have no media",
-    "adapter_slots": "simulated requests have no adapters",
     "tenant_weights": "give octavo simulate --workload DIR --tenant-weight instead",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("recording", metavar="DIR", help="what octavo serve --record wrote, or one segment of it")
+    parser.add_argument(
+        "recording", metavar="DIR", help="what octavo serve --record or octavo record wrote, or one segment of it"
+    )
     parser.add_argument(
         "--what-if", action="append", default=[], metavar="K=V,...",
         help="simulate the same requests with other settings, as in policy=fair,max_sequences=64; may be repeated",
@@ -256,12 +252,12 @@ def _limit_value(name: str, word: str, value: str, recorded: Limits) -> dict[str
 
 
 def _change_limits(recorded: Limits, values: dict[str, Any]) -> Limits:
-    """Return the limits with these values, without drafts. If only the block size changes, a pool keeps its tokens."""
+    """Return the limits with these values. If only the block size changes, a pool keeps its tokens."""
     size = values.get("block_size", recorded.block_size)
     if size != recorded.block_size:
         for name in ("num_blocks", "host_blocks"):
             values.setdefault(name, tuple(count * recorded.block_size // size for count in getattr(recorded, name)))
-    return replace(recorded, **{"max_draft_tokens": 0, **values})
+    return replace(recorded, **values)
 
 
 def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list[Case], list[str]]:
@@ -272,16 +268,20 @@ def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list
     if len(texts) > MAX_COLUMNS:
         raise ConfigError(f"--what-if is given {len(texts)} times; give at most {MAX_COLUMNS}")
     header = recording.header
-    unchanged = WhatIf("simulated", replace(header.limits, max_draft_tokens=0))
+    unchanged = WhatIf("simulated", header.limits)
     changes = [unchanged, *(read_what_if(text, header.limits) for text in texts)]
     costs = cost_model(f"fitted:{recording.path}" if cost == "fitted" else cost)
     recorded = recorded_run(recording)
     cases = [Case.of("recorded", recorded, summarise(recorded))]
     workload = open_workload([f"recording:{recording.path}"], Shaping())
-    arrivals = list(workload)
+    arrivals, drafts = list(workload), recorded_drafts(recording)
     for change in changes:
         scaled = [replace(one, time=one.time / change.rate_scale) for one in arrivals]
-        setup = Setup(change.limits, costs, depth=min(header.depth, 2), sample_s=1.0)
+        # Their number and acceptance are the recorded ones, whatever the source of drafts was.
+        limits = replace(change.limits, has_draft_model=drafts is not None, has_paced_lookup=False)
+        limits = limits if drafts is not None else replace(limits, max_draft_tokens=0)
+        kept = drafts if limits.max_draft_tokens else None
+        setup = Setup(limits, costs, depth=min(header.depth, 2), sample_s=1.0, drafts=kept)
         result = simulate(scaled, replace(setup, **change.setup))
         cases.append(Case.of(change.label, result, summarise(result)))
     counts = workload.notes.counts
@@ -291,8 +291,17 @@ def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list
 
 def _remarks(recording: Recording, changes: Sequence[WhatIf]) -> Iterator[str]:
     recorded = recording.header.limits
-    if recorded.max_draft_tokens:
-        yield "the engine speculated; simulations do not, so they take more steps"
+    if recorded.max_draft_tokens and (drafts := recorded_drafts(recording)) is not None:
+        yield (
+            f"{100 * drafts.share:.0f} % of the decode rows had drafts, {drafts.length} on the mean, and "
+            f"{100 * drafts.acceptance:.0f} % of those verified were accepted: simulations draw the same at random"
+        )
+    elif recorded.max_draft_tokens:
+        yield "the engine could draft and never did, so simulations do not"
+    if recorded.encoder_budget:
+        yield "the time that media take to encode is in no cost model: simulations only keep the encoder's budgets"
+    if recording.header.has_state:
+        yield "recorded in the middle of an engine's life: simulations begin with an empty cache"
     if not recorded.prefix_caching and any(change.limits.prefix_caching for change in changes):
         yield "recorded without prefix caching, so there are no block keys: simulations find nothing cached"
     if len(recording.segments) > 1:

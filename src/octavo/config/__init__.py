@@ -18,6 +18,7 @@ from octavo.config.engine import (
     CacheConfig,
     ChatConfig,
     ExecutionConfig,
+    FlightConfig,
     ModelConfig,
     ParallelConfig,
     RecordingConfig,
@@ -55,6 +56,7 @@ __all__ = [
     "Config",
     "ExecutionConfig",
     "FleetConfig",
+    "FlightConfig",
     "LinkConfig",
     "McpConfig",
     "MediaConfig",
@@ -101,6 +103,7 @@ class Config:
     fleet: FleetConfig = section(FleetConfig, "engines on other machines", "several machines")
     link: LinkConfig = section(LinkConfig, "connections between machines", "several machines")
     recording: RecordingConfig = section(RecordingConfig, "recording", "server")
+    flight: FlightConfig = section(FlightConfig, "flight recorder", "server")
     telemetry: TelemetryConfig = section(TelemetryConfig, "traces and the log", "server")
 
     def __post_init__(self) -> None:

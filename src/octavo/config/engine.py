@@ -422,7 +422,13 @@ class RecordingConfig:
         1 << 30, "maximum bytes of that folder; the recording ends there", "--record-bytes", within=(1 << 16, None)
     )
     record_text: bool = option(False, "record token ids too (default: lengths and digests only)", "--record-text")
-    flight_recorder_s: float = option(
+
+
+@dataclass(frozen=True, slots=True)
+class FlightConfig:
+    """The flight recorder: the last minutes of an engine's decisions, always kept (docs/recording.md)."""
+
+    flight_recorder: float = option(
         300.0,
         "seconds of decisions that a server always keeps in memory, for octavo record; 0 = none",
         "--flight-recorder",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -105,6 +105,7 @@ class SavedLine:
 class SavedPool:
     """A BlockPool. `keys` are those of the blocks `key_blocks`; `cached` is in the order of eviction."""
 
+    num_blocks: int
     references: list[int]
     plain: list[int]
     cached: list[int]
@@ -152,7 +153,11 @@ class SavedState:
     composition: tuple[bool, int]
     totals: dict[str, Any]
     policy: Any = None
-    policy_errors: tuple[int, str] = field(default=(0, ""))
+    policy_errors: tuple[int, str] = (0, "")
+
+    def without_totals(self) -> SavedState:
+        """Return this state with counts that begin here; they decide nothing."""
+        return replace(self, totals=asdict(Totals()), cache=self.cache | {"hit_tokens": 0, "queried_tokens": 0})
 
 
 # --- save -----------------------------------------------------------------------------------------------------
@@ -190,6 +195,7 @@ class _Numbers:
 
 def save(state: State) -> SavedState:
     """Copy a state between two calls. Raises ConfigError if the policy's state cannot be saved."""
+    assert not state.counts_blocks, "blocks without numbers are of simulations"
     assert not state.ended, "the policy is notified of ended requests before a call returns"
     numbers, cache = _Numbers(state), state.cache
     updates = {name: getattr(state.updates, name)[:] for name in _UPDATES}
@@ -260,7 +266,14 @@ def _save_beams(beams: BeamGroup) -> SavedBeams:
 def _save_pool(pool: BlockPool) -> SavedPool:
     keys, blocks = list(pool.block_of), list(pool.block_of.values())
     return SavedPool(
-        pool.references[:], pool.plain[:], list(pool.cached), keys, blocks, dict(pool.pending), pool.num_freed
+        pool.num_blocks,
+        pool.references[:],
+        pool.plain[:],
+        list(pool.cached),
+        keys,
+        blocks,
+        dict(pool.pending),
+        pool.num_freed,
     )
 
 
@@ -370,9 +383,10 @@ def _restore_beams(saved: SavedBeams, request: RequestState) -> BeamGroup:
 
 
 def _restore_pool(pool: BlockPool, saved: SavedPool) -> None:
-    if len(saved.references) != pool.num_blocks:
-        raise InvariantError(f"a pool of {len(saved.references)} blocks was saved, the limits have {pool.num_blocks}")
+    if saved.num_blocks != pool.num_blocks:
+        raise InvariantError(f"a pool of {saved.num_blocks} blocks was saved, the limits have {pool.num_blocks}")
     pool.references, pool.plain = saved.references[:], saved.plain[:]
+    pool.key_of, pool.ids_of = [None] * len(pool.references), [None] * len(pool.references)
     pool.cached = OrderedDict.fromkeys(saved.cached)
     pool.block_of = dict(zip(saved.keys, saved.key_blocks, strict=True))
     for key, block in pool.block_of.items():

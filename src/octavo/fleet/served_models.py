@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from octavo.executors.protocol import Capacity
     from octavo.fleet.model_configs import ServedModelConfig
     from octavo.frontend.engine_supervisor import EngineSupervisor
+    from octavo.frontend.flight_recordings import FlightRecordings
     from octavo.frontend.open_request import LedgerObserver, OpenRequest
     from octavo.media.item import MediaItem
 
@@ -387,14 +388,10 @@ class ServedModels:
         for engine in self._engines():
             engine.kill(why)
 
-    def read_flights(self, reason: str, last_s: float | None = None) -> dict[str, tuple[bytes, float]]:
-        """Return the recordings of all loaded engines; see EngineSupervisor.read_flights."""
-        return {
-            f"{model.name} {name}": found
-            for model in self.loaded
-            if model.engine is not None
-            for name, found in model.engine.read_flights(reason, last_s).items()
-        }
+    def flights(self) -> dict[str, FlightRecordings]:
+        """Return what the flight recorders of all loaded engines keep, by model and replica."""
+        engines = {model.name: model.engine for model in self.loaded if model.engine is not None}
+        return {f"{name} {key}": kept for name, engine in engines.items() for key, kept in engine.flights().items()}
 
     def cancel(self, request_ids: Iterable[str]) -> int:
         """End these requests, whichever model they are of; return how many were open."""

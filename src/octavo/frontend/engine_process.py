@@ -131,8 +131,8 @@ class EngineProcess:
             undo.pop_all()
             undo.callback(client.abandon)
             page = HeartbeatPage(page_descriptor)
-            flight = FlightRecordings.of(config.recording)
-            flown = () if flight is None else flight.files.descriptors
+            flight = FlightRecordings.of(config.flight)
+            flown = () if flight is None else flight.descriptors
             if flight is not None:
                 undo.callback(flight.close)
             process = await asyncio.create_subprocess_exec(

@@ -27,7 +27,7 @@ from octavo.errors import CapacityError, ConfigError, EngineDeadError, QueueFull
 from octavo.executors.protocol import Capacity
 from octavo.frontend.engine_process import COMMAND, LOOK_S, EngineSpawner
 from octavo.frontend.engine_source import EngineDeath, EngineSource, RunningEngine
-from octavo.frontend.flight_recordings import find_miss
+from octavo.frontend.flight_recordings import FlightRecordings, find_miss
 from octavo.frontend.open_request import EngineRouter, LedgerObserver, OpenRequest
 from octavo.frontend.open_requests import OpenRequests
 from octavo.frontend.replica import EngineReplica, EngineState
@@ -88,7 +88,7 @@ class EngineSupervisor:
 
     def spawner(self, config: Config, command: Sequence[str] = COMMAND) -> EngineSpawner:
         """Return a source of engine processes on this machine for this supervisor."""
-        self._records_misses |= config.recording.record_on_miss
+        self._records_misses |= config.flight.record_on_miss
         return EngineSpawner(config, command, self.receive, self.epochs)
 
     # --- figures
@@ -423,23 +423,23 @@ class EngineSupervisor:
         if self._recoveries and events.request_ids:
             self._note_gaps()
         if self._records_misses and events.decisions:
-            self._save_misses(events)
+            self._save_misses(epoch, events)
 
-    def _save_misses(self, events: Events) -> None:
+    def _save_misses(self, epoch: int, events: Events) -> None:
         """Have the last minutes of an engine saved if a request that ended missed one of its objectives."""
+        found = (each.engine for each in self._live() if each.bound is not None and each.bound.epoch == epoch)
+        engine = next(found, None)
+        if engine is None or engine.flight is None:
+            return
         for event in events.decisions:
             state = self.requests.get(event.request_id) if event.kind is EventKind.FINISHED else None
-            if state is None or state.engine is None:
-                continue
-            engine, miss = self._replicas[state.engine.number].engine, find_miss(state.request, event, state.first_at)
-            if miss is not None and engine is not None and engine.flight is not None:
+            if state is not None and (miss := find_miss(state.request, event, state.first_at)) is not None:
                 engine.flight.missed(miss)
 
-    def read_flights(self, reason: str, last_s: float | None = None) -> dict[str, tuple[bytes, float]]:
-        """Return the recording of the last seconds of each engine on this machine, with its seconds, by replica."""
+    def flights(self) -> dict[str, FlightRecordings]:
+        """Return what the flight recorder of each engine on this machine keeps, by replica."""
         flights = {each.name: each.engine.flight for each in self._live() if each.engine is not None}
-        read = {name: flight.files.read(reason, last_s) for name, flight in flights.items() if flight is not None}
-        return {name: found for name, found in read.items() if found is not None}
+        return {name: flight for name, flight in flights.items() if flight is not None}
 
     async def _tick(self) -> None:
         while True:

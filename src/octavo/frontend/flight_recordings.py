@@ -14,15 +14,17 @@ import re
 import shutil
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from octavo.config import RecordingConfig
+from octavo.config import FlightConfig
 from octavo.core.plan import Event
 from octavo.core.request import Request
 from octavo.engine.heartbeat import memory_folder
-from octavo.observe.recording.flight import FlightFiles, write_recording
 
 _LOG = logging.getLogger(__name__)
+NUM_FILES = 3  # one is written to, and the two others have the time that was asked for
 MAX_SAVED = 8
 MISS_PAUSE_S = 60.0
 _NAME = re.compile(r"\d{8}-\d{6}-\d{3}-(crash|miss)")
@@ -36,16 +38,39 @@ def default_folder() -> Path:
 class FlightRecordings:
     """The flight recorder of one engine process, as its parent sees it."""
 
-    def __init__(self, config: RecordingConfig) -> None:
-        self.files = FlightFiles(memory_folder())
+    def __init__(self, config: FlightConfig) -> None:
+        with ExitStack() as undo:
+            files = [undo.enter_context(TemporaryFile(dir=memory_folder(), buffering=0)) for _ in range(NUM_FILES)]
+            undo.pop_all()
+        self._files = files
         self._folder = Path(config.flight_recordings).expanduser() if config.flight_recordings else default_folder()
         self._next_miss = 0.0  # on the monotonic clock
-        self._threads: list[threading.Thread] = []
 
     @classmethod
-    def of(cls, config: RecordingConfig) -> FlightRecordings | None:
+    def of(cls, config: FlightConfig) -> FlightRecordings | None:
         """Return the recorder's files as configured; None without a flight recorder."""
-        return cls(config) if config.flight_recorder_s > 0 else None
+        return cls(config) if config.flight_recorder > 0 else None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The descriptors of the files, for the engine to inherit. Raises ValueError once they are closed."""
+        return tuple(file.fileno() for file in self._files)
+
+    def read(self, reason: str, last_s: float | None = None) -> tuple[bytes, float] | None:
+        """Return the last seconds, or all, as a segment with its seconds; None if there is no call yet.
+
+        Raises ValueError once the files are closed, and OSError.
+        """
+        from octavo.observe.recording.flight import read_flight  # not at the start of a server
+
+        return read_flight(self.descriptors, reason, last_s)
+
+    @staticmethod
+    def write(folder: Path, segment: bytes) -> None:
+        """Write a segment to a folder of its own. Raises OSError."""
+        from octavo.observe.recording.flight import write_recording
+
+        write_recording(folder, segment)
 
     def crashed(self, what: str) -> None:
         """Save the recording of an engine that has ended."""
@@ -59,32 +84,29 @@ class FlightRecordings:
             self._save("miss", what)
 
     def close(self) -> None:
-        """Close the files, once everything is saved. Idempotent."""
-        for thread in self._threads:
-            thread.join()
-        self.files.close()
+        """Close the files, which deletes them. What was read from them is still saved. Idempotent."""
+        for file in self._files:
+            file.close()
 
     def _save(self, kind: str, reason: str) -> None:
         try:
-            found = self.files.read(reason)
+            found = self.read(reason)
         except (OSError, ValueError) as error:
             _LOG.warning("the flight recorder cannot be read: %s", error)
             return
         if found is not None:
-            self._threads = [each for each in self._threads if each.is_alive()]
-            self._threads.append(threading.Thread(target=self._write, args=(kind, found[0]), name="octavo-save"))
-            self._threads[-1].start()
+            threading.Thread(target=self._write, args=(kind, found[0]), name="octavo-save").start()
 
     def _write(self, kind: str, segment: bytes) -> None:
         now = time.time()
         name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now * 1000) % 1000:03d}-{kind}"
         try:
-            path = write_recording(self._folder / name, segment)
+            self.write(self._folder / name, segment)
             remove_oldest(self._folder)
         except OSError as error:
             _LOG.warning("no recording can be saved in %s: %s", self._folder, error.strerror or error)
         else:
-            _LOG.warning("the last minutes are saved: octavo replay %s", path.parent)
+            _LOG.warning("the last minutes are saved: octavo replay %s", self._folder / name)
 
 
 def remove_oldest(folder: Path) -> None:

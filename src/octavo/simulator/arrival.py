@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from octavo.core.limits import Limits
-from octavo.core.request import Request, SamplingParams
+from octavo.core.request import Request, SamplingParams, Span
 
 _KEY = struct.Struct("<qI")
 
@@ -27,6 +27,7 @@ class Arrival:
     prompt: equal keys at equal positions mean equal prefixes (a public trace's block ids, or a recording's block keys).
     `output_keys` continue `keys` over the output. `follows` is the index of an earlier request in the workload: this
     one arrives `time` seconds after that one's end, as a conversation's next turn. None: it arrives at `time`.
+    `spans` are its media items and `adapter_id` its adapter (0: none), for engines that have room for them.
     """
 
     time: float
@@ -42,6 +43,8 @@ class Arrival:
     follows: int | None = None
     ttft_objective: float | None = None
     tpot_objective: float | None = None
+    spans: tuple[Span, ...] = ()
+    adapter_id: int = 0
 
 
 @lru_cache(maxsize=65536)
@@ -64,6 +67,10 @@ def make_request(name: str, arrival: Arrival, at: float, emitted: int, limits: L
         tenant=arrival.tenant,
         ttft_objective=arrival.ttft_objective,
         tpot_objective=arrival.tpot_objective,
+        spans=tuple(span for span in arrival.spans if span.start + span.length <= arrival.prompt_tokens)
+        if limits.encoder_budget
+        else (),
+        adapter_id=arrival.adapter_id if limits.adapter_slots else 0,
     )
 
 

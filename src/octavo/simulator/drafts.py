@@ -1,7 +1,8 @@
 """Drafts in a simulation: a draft model of given cost whose drafts are accepted with a given probability.
 
 Owns: the drafts (ids are unknown), which of them are accepted, and the draft model's time. The engine's own DraftPace
-chooses their number from these times, so a simulated engine also stops drafting where drafts do not pay.
+chooses their number from these times, so a simulated engine also stops drafting where drafts do not pay. Drafts as in a
+recording have the recorded number instead, and as large a share of the rows has them.
 Does not: price a step of the target (costs do).
 """
 
@@ -21,10 +22,15 @@ UNKNOWN = -1  # the id of every simulated token
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """`acceptance`: the probability that a draft is accepted. `cost`: a drafting pass, in plain steps of its rows."""
+    """`acceptance`: the probability that a draft is accepted. `cost`: a drafting pass, in plain steps of its rows.
+
+    With `length`, a row has this many drafts with the probability `share`; without it, the pace decides.
+    """
 
     acceptance: float
     cost: float
+    share: float = 1.0
+    length: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -46,9 +52,13 @@ class SimulatedDrafts:
         self._slots: frozenset[int] = frozenset()
 
     def propose(self, rows: list[DraftRow], num_rows: int) -> list[array[int]]:
-        """Return as many drafts as the pace wants."""
-        length = self._pace.length(rows, lambda: 0) if rows else 0
-        found = [array("i", [UNKNOWN]) * min(length, row.most) for row in rows]
+        """Return as many drafts as the pace wants, or as were recorded."""
+        settings = self._settings
+        if settings.length is None:
+            lengths = [self._pace.length(rows, lambda: 0)] * len(rows) if rows else []
+        else:
+            lengths = [settings.length if self._random.random() < settings.share else 0 for _ in rows]
+        found = [array("i", [UNKNOWN]) * min(length, row.most) for length, row in zip(lengths, rows, strict=True)]
         self._slots = frozenset(row.slot for row, drafts in zip(rows, found, strict=True) if drafts)
         return found
 

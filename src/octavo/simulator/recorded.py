@@ -1,21 +1,23 @@
 """Converts a recording to a SimulatedRun, for comparison with simulations of the same requests.
 
-Owns: recorded_run, and the check of a recording's policy. Does not: read files, fit a cost model (costs), or open a
-recording as a workload (workloads).
+Owns: recorded_run; how the recorded engine drafted; the check of a recording's policy. Does not: read files, fit a cost
+model (costs), or open a recording as a workload (workloads).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from statistics import mean, median
 
-from octavo.core.plan import StepPlan
+from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.observe.recording import RecordedRequest, Recording, arrivals, steps
 from octavo.plugins import find_policy
 from octavo.simulator.costs.fitted import begin_of
+from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.outcomes import NEVER, Outcomes, ReplicaTotals, RequestTracker, SimulatedRun
 from octavo.simulator.workloads.traces import recorded_arrival
 
@@ -56,6 +58,51 @@ def recorded_run(recording: Recording) -> SimulatedRun:
     return SimulatedRun(outcomes, [totals], max(outcomes.ends, default=0.0))
 
 
+def recorded_drafts(recording: Recording) -> DraftSettings | None:
+    """Return how a recording's engine drafted, for a simulation of it; None if it never did.
+
+    The cost is the median planning time of steps with drafts above that of others, for each pass of a draft model, in
+    median steps without drafts; lookups cost next to nothing.
+    """
+    most = recording.header.limits.max_draft_rows
+    num_rows, lengths, num_tried, num_accepted = 0, list[int](), 0, 0
+    planning: tuple[list[float], list[float]] = ([], [])
+    durations: list[float] = []
+    for step in steps(recording):
+        plan, result = step.plan, step.outcome
+        decoding = [count for count, drafts in zip(plan.counts, plan.num_drafts or (0,) * len(plan.counts), strict=True)
+                    if count == 1 or drafts]  # fmt: skip
+        if not decoding or len(plan.slots) > most or not isinstance(result, StepResult):
+            continue
+        num_rows += len(decoding)
+        lengths += [count for count in plan.num_drafts if count]
+        num_passes = max(plan.num_drafts, default=0)
+        planning[bool(num_passes)].append((step.planned - plan.now) / max(1, num_passes))
+        if not num_passes:
+            durations.append(step.collected - step.planned)
+        for drafted, num_ids in _verified(plan, result):
+            num_accepted += num_ids - 1
+            num_tried += min(drafted, num_ids)  # the first rejected draft is the last one tried
+    if not lengths:
+        return None
+    cost = 0.0
+    if recording.header.limits.has_draft_model and planning[0] and durations:
+        cost = (median(planning[1]) - median(planning[0])) / max(1e-9, median(durations))
+    acceptance = num_accepted / max(1, num_tried)
+    return DraftSettings(acceptance, min(max(cost, 1e-6), 999.0), len(lengths) / num_rows, round(mean(lengths)))
+
+
+def _verified(plan: StepPlan, result: StepResult) -> Iterator[tuple[int, int]]:
+    """Yield the number of drafts and of ids of each row with drafts that has a result."""
+    if not plan.num_drafts:
+        return
+    lengths = iter(result.num_token_ids or ())
+    for flags, drafted in zip(plan.flags, plan.num_drafts, strict=True):
+        num_ids = next(lengths, 1) if flags & ROW_SAMPLE else 0
+        if drafted and num_ids:
+            yield drafted, num_ids
+
+
 def uses_device(plan: StepPlan) -> bool:
     """Return True if a simulation gives the plan device time. A plan that only reports finished requests has none."""
     return bool(plan.slots or plan.copies or plan.swap_outs or plan.host_loads)
@@ -88,10 +135,10 @@ def _outcomes(requests: list[RecordedRequest]) -> Outcomes:
         entry = tracker.begin(index, recorded_arrival(one, one.output_tokens, one.arrival), one.arrival)
         entry.start = NEVER if one.first_scheduled is None else one.first_scheduled
         entry.first = NEVER if one.first_token is None else one.first_token
-        entry.counts = list(one.output_tokens)
+        entry.counts = [count - one.earlier_tokens for count in one.output_tokens]
         entry.cached = one.cached_tokens
         entry.preemptions = one.num_preemptions
         entry.replica = 0
         reason = FinishReason.ERROR if one.finish_reason is None else one.finish_reason
-        tracker.end(entry, end, reason, sum(one.output_tokens))
+        tracker.end(entry, end, reason, sum(entry.counts))
     return tracker.outcomes

@@ -1,7 +1,7 @@
 """The flight recorder: the last minutes of a scheduler's calls, in nameless files that outlive the engine's process.
 
-Owns: the files, which are used in turn, a segment in each; when the next segment begins; reading them as one recording.
-Does not: know how a call is encoded (format), or decide when a recording is saved (the front end does).
+Owns: how the files are used in turn, a segment in each; when the next segment begins; reading them as one recording.
+Does not: create the files or decide when a recording is saved (the front end does), or know how a call is encoded.
 Invariants: every segment but an engine's first begins with the scheduler's state, so a recording may begin with any.
 Numbers of segments are consecutive where no call is missing between them. The files together keep to their bound. When
 the oldest file is used again, the others cover the time that was asked for, unless their bytes were the tighter bound.
@@ -13,17 +13,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import NamedTuple
 
 import msgspec
 
-from octavo.config import RecordingConfig
+from octavo.config import FlightConfig
 from octavo.core.saved_state import SavedState
 from octavo.core.tap import Call
 from octavo.errors import ConfigError
@@ -32,9 +30,8 @@ from octavo.observe.recording.reader import frames_of, pack_header, pack_records
 from octavo.observe.recording.recorder import CallWriter, complete_header, create_segment
 
 _LOG = logging.getLogger(__name__)
-NUM_FILES = 3
 FULL = 0.75  # share of a file's bytes after which the next segment is begun; the rest is for calls until then
-READ_ATTEMPTS = 3  # a file may be begun anew while it is read
+READ_ATTEMPTS = 4  # a file may be begun anew while it is read
 
 
 class _FileContents(NamedTuple):
@@ -51,55 +48,42 @@ class _FileContents(NamedTuple):
         return None if body is None else cls(msgspec.json.decode(body, type=Header), frames)
 
 
-class FlightFiles:
-    """The files of one engine. The process that owns them reads them, even after the engine's has ended."""
+def read_flight(files: Sequence[int], reason: str, last_s: float | None = None) -> tuple[bytes, float] | None:
+    """Return the last seconds, or all, as one segment that ends for `reason`, and the seconds that it has.
 
-    def __init__(self, folder: str | None) -> None:
-        """Create the files, which have no names, in a folder; None means that of temporary files."""
-        with ExitStack() as undo:
-            self._files = [undo.enter_context(TemporaryFile(dir=folder, buffering=0)) for _ in range(NUM_FILES)]
-            undo.pop_all()
+    It begins with the newest segment that covers `last_s`, or else with the oldest. None if there is no call yet.
+    The files may be written to meanwhile, and their engine may have ended.
+    """
+    now, segments = time.monotonic(), _continuous(files)
+    if not segments:
+        return None
+    first = 0
+    for index, segment in enumerate(segments):
+        if last_s is not None and segment.header.start <= now - last_s:
+            first = index
+    chosen = segments[first:]
+    end = CallEncoder(False).encode(RecordedCall(EndMarker(now, reason)))
+    frames = [frame for segment in chosen for frame in segment.frames[1:]]
+    recorded = b"".join((preamble(), chosen[0].frames[0], *frames, pack_records([end])))
+    return recorded, now - chosen[0].header.start
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """The descriptors, for the engine to inherit."""
-        return tuple(file.fileno() for file in self._files)
 
-    def read(self, reason: str, last_s: float | None = None) -> tuple[bytes, float] | None:
-        """Return the last seconds, or all, as one segment that ends for `reason`, and the seconds that it has.
+def _continuous(files: Sequence[int]) -> list[_FileContents]:
+    """Return the last segments between which no call is missing, oldest first.
 
-        It begins with the newest segment that covers `last_s`, or else with the oldest. None if there is no call yet.
-        """
-        now, segments = time.monotonic(), self._segments()
-        if not segments:
-            return None
-        first = 0
-        for index, segment in enumerate(segments):
-            if last_s is not None and segment.header.start <= now - last_s:
-                first = index
-        chosen = segments[first:]
-        end = CallEncoder(False).encode(RecordedCall(EndMarker(now, reason)))
-        frames = [frame for segment in chosen for frame in segment.frames[1:]]
-        recorded = b"".join((preamble(), chosen[0].frames[0], *frames, pack_records([end])))
-        return recorded, now - chosen[0].header.start
-
-    def close(self) -> None:
-        """Close the files, which deletes them. Idempotent."""
-        for file in self._files:
-            file.close()
-
-    def _segments(self) -> list[_FileContents]:
-        """Return the last segments between which no call is missing, oldest first."""
-        for _ in range(READ_ATTEMPTS):
-            found = [each for file in self.descriptors if (each := _FileContents.read(file)) is not None]
-            again = [each for file in self.descriptors if (each := _FileContents.read(file)) is not None]
-            if [each.header.number for each in found] == [each.header.number for each in again]:
-                break
-        found.sort(key=lambda each: each.header.number)
-        for index, (before, after) in reversed(list(enumerate(pairwise(found), start=1))):
-            if after.header.number != before.header.number + 1:
-                return found[index:]
-        return found
+    Files are read until no segment was begun since the last time: then all segments but the newest are whole.
+    """
+    numbers = list[int]()
+    for _ in range(READ_ATTEMPTS):
+        found = [each for file in files if (each := _FileContents.read(file)) is not None]
+        before, numbers = numbers, [each.header.number for each in found]
+        if before == numbers:
+            break
+    found.sort(key=lambda each: each.header.number)
+    for index, (earlier, later) in reversed(list(enumerate(pairwise(found), start=1))):
+        if later.header.number != earlier.header.number + 1:
+            return found[index:]
+    return found
 
 
 def write_recording(folder: Path, segment: bytes) -> Path:
@@ -124,8 +108,10 @@ class FlightRecorder(CallWriter):
     def __init__(self, header: Header, clock: Callable[[], float], keep_s: float, max_bytes: int) -> None:
         super().__init__(header, clock)
         self.save: Callable[[], SavedState]
-        self._period_s = keep_s / (NUM_FILES - 1)
-        self._room = max_bytes // NUM_FILES
+        self._keep_s = keep_s
+        self._max_bytes = max_bytes
+        self._period_s = 0.0  # between two segments
+        self._room = 0  # bytes of each file
         self._files: tuple[int, ...] = ()
         self._is_state_due = False  # set by the writer's thread, reset by the engine's
         self._awaits_state = False
@@ -138,8 +124,9 @@ class FlightRecorder(CallWriter):
         self._fault = ""
 
     def attach(self, files: Sequence[int]) -> None:
-        """Set the descriptors of the files. Without files nothing is recorded."""
+        """Set the descriptors of at least two files. Without files nothing is recorded."""
         self._files = tuple(files)
+        self._period_s, self._room = self._keep_s / (len(files) - 1), self._max_bytes // len(files)
 
     def called(self, call: Call) -> None:
         """Queue a call, and the state after it if the next segment is due."""
@@ -154,9 +141,9 @@ class FlightRecorder(CallWriter):
         began = self._clock()
         try:
             record = StateRecord(began if now is None else now, self.save())
-        except ConfigError as error:  # the policy cannot save its state
-            self._fault = str(error)
-            _LOG.warning("the flight recorder ends when it is full: %s", error)
+        except Exception as error:  # the instrument shell; a ConfigError: the policy cannot save its state
+            self._fault = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            _LOG.warning("the flight recorder ends when it is full: %s", self._fault)
         else:
             self._save_s = self._clock() - began
             self._queue.append(RecordedCall(record))
@@ -187,6 +174,8 @@ class FlightRecorder(CallWriter):
             self._begin(recorded.call.now, pack_records([self._encoder.encode(recorded)]))
         elif self._is_broken:
             self._encoder.encode(recorded)  # later calls are relative to it
+            if self._fault:
+                self._give_up(self._fault)
         else:
             super()._add(recorded)
 
@@ -215,8 +204,6 @@ class FlightRecorder(CallWriter):
         if self._size + len(frame) > self._room:
             self._number += 1  # what follows is not continuous
             self._is_broken = True
-            if self._fault:
-                self._give_up(self._fault)
         else:
             os.pwrite(self._files[self._writing], frame, self._size)
             self._size += len(frame)
@@ -232,7 +219,9 @@ class FlightRecorder(CallWriter):
         pass  # the files are read after the engine's end
 
 
-def open_flight_recorder(config: RecordingConfig, header: Header, clock: Callable[[], float]) -> FlightRecorder:
+def open_flight_recorder(
+    config: FlightConfig, header: Header, has_text: bool, clock: Callable[[], float]
+) -> FlightRecorder:
     """Return a flight recorder as configured."""
-    completed = complete_header(header, config, clock)
-    return FlightRecorder(completed, clock, config.flight_recorder_s, config.flight_recorder_bytes)
+    completed = complete_header(header, has_text, clock)
+    return FlightRecorder(completed, clock, config.flight_recorder, config.flight_recorder_bytes)

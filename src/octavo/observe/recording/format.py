@@ -304,6 +304,7 @@ class CallEncoder:
                 lost=[self._media_mask(key) for key in saved.encoder.lost],
             ),
             policy=self._named(saved.policy),
+            policy_errors=(saved.policy_errors[0], ""),  # a user's text
         )
         if not self._has_text:
             masked.updates = {**saved.updates, "id_edits": _without_ids(saved.updates["id_edits"])}

@@ -266,10 +266,10 @@ class Recorder(CallWriter):
         self._num_bytes += len(data)
 
 
-def complete_header(header: Header, config: RecordingConfig, clock: Callable[[], float]) -> Header:
+def complete_header(header: Header, has_text: bool, clock: Callable[[], float]) -> Header:
     """Return the header with the time now, what is recorded, and the version of Octavo."""
     version = importlib.metadata.version("octavo")
-    return replace(header, began=time.time(), clock=clock(), has_text=config.record_text, octavo=version)
+    return replace(header, began=time.time(), clock=clock(), has_text=has_text, octavo=version)
 
 
 def open_recorder(config: RecordingConfig, header: Header, clock: Callable[[], float]) -> Recorder:
@@ -277,4 +277,4 @@ def open_recorder(config: RecordingConfig, header: Header, clock: Callable[[], f
     assert config.record is not None
     folder = Path(config.record).expanduser().absolute()
     prepare_folder(folder)
-    return Recorder(folder, config.record_bytes, complete_header(header, config, clock), clock)
+    return Recorder(folder, config.record_bytes, complete_header(header, config.record_text, clock), clock)

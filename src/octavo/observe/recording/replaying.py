@@ -10,15 +10,14 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from octavo.core.plan import Event, EventKind, Events, NewSequence, StepFailure, StepPlan, StepResult
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishReason, Request, Span
 from octavo.core.request_state import Status
 from octavo.core.saved_state import SavedState
 from octavo.core.scheduler import Scheduler
-from octavo.core.state import Totals
 from octavo.core.tap import AdmitCall, CancelCall, CommitCall, ControlCall, EndChoiceCall, KeyRun, PlanCall
 from octavo.errors import ConfigError, InvariantError, RequestError
 from octavo.observe.history import History, RequestHistory
@@ -277,9 +276,7 @@ class Replayer:
         """Continue from the state with which the segment begins. A later one says nothing new."""
         if call.saved is None or self._has_begun:
             return Replayed(recorded)
-        # Totals decide nothing; they count what the recording has.
-        cache = {**call.saved.cache, "queried_tokens": 0, "hit_tokens": 0}
-        saved = replace(call.saved, totals=asdict(Totals()), cache=cache)
+        saved = call.saved.without_totals()  # so that they count what the recording has
         try:
             self._flight.extend(self.scheduler.restore(saved))
         except (InvariantError, ConfigError, LookupError, TypeError, ValueError) as error:
@@ -422,7 +419,8 @@ class RecordedRequest:
     one number for each choice. `keys` are those of the prompt's full blocks, `output_keys` the later ones of the first
     choice, beginning with the block that holds the prompt's end; one for each `key_tokens` tokens. `segment_index` is
     that of its segment. `is_resumed`: it was open in an earlier engine process, which generated its first
-    `emitted_tokens` outputs.
+    `emitted_tokens` outputs. `was_open`: it was open when the recording began in the middle of an engine's life; then
+    it is resumed if it had outputs, and `emitted_tokens` are those that every choice had.
     """
 
     name: str
@@ -447,22 +445,31 @@ class RecordedRequest:
     taken: float = 0.0
     emitted_tokens: int = 0
     is_resumed: bool = False
+    was_open: bool = False
+    spans: tuple[Span, ...] = ()
+    adapter_id: int = 0
 
     @property
     def n(self) -> int:
         """Choices, or beams."""
         return len(self.output_tokens)
 
+    @property
+    def earlier_tokens(self) -> int:
+        """Outputs of each choice from before a recording that begins in the middle of an engine's life."""
+        return self.emitted_tokens if self.was_open and self.is_resumed else 0
+
 
 class _Gathered:
     """The data of a request collected while its segment is replayed, beside its history."""
 
-    def __init__(self, call: AdmitCall, max_tokens: int, history: RequestHistory) -> None:
+    def __init__(self, call: AdmitCall, max_tokens: int, history: RequestHistory, was_open: bool = False) -> None:
         params, emitted = call.request.params, len(call.request.emitted_token_ids or ())
         self.call = call
         self.max_tokens = max_tokens
         self.history = history
         self.keys: list[bytes] = []
+        self.was_open = was_open
         self.num_emitted = emitted
         self.num_outputs = [emitted] * (params.n if params.beam_width else params.num_sequences)
 
@@ -497,6 +504,9 @@ class _Gathered:
             taken=self.call.now - origin,
             emitted_tokens=self.num_emitted,
             is_resumed=request.emitted_token_ids is not None,
+            was_open=self.was_open,
+            spans=request.spans,
+            adapter_id=request.adapter_id,
         )
 
 
@@ -572,11 +582,12 @@ def _gather_open(opened: OpenedBefore, history: History) -> tuple[dict[int, _Gat
         if one.status == Status.FINISHED:
             continue
         call = AdmitCall(opened.now, requests[request.request_id])
-        entry = _Gathered(call, int(one.values["max_tokens"] or 0), history.open[request.request_id])
+        entry = _Gathered(call, int(one.values["max_tokens"] or 0), history.open[request.request_id], was_open=True)
         for number in one.sequences:
             sequence, choice = saved.sequences[number], int(saved.sequences[number].values["choice"] or 0)
             if one.beams is None:
                 entry.num_outputs[choice] = OpenedBefore.num_outputs(saved, number)
+                entry.num_emitted = min(entry.num_emitted, entry.num_outputs[choice])
             if not choice:
                 entry.keys = list(sequence.keys)
         found[int(one.values["order"] or 0)] = entry

@@ -439,29 +439,40 @@ def recording(spec: Spec, context: BuildContext) -> Source:
         return partial(_routed, logs)
 
     def source(notes: Notes) -> Iterator[Arrival]:
-        requests = arrivals(open_recording(path))
+        opened = open_recording(path)
+        requests = arrivals(opened)
         counts: dict[str, tuple[int, ...]] = {}
         for one in requests:  # after a crash, a request's last record has the whole answer
             before = counts.get(one.name, ())
             counts[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
-        first = requests[0].arrival if requests else 0.0
+        first = 0.0 if opened.header.has_state or not requests else requests[0].arrival
+        seen: set[str] = set()
         for one in requests:
-            if one.is_resumed:
+            if one.is_resumed and one.name in seen:
                 continue
+            seen.add(one.name)
             notes.add("not ended when the recording was, taken as far as they came", one.end is None)
             notes.add("answers of no token, taken as one", not max(counts[one.name]))
-            yield recorded_arrival(one, counts[one.name], one.arrival - first)
+            if one.was_open:
+                notes.add("were open when the recording began, taken as new at time 0, with their tokens as prompt")
+            yield recorded_arrival(one, counts[one.name], max(0.0, one.arrival - first))
 
     return source
 
 
 def recorded_arrival(one: RecordedRequest, counts: Sequence[int], time: float) -> Arrival:
-    """Return a recorded request as an Arrival; `counts` has the tokens of each choice."""
+    """Return a recorded request as an Arrival; `counts` has the tokens of each choice.
+
+    The outputs of a request before the recording began are part of its prompt, as far as all its choices have them.
+    """
+    before = one.earlier_tokens
+    counts = [count - before for count in counts]
     return Arrival(
-        time, one.prompt_tokens, max(1, *counts), tenant=one.tenant, priority=one.priority, keys=one.keys,
+        time, one.prompt_tokens + before, max(1, *counts), tenant=one.tenant, priority=one.priority, keys=one.keys,
         key_tokens=one.key_tokens, output_keys=one.output_keys,
         choices=tuple(max(1, count) for count in counts) if len(counts) > 1 else (),
-        ttft_objective=one.ttft_objective, tpot_objective=one.tpot_objective,
+        ttft_objective=one.ttft_objective, tpot_objective=one.tpot_objective, spans=one.spans,
+        adapter_id=one.adapter_id,
     )  # fmt: skip
 
 
