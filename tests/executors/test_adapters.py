@@ -16,12 +16,14 @@ from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.plan import ROW_SAMPLE
+from octavo.core.request import SamplingParams
 from octavo.errors import ModelFileError
 from octavo.executors.protocol import ExecutorSpec
 from octavo.executors.torch_executor import TorchExecutor
 from octavo.ops import cpu
 from tests.adapters import RandomAdapter
 from tests.executors.driver import Driver, make_prompt
+from tests.executors.emulated_device import OnEmulated, outside
 from tests.models.zoo import DENSE, ModelType
 from tests.models.zoo_checks import TinyModel, random_model
 from tests.models.zoo_gguf import write_gguf
@@ -279,3 +281,30 @@ def test_an_adapter_whose_file_has_changed_or_whose_rank_is_too_large_is_refused
         served.executor.load_adapter(12, str(folder), 64)
     with pytest.raises(ModelFileError, match="is no adapter"):
         served.load(tmp_path / "nothing")
+
+
+def test_on_a_device_rows_with_adapters_wait_for_nothing(tiny: Path, tmp_path: Path) -> None:
+    """Rows of two adapters and of none: the ids of a CPU, one more copy for all layers, and no wait."""
+    paths = [RandomAdapter.of(tiny, seed).write(tmp_path / str(seed)) for seed in (1, 2)]
+    files, found = resolve_model(str(tiny)), list[list[list[int]]]()
+    spec, execution = read_model_spec(files), ExecutionConfig(device="cpu", decoder="torch", threads=1)
+
+    def make() -> TorchExecutor:
+        return TorchExecutor(files, spec, execution, ModelConfig(dtype="float32"))
+
+    for executor in (make(), OnEmulated(make)):
+        driver: Any = Driver(executor, executor.open(SPEC))
+        numbers = [adapter_id(find_adapter(str(path))) for path in paths]
+        with outside(executor):
+            for number, path in zip(numbers, paths, strict=True):
+                executor.load_adapter(number, str(path), 64)
+        for slot, adapter in enumerate([numbers[1], 0, numbers[0], numbers[1]]):
+            driver.add(slot, make_prompt(5 + slot, slot), SamplingParams(temperature=0.0), adapter=adapter)
+            driver.row(slot, 0, 5 + slot)
+        if isinstance(executor, OnEmulated):
+            executor.emulator.clear()
+        firsts = list(driver.run().token_ids or ())
+        found.append([firsts, *driver.decode(range(4), [6, 7, 8, 9], 3)])
+    assert found[0] == found[1]
+    submit = executor.emulator.phases["submit"]
+    assert not submit.waits and submit.uploads == 2 * 4

@@ -10,10 +10,14 @@ import torch
 from octavo.artifacts.resolve import find_wheel_model
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import ConfigError
-from octavo.executors import loading
+from octavo.executors import loading, memory
 from octavo.executors.loading import DecoderChoice
 from octavo.executors.torch_executor import TorchExecutor
+from octavo.models.decoder import Decoder
+from octavo.models.loader import Loader
+from octavo.models.native_weights import wanted_tensors
 from octavo.nn.parallel import Parallel, ShardSpec
+from octavo.nn.weights import open_weights
 from octavo.ops.triton import available
 from tests.executors.conformance import open_files
 from tests.executors.driver import SPEC, Driver, make_prompt
@@ -64,6 +68,21 @@ def test_ranks_of_a_device_keep_codes_and_may_be_invariant(numerics: str, quanti
     assert (choice.decoder_name, choice.is_packed) == ("sharded", False)
     assert (choice.is_invariant, choice.quantization) == (numerics == "invariant", quantization)
     assert choice.keeps_codes == (quantization != "none")
+
+
+@needs_triton
+@pytest.mark.usefixtures("on_cuda")
+def test_a_plan_counts_the_codes_that_a_device_keeps(tmp_path: Path) -> None:
+    """Before anything is loaded, and near what is loaded then."""
+    files, spec = open_files(make_tiny_model("llama3", tmp_path, hidden_size=256, intermediate_size=1024))
+    found = []
+    for quantization in ("none", "int8", "int4"):
+        choice = DecoderChoice(files, spec, ExecutionConfig(), ModelConfig(quantization=quantization))
+        found.append(memory._weight_bytes(files, spec, choice))
+    assert found[2] < 0.7 * found[1] < 0.5 * found[0]
+    coded = wanted_tensors("int4", choice.dtype)
+    loader = Loader(spec, choice.dtype, torch.device("cpu"), open_weights(files, spec), None, coded)
+    assert 0.8 < Decoder(loader).weight_bytes / found[2] < 1.2
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -55,7 +55,7 @@ class TestReferenceAttention(Conformance):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestCUDA(Conformance):
     def make_executor(self, folder: Path) -> Executor:
-        return make(folder, "batched", "cuda")
+        return make(folder, "auto", "cuda")
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ class Decoder:
 
         A pipeline stage gets its input from the previous stage and sends the result, without the norm, to the next.
         """
-        self._adapters.begin(None if extras is None else extras.adapters_T)
+        self._adapters.begin(None if extras is None else extras.adapters_T, self._device)
         ropes = [table.lookup(positions_T) for table in self._ropes]
         x_TE = self._begin(token_ids_T)
         if extras is not None:

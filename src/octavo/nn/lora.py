@@ -172,17 +172,23 @@ class AdapterBank:
         """Remove an adapter."""
         del self._adapters[number]
 
-    def begin(self, adapters_T: Tensor | None) -> None:
-        """Begin a step whose rows have these adapters (-1: none)."""
+    def begin(self, adapters_T: Tensor | None, device: torch.device) -> None:
+        """Begin a step whose rows have these adapters (-1: none); `device` gets them in one copy, without a wait."""
         self.rows = []
-        if adapters_T is not None:
-            numbers = sorted({int(number) for number in adapters_T.tolist() if number >= 0})
-            self.rows = [(number, (adapters_T == number).nonzero()[:, 0]) for number in numbers]
+        if adapters_T is None:
+            return
+        numbers = sorted({int(number) for number in adapters_T.tolist() if number >= 0})
+        rows = [(adapters_T == number).nonzero()[:, 0] for number in numbers]
+        if device.type != "cpu":
+            sizes = [len(one) for one in rows]
+            staging = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+            torch.cat(rows, out=staging)
+            rows = list(torch.split(staging.to(device, non_blocking=True), sizes))
+        self.rows = list(zip(numbers, rows, strict=True))
 
     def add(self, place: Place, x_TE: Tensor, out_TF: Tensor) -> None:
         """Add to each row what its adapter gives; a matrix product of one row each, so that others do not change it."""
         for number, rows_N in self.rows:
-            rows_N = rows_N.to(x_TE.device)
             for first, a_RE, b_FR in self._adapters[number].get(place, ()):
                 x_NE1 = x_TE.index_select(0, rows_N)[..., None]
                 count = len(rows_N)
