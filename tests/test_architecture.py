@@ -89,7 +89,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_669,
     ("engine", "frontend"): 5_986,
     ("fleet",): 3_300,
-    ("models", "nn", "ops", "sampling"): 10_653,
+    ("models", "nn", "ops", "sampling"): 10_659,
     ("executors",): 4_658,
     ("artifacts",): 3_560,
     ("text",): 2_420,
@@ -102,7 +102,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_912,
     ("config",): 1_278,
 }
-ALL_CODE_LINES, ALL_FILES = 72_100, 467  # of src
+ALL_CODE_LINES, ALL_FILES = 72_106, 467  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
