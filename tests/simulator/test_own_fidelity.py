@@ -1,17 +1,23 @@
 """This engine's own recordings: fitted, saved, and predicted from their first third by the tool that docs name."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.tiny_models import make_tiny_model
 from tools.fidelity import own_runs
+from tools.fidelity.neighbours import Neighbours, NeighbourSampler
 
 from octavo import LLM, SamplingParams
 from octavo.core.limits import GroupSpec
-from octavo.observe.recording.reader import open_recording
+from octavo.observe.recording.reader import open_recording, steps
+from octavo.simulator.cost_model import shape_of
 from octavo.simulator.costs import cost_model
-from octavo.simulator.costs.fitted import fit_recording, load_fit
+from octavo.simulator.costs.fitted import Fitted, fit_recording, fit_steps, load_fit
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +49,46 @@ def test_a_fit_knows_whose_steps_it_saw_also_from_its_file(recording: Path, tmp_
 
 
 def test_the_rest_of_a_run_is_predicted_from_its_first_third(recording: Path) -> None:
-    prediction = own_runs.predict(recording)
+    prediction = own_runs.predict(recording, warm_up_s=0.0)
     assert len(prediction.measured.e2e) == 12
     assert len(prediction.predicted.e2e) == len(prediction.measured.e2e)
     assert (prediction.predicted.ttft > 0).all()
     assert (prediction.predicted.e2e >= prediction.predicted.ttft).all()
     text = own_runs.verdict([prediction, prediction])
     assert "runs differ by (standard deviation): ttft 0.0 %" in text
-    assert "of 2 within 5.0 %" in text
+    assert "within 5 % of the mean and 10 % of the p99" in text
+    assert "not measured" in text
+
+
+def test_neighbours_explain_the_steps_that_they_slow(recording: Path) -> None:
+    opened = open_recording(recording)
+    recorded = list(steps(opened))
+    offset = opened.header.began - opened.header.clock
+    ends = np.array([step.collected for step in recorded]) + offset
+    cut = len(recorded) // 2
+    fit = Fitted(fit_steps(recorded[:cut]))
+    slowed, busy = recorded[:cut], np.linspace(ends[0] - 1e-3, ends[-1] + 1e-3, 24)
+    taken = np.where(busy > ends[cut], 1.0, 0.0)
+    for step in recorded[cut:]:  # the second half takes twice as long as predicted, with a core taken
+        seconds = 2 * fit.step_s(shape_of(step.plan))
+        slowed.append(replace(step, free_from=step.collected - seconds, plan=replace(step.plan, now=0.0)))
+    samples = Neighbours(busy, taken, *np.zeros((2, len(busy))))
+    meter = own_runs.NoiseMeter(samples, opened.header, fit, slowed)
+    noise = meter.noise(recorded[:cut], slowed[cut:])
+    assert not noise.is_quiet
+    assert noise.noisy == pytest.approx(2.0, rel=0.1)
+    assert noise.stretch == pytest.approx(2.0, rel=0.35)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_s_own_processes_are_no_neighbours(tmp_path: Path) -> None:
+    spin = [sys.executable, "-c", "import time\nend = time.time() + 2.5\nwhile time.time() < end: pass"]
+    sampler = NeighbourSampler()
+    sampler.start()
+    subprocess.run(spin, check=True)
+    samples = sampler.finish()
+    samples.save(tmp_path / "samples.json")
+    read = Neighbours.load(tmp_path / "samples.json")
+    assert len(read.times) >= 2
+    assert read.own.sum() > 0.3  # cores of the child, on a busy machine too
+    assert (read.processes + read.steal + read.own < 1.1 * (os.cpu_count() or 1)).all()

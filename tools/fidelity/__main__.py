@@ -1,6 +1,6 @@
 """Print the simulator's errors against measurements.
 
-Usage: python -m tools.fidelity vllm [--fit] [CASE ...] | published | own DIR [--runs N] [-- OPTIONS OF bench online]
+Usage: python -m tools.fidelity vllm [--fit] [CASE ...] | published | own DIR [--runs N] [--offline] [-- OPTIONS]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.simulator.charts import Chart, draw_alone
 
 
 def vllm(names: list[str], fits: bool, picture: Path | None) -> int:
-    """Simulate the measured runs with the table, with facts alone, and (--fit) with a table that saw 100 requests."""
+    """Simulate the measured runs with the table, with facts alone, and (--fit) with a table corrected by a part."""
     if not (vllm_runs.DATA / "measured_vllm").is_dir():
         print(f"no {vllm_runs.DATA / 'measured_vllm'}: the measured runs are not here", file=sys.stderr)
         return 1
@@ -37,11 +37,7 @@ def vllm(names: list[str], fits: bool, picture: Path | None) -> int:
             print(f"\n{result.replicas[0].steps} steps, {result.replicas[0].preemptions} preemptions\n")
         drawn += charts(run.case.folder.replace("__", ", "), shown)
         if fits:
-            fitted = run.fit(costs)
-            _, predicted = run.simulate(fitted)
-            rest = slice(vllm_runs.FITTED, None)
-            title = f"table fitted on {vllm_runs.FITTED} requests ({fitted.name}), the others"
-            print(table(title, vllm_runs.part(predicted, rest), vllm_runs.part(run.measured, rest)))
+            print(vllm_runs.fit_table(run, costs))
     if picture is not None:
         picture.write_text(draw_alone(drawn), encoding="utf-8")
     return 0
@@ -64,8 +60,16 @@ def own(folder: Path, runs: int, options: list[str]) -> int:
         path = own_runs.record(folder, number, options)
         predictions.append(own_runs.predict(path))
         print(f"\n### {path.name}\n\n{predictions[-1].fit.report()}\n")
-        print(table("behind the first third", predictions[-1].predicted, predictions[-1].measured), flush=True)
+        print(table("after the first third", predictions[-1].predicted, predictions[-1].measured), flush=True)
     print(f"\n### all runs\n\n{own_runs.verdict(predictions)}")
+    return 0
+
+
+def batches(folder: Path, runs: int, options: list[str]) -> int:
+    """Record offline runs of this engine where they are not there, and predict each from its first pass."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [own_runs.record(folder, number, options, "offline") for number in range(runs)]
+    print(own_runs.batch_verdict([own_runs.predict_batches(path) for path in paths]))
     return 0
 
 
@@ -75,19 +79,23 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     runs = verbs.add_parser("vllm", help="the measured runs of vLLM")
     runs.add_argument("case", nargs="*", metavar="CASE", help=", ".join(vllm_runs.CASES))
-    runs.add_argument("--fit", action="store_true", help="fit on the first 100 requests, predict the others")
+    runs.add_argument("--fit", action="store_true", help="correct the table by some requests, predict others")
     runs.add_argument("--svg", type=Path, help="draw e2e and tpot there")
     verbs.add_parser("published", help="published measurements of datacentre GPUs")
     mine = verbs.add_parser("own", help="recorded runs of this engine; options of octavo bench online go behind --")
     mine.add_argument("folder", type=Path, help="where the recordings are, or shall be")
     mine.add_argument("--runs", type=int, default=1)
+    mine.add_argument(
+        "--offline", action="store_true", help="octavo bench offline instead; give it --runs of its own, 2+"
+    )
     given, behind = sys.argv[1:], []
     if "--" in given:
         place = given.index("--")
         given, behind = given[:place], given[place + 1 :]
     options = parser.parse_args(given)
     if options.verb == "own":
-        return own(options.folder, options.runs, behind)
+        make = batches if options.offline else own
+        return make(options.folder, options.runs, behind)
     if options.verb == "published":
         return published()
     return vllm(options.case, options.fit, options.svg)

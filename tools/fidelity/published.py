@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tools.fidelity.closeness import Times
 
 from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.closeness import Times
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tools.fidelity.closeness import Column, Times
 
 from octavo.core.limits import Limits
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.cost_model import CostModel, ScaledCosts
+from octavo.simulator.closeness import KINDS, Column, Times
+from octavo.simulator.correction import CorrectionFit, MeasuredRequests, fit_correction
+from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.costs.corrected import CorrectedCosts
 from octavo.simulator.costs.table import CostTable, read_table
 from octavo.simulator.outcomes import SimulatedRun
 from octavo.simulator.run import simulate
@@ -83,6 +85,9 @@ class MeasuredRun:
         )
         self.is_known = ~np.isnan(last)  # some runs lack the stamps of their later requests
         self.measured = self._times(self.arrived, first, last)
+        known = np.flatnonzero(self.is_known)
+        stamps_of_known = (column[known] for column in (self.arrived, first, last))
+        self.requests = MeasuredRequests(case.folder, known, *stamps_of_known)
         start = self.arrived[0]
         self.workload = [
             Arrival(
@@ -129,12 +134,15 @@ class MeasuredRun:
         """Facts alone."""
         return cost_model("roofline", self.hardware)
 
-    def simulate(self, costs: CostModel) -> tuple[SimulatedRun, Times]:
-        """The run as predicted, in the order of `workload`."""
+    def setup(self, costs: CostModel) -> Setup:
+        """Return the engines of the run."""
         ranks = self.hardware.dp
         router = "least_requests" if ranks > 1 else "round_robin"
-        setup = Setup(self.limits, costs, depth=self.depth, router=router, ranks=ranks)
-        run = simulate(self.workload, setup)
+        return Setup(self.limits, costs, depth=self.depth, router=router, ranks=ranks)
+
+    def simulate(self, costs: CostModel) -> tuple[SimulatedRun, Times]:
+        """Return the predicted run, and its times in the order of `workload`."""
+        run = simulate(self.workload, self.setup(costs))
         order = np.argsort(np.array(run.outcomes.indices))
         first, ends = (np.array(values)[order] for values in (run.outcomes.first_tokens, run.outcomes.ends))
         arrivals = np.array([arrival.time for arrival in self.workload])
@@ -144,35 +152,47 @@ class MeasuredRun:
         """The times of the requests whose stamps are known."""
         return Times.of(*(column[self.is_known] for column in (arrivals, first, last, self.outputs)))
 
-    def fit(self, costs: CostModel, evaluations: int = 10) -> ScaledCosts:
-        """Stretch a cost model so that the first requests come right: least relative squares of e2e and tpot.
-
-        Golden section search (Kiefer, "Sequential minimax search for a maximum", 1953) between 0.8 and 1.25.
-        """
-        ratio = (5**0.5 - 1) / 2
-        low, high = 0.8, 1.25
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        loss_left, loss_right = self._loss(costs, left), self._loss(costs, right)
-        for _ in range(evaluations):
-            if loss_left < loss_right:
-                high, right, loss_right = right, left, loss_left
-                left = high - ratio * (high - low)
-                loss_left = self._loss(costs, left)
-            else:
-                low, left, loss_left = left, right, loss_right
-                right = low + ratio * (high - low)
-                loss_right = self._loss(costs, right)
-        return ScaledCosts(costs, (low + high) / 2)
-
-    def _loss(self, costs: CostModel, factor: float) -> float:
-        _, predicted = self.simulate(ScaledCosts(costs, factor))
-        mine, theirs = part(predicted, slice(FITTED)), part(self.measured, slice(FITTED))
-        return float(np.sum((mine.e2e / theirs.e2e - 1) ** 2) + np.sum((mine.tpot / theirs.tpot - 1) ** 2))
+    def fit(self, costs: CostModel, chosen: slice) -> CorrectionFit:
+        """Correct a cost model by some of the measured requests."""
+        return fit_correction(self.workload, self.setup(costs), self.requests.part(chosen))
 
 
 def part(times: Times, chosen: slice) -> Times:
     """The times of some requests (all have several tokens)."""
     return Times(times.ttft[chosen], times.tpot[chosen], times.e2e[chosen])
+
+
+def splits(count: int) -> dict[str, tuple[slice, slice]]:
+    """What a fit sees and what it predicts, of so many requests in order of arrival."""
+    half, last = count // 2, max(0, count - FITTED)
+    return {
+        f"first {FITTED}": (slice(FITTED), slice(FITTED, None)),
+        "first half": (slice(half), slice(half, None)),
+        "second half": (slice(half, None), slice(half)),
+        f"last {FITTED}": (slice(last, None), slice(min(last, FITTED))),
+    }
+
+
+def fit_table(run: MeasuredRun, costs: CostModel) -> str:
+    """Fit to parts of a run and predict others, with the fit and without it."""
+    lines = [
+        "| fit on, predicted | form | ttft | tpot | e2e | ttft p99 | tpot p99 | e2e p99 | e2e p50 |",
+        "|---" * 9 + "|",
+    ]
+    _, plain = run.simulate(costs)
+    for name, (seen, others) in splits(len(run.measured.e2e)).items():
+        fit = run.fit(costs, seen)
+        _, corrected = run.simulate(CorrectedCosts(costs, fit.correction))
+        rows = [("no correction", plain)] + [(fit.correction.form, corrected)] * fit.correction.is_used
+        for form, predicted in rows:
+            measured = part(run.measured, others)
+            errors = part(predicted, others).errors(measured)
+            cells = [errors[kind][word] for word in ("mean", "p99") for kind in KINDS] + [errors["e2e"]["p50"]]
+            count = len(measured.e2e)
+            lines.append(f"| {name}, {count} others | {form} | {' | '.join(map(str, cells))} |")
+        if not fit.correction.is_used:
+            lines.append(f"| | not used: {fit.correction.reason} |" + " |" * 7)
+    return "\n".join(lines)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from octavo.observe.history import History
 from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
 from octavo.simulator.advice import advise
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.correction import MeasuredRequests, fit_correction
 from octavo.simulator.costs.fitted import fit_recording
 from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.report import Case, advice_lines, comparison_table, latency_table, page
@@ -99,10 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fit", metavar="DIR", help="fit a cost model to a recording's steps and print its errors; --json keeps it"
     )
+    group.add_argument(
+        "--fit-requests", metavar="FILE",
+        help="correct --cost by the measured times of some requests of --workload, a CSV as --requests writes; "
+        "--json keeps it",
+    )  # fmt: skip
     add_search_arguments(parser)
     rare = (
         *RARE, "--start", "--end", "--too-long", "--seed", "--fast-forward", "--perfetto", "--page", "--fit",
-        "--search-space", "--max-replicas", "--kubernetes",
+        "--fit-requests", "--search-space", "--max-replicas", "--kubernetes",
     )  # fmt: skip
     add_settings(parser, ("scheduling", "cache"), is_short=False, rare=rare)
 
@@ -136,6 +142,8 @@ def run(args: argparse.Namespace) -> int:
     if args.search:
         return search_fleets(args, partial(workload_of, args))
     plan = make_plan(args)
+    if args.fit_requests:
+        return _fit_requests(args, plan)
     cases: list[Case] = []
     remarks: list[str] = []
     is_missed = False
@@ -173,6 +181,22 @@ def _fit(args: argparse.Namespace) -> int:
         with writing(args.json):
             fit.save(Path(args.json))
         print(f"\nkept in {args.json}; use it with --cost fitted:{args.json}")
+    return 0
+
+
+def _fit_requests(args: argparse.Namespace, plan: SimulationPlan) -> int:
+    """Correct the cost model by measured requests, and print whether this helps."""
+    if not args.workload or len(plan.setups) > 1 or args.search:
+        raise UsageError("--fit-requests corrects one run; give the --workload that was measured, and one --policy")
+    fit = fit_correction(list(plan.workload.arrivals()), plan.setups[0], MeasuredRequests.read(args.fit_requests))
+    if args.json == "-":
+        print(fit.correction.as_json())
+        return 0
+    print(fit.report())
+    if args.json:
+        with writing(args.json):
+            fit.correction.save(Path(args.json))
+        print(f"\nkept in {args.json}; use it with --cost '{args.cost}*{args.json}'")
     return 0
 
 

@@ -54,7 +54,9 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt + output [the model's]")
     group.add_argument("--device", metavar="D", help="a device by name, or this [h100]")
     _add_parallel_arguments(group)
-    group.add_argument("--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE [roofline]")
+    group.add_argument(
+        "--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE; *FILE.json corrects it"
+    )
     group.add_argument(
         "--price", metavar="X", help="dollars an hour of one device, or D=X,D=X of several [their usual rents]"
     )

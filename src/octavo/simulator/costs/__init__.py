@@ -8,6 +8,7 @@ from __future__ import annotations
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.simulator.cost_model import CostModel, ScaledCosts
+from octavo.simulator.costs.corrected import CorrectedCosts, load_correction
 from octavo.simulator.costs.fitted import Fitted, fit_recording, load_fit
 from octavo.simulator.costs.hardware import Hardware
 from octavo.simulator.costs.roofline import Roofline
@@ -21,9 +22,13 @@ KINDS = ("roofline", "table:DIR", "fitted:FILE.json", "fitted:RECORDING")
 def cost_model(name: str = "roofline", hardware: Hardware | None = None) -> CostModel:
     """Return the cost model with this name: one of KINDS. An appended *FACTOR multiplies the step times.
 
+    An appended *FILE.json corrects them: a file of octavo simulate --fit-requests.
+
     Only the roofline, and a table without a complete profile.json, need `hardware`. Raises ConfigError, RecordingError.
     """
     stem, star, factor = name.rpartition("*")
+    if star and factor.endswith(".json"):
+        return CorrectedCosts(cost_model(stem, hardware), load_correction(factor))
     if star:
         return ScaledCosts(cost_model(stem, hardware), _read_factor(factor, name))
     kind, _, path = name.partition(":")
@@ -43,4 +48,6 @@ def _read_factor(text: str, name: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"cost is {name!r}: {text!r} is no factor; give a number, as in roofline*1.3") from None
+        raise ConfigError(
+            f"cost is {name!r}: {text!r} is no factor; give a number or a correction's file, as in roofline*1.3"
+        ) from None

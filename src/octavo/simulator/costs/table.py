@@ -322,6 +322,11 @@ class CostTable:
         self._linear: dict[tuple[int, ...], float] = {}
         self.decode_s: DecodeSeconds | None = None if files.skew else self._decode_s
 
+    @property
+    def captured_tokens(self) -> int:
+        """Return the most tokens of a step that has a captured graph; 0 if the profile does not say it."""
+        return self._profile.padded_tokens[-1] if self._profile.padded_tokens else 0
+
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
         rows = len(shape.decode_kv) + len(shape.prefills)
