@@ -84,6 +84,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Plans beside repeating rows, and blocks that are only counted, raised core for simulations of a million requests.
 # The search over machines, its bounds, and the forms of its answer raised simulator and cli.
 # Saved states and the flight recorder raised six.
+# Corrections by measured requests, and errors with intervals, raised simulator and cli.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_669,
@@ -96,13 +97,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 4_036,
-    ("simulator",): 5_567,
+    ("simulator",): 6_077,
     ("server",): 12_075,
-    ("cli",): 6_353,
+    ("cli",): 6_377,
     ("bench",): 2_912,
     ("config",): 1_278,
 }
-ALL_CODE_LINES, ALL_FILES = 72_106, 467  # of src
+ALL_CODE_LINES, ALL_FILES = 72_640, 470  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -351,6 +351,24 @@ def test_a_fit_brings_its_engine_and_flags_change_it(capsys: pytest.CaptureFixtu
     assert "give --model and --device" in refused(capsys, *SMALL, "--cost", f"fitted:{fit}", "--block-size", "32")
 
 
+def test_measured_requests_correct_the_cost_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    stamps, fit = str(tmp_path / "stamps.csv"), str(tmp_path / "fit.json")
+
+    def mean_e2e(cost: str, *words: str) -> float:
+        facts = json.loads(simulate(capsys, *SMALL, "--cost", cost, *words, "--json", "-"))
+        assert isinstance(facts, dict)
+        return float(facts["runs"]["fcfs"]["e2e"]["mean"])
+
+    measured = mean_e2e("roofline*1.1", "--requests", stamps)
+    told = simulate(capsys, *SMALL, "--fit-requests", stamps, "--json", fit)
+    assert "\nused: " in told and "held out" in told and f"--cost 'roofline*{fit}'" in told
+    assert mean_e2e(f"roofline*{fit}") == pytest.approx(measured, rel=0.01)
+    assert mean_e2e("roofline") < 0.95 * measured
+    right = simulate(capsys, *SMALL, "--cost", "roofline*1.1", "--fit-requests", stamps)
+    assert "\nnot used: no form predicts requests better than none" in right
+    assert "give the --workload" in refused(capsys, "--fit-requests", stamps)
+
+
 def test_no_torch_is_loaded() -> None:
     code = (
         "import sys\nfrom octavo.cli import main\n"

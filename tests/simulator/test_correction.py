@@ -13,7 +13,7 @@ from octavo.simulator.costs.corrected import UNTOUCHED, CorrectedCosts, Correcti
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
 
-WORKLOAD = workload(90)
+WORKLOAD = workload(60)
 SETUP = Setup(LIMITS, LinearCosts(), depth=2)
 
 
@@ -85,5 +85,5 @@ def test_too_few_requests_and_unknown_ones_are_refused() -> None:
     stamps = measured(UNTOUCHED)
     with pytest.raises(ConfigError, match="has 20 requests"):
         fit_correction(WORKLOAD, SETUP, stamps.part(slice(20)))
-    with pytest.raises(ConfigError, match="has index 89, and the workload has 50"):
+    with pytest.raises(ConfigError, match="has index 59, and the workload has 50"):
         fit_correction(WORKLOAD[:50], SETUP, stamps)

@@ -47,8 +47,8 @@ class Neighbours:
 
     def mean(self, begin: float, end: float) -> tuple[float, float]:
         """Return the mean cores of processes and of the host between two times."""
-        inside = (self.times > begin) & (self.times <= end + PERIOD_S)
-        return (float(self.processes[inside].mean()), float(self.steal[inside].mean())) if inside.any() else (0.0, 0.0)
+        first, last = np.minimum(np.searchsorted(self.times, [begin, end]), len(self.times) - 1)
+        return float(self.processes[first : last + 1].mean()), float(self.steal[first : last + 1].mean())
 
 
 class NeighbourSampler(threading.Thread):

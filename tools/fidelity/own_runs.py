@@ -290,7 +290,7 @@ def verdict(predictions: Sequence[Prediction]) -> str:
                     inside[name][0] += abs(mean.value) <= BOUND
                     inside[name][1] += abs(p99.value) <= P99_BOUND
                 cells.append(f"{np.mean(getattr(one.measured, name)):.4g} s, {mean}, {p99}")
-            lines.append(f"| {number}{title} | {'' if title else told(one.noise)} | {' | '.join(cells)} |")
+            lines.append(f"| {number}{title} | {'' if title else describe_noise(one.noise)} | {' | '.join(cells)} |")
     count = len(predictions)
     bounds = ", ".join(f"{name} {inside[name][0]} and {inside[name][1]} of {count}" for name in KINDS)
     limits = f"{100 * BOUND:.0f} % of the mean and {100 * P99_BOUND:.0f} % of the p99"
@@ -300,12 +300,14 @@ def verdict(predictions: Sequence[Prediction]) -> str:
 
 
 def batch_verdict(runs: Sequence[Sequence[Batch]]) -> str:
-    """Each later pass's seconds and error, without and with the neighbours' stretch."""
-    lines = ["| run, pass | cores taken | seconds | error | with the neighbours' stretch |", "|---" * 5 + "|"]
+    """Each predicted pass's seconds and error, without and with the neighbours' stretch."""
+    lines = ["| run, predicted pass | cores taken | seconds | error | with the neighbours' stretch |", "|---" * 5 + "|"]
     for number, passes in enumerate(runs):
-        for place, one in enumerate(passes, 2):
+        for place, one in enumerate(passes, 1):
             errors = [f"{100 * (seconds / one.measured - 1):+.1f} %" for seconds in (one.predicted, one.stretched)]
-            lines.append(f"| {number}, {place} | {told(one.noise)} | {one.measured:.2f} | {' | '.join(errors)} |")
+            lines.append(
+                f"| {number}, {place} | {describe_noise(one.noise)} | {one.measured:.2f} | {' | '.join(errors)} |"
+            )
     every = [one for passes in runs for one in passes]
     quiet = [one for one in every if one.noise is not None and one.noise.is_quiet]
     within = [sum(abs(one.predicted / one.measured - 1) <= BOUND for one in some) for some in (quiet, every)]
@@ -313,7 +315,7 @@ def batch_verdict(runs: Sequence[Sequence[Batch]]) -> str:
     return "\n".join(lines) + f"\n\nwithin {100 * BOUND:.0f} %: {counts}"
 
 
-def told(noise: Noise | None) -> str:
+def describe_noise(noise: Noise | None) -> str:
     """Return what others took, in words."""
     if noise is None:
         return "not measured"

@@ -139,11 +139,11 @@ def run(args: argparse.Namespace) -> int:
         return _fit(args)
     if args.compare:
         return compare_saved_runs(args)
+    if args.fit_requests:
+        return _fit_requests(args)
     if args.search:
         return search_fleets(args, partial(workload_of, args))
     plan = make_plan(args)
-    if args.fit_requests:
-        return _fit_requests(args, plan)
     cases: list[Case] = []
     remarks: list[str] = []
     is_missed = False
@@ -184,8 +184,9 @@ def _fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fit_requests(args: argparse.Namespace, plan: SimulationPlan) -> int:
+def _fit_requests(args: argparse.Namespace) -> int:
     """Correct the cost model by measured requests, and print whether this helps."""
+    plan = make_plan(args)
     if not args.workload or len(plan.setups) > 1 or args.search:
         raise UsageError("--fit-requests corrects one run; give the --workload that was measured, and one --policy")
     fit = fit_correction(list(plan.workload.arrivals()), plan.setups[0], MeasuredRequests.read(args.fit_requests))

@@ -1,6 +1,6 @@
 """Fits a Correction of a cost model to measured requests: when each had its first token and its end.
 
-Owns: reading the stamps; the candidate forms; the choice among them; the test on requests that the fit did not see.
+Owns: reading the stamps; the forms; the choice among them; the test on requests that the fit did not see.
 Does not: price steps (costs.corrected), or solve (costs.least_squares).
 A simulation says which steps lie between two stamps of a request. The measured time between the stamps is then a sum of
 these steps' features, linear in a correction's terms (Gauss-Newton's method, with the schedule of the last simulation).
@@ -104,7 +104,7 @@ class MeasuredRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class FormScore:
     """A form's mean loss in cross-validation; its excess over the best form's loss, with a standard error."""
 
     form: str
@@ -122,16 +122,16 @@ class CorrectionFit:
     """
 
     correction: Correction
-    candidates: tuple[Candidate, ...]
+    scores: tuple[FormScore, ...]
     held_out: tuple[dict[str, dict[str, Error]], dict[str, dict[str, Error]]]
     misses: tuple[dict[str, float], dict[str, float]]
 
     def report(self) -> str:
-        """Return a text with the candidates, the terms and the test."""
+        """Return a text with the scores, the terms and the test."""
         made = self.correction
         lines = [f"correction of {made.costs} by {made.num_requests} requests of {made.source}", ""]
         lines += [f"{'form':70}{'loss':>8}   more than the best"]
-        for one in self.candidates:
+        for one in self.scores:
             lines.append(f"{one.form:70}{one.loss:8.3f}   {one.excess:.3f} +- {one.error:.3f}")
         lines += ["", f"{'used' if made.is_used else 'not used'}: {made.reason}"]
         if made.is_used:
@@ -167,13 +167,13 @@ def fit_correction(workload: Sequence[Arrival], setup: Setup, measured: Measured
     actual = measured_times(measured, fitter.plain)
     predicted = simulated_times(measured, fitter.plain), Times.joined(tested)
     errors, misses = [one.errors(actual) for one in predicted], [one.misses(actual) for one in predicted]
-    made, _, candidates = fitter.choose(everything)
+    made, _, scores = fitter.choose(everything)
     if made.is_used:
         tests = change(misses[1], misses[0])
         reason = f"fits of the others change the misses of each third of the requests by {tests}"
         unused = replace(fitter.none, num_requests=made.num_requests)
         made = replace(unused if tests.value > tests.error else made, reason=reason)
-    return CorrectionFit(made, candidates, (errors[0], errors[1]), (mean_misses(misses[0]), mean_misses(misses[1])))
+    return CorrectionFit(made, scores, (errors[0], errors[1]), (mean_misses(misses[0]), mean_misses(misses[1])))
 
 
 # --- simulated steps
@@ -295,7 +295,7 @@ class _Fitter:
             )
         if setup.groups or setup.failures or setup.drafts is not None or setup.pipeline is not None:
             raise ConfigError(
-                "a correction is fitted to engines of one kind, which do not fail; leave out groups of replicas, scaling, "
+                "a correction is fitted to engines of one kind, which do not fail; leave out groups, scaling, "
                 "failures, drafts and pipelines"
             )
         self._workload, self._setup, self._measured = workload, setup, measured
@@ -327,38 +327,38 @@ class _Fitter:
         served = [curves[replica] for replica in np.array(out.replicas)[order].tolist()]
         return SimulatedStamps(arrivals, starts, first, ends, tokens, preemptions, served)
 
-    def choose(self, chosen: Places) -> tuple[Correction, SimulatedStamps, tuple[Candidate, ...]]:
+    def choose(self, chosen: Places) -> tuple[Correction, SimulatedStamps, tuple[FormScore, ...]]:
         """Choose a form by cross-validation within some of the measured requests, and fit it; return its simulation.
 
         The choice is repeated once with the schedule of the fit, which may be far from the first one.
         """
         reason = "no form predicts requests better than none"
         made, run = replace(self.none, num_requests=len(chosen), reason=reason), self.plain
-        candidates: tuple[Candidate, ...] = ()
+        scores: tuple[FormScore, ...] = ()
         for _ in range(NUM_CHOICES):
             equations = self._equations(run, made, chosen)
-            candidates = _cross_validate(equations, self.none.large_tokens > 0)
-            within = [one for one in candidates if one.excess <= one.error]
+            scores = _cross_validate(equations, self.none.large_tokens > 0)
+            within = [one for one in scores if one.excess <= one.error]
             form = min(within, key=lambda one: (num_terms(one.form), one.loss)).form
             if form == made.form:
                 break
             made, run = self._fit(replace(made, form=form), run, equations, chosen)
-        return made, run, candidates
+        return made, run, scores
 
     def _fit(
-        self, begun: Correction, run: SimulatedStamps, equations: _Equations, chosen: Places
+        self, correction: Correction, run: SimulatedStamps, equations: _Equations, chosen: Places
     ) -> tuple[Correction, SimulatedStamps]:
         """Fit the terms of a form, beginning with the equations of another correction's simulation.
 
         Steps that get longer take in more prompts, so the schedule's own answer to a change is left out of the
         equations. Therefore later passes go half of the way, and the pass that misses the requests least is kept.
         """
-        if not begun.is_used:
-            return _with_terms(begun, np.array(self.none.terms)), self.plain
-        best, best_run, least, terms = begun, run, inf, np.array(begun.terms)
+        if not correction.is_used:
+            return _with_terms(correction, np.array(self.none.terms)), self.plain
+        best, best_run, least, terms = correction, run, inf, np.array(correction.terms)
         for number in range(NUM_PASSES):
-            terms += (_solve(equations, begun.form) - terms) * (1.0 if number == 0 else 0.5)
-            made = _with_terms(begun, terms)
+            terms += (_solve(equations, correction.form) - terms) * (1.0 if number == 0 else 0.5)
+            made = _with_terms(correction, terms)
             run = self.simulate(made)
             added = self.added_misses(run, chosen)
             if added < least:
@@ -457,7 +457,7 @@ def _solve(equations: _Equations, form: str) -> Array:
     return terms
 
 
-def _cross_validate(equations: _Equations, has_large: bool) -> tuple[Candidate, ...]:
+def _cross_validate(equations: _Equations, has_large: bool) -> tuple[FormScore, ...]:
     """Return the forms' losses on folds of neighbouring requests that they were not fitted to."""
     _, order = np.unique(equations.places, return_inverse=True)
     folds = order * NUM_FOLDS // (order.max() + 1)
@@ -475,7 +475,7 @@ def _cross_validate(equations: _Equations, has_large: bool) -> tuple[Candidate, 
         losses[form] = np.array(found)
     best = min(losses.values(), key=lambda values: float(values.mean()))
     return tuple(
-        Candidate(
+        FormScore(
             form, float(values.mean()), float((values - best).mean()),
             float(np.std(values - best, ddof=1) / NUM_FOLDS**0.5),
         )
