@@ -20,6 +20,7 @@ from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.run import simulate
 from octavo.simulator.search import Goals, read_goals
 from octavo.simulator.setup import Setup
+from octavo.simulator.summary import summarise
 
 GOALS = (
     "ttft_p95=0.2", "ttft_max=0.3,tpot_p90=0.02", "e2e_p90=0.8", "ttft=0.1,tpot=0.02,goodput=0.9",
@@ -64,6 +65,53 @@ def test_no_simulation_needs_fewer_engines(text: str, rate: float) -> None:
         least = bound(arrivals, goals, own, setup.costs)
         found = fewest(arrivals, goals, setup, 8)
         assert least <= found, (text, seed, changes, setup.router)
+
+
+MACHINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("llama-3.2-1b", "l4", {}), ("qwen3-30b-a3b", "h100", {"dp": 2, "is_expert_parallel": True}),
+    ("llama-3.1-8b", "l40s", {"pp": 2}), ("gemma-3-4b", "l4", {}), ("mixtral-8x7b", "h100", {"tp": 4, "pp": 2}),
+)  # fmt: skip
+
+
+def mixed_workload(rng: random.Random, rate: float) -> list[Arrival]:
+    """Requests of very different lengths; some have choices, and some a prefix in common."""
+    at, arrivals = 0.0, []
+    for _ in range(100):
+        at += rng.expovariate(rate)
+        prompt, choices = rng.randint(1, 900), (30, rng.randint(1, 29)) if rng.random() < 0.1 else ()
+        family = rng.randrange(3) if rng.random() < 0.3 else -1
+        keys = [100 * family + place for place in range(prompt // 16)] if family >= 0 else []
+        arrivals.append(
+            Arrival(at, prompt, 30 if choices else rng.randint(1, 60), keys=keys, key_tokens=16, choices=choices)
+        )
+    return arrivals
+
+
+@pytest.mark.parametrize(("model", "device", "sizes"), MACHINES)
+def test_what_a_fleet_reached_no_bound_forbids(model: str, device: str, sizes: dict[str, Any]) -> None:
+    """Objectives are set to just what a fleet of random machines and settings reached: it needs no more engines."""
+    hardware = replace(Hardware.of(model, device), **sizes)
+    costs, rng = cost_model("roofline", hardware), random.Random(model)
+    for _ in range(8):
+        own = limits(
+            block_size=16, num_blocks=(rng.choice((300, 3000)),), max_model_len=4096,
+            max_batch_tokens=rng.choice((128, 1024)), max_sequences=rng.choice((2, 8, 64)),
+            policy=rng.choice(("fcfs", "shortest_prefill", "prefill_first")),
+        )  # fmt: skip
+        arrivals = mixed_workload(rng, rng.choice((20, 80, 300)))
+        setup = Setup(
+            own, costs, replicas=rng.randint(1, 4), router=rng.choice(sorted(ROUTERS)), ranks=hardware.dp,
+            pipeline=hardware.pipeline,
+        )  # fmt: skip
+        run = simulate(arrivals, setup)
+        facts, (one, other) = summarise(run), rng.sample(("p50", "p90", "p99", "max"), 2)
+        for text in (
+            f"ttft_{one}={facts['ttft'][one] * 1.0001},tpot_{other}={facts['tpot'][other] * 1.0001}",
+            f"e2e_{one}={facts['e2e'][one] * 1.0001}",
+        ):
+            goals = read_goals(text)
+            assert goals.judge(run).is_reached
+            assert bound(arrivals, goals, own, costs) <= len(run.replicas), (setup, text)
 
 
 def test_the_bound_is_near_what_a_saturated_fleet_needs() -> None:
