@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo import machine
 from octavo.artifacts.cache_folder import cache_folder, used_bytes
 from octavo.config import ModelConfig
 from octavo.nn import weight_cache
@@ -36,6 +37,12 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path) -> WeightCache:
     return WeightCache(tmp_path / "cache", min_bytes=0)
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are mapped, as those of large models are."""
+    monkeypatch.setattr(weight_cache, "_READ_SHARE", 1 << 60)
 
 
 def arrays(seed: int = 0) -> dict[str, Bytes]:
@@ -59,7 +66,11 @@ def check(stored: StoredWeights | None, seed: int = 0) -> None:
         assert found.ctypes.data % 64 == 0 or not len(found)
 
 
-def test_what_was_written_is_mapped_again(cache: WeightCache, source: Path) -> None:
+@pytest.mark.parametrize("share", [1, 1 << 60], ids=["read", "mapped"])
+def test_what_was_written_is_opened_again(
+    cache: WeightCache, source: Path, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_cache, "_READ_SHARE", share)
     key = CacheKey.of([source], "facts", 1)
     assert cache.open(key) is None
     check(write(cache, key))
@@ -67,6 +78,22 @@ def test_what_was_written_is_mapped_again(cache: WeightCache, source: Path) -> N
     assert cache.notes == []
     assert [path.name for path in cache.folder.iterdir()] == [cache.path(key).name]
     assert used_bytes(cache.folder) == cache.path(key).stat().st_size
+
+
+def test_a_file_is_read_if_it_is_small_beside_the_available_memory(
+    cache: WeightCache, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = CacheKey.of([source])
+    write(cache, key)
+    size = cache.path(key).stat().st_size
+    opened = []
+    for name in ("_read", "_map"):
+        real = getattr(weight_cache, name)
+        monkeypatch.setattr(weight_cache, name, lambda *a, name=name, real=real: (opened.append(name), real(*a))[1])
+    for available in (4 * size, 4 * size - 1):
+        monkeypatch.setattr(machine, "usable_memory", lambda available=available: (1 << 40, available))
+        check(cache.open(key))
+    assert opened == ["_read", "_map"]
 
 
 def test_other_facts_or_files_have_a_place_of_their_own(source: Path) -> None:
@@ -177,6 +204,24 @@ def test_a_damaged_file_is_made_again(cache: WeightCache, source: Path, damage: 
     check(cache.open(key))
 
 
+@pytest.mark.parametrize("left", [8192, 0])
+def test_a_file_cut_between_its_header_and_its_reading_is_refused(
+    cache: WeightCache, source: Path, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = CacheKey.of([source])
+    write(cache, key)
+    real = weight_cache._read
+
+    def cut_first(*args: Any) -> Bytes:
+        os.truncate(cache.path(key), left)
+        return real(*args)
+
+    monkeypatch.setattr(weight_cache, "_read", cut_first)
+    assert cache.open(key) is None
+    assert "bytes, " in cache.notes[0] and "were written" in cache.notes[0]
+
+
+@pytest.mark.usefixtures("mapped")
 @pytest.mark.parametrize(("left", "words"), [(8192, "has 8192 bytes"), (0, "empty file")])
 def test_a_file_cut_between_its_header_and_its_mapping_is_refused(
     cache: WeightCache, source: Path, left: int, words: str, monkeypatch: pytest.MonkeyPatch
@@ -323,13 +368,16 @@ def test_writers_at_once_all_get_whole_files(cache: WeightCache, source: Path) -
 _SHARER = """
 import sys
 from pathlib import Path
+from octavo.nn import weight_cache
 from octavo.nn.weight_cache import CacheKey, WeightCache
+weight_cache._READ_SHARE = 1 << 60
 stored = WeightCache(Path(sys.argv[1]), min_bytes=0).open(CacheKey(sys.argv[2], sys.argv[3]))
 print(sum(int(section.sum()) for section in stored.sections.values()), flush=True)
 sys.stdin.read()
 """
 
 
+@pytest.mark.usefixtures("mapped")
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not say which pages are shared")
 def test_two_processes_map_the_same_pages(cache: WeightCache, source: Path) -> None:
     key, size = CacheKey.of([source]), 4 << 20

@@ -1,4 +1,4 @@
-"""Cache of packed weights in files. Every process that runs a model maps the model's file.
+"""Cache of packed weights in files. A process that runs a model reads the model's file, or maps it if it is large.
 
 Owns: the file format, when a file is valid, and atomic writes of files.
 Does not: pack, or know what the sections mean. artifacts/cache_folder.py owns the folder and its bound.
@@ -6,7 +6,7 @@ Invariants: an opened file has the requested identity, an undamaged header, sect
 and last bytes of every section as they were written. A failing file, folder or disk costs time but raises no error.
 
 Format: magic, length and CRC-32 of the header; the header in JSON; sections at multiples of 64 bytes. Only a section's
-edges are checked: a crash leaves the edges unwritten, and reading all bytes would defeat the purpose of the mapping.
+edges are checked: a crash leaves the edges unwritten, and reading all bytes would defeat the purpose of a mapping.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from octavo import machine
 from octavo.artifacts.cache_folder import SUFFIX, UNFINISHED, cache_folder, make_room, touch
 from octavo.config import ModelConfig
 
@@ -44,6 +45,10 @@ _BLOCKS = 128  # pages of a model's files that are read to identify it; with man
 _LEAST_BLOCKS = 8
 _START_BYTES = 1 << 16  # read from the start of each file, where headers, names and settings are
 _EDGE = 512  # bytes checked at each end of a section
+# A file of at most this part of the available memory is read instead of mapped: numpy asks for huge pages, with which a
+# step of one row takes 0.9 of the time, because the pages of a file are small and each needs an entry of the TLB.
+# Processes share the pages of a mapped file, so that larger ones stay mapped.
+_READ_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """A mapped file: its read-only sections, and `about`, the writer's description of the weights."""
+    """A file's read-only sections, and `about`, the writer's description of the weights."""
 
     sections: Sections
     about: Any
@@ -104,10 +109,10 @@ class WeightCache:
         return self.folder / (key.file_name + SUFFIX)
 
     def open(self, key: CacheKey) -> StoredWeights | None:
-        """Map the file of this key; return None if there is no valid one."""
+        """Read or map the file of this key; return None if there is no valid one."""
         path = self.path(key)
         try:
-            stored = _map(path, key.identity)
+            stored = _open(path, key.identity)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -126,7 +131,7 @@ class WeightCache:
     def write(
         self, key: CacheKey, about: Any, sizes: Mapping[str, int], make: Callable[[], Generator[Bytes, None, None]]
     ) -> StoredWeights | None:
-        """Write the sections that `make` yields, in the order of `sizes`, and map them; return None if that failed.
+        """Write the sections that `make` yields, in the order of `sizes`, and open them; return None if that failed.
 
         Each array is written when it is yielded, and not kept. The generator is closed; its other errors propagate.
         """
@@ -150,7 +155,7 @@ class WeightCache:
             os.fsync(descriptor)  # otherwise a crash may leave the name without the contents
             os.replace(unfinished, path)
             make_room(self.folder, self.max_bytes, keep=path)
-            return _map(path, key.identity)
+            return _open(path, key.identity)
         except (OSError, UnfitError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             self.notes.append(f"weights are not cached: {path}: {reason}")
@@ -240,29 +245,45 @@ def _sample(path: Path, num_blocks: int) -> str:
     return digest.hexdigest()
 
 
-def _map(path: Path, identity: str) -> StoredWeights:
-    """Map a file and check it. Raises OSError and UnfitError."""
+def _open(path: Path, identity: str) -> StoredWeights:
+    """Read or map a file and check it. Raises OSError and UnfitError."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise UnfitError("is no file")
         header, start = _read_header(file)
         if header["identity"] != identity:
             raise UnfitError("the model's files have changed")
-        try:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:  # truncated to nothing after its header was read
-            raise UnfitError(str(error)) from None
-    if header["size"] != len(data):  # the mapping's size: reading past a file's end would kill the process
-        raise UnfitError(f"has {len(data)} bytes, {header['size']} were written")
-    whole = np.frombuffer(data, dtype=np.uint8)
-    slices = {name: _slice(entry, start, len(data)) for name, entry in header["sections"].items()}
-    if hasattr(mmap, "MADV_WILLNEED"):
-        data.madvise(mmap.MADV_WILLNEED)  # read ahead instead of page by page in the first step
+        size = os.fstat(file.fileno()).st_size
+        is_small = size * _READ_SHARE <= machine.usable_memory()[1]
+        whole = _read(file, size) if is_small else _map(file)
+    if header["size"] != len(whole):  # the array's size: reading past a mapped file's end would kill the process
+        raise UnfitError(f"has {len(whole)} bytes, {header['size']} were written")
+    slices = {name: _slice(entry, start, len(whole)) for name, entry in header["sections"].items()}
     sections = {name: whole[part] for name, part in slices.items()}
     for name, section in sections.items():
         if _edges(name, section) != header["sections"][name][2]:
             raise UnfitError(f"section {name} is damaged")
     return StoredWeights(sections, header["about"])
+
+
+def _read(file: BinaryIO, size: int) -> Bytes:
+    """Return the file's bytes, which may be fewer than `size` by now."""
+    room = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    file.seek(0)
+    whole = room[start : start + file.readinto(room[start : start + size].data)]  # type: ignore[attr-defined]
+    whole.flags.writeable = False
+    return whole
+
+
+def _map(file: BinaryIO) -> Bytes:
+    try:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError as error:  # truncated to nothing after its header was read
+        raise UnfitError(str(error)) from None
+    if hasattr(mmap, "MADV_WILLNEED"):
+        data.madvise(mmap.MADV_WILLNEED)  # read ahead instead of page by page in the first step
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
