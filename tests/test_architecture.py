@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "observe": LOW,
     "executors.protocol": LOW | {"media"},
     "ops": LOW | {"machine"},
-    "nn": LOW | {"ops", "artifacts"},
+    "nn": LOW | {"ops", "artifacts", "machine"},
     "models": LOW | {"ops", "nn", "artifacts"},
     "sampling": LOW | {"ops"},
     "executors": LOW | COMPUTE | {"executors.protocol", "artifacts", "grammar", "media", "machine", "sealing"},
