@@ -84,13 +84,14 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Plans beside repeating rows, and blocks that are only counted, raised core for simulations of a million requests.
 # The search over machines, its bounds, and the forms of its answer raised simulator and cli.
 # Saved states and the flight recorder raised six.
+# Reading packed weights into huge pages raised nn.
 # Corrections by measured requests, and errors with intervals, raised simulator and cli.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_669,
     ("engine", "frontend"): 5_986,
     ("fleet",): 3_300,
-    ("models", "nn", "ops", "sampling"): 10_659,
+    ("models", "nn", "ops", "sampling"): 10_672,
     ("executors",): 4_658,
     ("artifacts",): 3_560,
     ("text",): 2_420,
@@ -103,7 +104,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_912,
     ("config",): 1_278,
 }
-ALL_CODE_LINES, ALL_FILES = 72_640, 470  # of src
+ALL_CODE_LINES, ALL_FILES = 72_653, 470  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
