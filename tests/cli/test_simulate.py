@@ -101,6 +101,27 @@ def test_a_range_of_replicas_is_scaled_by_a_rule(capsys: pytest.CaptureFixture[s
     assert list(run["scaling"]["groups"]) == ["l4"] and run["groups"]["l4"]["requests"] > 0
 
 
+def test_prefill_and_decode_replicas_have_a_link(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    groups = (
+        "--group", "h100:name=p,role=prefill,tp=2", "--group", "l40s:name=d,role=decode,replicas=2",
+        "--kv-link", "bandwidth=1e9,latency=1ms",
+    )  # fmt: skip
+    files = {name: tmp_path / f"{name}.out" for name in ("html", "requests")}
+    written = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    told = simulate(capsys, *SMALL, *groups, *written)
+    for words in ("role prefill", "1 GB/s, 1000 us", "KV transfers", "p: ttft p99", "d: tpot p99", "KV ports sending"):
+        assert words in told
+    rows = list(csv.DictReader(files["requests"].read_text().splitlines()))
+    assert {row["first_replica"] for row in rows} == {"0"} and {row["replica"] for row in rows} == {"1", "2"}
+    facts = json.loads(simulate(capsys, *SMALL, *groups, "--json", "-"))
+    run = facts["runs"]["fcfs"]
+    assert facts["settings"]["KV link"].endswith("1 GB/s, 1000 us")
+    assert run["transfers"]["bytes"] == 60 * 200 * 2 * 8 * 128 * 2 * 32  # K and V, heads, their size, 2 bytes, layers
+    assert run["transfers"]["time"]["mean"] == pytest.approx(0.001 + 200 * 131072 / 1e9)
+    fast = json.loads(simulate(capsys, *SMALL, *groups[:-1], "nvlink4", "--json", "-"))["runs"]["fcfs"]
+    assert fast["tpot"]["mean"] < run["tpot"]["mean"] and fast["ttft"] == run["ttft"]
+
+
 def test_policies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     told = simulate(capsys, *SMALL, "--policy", "fcfs,fair,shortest_prefill")
     head = next(line for line in told.splitlines() if "shortest_prefi" in line and not line.startswith("advice "))
@@ -242,6 +263,18 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--group", "h100:maxnumseqs=3"], "unknown key 'maxnumseqs'; did you mean 'max_num_seqs'"),
         (["--group", "abacus"], "unknown device 'abacus'"),
         (["--group", "h100:max_num_seqs=x"], "--group 'h100:max_num_seqs=x': max_num_seqs is 'x'; give a whole number"),
+        (["--group", "h100:role=prefil"], "unknown role 'prefil'; did you mean 'prefill'"),
+        (["--group", "h100:role=prefill"], "the KV needs a link; give --kv-link one of nvlink3"),
+        (["--group", "h100:role=prefill", "--kv-link", "ib-ndr"], "give every group one, prefill or decode"),
+        (["--kv-link", "ib-ndr"], "--kv-link is between prefill and decode replicas; give role=prefill"),
+        (
+            ["--group", "h100:role=prefill", "--group", "l4:role=decode", "--kv-link", "ib"],
+            "unknown KV link 'ib'; give one of nvlink3",
+        ),
+        (
+            ["--group", "h100:role=prefill", "--group", "l4:role=decode", "--kv-link", "ib-ndr", "--fail", "0@1"],
+            "a failure of prefill or decode replicas is not simulated",
+        ),
         (["--group", ":replicas=2"], "--group is ':replicas=2'; give DEVICE:option=value"),
         (["--group", "h100:ep=maybe"], "unknown ep 'maybe'; give one of no, yes"),
         (["--group", "h100", "--group", "h100"], "--group has h100 twice; give each a name"),

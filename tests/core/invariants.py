@@ -76,6 +76,7 @@ def check_no_leaks(scheduler: Scheduler) -> None:
         f"{len(state.free_slots)} of {state.limits.max_sequences} slots are free",
     )
     _require(len(state.waiting) == 0 and len(state.running) == 0, "a queue is not empty")
+    _require(not state.kept, f"the KV of {sorted(state.kept)[:5]} is kept")
     _require(state.num_swapped == 0, f"{state.num_swapped} requests count as swapped")
     _require(state.adapters.num_used == 0, f"{state.adapters.num_used} adapter slots are held")
     _require(state.encoder.num_needs == 0, "encoder outputs are held by nobody")
@@ -146,24 +147,21 @@ def _check_adapters(state: State) -> None:
 
 def _check_references(state: State, group: int, pool: BlockPool) -> None:
     expected = [0] * pool.num_blocks
-    for entry in state.requests.values():
-        for sequence in entry.sequences:
-            for block in sequence.tables[group]:
-                if block != NO_BLOCK:
-                    expected[block] += 1
+    holders = [*(entry.sequences for entry in state.requests.values()), *state.kept.values()]
+    held = [block for sequences in holders for one in sequences for block in one.tables[group] if block != NO_BLOCK]
     for flight in state.flight:  # given up, and named by that plan still
-        for owner_group, block in flight.releases:
-            if owner_group == group:
-                expected[block] += 1
+        held += [block for owner_group, block in flight.releases if owner_group == group]
+    for block in held:
+        expected[block] += 1
     for block, count in enumerate(pool.references):
         _require(
             count == expected[block],
             f"group {group} block {block}: {count} references, {expected[block]} tables hold it",
         )
     _require(not any(expected[len(pool.references) :]), f"group {group}: a table holds a block that was never named")
-    counted = [one.capacity for entry in state.requests.values() for one in entry.sequences if one.is_counted]
-    held = sum(counted) // state.limits.block_size
-    _require(pool.num_counted == held, f"group {group}: {pool.num_counted} blocks are counted, {held} are held")
+    counted = [one.capacity for sequences in holders for one in sequences if one.is_counted]
+    num_held = sum(counted) // state.limits.block_size
+    _require(pool.num_counted == num_held, f"group {group}: {pool.num_counted} blocks are counted, {num_held} are held")
 
 
 def _check_pool(group: int, pool: BlockPool) -> None:

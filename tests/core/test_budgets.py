@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -339,6 +340,17 @@ def paused() -> Run:
 def excluded() -> Run:
     run = two(4, 4, 2)
     run.plan(["nobody"])
+    return run
+
+
+@provokes(WaitReason.KV_TRANSFER)
+def waits_for_kv_of_another_engine() -> Run:
+    run = Run()
+    run.admit(8, 4, emitted_token_ids=array("i", [5]))
+    run.scheduler.expect_kv("r0", 8)
+    for _ in range(2):
+        run.step()
+    run.cancel("r0")
     return run
 
 

@@ -23,7 +23,8 @@ WORDLESS = {WaitReason.BEHIND, WaitReason.BARRIER, WaitReason.PAUSED, WaitReason
             WaitReason.PREEMPTED_THIS_STEP}  # fmt: skip
 # Of an empty plan; of rows, not of requests; of a moment that is over when the plan is made.
 NO_STANDING = {WaitReason.IDLE, WaitReason.DRAINING, WaitReason.EXCLUDED, WaitReason.COMPOSITION,
-               WaitReason.FORK_BLOCKS, WaitReason.BARRIER}  # fmt: skip
+               WaitReason.FORK_BLOCKS, WaitReason.BARRIER,
+               WaitReason.KV_TRANSFER}  # fmt: skip  # tests/core/test_kv_transfer.py has it
 
 
 def told(run: Run, name: str) -> Explanation:

@@ -35,6 +35,7 @@ def outcomes(*rows: tuple[float, ...], tenants: tuple[str, ...] = ()) -> Outcome
         out.preemptions.append(index % 2)
         out.restarts.append(0)
         out.replicas.append(0)
+        out.first_replicas.append(0)
         out.tenants.append(out.tenant(tenants[index] if tenants else ""))
         out.reasons.append(FinishReason.ERROR if start == NEVER else FinishReason.LENGTH)
     return out

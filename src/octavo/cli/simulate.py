@@ -51,8 +51,8 @@ from octavo.simulator.workloads import KINDS, TOO_LONG, Shaping, SimulatedWorklo
 DEFAULT_WORKLOAD = "poisson:rate=4,lengths=azure_conv,requests=2000"
 PROGRESS_S = 0.5
 REQUEST_COLUMNS = (
-    "index", "tenant", "replica", "arrival", "start", "first_token", "end", "prompt_tokens", "output_tokens",
-    "cached_tokens", "preemptions", "restarts", "reason",
+    "index", "tenant", "first_replica", "replica", "arrival", "start", "first_token", "end", "prompt_tokens",
+    "output_tokens", "cached_tokens", "preemptions", "restarts", "reason",
 )  # fmt: skip
 WORKLOAD_OPTIONS = """
 generated   requests=1000, duration=S; prompt= and output= with a number, fixed(n), uniform(a,b),
@@ -273,7 +273,7 @@ def _output(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], r
     }  # fmt: skip
     _output_json(args.json, facts, cases)
     if args.json != "-":
-        shown = ("workload", "model", "device", "KV pool", "cost model", "replicas")
+        shown = ("workload", "model", "device", "KV pool", "cost model", "KV link", "replicas")
         for name, text in described.items():
             if name in shown or name.startswith("group "):
                 print(f"{name:12}{'' if len(name) < 12 else '  '}{text}")
@@ -312,6 +312,9 @@ def _describe(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
     described |= {"policy": ", ".join(one.limits.policy for one in plan.setups)}
     described |= {"replicas": plan.groups[0].count if len(plan.groups) == 1 else f"{setup.num_replicas}"}
     described |= {"plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
+    if setup.link is not None:
+        link = setup.link
+        described["KV link"] = f"{args.kv_link}: {link.bandwidth / 1e9:g} GB/s, {link.latency_s * 1e6:g} us"
     if any(group.scaling is not None for group in plan.groups):
         described["scaling"] = args.autoscale or "requests:16"
     if setup.num_replicas > 1:
@@ -346,7 +349,8 @@ def _write_requests(path: str, result: SimulatedRun) -> None:
         for index in order:
             times = (out.arrivals[index], out.starts[index], out.first_tokens[index], out.ends[index])
             writer.writerow((
-                out.indices[index], out.tenant_names[out.tenants[index]], out.replicas[index],
+                out.indices[index], out.tenant_names[out.tenants[index]],
+                out.first_replicas[index], out.replicas[index],
                 *("" if time == NEVER else f"{time:.6f}" for time in times),
                 out.prompt_tokens[index], out.output_tokens[index], out.cached[index], out.preemptions[index],
                 out.restarts[index], FinishReason(out.reasons[index]).name.lower(),

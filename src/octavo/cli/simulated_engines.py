@@ -23,8 +23,9 @@ from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import Fitted
 from octavo.simulator.costs.hardware import THIS, device_facts
 from octavo.simulator.drafts import DraftSettings
+from octavo.simulator.kv_transfer import LINKS, KVLink, read_link
 from octavo.simulator.scaling import ScalingRule
-from octavo.simulator.setup import ReplicaFailure, ReplicaGroup, ReplicaSetup, Setup, SimulatedEngine
+from octavo.simulator.setup import ReplicaFailure, ReplicaGroup, ReplicaSetup, Role, Setup, SimulatedEngine
 from octavo.simulator.workloads.spec import Spec, read_number
 
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"
@@ -33,7 +34,7 @@ MAX_GROUPS = 16
 MAX_DRAFTS = 7  # of a sequence in a step, as --speculate-max-tokens
 RARE = (
     "--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size", "--enable-expert-parallel",
-    "--price", "--depth", "--max-waiting", "--fail", "--autoscale", "--draft-acceptance", "--draft-cost",
+    "--price", "--depth", "--max-waiting", "--fail", "--autoscale", "--kv-link", "--draft-acceptance", "--draft-cost",
     "--tenant-weight",
 )  # fmt: skip
 # Fields that describe a machine -> their flags.
@@ -68,6 +69,10 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--group", action="append", default=[], metavar="G",
         help="replicas of one device, as in h100:replicas=4,tp=2,max_num_seqs=64; repeat it for other devices",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-link", metavar="L",
+        help="between groups with role=prefill and role=decode: ib-ndr, ..., or bandwidth=50e9,latency=20us",
     )  # fmt: skip
     group.add_argument(
         "--router", default="round_robin", choices=tuple(ROUTERS), help="how replicas are chosen [round_robin]"
@@ -121,6 +126,7 @@ class SimulatedGroup:
     replicas: int
     max_replicas: int
     scaling: ScalingRule | None
+    role: Role
     engine: SimulatedEngine
     costs: CostModel
     limits: list[Limits]
@@ -129,8 +135,9 @@ class SimulatedGroup:
     def at(self, policy: int) -> ReplicaGroup:
         """Return the group with the policy of this number."""
         engine = self.engine
-        replica = ReplicaSetup(self.limits[policy], self.costs, engine.ranks, engine.pipeline)
-        return ReplicaGroup(self.name, replica, self.replicas, self.scaling, self.max_replicas)
+        devices = 1 if engine.hardware is None else engine.hardware.kv_devices
+        replica = ReplicaSetup(self.limits[policy], self.costs, engine.ranks, engine.pipeline, devices)
+        return ReplicaGroup(self.name, replica, self.replicas, self.scaling, self.max_replicas, self.role)
 
     @property
     def count(self) -> str:
@@ -162,6 +169,7 @@ def make_setups(args: argparse.Namespace, groups: Sequence[SimulatedGroup], conf
         raise UsageError(
             "--autoscale needs a range of replicas; give --replicas MIN-MAX, or replicas=MIN-MAX in --group"
         )
+    hardware, link = first.engine.hardware, _read_link(args, groups)
     drafts = None if args.draft_acceptance is None else DraftSettings(args.draft_acceptance, args.draft_cost)
     return [
         Setup(
@@ -171,6 +179,7 @@ def make_setups(args: argparse.Namespace, groups: Sequence[SimulatedGroup], conf
             fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed, drafts=drafts,
             ranks=first.engine.ranks, pipeline=first.engine.pipeline,
             groups=tuple(group.at(number) for group in groups) if has_groups else (),
+            link=link, kv_token_bytes=0.0 if hardware is None else hardware.model.kv_bytes_per_token,
         )
         for number, limits in enumerate(first.limits)
     ]  # fmt: skip
@@ -184,6 +193,7 @@ def describe_groups(groups: Sequence[SimulatedGroup]) -> dict[str, str]:
     common = {name: text for name, text in described[0].items() if all(one.get(name) == text for one in described)}
     for group, one in zip(groups, described, strict=True):
         own = [f"{name} {text}" for name, text in one.items() if name not in (*common, "device")]
+        own += [f"role {group.role.name.lower()}"] if group.role else []
         own += [f"${group.price:g} an hour each"] if group.price else []
         common[f"group {group.name}"] = ", ".join([f"{group.count} x {one['device']}", *own])
     return common
@@ -211,13 +221,28 @@ def _read_group(args: argparse.Namespace, text: str) -> SimulatedGroup:
             value = spec.text_of(key)
             if key in spec.options:
                 given[setting.name] = setting.read(value, f"--group {text!r}: {key}")
+    role = Role[spec.choice("role", ("whole", "prefill", "decode")).upper()]
     spec.close()
     if spec.path or not spec.kind:
         raise UsageError(f"--group is {text!r}; give DEVICE:option=value,..., as in h100:replicas=4,tp=2")
-    return _make_group(own, load(given, os.environ, args.config), name)
+    return _make_group(own, load(given, os.environ, args.config), name, role)
 
 
-def _make_group(args: argparse.Namespace, resolved: Resolved, name: str) -> SimulatedGroup:
+def _read_link(args: argparse.Namespace, groups: Sequence[SimulatedGroup]) -> KVLink | None:
+    """Return the link between prefill and decode replicas; None without them."""
+    has_roles = any(group.role for group in groups)
+    if args.kv_link and not has_roles:
+        raise UsageError(
+            "--kv-link is between prefill and decode replicas; give role=prefill and role=decode in --group"
+        )
+    if has_roles and not args.kv_link:
+        raise UsageError(f"--group has a role, and the KV needs a link; give --kv-link one of {', '.join(LINKS)}")
+    if has_roles and any(group.engine.hardware is None for group in groups):
+        raise UsageError("--kv-link carries the KV of a model, which the fit does not know; give --model and --device")
+    return read_link(args.kv_link) if args.kv_link else None
+
+
+def _make_group(args: argparse.Namespace, resolved: Resolved, name: str, role: Role = Role.WHOLE) -> SimulatedGroup:
     engine, costs = _engine(args, resolved.config)
     apart = args.dp // engine.ranks  # data-parallel engines of a dense model share nothing
     least, most = _read_replicas(args.replicas or "1")
@@ -230,7 +255,7 @@ def _make_group(args: argparse.Namespace, resolved: Resolved, name: str) -> Simu
             "range of replicas"
         )
     limits = limits_of(args, resolved, engine)
-    return SimulatedGroup(name, least * apart, most or 0, scaling, engine, costs, limits, price)
+    return SimulatedGroup(name, least * apart, most or 0, scaling, role, engine, costs, limits, price)
 
 
 def _read_replicas(text: str) -> tuple[int, int | None]:

@@ -56,6 +56,7 @@ class WaitReason(IntEnum):
     DRAINING = 19
     IDLE = 20
     EXCLUDED = 21  # outside plan(only=...)
+    KV_TRANSFER = 22  # its KV has not arrived from another engine
 
 
 class EventKind(IntEnum):

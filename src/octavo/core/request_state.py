@@ -151,12 +151,15 @@ class RequestState:
     `is_passable`: the request waits at a gate that lets other requests be admitted first (see gates).
     `can_run_ahead`: a row may be planned while the preceding id is still in flight. False for a beam search and for a
     request with a grammar, because their next row depends on that id, and with several pipeline stages.
+    Another engine has computed the KV of the first `num_remote` tokens; `is_receiving`: the request has blocks for it,
+    and it has not arrived. `keeps_kv`: its blocks are held after its end.
     """
 
     __slots__ = (
         "beams", "cached_tokens", "can_run_ahead", "first_scheduled_at", "has_several", "is_decoding", "is_passable",
-        "is_swapped",
-        "lane", "max_tokens", "may_draft", "name", "num_bypassed", "num_ended_outputs", "num_preemptions", "num_scored",
+        "is_receiving", "is_swapped", "keeps_kv",
+        "lane", "max_tokens", "may_draft", "name", "num_bypassed", "num_ended_outputs", "num_preemptions", "num_remote",
+        "num_scored",
         "order", "pools", "rank", "request", "samples", "scores", "seen", "sequences", "shortage", "spare_slots",
         "status", "stop_ids", "ticket", "wait_numbers", "wait_reason",
     )  # fmt: skip
@@ -184,6 +187,8 @@ class RequestState:
         self.is_decoding = False
         self.is_passable = False
         self.is_swapped = False
+        self.num_remote = 0
+        self.is_receiving = self.keeps_kv = False
         self.max_tokens = 0
         self.ticket = 0  # of its latest entry in the waiting queue
         self.num_scored = request.score_from

@@ -108,6 +108,9 @@ def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
     """
     if request.status != Status.RUNNING or not step.tokens_left or request.awaits_id(sequence):
         return False
+    if request.is_receiving:
+        step.defer(request, WaitReason.KV_TRANSFER, 1)
+        return False
     if not sequence.is_entered and (step.refusal(request, False) or not branching.enter_late(step, request, sequence)):
         return False
     count, todo = 1, sequence.num_known - sequence.num_scheduled

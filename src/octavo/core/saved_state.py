@@ -195,7 +195,7 @@ class _Numbers:
 
 def save(state: State) -> SavedState:
     """Copy a state between two calls. Raises ConfigError if the policy's state cannot be saved."""
-    assert not state.counts_blocks, "blocks without numbers are of simulations"
+    assert not (state.counts_blocks or state.kept), "blocks without numbers, and kept KV, are of simulations"
     assert not state.ended, "the policy is notified of ended requests before a call returns"
     numbers, cache = _Numbers(state), state.cache
     updates = {name: getattr(state.updates, name)[:] for name in _UPDATES}

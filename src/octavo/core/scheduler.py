@@ -7,7 +7,7 @@ and recover (how results are applied); state; kv/cache. branching, beam_search, 
 are optional features: a request that does not use a feature never runs its code.
 Invariants: the same calls give the same plans. If requests are open and no plan is in flight, the next plan has a row,
 an effect, or a wait for something outside the scheduler. Every admitted request ends with exactly one FINISHED event;
-after the last one no block is held.
+after the last one no block is held, but by keep_kv.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.core.run import grant_running
 from octavo.core.start import start_waiting
 from octavo.core.state import State
 from octavo.core.step import Step
-from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
+from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind, InvariantError
 
 
 class Scheduler:
@@ -79,7 +79,7 @@ class Scheduler:
         state = self._lagging
         if state.is_draining:
             raise AdmissionError("the engine is draining and takes no new requests; send it to another engine", None)
-        if request.request_id in state.requests:
+        if request.request_id in state.requests or request.request_id in state.kept:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is in use; choose another", "request_id")
         admission = check_feasible(request, state.limits)
         new = RequestState(request, state.next_order, state.limits.num_stages <= 1)
@@ -245,6 +245,48 @@ class Scheduler:
         self._lagging = saved_state.restore(saved, self.limits)
         self._lagging.cache.key_maker = key_maker
         return tuple(saved.plans)
+
+    # --- KV that crosses engines -----------------------------------------------------------------------
+
+    def expect_kv(self, request_id: str, num_tokens: int) -> None:
+        """Expect the KV of a waiting request's first `num_tokens` tokens from another engine. It has one choice.
+
+        When it starts it gets blocks for these tokens, and its ADMITTED event says how many of them are cached here.
+        It has no row before `receive_kv`. If it is preempted before that or later, the tokens are computed here.
+        """
+        request = self._lagging.requests[request_id]
+        if request.first_scheduled_at is not None or request.has_several or request.request.spans:
+            raise InvariantError(f"request {request_id!r} has run, or has several choices or media: it expects no KV")
+        if not 0 < num_tokens < request.sequences[0].num_known:
+            raise InvariantError(f"KV of {num_tokens} of {request.sequences[0].num_known} tokens is expected")
+        request.num_remote = num_tokens
+        self._told_kv("expect_kv", request_id, num_tokens)
+
+    def receive_kv(self, request_id: str) -> bool:
+        """Note that the expected KV has arrived; return False if the request expects none any more."""
+        request = self._lagging.requests.get(request_id)
+        was_receiving = request is not None and request.is_receiving
+        if request is not None:
+            request.is_receiving = False
+        self._told_kv("receive_kv", request_id)
+        return was_receiving
+
+    def keep_kv(self, request_id: str) -> None:
+        """Hold the blocks of an open request after its end by a stop or by length, until `release_kv`."""
+        self._lagging.requests[request_id].keeps_kv = True
+        self._told_kv("keep_kv", request_id)
+
+    def release_kv(self, request_id: str) -> bool:
+        """Free the blocks that were held for a request that has ended; return False if there are none."""
+        kept = self._lagging.kept.pop(request_id, [])
+        for sequence in kept:
+            self._lagging.cache.release(sequence)
+        self._told_kv("release_kv", request_id)
+        return bool(kept)
+
+    def _told_kv(self, verb: str, request_id: str, num_tokens: int = 0) -> None:
+        if self._tap is not None:
+            self._tap.called(calls.KVCall(verb, request_id, num_tokens))
 
     # --- snapshots: none of them changes anything -------------------------------------------------------
 

@@ -306,8 +306,9 @@ def _start_from_cache(step: Step, request: RequestState) -> WaitReason | None:
     if match.loads and not state.cache.may_load:
         state.cache.host.is_load_wanted = True
         return step.defer(request, WaitReason.HOST_LOAD, len(match.loads))
-    todo = request.sequences[0].num_known - match.num_tokens
-    count, shortage = step.fit_chunk(match.num_tokens, todo, may_be_partial=step.num_partial_left > 0)
+    begin = max(match.num_tokens, request.num_remote)
+    todo = request.sequences[0].num_known - begin
+    count, shortage = step.fit_chunk(begin, todo, may_be_partial=step.num_partial_left > 0)
     if shortage is not None:
         return step.defer(request, *shortage)
     if state.limits.whole_span_tokens and request.request.spans:
@@ -382,8 +383,15 @@ def _start(step: Step, request: RequestState, match: Match, count: int) -> None:
     state.cache.adopt(root, match)
     step.enter(root)
     state.totals.num_host_hit_tokens += len(match.loads) * state.cache.block_size // state.cache.num_groups
-    state.policy.notify("admitted", request, root.num_known - match.num_tokens)
+    state.policy.notify("admitted", request, root.num_known - max(match.num_tokens, request.num_remote))
+    if request.num_remote > match.num_tokens:
+        state.cache.extend(root, request.num_remote)
+        root.num_scheduled = root.num_computed = request.num_remote
+        request.is_receiving = True
+        count = 0
     state.log(kind, request, step.now, num_tokens=count, cached_tokens=match.num_tokens)
+    if request.is_receiving:
+        return
     if step.add_row(root, count):
         branching.fork_choices(step, request, root)
     if root.num_scheduled < root.num_committed:

@@ -86,7 +86,7 @@ class State:
 
     __slots__ = (
         "adapters", "cache", "composition", "counts_blocks", "deadlines", "encoder", "ended", "events", "flight",
-        "free_slots", "gates", "headroom", "is_draining", "is_paused", "is_plain", "limits", "max_step_tokens",
+        "free_slots", "gates", "headroom", "is_draining", "is_paused", "is_plain", "kept", "limits", "max_step_tokens",
         "next_order", "num_swapped", "overdue", "policy", "read_window", "requests", "running", "slot_owner", "step",
         "totals", "updates", "waiting",
     )  # fmt: skip
@@ -98,6 +98,7 @@ class State:
         self.policy = PolicyGuard(create_policy(limits.policy, limits))
         self.cache = KVCache(limits)
         self.requests: dict[str, RequestState] = {}
+        self.kept: dict[str, list[Sequence]] = {}  # of ended requests whose blocks are held until release_kv
         self.waiting = WaitingQueue(self.policy.lane_key)
         self.running = RunningList()
         self.deadlines = Deadlines()
@@ -155,6 +156,8 @@ class State:
         """End a request: free its slots and blocks at once, and log its FINISHED event."""
         was_scheduled = request.first_scheduled_at is not None
         if request.status == Status.RUNNING:
+            if request.keeps_kv and reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.kept[request.name] = request.sequences[:]
             self._leave_running(request)
         else:
             self.waiting.remove(request)
@@ -253,6 +256,7 @@ class State:
         request.status = Status.WAITING
         request.is_decoding = False
         request.is_swapped = is_swapped
+        request.num_remote, request.is_receiving = 0, False  # what has arrived is lost, and is computed here
         request.num_preemptions += by is not None
         request.forget_waiting()
         for sequence in request.sequences:
@@ -323,7 +327,7 @@ class State:
         for gate in self.gates:
             gate.give_back(request)
         for sequence in request.sequences:
-            if sequence.capacity:  # not swapped out just now
+            if sequence.capacity and request.name not in self.kept:  # not swapped out just now
                 self.cache.release(sequence)
             self.free_slots.append(sequence.slot)
             self._leave_slot(sequence)

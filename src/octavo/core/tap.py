@@ -81,7 +81,15 @@ class ControlCall(NamedTuple):
     num_tokens: int | None = None
 
 
-Call = AdmitCall | PlanCall | CommitCall | CancelCall | EndChoiceCall | ControlCall
+class KVCall(NamedTuple):
+    """A verb for KV that crosses engines was called: expect_kv (`num_tokens`), receive_kv, keep_kv or release_kv."""
+
+    verb: str
+    request_id: str
+    num_tokens: int = 0
+
+
+Call = AdmitCall | PlanCall | CommitCall | CancelCall | EndChoiceCall | ControlCall | KVCall
 
 
 class CallTap(Protocol):

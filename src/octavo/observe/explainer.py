@@ -29,6 +29,7 @@ _UNITS = {
     WaitReason.PARTIAL_PREFILL_CAP: "partly computed prompts",
     WaitReason.HOST_LOAD: "blocks to load from the host",
     WaitReason.UNCOMMITTED: "rows in flight to be committed",
+    WaitReason.KV_TRANSFER: "KV transfers from another engine",
 }
 _FIELDS = {
     EventKind.ADMITTED: ("num_tokens", "cached_tokens"),

@@ -52,16 +52,20 @@ def _params(max_tokens: int, n: int) -> SamplingParams:
     return SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True, temperature=0.0, seed=0)
 
 
-def make_request(name: str, arrival: Arrival, at: float, emitted: int, limits: Limits) -> Request:
-    """Return the core's Request for an arrival at `at`; `emitted` is the number of tokens emitted before a restart."""
+def make_request(name: str, arrival: Arrival, at: float, emitted: int, limits: Limits, max_tokens: int = 0) -> Request:
+    """Return the core's Request for an arrival at `at`; `emitted` is the number of tokens emitted before a restart.
+
+    `max_tokens` is the number of tokens that this engine generates up to; 0 means all.
+    """
+    max_tokens = max_tokens or arrival.output_tokens
     has_keys = limits.prefix_caching and arrival.keys
     return Request(
         name,
         None,
-        _params(arrival.output_tokens, len(arrival.choices) or 1),
+        _params(max_tokens, len(arrival.choices) or 1),
         at,
         num_prompt_tokens=arrival.prompt_tokens,
-        block_keys=_all_keys(name, arrival, limits.block_size) if has_keys else None,
+        block_keys=_all_keys(name, arrival, max_tokens, limits.block_size) if has_keys else None,
         emitted_token_ids=array("i", bytes(4 * emitted)) if emitted else None,
         priority=arrival.priority,
         tenant=arrival.tenant,
@@ -74,13 +78,13 @@ def make_request(name: str, arrival: Arrival, at: float, emitted: int, limits: L
     )
 
 
-def _all_keys(name: str, arrival: Arrival, block_size: int) -> tuple[bytes, ...]:
+def _all_keys(name: str, arrival: Arrival, max_tokens: int, block_size: int) -> tuple[bytes, ...]:
     """Return the keys of all blocks. Those that the arrival has no keys for are the request's own.
 
     Engines cache such blocks too: the rest of a prompt whose last trace block is partial, and the outputs.
     """
-    keys = block_keys(arrival, block_size)
-    own, count = name.encode() + b"/", (arrival.prompt_tokens + arrival.output_tokens) // block_size
+    own, count = name.encode() + b"/", (arrival.prompt_tokens + max_tokens) // block_size
+    keys = block_keys(arrival, block_size)[:count]
     return (*keys, *(own + index.to_bytes(4, "little") for index in range(len(keys), count)))
 
 

@@ -37,6 +37,7 @@ class Columns:
     longest: np.ndarray
     tenants: np.ndarray
     replicas: np.ndarray
+    first_replicas: np.ndarray
     reasons: np.ndarray
     served: np.ndarray
 
@@ -60,6 +61,7 @@ class Columns:
             ordered(out.longest),
             ordered(out.tenants),
             ordered(out.replicas),
+            ordered(out.first_replicas),
             reasons,
             np.isin(reasons, (FinishReason.STOP, FinishReason.LENGTH)),
         )

@@ -242,6 +242,19 @@ def use_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
     }
 
 
+def transfers_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
+    """Return the requests whose KV waits for blocks or for the link, or crosses it: the most in each interval."""
+    log = run.transfers
+    if not len(log):
+        return {}
+    handed, reserved, begun, ended = (np.asarray(times) for times in (log.handed, log.reserved, log.begun, log.ended))
+    return {
+        "wait for blocks": _level(handed, reserved, span),
+        "wait for the link": _level(reserved, begun, span),
+        "in transfer": _level(begun, ended, span),
+    }
+
+
 def replicas_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
     """Return the replicas of each scaled group by status: the most in each interval."""
     curves = {}

@@ -1,4 +1,4 @@
-"""Computes the figures of a deployment: its groups of replicas, and how they were scaled.
+"""Computes the figures of a deployment: its groups of replicas, how they were scaled, and KV transfers.
 
 Owns: the seconds in which devices were held; figures by group; what start-ups cost. Does not: define latencies
 (columns).
@@ -6,6 +6,7 @@ Owns: the seconds in which devices were held; figures by group; what start-ups c
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 from octavo.simulator.columns import METRICS, Columns, Facts, spread
 from octavo.simulator.outcomes import NEVER, ReplicaTotals, SimulatedRun
 from octavo.simulator.scaling import ReplicaLifetime
+
+_FIRST = ("ttft", "queue")  # of the replica that made the first token
 
 
 def up_seconds(run: SimulatedRun, span: float) -> list[float]:
@@ -38,17 +41,19 @@ def describe_groups(
     if len(names) < 2:
         return {}
     group_of = np.array([names.index(one.group) for one in run.replicas], np.int32)
-    of_request = np.where(columns.replicas >= 0, group_of[columns.replicas], -1)
+    served_by, first_by = (
+        np.where(numbers >= 0, group_of[numbers], -1) for numbers in (columns.replicas, columns.first_replicas)
+    )
     groups = {}
     for index, name in enumerate(names):
-        own = of_request == index
+        own, own_first = served_by == index, first_by == index
         engines = [
             (one, up_s) for one, up_s in zip(run.replicas, up_seconds(run, span), strict=True) if one.group == name
         ]
         total_s = sum(up_s for _, up_s in engines)
         groups[name] = {
-            "engines": len(engines), "requests": int(own.sum()),
-            **{metric: spread(columns.latency(metric)[own]) for metric in METRICS},
+            "engines": len(engines), "requests": int((own | own_first).sum()),
+            **{name: spread(columns.latency(name)[own_first if name in _FIRST else own]) for name in METRICS},
             "output_tokens": sum(one.output_tokens for one, _ in engines),
             "busy_share": sum(one.busy_s for one, _ in engines) / total_s if total_s > 0 else 0.0,
             "kv_use_most": most_held([one for one, _ in engines]),
@@ -104,3 +109,26 @@ def _start_waits(lives: Sequence[ReplicaLifetime], columns: Columns) -> np.ndarr
     stops = np.where(columns.starts == NEVER, columns.ends, columns.starts)
     waits: np.ndarray = np.interp(stops, borders, total) - np.interp(columns.arrivals, borders, total)
     return waits
+
+
+def describe_transfers(run: SimulatedRun, span: float) -> Facts:
+    """Return the figures of KV transfers; none of them without any.
+
+    A transfer waits for blocks at the decode replica (`block_wait`), then for both ports (`link_wait`).
+    `sending` and `receiving` are the shares of time in which a port of these engines was in use.
+    """
+    log = run.transfers
+    if not len(log):
+        return {}
+    handed, reserved, begun, ended = (np.asarray(times) for times in (log.handed, log.reserved, log.begun, log.ended))
+    busy_s, up = float((ended - begun).sum()), up_seconds(run, span)
+
+    def share(numbers: array[int]) -> float:
+        held = sum(up[number] for number in sorted({*numbers}))
+        return busy_s / held if held > 0 else 0.0
+
+    return {
+        "count": len(log), "tokens": sum(log.tokens), "bytes": sum(log.num_bytes),
+        "time": spread(ended - begun), "block_wait": spread(reserved - handed), "link_wait": spread(begun - reserved),
+        "gap": spread(ended - handed), "sending": share(log.sources), "receiving": share(log.targets),
+    }  # fmt: skip

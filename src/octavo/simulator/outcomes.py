@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishReason
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.kv_transfer import TransferLog
 from octavo.simulator.scaling import ReplicaLifetime
 
 NEVER = -1.0  # a time that was not reached
@@ -22,9 +23,10 @@ class Outcomes:
 
     `arrivals`, `starts` (first scheduled), `first_tokens` and `ends` are seconds on the simulation's clock, or NEVER.
     `reasons` holds FinishReasons; `indices` holds positions in the workload; `replicas` holds the number of the serving
-    replica; `tenants` holds indices into `tenant_names`. `cached` counts tokens found in the prefix cache; `restarts`
-    counts restarts after a replica's failure. `output_tokens` counts all choices, `longest` the longest choice.
-    `num_keyed` counts the requests that arrived with block keys.
+    replica, and `first_replicas` that of the replica that made the first token; `tenants` holds indices into
+    `tenant_names`. `cached` counts tokens found in the prefix cache; `restarts` counts restarts after a replica's
+    failure. `output_tokens` counts all choices, `longest` the longest choice. `num_keyed` counts the requests that
+    arrived with block keys.
     """
 
     def __init__(self) -> None:
@@ -40,6 +42,7 @@ class Outcomes:
         self.preemptions = array("i")
         self.restarts = array("i")
         self.replicas = array("i")
+        self.first_replicas = array("i")
         self.tenants = array("i")
         self.reasons = array("b")
         self.num_keyed = 0
@@ -62,11 +65,16 @@ class Outcomes:
 
 
 class SimulatedRequest:
-    """A request that arrived and has not ended. `emitted` counts the tokens before its replica's last failure."""
+    """A request that arrived and has not ended.
+
+    `emitted` counts the tokens before its replica's last failure, or before it was handed over. A prefill replica hands
+    it over after token `handover_at` (0: none); then `source` is its number (-1 before), `handed` the time, and
+    `reserved` the time at which the decode replica has blocks for it.
+    """
 
     __slots__ = (
-        "arrival", "at", "cached", "counts", "emitted", "first", "index", "name", "preemptions", "replica", "restarts",
-        "start",
+        "arrival", "at", "cached", "counts", "emitted", "first", "handed", "handover_at", "index", "name",
+        "preemptions", "replica", "reserved", "restarts", "source", "start",
     )  # fmt: skip
 
     def __init__(self, index: int, arrival: Arrival, at: float) -> None:
@@ -81,7 +89,9 @@ class SimulatedRequest:
         self.cached = 0
         self.preemptions = 0
         self.restarts = 0
-        self.replica = -1
+        self.replica = self.source = -1
+        self.handover_at = 0
+        self.handed = self.reserved = NEVER
 
 
 class RequestTracker:
@@ -91,6 +101,7 @@ class RequestTracker:
         self.outcomes = Outcomes()
         self.open: dict[str, SimulatedRequest] = {}
         self.last_end = 0.0
+        self.reserved: list[tuple[SimulatedRequest, int]] = []  # handed over, with blocks, and tokens cached there
         self._with_choices: dict[str, SimulatedRequest] = {}
 
     def begin(self, index: int, arrival: Arrival, at: float) -> SimulatedRequest:
@@ -104,7 +115,7 @@ class RequestTracker:
         return entry
 
     def apply_decisions(self, decisions: tuple[Event, ...]) -> list[SimulatedRequest]:
-        """Record decisions; return the requests that ended."""
+        """Record decisions; return the requests that ended, or are to be handed over."""
         ended = []
         for event in decisions:
             kind = event.kind
@@ -113,10 +124,16 @@ class RequestTracker:
                 if entry.start == NEVER:
                     entry.start = event.time
                     entry.cached = event.cached_tokens
+                elif entry.source >= 0 and entry.reserved == NEVER:
+                    entry.reserved = event.time
+                    self.reserved.append((entry, event.cached_tokens))
             elif kind == EventKind.FINISHED:
                 assert event.finish_reason is not None
                 entry = self.open[event.request_id]
-                self.end(entry, event.time, event.finish_reason, event.num_tokens)
+                if entry.handover_at and event.finish_reason == FinishReason.LENGTH:
+                    entry.emitted, entry.handed = event.num_tokens, event.time
+                else:
+                    self.end(entry, event.time, event.finish_reason, event.num_tokens)
                 ended.append(entry)
             elif kind == EventKind.PREEMPTED:
                 self.open[event.request_id].preemptions += 1
@@ -160,6 +177,7 @@ class RequestTracker:
         out.preemptions.append(entry.preemptions)
         out.restarts.append(entry.restarts)
         out.replicas.append(entry.replica)
+        out.first_replicas.append(entry.replica if entry.source < 0 else entry.source)
         out.tenants.append(out.tenant(arrival.tenant))
         out.reasons.append(reason)
 
@@ -237,7 +255,7 @@ class SimulatedRun:
     """A simulation's result: each request's outcome, each replica's totals, and the time of the last end in seconds.
 
     If `gave_up`, the outcomes lack the requests that were open or had not arrived. `lifetimes` are those of the
-    replicas of scaled groups.
+    replicas of scaled groups, `transfers` those of KV between prefill and decode replicas.
     """
 
     outcomes: Outcomes
@@ -246,3 +264,4 @@ class SimulatedRun:
     samples: Samples = field(default_factory=Samples)
     gave_up: bool = False
     lifetimes: list[ReplicaLifetime] = field(default_factory=list)
+    transfers: TransferLog = field(default_factory=TransferLog)

@@ -23,7 +23,7 @@ from octavo.errors import RequestError
 from octavo.simulator.arrival import make_request
 from octavo.simulator.cost_model import CostModel, StepShape, parts_of, shape_of
 from octavo.simulator.drafts import SimulatedDrafts
-from octavo.simulator.outcomes import ReplicaTotals, RequestTracker, Samples, SimulatedRequest
+from octavo.simulator.outcomes import NEVER, ReplicaTotals, RequestTracker, Samples, SimulatedRequest
 from octavo.simulator.pipeline import PipelineStages
 from octavo.simulator.setup import ReplicaSetup, Setup
 
@@ -196,6 +196,7 @@ class Replica:
         self._sink = None if make is None else make(self.scheduler)
         self._flight: deque[StepInFlight] = deque()
         self._inbox: deque[SimulatedRequest] = deque()
+        self._moved: list[tuple[SimulatedRequest, bool]] = []  # KV that has left or arrived (True)
         self._run: DecodeRun | None = None
         self._is_retiring = self._is_sampled = False
         self._is_idle, self._idle_since = True, 0.0  # no turn begins before _idle_since
@@ -214,6 +215,13 @@ class Replica:
         if self._run is not None:
             self._cut_run(self._run, at)
         self._inbox.append(entry)
+
+    def note_moved(self, entry: SimulatedRequest, at: float, has_arrived: bool) -> None:
+        """Note that a request's KV has arrived, or has left; the next turn tells the scheduler. Call `wake` then."""
+        if self._run is not None:
+            self._cut_run(self._run, at)
+        self._moved.append((entry, has_arrived))
+        self.num_open -= not has_arrived
 
     def wake(self, at: float) -> None:
         """End the idle time of an idle replica."""
@@ -303,6 +311,9 @@ class Replica:
         self._is_sampled = now >= self._next_sample
         if self._is_sampled:
             self._sample(now)
+        for entry, has_arrived in self._moved:
+            (self.scheduler.receive_kv if has_arrived else self.scheduler.release_kv)(entry.name)
+        self._moved.clear()
         ended: list[SimulatedRequest] = []
         while self._inbox:
             entry = self._inbox.popleft()
@@ -313,11 +324,16 @@ class Replica:
     def _admit(self, entry: SimulatedRequest, now: float) -> bool:
         """Admit a request. End the request with an error if it does not fit, or if too many requests wait."""
         setup = self._setup
-        is_full = setup.max_waiting and not entry.restarts and self.scheduler.num_waiting >= setup.max_waiting
-        request = make_request(entry.name, entry.arrival, entry.at, entry.emitted, self._own.limits)
+        is_new = not entry.restarts and entry.source < 0
+        is_full = setup.max_waiting and is_new and self.scheduler.num_waiting >= setup.max_waiting
+        request = make_request(entry.name, entry.arrival, entry.at, entry.emitted, self._own.limits, entry.handover_at)
         try:
             if not is_full:
                 self.scheduler.admit(request, now)
+                if entry.handover_at:
+                    self.scheduler.keep_kv(entry.name)
+                elif entry.source >= 0:
+                    self.scheduler.expect_kv(entry.name, entry.arrival.prompt_tokens + entry.emitted - 1)
         except RequestError:
             is_full = True
         if is_full:
@@ -424,7 +440,9 @@ class Replica:
     def _remove(self, entry: SimulatedRequest) -> None:
         del self._open[entry.name]
         self.load -= entry.arrival.prompt_tokens
-        self.num_open -= 1
+        self.num_open -= not (
+            entry.handover_at and entry.handed != NEVER
+        )  # one that is handed over is open until it left
 
     # --- repeating decode steps, applied together
 

@@ -108,6 +108,7 @@ class Case:
             "waits": curves.waits_over_time(run, span),
             "use": curves.use_over_time(run, span),
             "replicas": curves.replicas_over_time(run, span),
+            "transfers": curves.transfers_over_time(run, span),
         }
         return Case(label, facts, drawn, services, run.replicas, span, bands, _objectives(columns, facts, goals))
 
@@ -170,6 +171,7 @@ def figures(facts: Facts) -> list[Figure]:
         rows.append(Figure("$ per million output tokens", facts["cost"]["per_million_output_tokens"], plain, -1))
         rows.append(Figure("$ per thousand requests", facts["cost"]["per_thousand_requests"], plain, -1))
     rows += _scaling_figures(facts["scaling"])
+    rows += _transfer_figures(facts["transfers"])
     for name, group in facts["groups"].items():
         rows += _group_figures(name, group)
     return [row for row in rows if row.value is not None]
@@ -189,6 +191,19 @@ def _scaling_figures(scaling: Facts) -> Iterator[Figure]:
         yield Figure("requests queued during a start-up", waits["count"], whole, -1)
         yield Figure("queued during start-ups, mean", waits["mean"], seconds, -1)
         yield Figure("queued during start-ups, p99", waits["p99"], seconds, -1)
+
+
+def _transfer_figures(transfers: Facts) -> Iterator[Figure]:
+    """Yield the figures of KV transfers."""
+    if transfers:
+        yield Figure("KV transfers", transfers["count"], whole, 0)
+        yield Figure("KV transferred, GB", transfers["bytes"] / 1e9, plain, 0)
+        for name, title in (("time", "KV transfer"), ("block_wait", "KV waits for blocks"),
+                            ("link_wait", "KV waits for the link"), ("gap", "first token to KV arrival")):  # fmt: skip
+            yield Figure(f"{title}, mean", transfers[name]["mean"], seconds, -1)
+            yield Figure(f"{title}, p99", transfers[name]["p99"], seconds, -1)
+        yield Figure("KV ports sending", transfers["sending"], percent, 0)
+        yield Figure("KV ports receiving", transfers["receiving"], percent, 0)
 
 
 def _group_figures(name: str, group: Facts) -> Iterator[Figure]:
@@ -380,12 +395,12 @@ def _limit_charts(cases: Sequence[Case]) -> Iterator[Chart]:
 
 def _time_charts(cases: Sequence[Case]) -> Iterator[Chart]:
     for case in cases if len(cases) <= MAX_DETAILED else ():
-        lines = [
-            Line(name, points, index) for index, (name, points) in enumerate(case.bands.get("replicas", {}).items())
-        ]
-        if lines:
-            of = f", {case.label}" if len(cases) > 1 else ""
-            yield Chart(f"Replicas{of}", "time, s", "replicas", lines)
+        of = f", {case.label}" if len(cases) > 1 else ""
+        for band, title, unit in (("replicas", "Replicas", "replicas"), ("transfers", "KV transfers", "requests")):
+            named = enumerate(case.bands.get(band, {}).items())
+            lines = [Line(name, points, index) for index, (name, points) in named]
+            if lines:
+                yield Chart(f"{title}{of}", "time, s", unit, lines)
     for name, title, unit in TIME_CHARTS:
         if name == "waiting" and len(cases) == 1 and cases[0].bands.get("bounds"):
             continue  # the chart by reason has it

@@ -3,8 +3,8 @@
 Owns: the event heap; the workload's arrivals; requests that follow other requests; failures and restarts; the garbage
 collector's threshold. Does not: step an engine (replica), choose one (fleet.routing), judge the outcome (summary).
 Invariants: equal workload and setup give an equal SimulatedRun, with fast_forward or without. Events are in order of
-time; at equal times failures come first, then scaling, arrivals, and replicas by number. An idle replica is never
-advanced. Each request ends exactly once.
+time; at equal times failures come first, then scaling, transfers, arrivals, and replicas by number. An idle replica
+is never advanced. Each request ends exactly once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from octavo.core.request import FinishReason
 from octavo.errors import ConfigError
 from octavo.fleet.routing import create_router
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.kv_transfer import KVTransfer, KVTransfers, TransferLog
 from octavo.simulator.lockstep import LockStep
 from octavo.simulator.outcomes import NEVER, RequestTracker, Samples, SimulatedRequest, SimulatedRun
 from octavo.simulator.pipeline import PipelineStages
 from octavo.simulator.replica import Replica
 from octavo.simulator.scaling import ReplicaLifetime, ReplicaStatus, ScaledGroup
-from octavo.simulator.setup import ReplicaGroup, Setup
+from octavo.simulator.setup import ReplicaGroup, Role, Setup
 
 LOOK_EVERY = 1024  # events between two checks of `give_up`
 YOUNG_OBJECTS = 100_000  # allocations between garbage collections; Python's 700 made a simulation a fifth slower
-_FAILURE, _SCALING, _ARRIVAL, _REPLICA = 0, 1, 2, 3
+_FAILURE, _SCALING, _TRANSFER, _ARRIVAL, _REPLICA = 0, 1, 2, 3, 4
 
 
 def simulate(workload: Iterable[Arrival], setup: Setup) -> SimulatedRun:
@@ -53,6 +54,15 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+class _Pool:
+    """The engines among which a router chooses, and the requests that wait for one of them to be up."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.router = create_router(setup.router, setup.seed)
+        self.up: list[Replica] = []
+        self.unrouted: list[SimulatedRequest] = []
+
+
 class _Fleet:
     """One simulation. Call `run` once."""
 
@@ -67,16 +77,24 @@ class _Fleet:
         self._replica_of: list[int] = []  # the number of each engine's replica
         self._scaled: list[ScaledGroup] = []
         self._draining: dict[int, ScaledGroup] = {}  # replicas that get no new requests and stop after their last one
+        self._entrance = _Pool(setup)  # of requests that arrive
+        self._decoders = _Pool(setup) if setup.is_disaggregated else self._entrance  # of those that are handed over
+        self._pool_of: list[_Pool] = []  # of each replica
         for group in setup.fleet:
             self._add(group)
-        self._up: list[Replica] = []  # engines that may get requests
         self._note_up()
-        self._router = create_router(setup.router, setup.seed)
+        self._transfers: KVTransfers | None = None
+        if setup.link is not None:
+            devices = [
+                group.replica.kv_devices for group in setup.fleet for _ in range(group.most * group.replica.num_engines)
+            ]
+            self._transfers = KVTransfers(setup.link, setup.kv_token_bytes, devices)
+        self._moving: dict[int, tuple[SimulatedRequest, KVTransfer]] = {}  # by index of the request
+        self._handover_end = min(group.replica.limits.max_model_len for group in setup.fleet)
         self._heap: list[tuple[float, int, int]] = []
         self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # followed request -> its followers
         self._ends = array("d")  # end of each request, by index
         self._arriving: dict[int, Arrival] = {}  # arrivals in the heap
-        self._unrouted: list[SimulatedRequest] = []  # requests that arrived while no replica was up
         self._now = 0.0
         self._num_events = 0
         self._gave_up = False
@@ -98,6 +116,8 @@ class _Fleet:
                 self._advance(self._steppers[number])
             elif kind == _ARRIVAL:
                 self._arrive(number)
+            elif kind == _TRANSFER:
+                self._end_transfer(number)
             elif kind == _SCALING:
                 self._scale(number)
             else:
@@ -124,6 +144,7 @@ class _Fleet:
     def _add_replica(self, group: ReplicaGroup) -> None:
         """Add the engines of a replica: for each pipeline stage, its ranks."""
         part = group.replica
+        self._pool_of.append(self._decoders if group.role is Role.DECODE else self._entrance)
         self._replica_of += [len(self._parts)] * part.num_engines
         first_engine = len(self._replicas)
         stages = None if part.pipeline is None else PipelineStages(part.pipeline)
@@ -152,13 +173,18 @@ class _Fleet:
             heappush(self._heap, (stepper.next_at, _REPLICA, stepper.number))
         for entry in ended:
             self._ended(entry)
+        if self._tracker.reserved:
+            self._begin_transfers()
         if self._draining:
             self._stop_drained(self._replica_of[stepper.number])
 
     def _note_up(self) -> None:
         """Note which engines may get requests."""
-        replicas = zip(self._replicas, self._replica_of, strict=True)
-        self._up = [engine for engine, number in replicas if engine.is_up and number not in self._draining]
+        for pool in (self._entrance, self._decoders):
+            pool.up = []
+        for engine, number in zip(self._replicas, self._replica_of, strict=True):
+            if engine.is_up and number not in self._draining:
+                self._pool_of[number].up.append(engine)
 
     def _close(self) -> SimulatedRun:
         for entry in () if self._gave_up else list(self._tracker.open.values()):  # all replicas failed for good
@@ -177,6 +203,7 @@ class _Fleet:
             self._samples,
             self._gave_up,
             lifetimes,
+            TransferLog() if self._transfers is None else self._transfers.log,
         )
 
     def _count_held(self, lifetimes: list[ReplicaLifetime]) -> None:
@@ -245,19 +272,28 @@ class _Fleet:
 
     def _send(self, entry: SimulatedRequest) -> None:
         """Submit a request to a replica, or store the request if no replica is up."""
-        if not self._up:
-            self._unrouted.append(entry)
+        pool = self._entrance if entry.source < 0 else self._decoders
+        if not pool.up:
+            pool.unrouted.append(entry)
             return
-        target = self._router.choose(entry.arrival, self._up)
+        target = pool.router.choose(entry.arrival, pool.up)
         stepper = self._steppers[target.number]
         before = stepper.next_at
+        if self._transfers is not None and entry.source < 0:
+            self._plan_handover(entry)
         self._replicas[target.number].submit(entry, self._now)
         stepper.wake(self._now)
         if stepper.next_at != before:
             heappush(self._heap, (stepper.next_at, _REPLICA, stepper.number))
 
     def _ended(self, entry: SimulatedRequest) -> None:
-        """Schedule the requests that follow this one, strictly after its end."""
+        """Schedule the requests that follow this one, strictly after its end; or hand this one over."""
+        if entry.handover_at and entry.handed != NEVER:
+            entry.source, entry.handover_at = entry.replica, 0
+            self._send(entry)
+            return
+        if entry.source >= 0 and entry.reserved == NEVER:  # the decode replica has refused it
+            self._note_moved(entry.source, entry, has_arrived=False)
         if entry.index >= len(self._ends):
             self._ends.extend([NEVER] * (entry.index + 1 - len(self._ends)))
         self._ends[entry.index] = self._now
@@ -300,9 +336,52 @@ class _Fleet:
         for stepper in self._parts[number]:
             stepper.restart(self._now)
         self._note_up()
-        unrouted, self._unrouted = self._unrouted, []
+        pool = self._pool_of[number]
+        unrouted, pool.unrouted = pool.unrouted, []
         for entry in unrouted:
             self._send(entry)
+
+    # --- requests that are handed over
+
+    def _plan_handover(self, entry: SimulatedRequest) -> None:
+        """Set after which token a prefill replica hands a request over; none if that token is its last one."""
+        arrival, count = entry.arrival, entry.emitted + 1
+        if arrival.choices:
+            raise ConfigError(
+                f"arrival {entry.index} has {len(arrival.choices)} choices; prefill and decode replicas serve one "
+                "choice of each request"
+            )
+        is_last = count >= arrival.output_tokens or arrival.prompt_tokens + count >= self._handover_end
+        entry.handover_at = 0 if is_last else count
+
+    def _begin_transfers(self) -> None:
+        """Begin the transfers of requests that have blocks at their decode replica now."""
+        reserved, self._tracker.reserved = self._tracker.reserved, []
+        for entry, num_cached in reserved:
+            assert self._transfers is not None
+            tokens = entry.arrival.prompt_tokens + entry.emitted - 1 - num_cached
+            if tokens < 1:  # all is cached there
+                self._note_moved(entry.source, entry, has_arrived=False)
+                continue
+            transfer = self._transfers.begin(entry.source, entry.replica, tokens, entry.handed, self._now)
+            self._moving[entry.index] = entry, transfer
+            heappush(self._heap, (transfer.ends, _TRANSFER, entry.index))
+
+    def _end_transfer(self, index: int) -> None:
+        entry, transfer = self._moving.pop(index)
+        assert self._transfers is not None
+        self._transfers.end(transfer)
+        self._note_moved(transfer.source, entry, has_arrived=False)
+        self._note_moved(transfer.target, entry, has_arrived=True)
+
+    def _note_moved(self, number: int, entry: SimulatedRequest, has_arrived: bool) -> None:
+        """Tell an engine that a request's KV has left or has arrived."""
+        stepper = self._steppers[number]
+        before = stepper.next_at
+        self._replicas[number].note_moved(entry, self._now, has_arrived)
+        stepper.wake(self._now)
+        if stepper.next_at != before:
+            heappush(self._heap, (stepper.next_at, _REPLICA, stepper.number))
 
     # --- scaling
 
@@ -325,11 +404,12 @@ class _Fleet:
     def _load_of(self, scaled: ScaledGroup) -> float:
         """Return the load of a group's ready replicas, and of requests that wait for one, in replicas at the target."""
         ready = [self._members[number] for number in scaled.with_status(ReplicaStatus.READY)]
+        unrouted = self._pool_of[scaled.numbers[0]].unrouted
         if scaled.rule.metric == "requests":
             num_open = sum(engine.num_open for engines in ready for engine in engines)
-            return (num_open + len(self._unrouted)) / scaled.rule.target
+            return (num_open + len(unrouted)) / scaled.rule.target
         shares = [sum(map(self._pool_share, engines)) / len(engines) for engines in ready]
-        return max(sum(shares) / scaled.rule.target, 1.0 if self._unrouted else 0.0)
+        return max(sum(shares) / scaled.rule.target, 1.0 if unrouted else 0.0)
 
     def _pool_share(self, engine: Replica) -> float:
         """Return the share of an engine's KV pool that requests hold."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 from octavo.config import CacheConfig, SchedulingConfig
@@ -21,6 +22,7 @@ from octavo.plugins import find_policy
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware
 from octavo.simulator.drafts import DraftSettings
+from octavo.simulator.kv_transfer import KVLink
 from octavo.simulator.outcomes import RequestTracker
 from octavo.simulator.pipeline import PipelineFacts
 from octavo.simulator.scaling import ScalingRule
@@ -44,18 +46,28 @@ class ReplicaFailure:
 class ReplicaSetup:
     """One replica: `ranks` data-parallel engines that step together, or `pipeline.stages` times as many.
 
-    `limits` are of one engine. The engines of a fleet are numbered in order, those of replica 0 first.
+    `limits` are of one engine. The engines of a fleet are numbered in order, those of replica 0 first. An engine's KV
+    is divided over `kv_devices` devices, each with its own ports of a KV link.
     """
 
     limits: Limits
     costs: CostModel
     ranks: int = 1
     pipeline: PipelineFacts | None = None
+    kv_devices: int = 1
 
     @property
     def num_engines(self) -> int:
         """Return the number of schedulers."""
         return self.ranks * (1 if self.pipeline is None else self.pipeline.stages)
+
+
+class Role(IntEnum):
+    """What replicas do: whole requests, their prompts and first tokens, or all later tokens."""
+
+    WHOLE = 0
+    PREFILL = 1
+    DECODE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,7 @@ class ReplicaGroup:
     replicas: int = 1
     scaling: ScalingRule | None = None
     max_replicas: int = 0
+    role: Role = Role.WHOLE
 
     def __post_init__(self) -> None:
         least = 1 if self.scaling is None else 0
@@ -96,7 +109,8 @@ class Setup:
     fleet.routing.ROUTERS, and chooses an engine. `make_sink` is called with each new scheduler; with it, every step is
     planned separately. Without it, `fast_forward` computes unchanged decode steps together, with the same outcome.
     `sample_s` is the time between samples of each engine (0: none). `give_up` is called at intervals with the
-    requests and the time; if it returns True, the run ends. `drafts`: the engines have a draft model.
+    requests and the time; if it returns True, the run ends. `drafts`: the engines have a draft model. With groups of
+    prefill and of decode replicas, the KV of a token (`kv_token_bytes`) crosses `link`.
     """
 
     limits: Limits
@@ -115,6 +129,8 @@ class Setup:
     ranks: int = 1
     pipeline: PipelineFacts | None = None
     groups: tuple[ReplicaGroup, ...] = ()
+    link: KVLink | None = None
+    kv_token_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name, minimum in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0), ("ranks", 1)):
@@ -136,12 +152,30 @@ class Setup:
         for group in self.fleet:
             if names.count(group.name) > 1:
                 raise ConfigError(f"two groups have the name {group.name!r}; give each another name")
+        if self.is_disaggregated:
+            self._check_roles()
+
+    def _check_roles(self) -> None:
+        roles = {group.role for group in self.fleet}
+        if roles != {Role.PREFILL, Role.DECODE}:
+            raise ConfigError("a group has a role; give every group one, prefill or decode, and at least one of each")
+        if self.link is None:
+            raise ConfigError("prefill and decode replicas need a link for the KV; give one such as ib-ndr")
+        if self.failures:
+            raise ConfigError("a failure of prefill or decode replicas is not simulated; leave out the failures")
+        if self.drafts is not None:
+            raise ConfigError("drafts of prefill and decode replicas are not simulated; leave out the draft model")
 
     @property
     def fleet(self) -> tuple[ReplicaGroup, ...]:
         """Return the groups; one without a name unless `groups` are given."""
         common = ReplicaSetup(self.limits, self.costs, self.ranks, self.pipeline)
         return self.groups or (ReplicaGroup("", common, self.replicas),)
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """True if some replicas do not serve whole requests."""
+        return any(group.role is not Role.WHOLE for group in self.groups)
 
     @property
     def num_replicas(self) -> int:

@@ -13,7 +13,14 @@ import numpy as np
 from octavo.core.request import FinishReason
 from octavo.simulator.columns import METRICS, Columns, Facts, spread, within
 from octavo.simulator.curves import Spans, pool_shares
-from octavo.simulator.deployment import describe_groups, describe_scaling, most_held, price_of, up_seconds
+from octavo.simulator.deployment import (
+    describe_groups,
+    describe_scaling,
+    describe_transfers,
+    most_held,
+    price_of,
+    up_seconds,
+)
 from octavo.simulator.outcomes import NEVER, Outcomes, SimulatedRun
 
 MAX_TENANTS = 50
@@ -42,6 +49,7 @@ def summarise(
         "tenants": _tenants(run.outcomes, columns),
         "cost": _cost(run, columns, span, price_per_hour),
         "scaling": describe_scaling(run, columns, span),
+        "transfers": describe_transfers(run, span),
         "groups": describe_groups(run, columns, span, price_per_hour),
     }
     if objectives:

@@ -35,7 +35,17 @@ from octavo.core.plan import (
 )
 from octavo.core.request import FinishError, Request, SamplingParams, Span, Want
 from octavo.core.saved_state import SavedBeams, SavedRequest, SavedSequence, SavedState
-from octavo.core.tap import AdmitCall, Call, CancelCall, CommitCall, ControlCall, EndChoiceCall, KeyRun, PlanCall
+from octavo.core.tap import (
+    AdmitCall,
+    Call,
+    CancelCall,
+    CommitCall,
+    ControlCall,
+    EndChoiceCall,
+    KeyRun,
+    KVCall,
+    PlanCall,
+)
 from octavo.errors import OctavoError
 
 VERSION = 3
@@ -110,7 +120,7 @@ class RecordedCall(NamedTuple):
 
 ADMIT, PLAN, COMMIT = range(3)  # kinds of record; most others have the fields of their calls
 STATE = 7
-_PLAIN: dict[int, type[Call | EndMarker]] = {3: CancelCall, 4: EndChoiceCall, 5: ControlCall, 6: EndMarker}
+_PLAIN: dict[int, type[Call | EndMarker]] = {3: CancelCall, 4: EndChoiceCall, 5: ControlCall, 6: EndMarker, 8: KVCall}
 _KIND_OF = {kind: number for number, kind in _PLAIN.items()}
 
 _ints: Callable[[Any], array[int]] = partial(array, "i")

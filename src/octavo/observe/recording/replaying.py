@@ -18,7 +18,7 @@ from octavo.core.request import FinishReason, Request, Span
 from octavo.core.request_state import Status
 from octavo.core.saved_state import SavedState
 from octavo.core.scheduler import Scheduler
-from octavo.core.tap import AdmitCall, CancelCall, CommitCall, ControlCall, EndChoiceCall, KeyRun, PlanCall
+from octavo.core.tap import AdmitCall, CancelCall, CommitCall, ControlCall, EndChoiceCall, KeyRun, KVCall, PlanCall
 from octavo.errors import ConfigError, InvariantError, RequestError
 from octavo.observe.history import History, RequestHistory
 from octavo.observe.recording.format import Header, RecordedCall, RecordingError, StateRecord
@@ -262,6 +262,12 @@ class Replayer:
                 scheduler.cancel(call.request_ids, call.now, call.reason, call.error)
             case EndChoiceCall():
                 scheduler.end_choice(call.request_id, call.choice, call.now, call.reason)
+            case KVCall("expect_kv"):
+                scheduler.expect_kv(call.request_id, call.num_tokens)
+                return Replayed(recorded)
+            case KVCall("receive_kv" | "keep_kv" | "release_kv"):
+                getattr(scheduler, call.verb)(call.request_id)
+                return Replayed(recorded)
             case ControlCall("limit_step"):
                 scheduler.limit_step(call.num_tokens)
                 return Replayed(recorded)

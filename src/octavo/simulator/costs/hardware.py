@@ -378,6 +378,11 @@ class Hardware:
         return self.tp * self.dp if self.is_expert_parallel else 1
 
     @property
+    def kv_devices(self) -> int:
+        """Return among how many devices an engine's KV is divided; further ones have copies of KV heads."""
+        return min(self.tp, self.model.num_kv_heads) * self.pp
+
+    @property
     def weight_bytes(self) -> float:
         """Return the weights of one data-parallel rank: all of the dense ones, and its share of the experts."""
         model = self.model
