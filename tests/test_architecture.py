@@ -88,7 +88,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Corrections by measured requests, and errors with intervals, raised simulator and cli.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_669,
+    ("core",): 5_719,
     ("engine", "frontend"): 5_986,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_672,

@@ -260,7 +260,7 @@ class Scheduler:
         if not 0 < num_tokens < request.sequences[0].num_known:
             raise InvariantError(f"KV of {num_tokens} of {request.sequences[0].num_known} tokens is expected")
         request.num_remote = num_tokens
-        self._told_kv("expect_kv", request_id, num_tokens)
+        self._kv_called("expect_kv", request_id, num_tokens)
 
     def receive_kv(self, request_id: str) -> bool:
         """Note that the expected KV has arrived; return False if the request expects none any more."""
@@ -268,23 +268,23 @@ class Scheduler:
         was_receiving = request is not None and request.is_receiving
         if request is not None:
             request.is_receiving = False
-        self._told_kv("receive_kv", request_id)
+        self._kv_called("receive_kv", request_id)
         return was_receiving
 
     def keep_kv(self, request_id: str) -> None:
         """Hold the blocks of an open request after its end by a stop or by length, until `release_kv`."""
         self._lagging.requests[request_id].keeps_kv = True
-        self._told_kv("keep_kv", request_id)
+        self._kv_called("keep_kv", request_id)
 
     def release_kv(self, request_id: str) -> bool:
         """Free the blocks that were held for a request that has ended; return False if there are none."""
         kept = self._lagging.kept.pop(request_id, [])
         for sequence in kept:
             self._lagging.cache.release(sequence)
-        self._told_kv("release_kv", request_id)
+        self._kv_called("release_kv", request_id)
         return bool(kept)
 
-    def _told_kv(self, verb: str, request_id: str, num_tokens: int = 0) -> None:
+    def _kv_called(self, verb: str, request_id: str, num_tokens: int = 0) -> None:
         if self._tap is not None:
             self._tap.called(calls.KVCall(verb, request_id, num_tokens))
 

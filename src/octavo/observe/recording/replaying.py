@@ -262,11 +262,9 @@ class Replayer:
                 scheduler.cancel(call.request_ids, call.now, call.reason, call.error)
             case EndChoiceCall():
                 scheduler.end_choice(call.request_id, call.choice, call.now, call.reason)
-            case KVCall("expect_kv"):
-                scheduler.expect_kv(call.request_id, call.num_tokens)
-                return Replayed(recorded)
-            case KVCall("receive_kv" | "keep_kv" | "release_kv"):
-                getattr(scheduler, call.verb)(call.request_id)
+            case KVCall("expect_kv" | "receive_kv" | "keep_kv" | "release_kv"):
+                numbers = (call.num_tokens,) if call.num_tokens else ()  # of expect_kv
+                getattr(scheduler, call.verb)(call.request_id, *numbers)
                 return Replayed(recorded)
             case ControlCall("limit_step"):
                 scheduler.limit_step(call.num_tokens)
