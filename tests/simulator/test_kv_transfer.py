@@ -45,10 +45,10 @@ def check_transfers(run: SimulatedRun, arrivals: Sequence[Arrival]) -> None:
     assert 0 < len(log) <= len(longer)
     assert sum(totals.output_tokens for totals in run.replicas) == sum(arrival.output_tokens for arrival in arrivals)
     for place in range(len(log)):
-        assert log.handed[place] <= log.reserved[place] <= log.begun[place] < log.ended[place]
+        assert log.handed[place] <= log.reserved[place] <= log.begins[place] < log.ended[place]
     for ports in (log.sources, log.targets):
         for port in {*ports}:
-            times = sorted((log.begun[at], log.ended[at]) for at in range(len(log)) if ports[at] == port)
+            times = sorted((log.begins[at], log.ended[at]) for at in range(len(log)) if ports[at] == port)
             assert all(before[1] <= after[0] for before, after in pairwise(times))
     roles = {number: totals.group for number, totals in enumerate(run.replicas)}
     assert {roles[number] for number in log.sources} == {"p"} and {roles[number] for number in log.targets} == {"d"}
@@ -114,7 +114,7 @@ def test_ports_serve_one_transfer_at_a_time_and_each_device_has_its_own() -> Non
     for devices, times in ((1, [0.010, 0.015, 0.020]), (2, [0.010, 0.013, 0.016])):
         one = ReplicaSetup(limits(), ConstantCosts(0.010), kv_devices=devices)
         log = simulate(arrivals, split(1, 2, one)).transfers  # one sending port, two receiving ones
-        assert [*log.begun] == pytest.approx(times[:2]) and [*log.ended] == pytest.approx(times[1:])
+        assert [*log.begins] == pytest.approx(times[:2]) and [*log.ended] == pytest.approx(times[1:])
 
 
 def test_kv_waits_at_the_prefill_replica_for_blocks_and_holds_its_own() -> None:
@@ -149,7 +149,7 @@ def test_prefill_and_decode_replicas_are_scaled() -> None:
     assert {life.group for life in run.lifetimes if life.begin > 0} == {"p", "d"}
     for place, source in enumerate(run.transfers.sources):  # KV does not leave a replica that has stopped
         lives = [life for life in run.lifetimes if life.replica == source]
-        assert any(life.begin <= run.transfers.begun[place] <= life.end for life in lives)
+        assert any(life.begin <= run.transfers.begins[place] <= life.end for life in lives)
 
 
 def test_the_report_has_the_transfers() -> None:

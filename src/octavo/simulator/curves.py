@@ -247,11 +247,11 @@ def transfers_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
     log = run.transfers
     if not len(log):
         return {}
-    handed, reserved, begun, ended = (np.asarray(times) for times in (log.handed, log.reserved, log.begun, log.ended))
+    handed, reserved, begins, ended = (np.asarray(times) for times in (log.handed, log.reserved, log.begins, log.ended))
     return {
         "wait for blocks": _level(handed, reserved, span),
-        "wait for the link": _level(reserved, begun, span),
-        "in transfer": _level(begun, ended, span),
+        "wait for the link": _level(reserved, begins, span),
+        "in transfer": _level(begins, ended, span),
     }
 
 

@@ -120,8 +120,8 @@ def describe_transfers(run: SimulatedRun, span: float) -> Facts:
     log = run.transfers
     if not len(log):
         return {}
-    handed, reserved, begun, ended = (np.asarray(times) for times in (log.handed, log.reserved, log.begun, log.ended))
-    busy_s, up = float((ended - begun).sum()), up_seconds(run, span)
+    handed, reserved, begins, ended = (np.asarray(times) for times in (log.handed, log.reserved, log.begins, log.ended))
+    busy_s, up = float((ended - begins).sum()), up_seconds(run, span)
 
     def share(numbers: array[int]) -> float:
         held = sum(up[number] for number in sorted({*numbers}))
@@ -129,6 +129,6 @@ def describe_transfers(run: SimulatedRun, span: float) -> Facts:
 
     return {
         "count": len(log), "tokens": sum(log.tokens), "bytes": sum(log.num_bytes),
-        "time": spread(ended - begun), "block_wait": spread(reserved - handed), "link_wait": spread(begun - reserved),
+        "time": spread(ended - begins), "block_wait": spread(reserved - handed), "link_wait": spread(begins - reserved),
         "gap": spread(ended - handed), "sending": share(log.sources), "receiving": share(log.targets),
     }  # fmt: skip

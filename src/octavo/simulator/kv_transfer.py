@@ -76,14 +76,14 @@ def read_link(text: str) -> KVLink:
 class TransferLog:
     """Columns with one entry per transfer that has ended, in order of ends. Times are in seconds.
 
-    A prefill ended at `handed`. The target had blocks at `reserved`, and the ports were free at `begun`. `num_bytes` is
+    A prefill ended at `handed`. The target had blocks at `reserved`, and the ports were free at `begins`. `num_bytes` is
     that of all devices. `sources` and `targets` are numbers of engines.
     """
 
     def __init__(self) -> None:
         self.handed = array("d")
         self.reserved = array("d")
-        self.begun = array("d")
+        self.begins = array("d")
         self.ended = array("d")
         self.num_bytes = array("d")
         self.tokens = array("i")
@@ -103,7 +103,7 @@ class KVTransfer:
     tokens: int
     handed: float
     reserved: float
-    begun: float
+    begins: float
     ends: float
 
 
@@ -118,18 +118,18 @@ class KVTransfers:
 
     def begin(self, source: int, target: int, tokens: int, handed: float, now: float) -> KVTransfer:
         """Queue a transfer at both ports."""
-        begun = max(now, self._sends_at[source], self._receives_at[target])
+        begins = max(now, self._sends_at[source], self._receives_at[target])
         ports = min(self._devices[source], self._devices[target])
-        ends = begun + self._link.latency_s + tokens * self._token_bytes / (ports * self._link.bandwidth)
+        ends = begins + self._link.latency_s + tokens * self._token_bytes / (ports * self._link.bandwidth)
         self._sends_at[source] = self._receives_at[target] = ends
-        return KVTransfer(source, target, tokens, handed, now, begun, ends)
+        return KVTransfer(source, target, tokens, handed, now, begins, ends)
 
     def end(self, transfer: KVTransfer) -> None:
         """Write a transfer to the log."""
         log = self.log
         log.handed.append(transfer.handed)
         log.reserved.append(transfer.reserved)
-        log.begun.append(transfer.begun)
+        log.begins.append(transfer.begins)
         log.ended.append(transfer.ends)
         log.num_bytes.append(transfer.tokens * self._token_bytes)
         log.tokens.append(transfer.tokens)
