@@ -76,8 +76,8 @@ def read_link(text: str) -> KVLink:
 class TransferLog:
     """Columns with one entry per transfer that has ended, in order of ends. Times are in seconds.
 
-    A prefill ended at `handed`. The target had blocks at `reserved`, and the ports were free at `begins`. `num_bytes` is
-    that of all devices. `sources` and `targets` are numbers of engines.
+    A prefill ended at `handed`. The target had blocks at `reserved`, and the ports were free at `begins`. `num_bytes`
+    is that of all devices. `sources` and `targets` are numbers of engines.
     """
 
     def __init__(self) -> None:
