@@ -97,14 +97,14 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("text",): 2_420,
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
-    ("observe",): 4_036,
-    ("simulator",): 6_077,
+    ("observe",): 4_051,
+    ("simulator",): 6_344,
     ("server",): 12_075,
-    ("cli",): 6_377,
+    ("cli",): 6_403,
     ("bench",): 2_912,
     ("config",): 1_278,
 }
-ALL_CODE_LINES, ALL_FILES = 72_653, 470  # of src
+ALL_CODE_LINES, ALL_FILES = 73_011, 471  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
