@@ -52,19 +52,21 @@ class StepCommit:
     """
 
     __slots__ = (
-        "begins", "choices", "events", "flight", "given_logprobs", "ids", "logprobs", "now", "positions", "searching",
-        "state", "token_ids",
+        "begins", "choices", "flight", "given_logprobs", "ids", "logprobs", "names", "now", "pooled", "positions",
+        "scores", "searching", "state", "token_ids",
     )  # fmt: skip
 
     def __init__(self, state: State, flight: Flight, now: float) -> None:
         self.state = state
         self.flight = flight
         self.now = now
-        self.events = Events(flight.plan.step, now)
-        self.choices: list[int] = []  # columns in the making: a list grows in half the time of an array
+        self.names: list[str] = []  # columns in the making: a list grows in half the time of an array
+        self.choices: list[int] = []
         self.positions: list[int] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs | None] | None = None
+        self.scores: tuple[tuple[str, int, tuple[TokenLogprobs, ...]], ...] = ()
+        self.pooled: tuple[tuple[str, bytes], ...] = ()
         self.searching: list[RequestState] = []  # beam searches of which some beam got candidates in this step
 
     def take(self, result: StepResult) -> None:
@@ -97,15 +99,21 @@ class StepCommit:
 
     def close(self) -> Events:
         """Return the step's Events: the columns of tokens, and all decisions since the last plan or commit."""
-        state, events = self.state, self.events
+        state = self.state
         state.report_ended()
-        events.choices = array("i", self.choices)
-        events.positions = array("i", self.positions)
-        events.token_ids = array("i", self.token_ids)
-        events.logprobs = self.logprobs
-        events.decisions = tuple(state.events)
-        state.events = []
-        return events
+        decisions, state.events = tuple(state.events), []
+        return Events(
+            self.flight.plan.step,
+            self.now,
+            self.names,
+            array("i", self.choices),
+            array("i", self.positions),
+            array("i", self.token_ids),
+            self.logprobs,
+            self.scores,
+            self.pooled,
+            decisions,
+        )
 
     # --- rows -----------------------------------------------------------------------------------------
 
@@ -149,7 +157,7 @@ class StepCommit:
 
         The hot path: the common case is inline. `_take_row` handles a row that fills a block, may stop or is void.
         """
-        add_name, add_choice = self.events.request_ids.append, self.choices.append
+        add_name, add_choice = self.names.append, self.choices.append
         add_position, add_id = self.positions.append, self.token_ids.append
         running, size, has_logprobs = Status.RUNNING, self.state.cache.block_size, self.logprobs is not None
         for index, sequence, count, token in entries:
@@ -220,7 +228,7 @@ class StepCommit:
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Append a sampled token and publish the block that it fills; return True if the token ends its choice."""
         request = sequence.request
-        self.events.request_ids.append(request.name)
+        self.names.append(request.name)
         self.choices.append(sequence.choice)
         self.positions.append(sequence.num_committed - sequence.num_prompt)
         self.token_ids.append(token)
@@ -273,7 +281,7 @@ class StepCommit:
             return
         for choice, beam in enumerate(best):
             num = len(beam.token_ids)
-            self.events.request_ids += [request.name] * num
+            self.names += [request.name] * num
             self.choices += [choice] * num
             self.positions += range(num)
             self.token_ids += beam.token_ids
@@ -296,8 +304,8 @@ class StepCommit:
                 if entries[skip:]:
                     scores.append((request.name, first + skip, entries[skip:]))
                     request.num_scored = first + len(entries)
-        self.events.scores = tuple(scores)
-        self.events.pooled = tuple((requests[index].name, data) for index, data in result.pooled if index in requests)
+        self.scores = tuple(scores)
+        self.pooled = tuple((requests[index].name, data) for index, data in result.pooled if index in requests)
 
     def _commit_media(self) -> None:
         """Release the encoder outputs of media items whose positions are computed."""
@@ -308,7 +316,7 @@ class StepCommit:
     def _charge(self) -> None:
         """Notify the policy how many tokens each request got."""
         requests = {sequence.request.name: sequence.request for sequence in self.flight.rows}
-        for name, count in Counter(self.events.request_ids).items():
+        for name, count in Counter(self.names).items():
             self.state.policy.notify("served", requests[name], count)
 
 

@@ -118,7 +118,8 @@ class RepeatingRows:
                 return
             offset = self._offsets[row] = row.num_scheduled - self._num_steps
             self._offset_sum += offset
-            self._offset_max = None
+            if self._offset_max is not None:
+                self._offset_max = max(self._offset_max, offset)
             heappush(self._ends, (self._num_steps + left, self._num_joined, row))
             self._num_joined += 1
             self._growing[-offset % self._size].append(row)
@@ -128,7 +129,8 @@ class RepeatingRows:
     def _leave(self, row: Sequence) -> None:
         offset = self._offsets.pop(row)
         self._offset_sum -= offset
-        self._offset_max = None
+        if offset == self._offset_max:
+            self._offset_max = None
         self._growing[-offset % self._size].remove(row)
         self._num_with_tables -= not row.is_counted
         self._num_keyed -= _steps_to_publish(self._state, row) < _MOST_STEPS

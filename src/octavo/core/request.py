@@ -383,7 +383,8 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("arrival", "deadline", "queue_timeout", "ttft_objective", "tpot_objective"):
             value = getattr(self, name)
-            check(value is None or not math.isnan(value), name, value, "give a time in seconds")
+            if value is not None:
+                check(not math.isnan(value), name, value, "give a time in seconds")
         if (ids := self.prompt_token_ids) is not None:
             if not isinstance(ids, array) or ids.typecode != "i":
                 object.__setattr__(self, "prompt_token_ids", ids := _pack_ids(ids, "prompt_token_ids"))

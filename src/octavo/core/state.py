@@ -26,6 +26,7 @@ from octavo.core.request import FinishError, FinishReason
 from octavo.core.request_state import Deadlines, RequestState, RunningList, Sequence, Status, WaitingQueue
 
 UNBOUNDED = 2**62
+_NAMES = {reason: reason.name.lower() for reason in FinishReason}
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ class Totals:
     num_copies: int = 0
     num_adopted_blocks: int = 0  # full blocks replaced by an equal block that was cached before
     num_bypasses: int = 0
-    finished: dict[str, int] = field(default_factory=lambda: {reason.name.lower(): 0 for reason in FinishReason})
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_NAMES.values(), 0))
 
 
 class State:
@@ -141,6 +142,7 @@ class State:
         """Notify the policy of ended requests. Call this after notifying it of their last tokens."""
         for request in self.ended:
             self.policy.notify("finished", request)
+            request.sequences = []  # each refers to its request; without this cycle both are freed at once
         self.ended.clear()
 
     # --- ends ----------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class State:
         if request.beams is None:  # a beam search outputs nothing before it ends
             outputs += sum(sequence.num_outputs for sequence in request.sequences)
         del self.requests[request.name]
-        self.totals.finished[reason.name.lower()] += 1
+        self.totals.finished[_NAMES[reason]] += 1
         self.ended.append(request)
         self.log(
             EventKind.FINISHED, request, now, num_tokens=outputs, cached_tokens=request.cached_tokens,

@@ -36,7 +36,7 @@ class StepShape:
     @property
     def num_tokens(self) -> int:
         """Return the tokens that the model computes."""
-        return len(self.decode_kv) + sum(count for count, _ in self.prefills)
+        return len(self.decode_kv) + sum([count for count, _ in self.prefills])
 
 
 class CostModel(Protocol):

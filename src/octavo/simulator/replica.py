@@ -28,6 +28,7 @@ from octavo.simulator.pipeline import PipelineStages
 from octavo.simulator.setup import ReplicaSetup, Setup
 
 MIN_WAIT_S = 0.001  # minimum seconds between an empty plan and the next plan, as in engine.loop
+_DURATION_ONLY = StepResult(None)
 MORE_TURNS = 8  # maximum turns that DecodeRun.more predicts
 
 
@@ -290,7 +291,9 @@ class Replica:
         """Run the turn or the commit that is due at `next_at`; return the requests that ended."""
         if self._run is not None:
             if self._run.is_whole:
-                return self._end_run(self._run.num_turns)
+                ended = self._end_run(self._run.num_turns)
+                self._begin_early()
+                return ended
             self._run.more()
             self.next_at = self._run.next_at
             return []
@@ -352,7 +355,7 @@ class Replica:
         beside = self.scheduler.plan_beside(now) if self._is_fast and self._setup.depth == 1 else None
         if beside is not None:
             self._launch(self._price_beside(*beside), now)
-            ended += self._apply(beside[0].events)
+            ended += self._apply(beside[0].events) if beside[0].events else []
         while len(self._flight) < self._setup.depth:
             plan, ended_now = self.plan(now)
             ended += ended_now
@@ -408,6 +411,7 @@ class Replica:
         ended = self.commit(flight, now)
         self._is_retiring = False
         self.next_at = now + flight.host_s
+        self._begin_early()
         return ended
 
     def commit(self, flight: StepInFlight, now: float) -> list[SimulatedRequest]:
@@ -416,7 +420,7 @@ class Replica:
         if self._drafts is not None:
             result = self._drafts.result(flight.plan, flight.step_s)
         else:
-            result = StepResult(None, timings=StepTimings(forward_s=flight.step_s))
+            result = _DURATION_ONLY if self._sink is None else StepResult(None, timings=StepTimings(0.0, flight.step_s))
         events = self.scheduler.commit(flight.plan, result, now)
         complete = self._tracker.apply_tokens(events)
         ended = self._apply(events.decisions) if events.decisions else []
@@ -460,6 +464,14 @@ class Replica:
             return False
         self._run, self.next_at = run, run.next_at
         return True
+
+    def _begin_early(self) -> None:
+        """Begin the next run already now, if the turn at `next_at` would do nothing else.
+
+        An arrival before that turn ends the run without a step, so this only saves an event.
+        """
+        if self._is_fast and not self._inbox and self.next_at < self._next_sample:
+            self._begin_run(self.next_at)
 
     def _cut_run(self, run: DecodeRun, at: float) -> None:
         """Apply the turns that begin before an arrival. A turn whose commit ends requests is planned separately."""

@@ -63,6 +63,8 @@ class KVCache:
 
     def peak_blocks(self, num_tokens: int) -> list[int]:
         """Return the most blocks per group that a sequence of `num_tokens` holds at once while it is computed."""
+        if not self.has_windows:
+            return [-(-num_tokens // self.block_size)] * self.num_groups
         return [spec.peak_blocks(num_tokens, self.chunk, self.block_size) for spec in self.groups]
 
     def blocks_left(self, sequence: Sequence) -> list[int]:
@@ -132,7 +134,7 @@ class KVCache:
         """
         known, size = sequence.num_known, self.block_size
         max_blocks = min(max_tokens, known) // size
-        if max_blocks < 1:
+        if max_blocks < 1 or sequence.is_counted:
             return empty_match(self.num_groups)
         self.extend_keys(sequence)
         if not sequence.keys:

@@ -123,6 +123,8 @@ class Match:
 
 def empty_match(num_groups: int) -> Match:
     """Return a match of no tokens."""
+    if num_groups == 1:
+        return Match(0, [[]], [], [], [0], [0])
     return Match(0, [[] for _ in range(num_groups)], [], [], [0] * num_groups, [0] * num_groups)
 
 

@@ -155,6 +155,8 @@ class Fitted:
         self.fit = fit
         self._device = [one.value for one in fit.device]
         self._host = [one.value for one in fit.host]
+        self._read_s, self._sample_s = (self._device[NAMES.index(name)] for name in ("decode position read", "sample"))
+        self._decodes: dict[int, float] = {}  # number of decode rows -> seconds of what precedes the positions read
         self.decode_s: DecodeSeconds | None = self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
@@ -179,8 +181,13 @@ class Fitted:
         })  # fmt: skip
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
+        """Return what step_s returns, with its order of additions."""
         del kv_max
-        return _priced(decode_features(num_rows, kv_sum), self._device)
+        before = self._decodes.get(num_rows)
+        if before is None:
+            numbers = decode_features(num_rows, kv_sum)[: NAMES.index("decode position read")]
+            before = self._decodes[num_rows] = _priced(numbers, self._device[: len(numbers)])
+        return before + kv_sum * self._read_s + num_rows * self._sample_s
 
 
 def _priced(numbers: Sequence[float], prices: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush, merge
 from itertools import zip_longest
@@ -438,14 +438,19 @@ def recording(spec: Spec, context: BuildContext) -> Source:
     if logs := routing_logs(path):
         return partial(_routed, logs)
 
-    def source(notes: Notes) -> Iterator[Arrival]:
+    @cache
+    def read() -> tuple[bool, list[RecordedRequest]]:
+        """Replay the recording, once for all policies."""
         opened = open_recording(path)
-        requests = arrivals(opened)
+        return opened.header.has_state, arrivals(opened)
+
+    def source(notes: Notes) -> Iterator[Arrival]:
+        has_state, requests = read()
         counts: dict[str, tuple[int, ...]] = {}
         for one in requests:  # after a crash, a request's last record has the whole answer
             before = counts.get(one.name, ())
             counts[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
-        first = 0.0 if opened.header.has_state or not requests else requests[0].arrival
+        first = 0.0 if has_state or not requests else requests[0].arrival
         seen: set[str] = set()
         for one in requests:
             if one.is_resumed and one.name in seen:
