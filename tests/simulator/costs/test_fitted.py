@@ -84,7 +84,11 @@ def test_noise_widens_the_bounds_and_the_truth_lies_within() -> None:
 def test_the_fast_path_equals_the_slow_one() -> None:
     costs = Fitted(fit_steps(steps_of(Truth(), workload())))
     assert costs.decode_s is not None
-    assert costs.decode_s(3, 60, 30) == costs.step_s(StepShape([10, 20, 30], [], 3))
+    for _ in range(2):  # the second time from what is kept of each number of rows
+        for num_rows in (1, 3, 100, 700):
+            lengths = [10 + 37 * place % 1000 for place in range(num_rows)]
+            expected = costs.step_s(StepShape(lengths, [], num_rows))
+            assert costs.decode_s(num_rows, sum(lengths), max(lengths)) == expected
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=700))

@@ -34,8 +34,8 @@ class Effects:
     """
 
     __slots__ = (
-        "copies", "copy_slots", "edits", "host_loads", "load_slots", "pinned", "published", "saved", "step", "swap_outs",
-        "swapped", "swapped_requests",
+        "copies", "copy_slots", "edits", "host_loads", "load_slots", "pinned", "published", "saved", "step",
+        "swap_outs", "swapped", "swapped_requests",
     )  # fmt: skip
 
     def __init__(self, step: int) -> None:
