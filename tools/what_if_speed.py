@@ -1,9 +1,10 @@
 """Time what-if simulations of a recording of an hour: record a virtual hour, fit it, simulate it with other settings.
 
 Owns: the virtual server that is recorded, and the times of the commands. Does not: simulate (octavo simulate, octavo
-replay). Usage: python -m tools.what_if_speed [--hours 1] [--rate 4] [--keep DIR]. The last line is one JSON object: CPU
-seconds of each command. The server is the core's scheduler on a virtual clock: an H100's predicted step times with a
-tenth of noise, requests with token ids, a third of which share a prefix of 1,000 tokens with their tenant's others.
+replay). Usage: python -m tools.what_if_speed [--hours 1] [--rate 4] [--keep DIR] [--commands fit,one]
+The last line is one JSON object: CPU seconds of each command. The server is the core's scheduler on a virtual clock: an
+H100's predicted step times, 10 % shorter or longer at random; requests with token ids, a third of which share a prefix
+of 1,000 tokens with others of their tenant.
 """
 
 from __future__ import annotations
@@ -43,32 +44,26 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second [4]")
     parser.add_argument("--keep", metavar="DIR", help="record to DIR, or use the recording that is there")
+    parser.add_argument("--commands", default="fit,one,three,replay,changes", help="which to time [all]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder, fit = Path(args.keep or f"{scratch}/hour"), f"{scratch}/fit.json"
         if not folder.exists():
             record(folder, args.hours * 3600, args.rate)
-        source = ["simulate", "-w", f"recording:{folder}"]
+        one = [
+            "simulate", "-w", f"recording:{folder}", "--cost", f"fitted:{fit}", "--model", MODEL, "--device", DEVICE,
+            "--max-num-batched-tokens", str(LIMITS.max_batch_tokens),
+        ]  # fmt: skip
         commands = {
             "fit": ["simulate", "--fit", str(folder), "--json", fit],
-            "simulate": [*source, "--cost", f"fitted:{fit}", *_flags(folder)],
-            "simulate, three policies": [
-                *source, "--cost", f"fitted:{fit}", "--policy", "fcfs,fair,shortest_prefill", *_flags(folder),
-            ],
+            "one": one,
+            "three": [*one, "--policy", "fcfs,fair,shortest_prefill"],
             "replay": ["replay", str(folder)],
-            "replay with three changes": ["replay", str(folder), *_what_if()],
-        }  # fmt: skip
-        seconds = {name: timed(command) for name, command in commands.items()}
+            "changes": ["replay", str(folder), *[word for change in CHANGES for word in ("--what-if", change)]],
+        }
+        seconds = {name: timed(commands[name]) for name in args.commands.split(",")}
         size = sum(path.stat().st_size for path in folder.iterdir())
     print(json.dumps({"hours": args.hours, "rate": args.rate, "bytes": size, "cpu_s": seconds}))
-
-
-def _flags(folder: Path) -> list[str]:
-    return ["--model", MODEL, "--device", DEVICE, "--max-num-batched-tokens", str(LIMITS.max_batch_tokens)]
-
-
-def _what_if() -> list[str]:
-    return [word for change in CHANGES for word in ("--what-if", change)]
 
 
 def timed(words: list[str]) -> float:
