@@ -397,13 +397,11 @@ def _restore_pool(pool: BlockPool, saved: SavedPool) -> None:
 def _restore_flight(
     plan: StepPlan, saved: SavedFlight, requests: list[RequestState], sequences: list[Sequence]
 ) -> Flight:
-    effects = Effects(
-        plan.step,
-        published=[
-            Publication(group, block, index, sequences[owner], is_duplicate)
-            for group, block, index, owner, is_duplicate in saved.published
-        ],
-        saved=list(saved.saved),
-        swapped_requests=[requests[number] for number in saved.swapped],
-    )
+    effects = Effects(plan.step)
+    effects.published = [
+        Publication(group, block, index, sequences[owner], is_duplicate)
+        for group, block, index, owner, is_duplicate in saved.published
+    ]
+    effects.saved = list(saved.saved)
+    effects.swapped_requests = [requests[number] for number in saved.swapped]
     return Flight(plan, [sequences[number] for number in saved.rows], effects, list(saved.releases))
