@@ -88,7 +88,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Corrections by measured requests, and errors with intervals, raised simulator and cli.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_719,
+    ("core",): 5_737,
     ("engine", "frontend"): 5_986,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_672,
@@ -98,13 +98,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 4_051,
-    ("simulator",): 6_344,
+    ("simulator",): 6_360,
     ("server",): 12_075,
     ("cli",): 6_403,
     ("bench",): 2_912,
     ("config",): 1_278,
 }
-ALL_CODE_LINES, ALL_FILES = 73_011, 471  # of src
+ALL_CODE_LINES, ALL_FILES = 73_045, 471  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
