@@ -44,7 +44,7 @@ VERBS = {  # verb -> help text
     "cancel_all": "cancel every request in the engine",
     "explain": "why request ARG waits, or all open ones",
     "reset_prefix_cache": "free cached prefixes that no request uses",
-    "record": "write the last minutes to the folder ARG, as octavo record does",
+    "record": "write the last minutes to folder ARG",
     "reload_keys": "read the key file again",
     "adapters": "print the adapters as JSON",
     "load_adapter": "load the adapter ARG, which is NAME=PATH",

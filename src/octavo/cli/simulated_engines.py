@@ -68,7 +68,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--group", action="append", default=[], metavar="G",
-        help="replicas of one device, as in h100:replicas=4,tp=2,max_num_seqs=64; repeat it for other devices",
+        help="replicas of a device, as in h100:replicas=4,tp=2; may be repeated",
     )  # fmt: skip
     group.add_argument(
         "--kv-link", metavar="L",
