@@ -88,6 +88,23 @@ DECIDED = {
         ),
         "mirostat 1 is refused by name: version 2 is served",
     ),
+    "open: admin/statistics: .action.ok.flight_recorder": "a server keeps its last minutes",
+    **dict.fromkeys(
+        (
+            f"{where}: .metrics.{what}.octavo_flight_recorder_{unit}"
+            for where in (
+                "open: GET /metrics",
+                "open: GET /metrics?x=1",
+                "open: after/metrics",
+                "keyed: alice GET /metrics",
+                "keyed: keyed/metrics",
+                "small: small/metrics",
+            )
+            for what in ("types", "labels")
+            for unit in ("bytes", "seconds")
+        ),
+        "a server keeps its last minutes",
+    ),
     **dict.fromkeys(
         (
             "open: GET /openapi.json: .body.post /v1/chat/completions.application/json",

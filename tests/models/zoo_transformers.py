@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from tests.models.zoo import MAX_LEN, ROWS, SIZES, VOCAB_SIZE, ModelType
 
 _MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}  # one layer with a window
@@ -141,6 +142,14 @@ _MIXTURES = (
 )
 # fmt: on
 _NATIVE = {row.model_type for row in ROWS}
+# Before transformers 5.24 their own attention kept them from running.
+_SINCE_5_24 = (
+    ModelType("codegen", {**_GPT, "rotary_dim": 8, "n_ctx": MAX_LEN}),
+    ModelType("gptj", {**_GPT, "rotary_dim": 8}),
+)
+_IS_5_24 = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+if _IS_5_24:
+    _DENSE = (*_DENSE, *_SINCE_5_24)
 TRANSFORMERS_DENSE = tuple(row for row in _DENSE if row.model_type not in _NATIVE)
 TRANSFORMERS_EXPERTS = tuple(row for row in _MIXTURES if row.model_type not in _NATIVE)
 TRANSFORMERS = (*TRANSFORMERS_DENSE, *TRANSFORMERS_EXPERTS)
@@ -152,7 +161,6 @@ _MASK = "its attention mask is neither causal nor a sliding window"
 REFUSED = {
     ModelType("big_bird"): _OWN_ATTENTION,
     ModelType("bloom", {"n_head": 4, "n_layer": 2}): _OWN_ATTENTION,
-    ModelType("codegen", {**_GPT, "rotary_dim": 8, "n_ctx": MAX_LEN}): _OWN_ATTENTION,
     ModelType("cpmant"): _OWN_ATTENTION,
     ModelType("data2vec-text"): _MASK,
     ModelType("doge"): "DogeAttention changes its attention mask",
@@ -160,7 +168,6 @@ REFUSED = {
     ModelType("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}): _OWN_ATTENTION,
     ModelType("gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}): _OWN_ATTENTION,
     ModelType("gpt_neox_japanese"): _OWN_ATTENTION,
-    ModelType("gptj", {**_GPT, "rotary_dim": 8}): _OWN_ATTENTION,
     ModelType("lfm2", {"layer_types": ["conv", "full_attention"]}): "layers of type conv keep a state",
     ModelType("llama4_text", {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
         "attention_chunk_size": 32}, "chunked attention"): _MASK,
@@ -178,6 +185,8 @@ REFUSED = {
     ModelType("xglm", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}): _OWN_ATTENTION,
     ModelType("xlm-roberta-xl"): _MASK,
 }
+if not _IS_5_24:
+    REFUSED |= dict.fromkeys(_SINCE_5_24, _OWN_ATTENTION)
 # fmt: on
 
 # Causal types of transformers that no test opens: models with images or audio, whose settings nest those of their text.
