@@ -144,8 +144,8 @@ _MIXTURES = (
 _NATIVE = {row.model_type for row in ROWS}
 # Before transformers 5.24 their own attention kept them from running.
 _SINCE_5_24 = (
-    ModelType("codegen", {**_GPT, "rotary_dim": 8, "n_ctx": MAX_LEN}),
-    ModelType("gptj", {**_GPT, "rotary_dim": 8}),
+    _row("codegen", {**_GPT, "rotary_dim": 8, "n_ctx": MAX_LEN}),
+    _row("gptj", {**_GPT, "rotary_dim": 8}),
 )
 _IS_5_24 = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 if _IS_5_24:
