@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
+
 from tests.models.zoo import MAX_LEN, ROWS, SIZES, VOCAB_SIZE, ModelType
 
 _MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}  # one layer with a window
