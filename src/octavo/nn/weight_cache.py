@@ -23,6 +23,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -266,12 +267,12 @@ def _open(path: Path, identity: str) -> StoredWeights:
     return StoredWeights(sections, header["about"])
 
 
-def _read(file: BinaryIO, size: int) -> Bytes:
+def _read(file: BufferedReader, size: int) -> Bytes:
     """Return the file's bytes, which may be fewer than `size` by now."""
     room = np.empty(size + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
     file.seek(0)
-    whole = room[start : start + file.readinto(room[start : start + size].data)]  # type: ignore[attr-defined]
+    whole = room[start : start + file.readinto(room[start : start + size].data)]
     whole.flags.writeable = False
     return whole
 
