@@ -512,12 +512,14 @@ def test_I06_an_engine_that_dies_in_the_middle_of_an_answer_is_not_noticed(chat:
 
 def engines_of(pid: int) -> set[int]:
     """Children of a process that run an engine's program; not one that is about to, for which its parent waits."""
-    found = set()
+    children, found = [], set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with suppress(OSError):  # it ended
-                if b"octavo.assembly" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.add(int(child))
+        with suppress(OSError):  # the thread ended
+            children += (task / "children").read_text().split()
+    for child in children:
+        with suppress(OSError):  # it ended
+            if b"octavo.assembly" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.add(int(child))
     return found
 
 
