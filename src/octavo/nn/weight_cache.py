@@ -255,8 +255,7 @@ def _open(path: Path, identity: str) -> StoredWeights:
         if header["identity"] != identity:
             raise UnfitError("the model's files have changed")
         size = os.fstat(file.fileno()).st_size
-        is_small = size * _READ_SHARE <= machine.usable_memory()[1]
-        whole = _read(file, size) if is_small else _map(file)
+        whole = _read(file, size) if size * _READ_SHARE <= machine.usable_memory()[1] else _map(file)
     if header["size"] != len(whole):  # the array's size: reading past a mapped file's end would kill the process
         raise UnfitError(f"has {len(whole)} bytes, {header['size']} were written")
     slices = {name: _slice(entry, start, len(whole)) for name, entry in header["sections"].items()}
