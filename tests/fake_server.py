@@ -31,9 +31,9 @@ from octavo.config import Config  # noqa: E402
 from octavo.core.limits import Limits  # noqa: E402
 from octavo.core.scheduler import Scheduler  # noqa: E402
 from octavo.engine.loop import EngineLoop  # noqa: E402
+from octavo.engine.observation import observe_engine  # noqa: E402
 from octavo.errors import CapacityError  # noqa: E402
 from octavo.executors.protocol import Capacity, ExecutorSpec  # noqa: E402
-from octavo.observe.live import observe_engine  # noqa: E402
 from tests.fake_model import FakeExecutor  # noqa: E402  the path comes first
 
 VOCAB_SIZE = 300  # of the tiny models

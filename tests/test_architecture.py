@@ -89,22 +89,22 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_737,
-    ("engine", "frontend"): 5_986,
+    ("engine", "frontend"): 6_044,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_672,
     ("executors",): 4_658,
     ("artifacts",): 3_560,
-    ("text",): 2_420,
+    ("text",): 2_409,
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
-    ("observe",): 4_051,
+    ("observe",): 3_953,
     ("simulator",): 6_360,
     ("server",): 12_075,
     ("cli",): 6_403,
-    ("bench",): 2_912,
+    ("bench",): 2_911,
     ("config",): 1_278,
 }
-ALL_CODE_LINES, ALL_FILES = 73_045, 471  # of src
+ALL_CODE_LINES, ALL_FILES = 73_005, 469  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -13,7 +13,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request, Want
-from octavo.engine.outbox import finished
+from octavo.engine.client import finished
 from octavo.engine.wire import Outputs
 from octavo.errors import InvalidRequestError, OctavoError
 from tests.frontend.ledgers import Begun

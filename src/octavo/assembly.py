@@ -39,6 +39,7 @@ from octavo.engine.draft_checks import check_draft_model, check_rejection, is_pa
 from octavo.engine.draft_pace import DraftPace, PacedLookups
 from octavo.engine.limits import configured_limits, read_tenant_weights
 from octavo.engine.loop import Clock, EngineLoop
+from octavo.engine.observation import observe_engine
 from octavo.engine.parent import end_with_parent
 from octavo.engine.process_side import run_engine_process
 from octavo.engine.warm_up import warm_up
@@ -63,7 +64,6 @@ from octavo.frontend.open_request import LedgerObserver, OpenRequest
 from octavo.frontend.sessions import Sessions
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.observe.live import observe_engine
 from octavo.observe.log import set_up_log
 from octavo.plugins import find_policy
 from octavo.text.scripted_text import ScriptedText

@@ -28,11 +28,11 @@ from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
 from octavo.engine.loop import EngineLoop
+from octavo.engine.observation import observe_engine
 from octavo.executors.pool_use import pool_use
 from octavo.executors.protocol import Capacity, ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
-from octavo.observe.live import observe_engine
 from octavo.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 97

@@ -26,7 +26,7 @@ from octavo.engine.loop import Clock, EngineLoop
 from octavo.fleet.fleet_router import FleetRouter
 from octavo.frontend.open_request import settle
 from octavo.frontend.open_requests import OpenRequests
-from octavo.observe.sink import EventSink
+from octavo.observe.history import EventSink
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import shape_of
 from octavo.simulator.setup import ReplicaFailure, Setup

@@ -12,7 +12,7 @@ from tests.fleet.fronts import LOCAL, TOKEN, until
 from tests.frontend.test_journal import ADMITTED, accept, contents, start, state_contents, tokens
 
 from octavo.core.request import FinishReason
-from octavo.engine.outbox import finished
+from octavo.engine.client import finished
 from octavo.errors import ConfigError
 from octavo.fleet import standby as standby_module
 from octavo.fleet.security import HostPort, LinkSecurity

@@ -29,13 +29,13 @@ from octavo.core.plan import StepPlan  # noqa: E402
 from octavo.core.request import Request  # noqa: E402
 from octavo.core.scheduler import Scheduler  # noqa: E402
 from octavo.engine.loop import EngineLoop  # noqa: E402
+from octavo.engine.observation import observe_engine  # noqa: E402
 from octavo.engine.process_side import run_engine_process  # noqa: E402
 from octavo.errors import CapacityError, EngineDeadError, InvalidRequestError, RequestError  # noqa: E402
 from octavo.executors.protocol import Capacity  # noqa: E402
 from octavo.grammar.bank import GrammarBank  # noqa: E402
 from octavo.grammar.matcher import Matcher  # noqa: E402
 from octavo.grammar.vocabulary import Vocabulary  # noqa: E402
-from octavo.observe.live import observe_engine  # noqa: E402
 
 SLOW_STEP_S = 0.005
 EPOCH = int(sys.argv[sys.argv.index("--epoch") + 1])

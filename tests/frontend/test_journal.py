@@ -20,7 +20,7 @@ from tests.frontend.ledgers import Begun
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams
-from octavo.engine.outbox import finished
+from octavo.engine.client import finished
 from octavo.engine.wire import Submit
 from octavo.errors import ConfigError, EngineDeadError, EngineError, ErrorKind
 from octavo.frontend import journal as journal_module

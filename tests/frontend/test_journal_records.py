@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo.core.plan import Event, EventKind, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams
-from octavo.engine.outbox import finished
+from octavo.engine.client import finished
 from octavo.engine.wire import Submit
 from octavo.errors import ErrorKind
 from octavo.frontend import journal_files

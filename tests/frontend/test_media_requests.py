@@ -17,8 +17,8 @@ from tests.media.items import make_item
 from octavo.core.request import FinishReason, Request, Span
 from octavo.core.scheduler import Scheduler
 from octavo.engine import wire
+from octavo.engine.client import finished
 from octavo.engine.loop import EngineLoop
-from octavo.engine.outbox import finished
 from octavo.errors import InvalidRequestError, QueueFullError
 from octavo.frontend import open_requests
 from octavo.frontend.journal import Journal

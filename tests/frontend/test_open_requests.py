@@ -12,8 +12,7 @@ from tests.frontend.ledgers import Begun, SilentLink, begin
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, SamplingParams, Want
-from octavo.engine.client import TokenOutput
-from octavo.engine.outbox import finished
+from octavo.engine.client import TokenOutput, finished
 from octavo.errors import DuplicateRequestError, EngineError, ErrorKind, InvalidRequestError
 from octavo.frontend.open_request import OpenRequest
 

@@ -19,8 +19,7 @@ from tests.frontend.test_open_requests import tokens
 
 from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request
-from octavo.engine.client import Accepted
-from octavo.engine.outbox import finished
+from octavo.engine.client import Accepted, finished
 from octavo.errors import InvalidRequestError
 from octavo.executors.protocol import Fingerprint
 from octavo.frontend.open_request import BoundEngine, OpenRequest

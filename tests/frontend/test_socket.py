@@ -31,6 +31,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine import wire
 from octavo.engine.client import Accepted
 from octavo.engine.loop import EngineLoop
+from octavo.engine.observation import observe_engine
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import (
     AdmissionError,
@@ -42,7 +43,6 @@ from octavo.errors import (
 )
 from octavo.frontend.sessions import Sessions
 from octavo.observe.explainer import unknown
-from octavo.observe.live import observe_engine
 from octavo.server.http.listener import new_event_loop
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from octavo.core.request import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
+from octavo.observe.history import EventSink
 from octavo.observe.recording.format import Header
-from octavo.observe.sink import EventSink
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.observe.recording.driving import ListTap, write_segment
 

@@ -14,6 +14,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Events, StepFailure, StepPlan, StepResult, StepTimings
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.core.scheduler import Scheduler
+from octavo.engine.observation import guarded
 from octavo.errors import EngineError
 from octavo.observe.explainer import Explainer, unknown
 from octavo.observe.forecast import (
@@ -24,8 +25,7 @@ from octavo.observe.forecast import (
     WaitModel,
     forecast,
 )
-from octavo.observe.history import NUM_FIRST, NUM_LAST, PHASES, History, StepRecord
-from octavo.observe.sink import guarded, guarded_reader
+from octavo.observe.history import NUM_FIRST, NUM_LAST, PHASES, History, StepRecord, guarded_reader
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup

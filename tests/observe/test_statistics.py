@@ -454,7 +454,7 @@ def test_T06_statistics_are_plain_json() -> None:
 
 def test_T06_without_collection_nothing_is_called_and_totals_are_there() -> None:
     with Watched(StatisticsConfig(collect_statistics=False)) as engine:
-        assert engine.collector is None and engine.loop.instruments._sinks == [engine.observation.history]
+        assert engine.collector is None and engine.loop._sinks == [engine.observation.history]
         assert len(engine.observation.history._readers) == 1, "the frames alone"
         engine.serve(make_request("a"))
         figures = engine.figures()

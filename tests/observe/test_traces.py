@@ -18,8 +18,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
-from octavo.engine.loop import EngineLoop
-from octavo.engine.outbox import Outbox
+from octavo.engine.loop import EngineLoop, Outbox
 from octavo.errors import ConfigError
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient

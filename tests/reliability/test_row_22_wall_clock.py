@@ -33,7 +33,7 @@ SHOWN = {
     "octavo.text.chat_template",
     # files and batches outlive a server, and their clients are told when they expire, by the calendar
     "octavo.server.api.batches.service", "octavo.server.api.batches.store", "octavo.server.api.batches.endpoints",
-    "octavo.observe.live",  # a dashboard shows when its engine began
+    "octavo.engine.observation",  # a dashboard shows when its engine began
 }  # fmt: skip
 CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now", "time.localtime"}
 SERVING = ("octavo.core", "octavo.engine", "octavo.server", "octavo.sandbox", "octavo.text", "octavo.artifacts")

@@ -22,8 +22,7 @@ import pytest
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, SamplingParams, Want
 from octavo.engine import wire
-from octavo.engine.client import Accepted
-from octavo.engine.outbox import finished
+from octavo.engine.client import Accepted, finished
 from octavo.errors import EngineError, ErrorKind
 from octavo.frontend.open_requests import OpenRequests
 from octavo.frontend.socket_client import SocketClient

@@ -16,10 +16,10 @@ from octavo.config import BatchConfig, Config, ResponsesConfig, RetryConfig, Ser
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
+from octavo.engine.observation import observe_engine
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
-from octavo.observe.live import observe_engine
 from octavo.server.app import create_app
 from octavo.server.http.endpoints import find_endpoints
 from octavo.server.http.limits import HttpLimits

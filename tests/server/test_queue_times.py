@@ -10,9 +10,9 @@ from octavo.config import StatisticsConfig
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
+from octavo.engine.observation import observe_engine
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
-from octavo.observe.live import observe_engine
 from tests.fake_model import FakeExecutor
 from tests.server.fakes import Harness, events
 

@@ -10,9 +10,9 @@ from typing import Any
 from octavo.config import StatisticsConfig
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
+from octavo.engine.observation import observe_engine
 from octavo.frontend.local_client import LocalClient
 from octavo.observe.history import PHASES
-from octavo.observe.live import observe_engine
 from octavo.server.api.requests import explain_open
 from tests.engine.fakes import GatedExecutor, make_limits, open_fake
 from tests.server.fakes import Harness

@@ -1,6 +1,6 @@
 """EngineClient: how a front end talks to an engine, in this process or over a Unix socket.
 
-Owns: the protocol and the output record. Does not: hold text, import torch, or know HTTP.
+Owns: the protocol, the output record, and the events that end requests. Does not: hold text, or know HTTP.
 Invariants: every choice of an accepted request gets exactly one output with a finish_reason, and no output after that.
 Only the request's last output has is_final set.
 """
@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from octavo.core.plan import TokenLogprobs
+from octavo.core.plan import Event, EventKind, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.media.item import MediaItem
 
+ENDS = frozenset({EventKind.FINISHED, EventKind.CHOICE_FINISHED})
 Verb = Literal[
     "statistics", "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "explain", "reset_statistics",
     "export_statistics", "frames", "forecast", "load_adapter", "unload_adapter",
@@ -65,6 +66,22 @@ class Accepted:
     request_id: str
     max_tokens: int
     capped: bool
+
+
+def finished(
+    request_id: str,
+    reason: FinishReason,
+    error: FinishError | None = None,
+    *,
+    choice: int | None = None,
+    stop_token_id: int | None = None,
+    time: float = 0.0,
+) -> Event:
+    """Return an event that ends a request, or one of its choices, without a scheduler."""
+    kind = EventKind.FINISHED if choice is None else EventKind.CHOICE_FINISHED
+    return Event(
+        kind, request_id, time, 0, finish_reason=reason, stop_token_id=stop_token_id, error=error, choice=choice or 0
+    )
 
 
 class EngineClient(Protocol):

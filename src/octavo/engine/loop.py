@@ -1,6 +1,7 @@
 """The step loop: one thread that owns scheduler and executor, and an inbox for other threads.
 
-Owns: the cycle plan, submit, collect, commit, deliver, with up to `depth` plans in flight; recovery from failed steps.
+Owns: the cycle plan, submit, collect, commit, deliver, with up to `depth` plans in flight; recovery from failed steps;
+the Outbox, which selects the events that a client needs.
 Does not: decide (scheduler), compute (executor), or know sockets, asyncio and text.
 Invariants: each admitted request gets exactly one end, even if the engine stops or dies. A loop without work waits on
 a condition. Once started, only this thread calls scheduler and executor.
@@ -13,27 +14,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.scheduler import Scheduler
-from octavo.engine.client import Accepted, Verb
+from octavo.engine.client import ENDS, Accepted, Verb, finished
 from octavo.engine.grammars import Built, GrammarBuilds, MaskedTicket, submit_masked
 from octavo.engine.heartbeat import HeartbeatWriter
-from octavo.engine.outbox import Outbox
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, QueueFullError, RequestError
 from octavo.executors.protocol import Executor, MediaExecutor, Ticket
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.matcher import Matcher
 from octavo.media.item import MediaItem, check_media
+from octavo.observe.history import EventSink
 from octavo.observe.series import StepTimes
-from octavo.observe.sink import EventSink, FanOutSink
 
 _LOG = logging.getLogger(__name__)
+_SENT = ENDS | {EventKind.ADMITTED, EventKind.PREEMPTED, EventKind.RESUMED}
 MIN_WAIT_S = 0.001  # least wait after an empty plan, so that a deadline just missed causes no busy loop
 Reply = Callable[[object], None]  # called once with a value or an Exception, in the loop's or the caller's thread
 
@@ -63,6 +64,68 @@ class PlanInFlight:
     started_at: float
 
 
+class Outbox:
+    """Tracks the open requests, and selects the events to send to the client.
+
+    Every request opened here gets exactly one FINISHED event, and no token after it. An admission, preemption or
+    resumption is sent with the next commit or end, and so costs no message of its own.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, None] = {}
+        self._held: list[Event] = []
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def open_ids(self) -> tuple[str, ...]:
+        """Ids of the open requests, oldest first."""
+        return tuple(self._open)
+
+    def open(self, request_id: str) -> None:
+        """Add an admitted request, which will get one end."""
+        self._open[request_id] = None
+
+    def committed(self, events: Events) -> Events:
+        """Return the events of a commit to send. The columns are shared, not copied."""
+        if not events.decisions and not self._held:
+            return events
+        self._take(events.decisions)
+        return replace(events, decisions=self._release())
+
+    def decided(self, decisions: tuple[Event, ...]) -> Events | None:
+        """Return events with the decisions made outside a commit; None if all of them can wait."""
+        if not self._take(decisions):
+            return None
+        return Events(decisions[-1].step, decisions[-1].time, decisions=self._release())
+
+    def end_all(self, now: float, reason: FinishReason, error: FinishError) -> Events:
+        """Return events that end every open request, without the scheduler."""
+        ends = tuple(finished(request_id, reason, error, time=now) for request_id in self._open)
+        self._open.clear()
+        return Events(0, now, decisions=self._release() + ends)
+
+    def _take(self, decisions: Iterable[Event]) -> bool:
+        """Hold the decisions that will be sent; return True if one of them is an end."""
+        has_end = False
+        for event in decisions:
+            if event.kind not in _SENT or event.request_id not in self._open:
+                continue
+            self._held.append(event)
+            has_end |= event.kind in ENDS
+            if event.kind == EventKind.FINISHED:
+                del self._open[event.request_id]
+        return has_end
+
+    def _release(self) -> tuple[Event, ...]:
+        held, self._held = tuple(self._held), []
+        return held
+
+
 class EngineLoop:
     """The step loop of a scheduler and an opened executor.
 
@@ -82,7 +145,6 @@ class EngineLoop:
         bank: GrammarBank | None = None,
     ) -> None:
         self.clock = clock or Clock()
-        self.instruments = FanOutSink()
         self.step_times = StepTimes()
         self.sections: dict[str, Callable[[], object]] = {}  # more statistics, read in the loop's thread
         self.verbs: dict[str, Callable[[str], object]] = {}  # more verbs for `control`; set before start
@@ -106,6 +168,7 @@ class EngineLoop:
         self._ended: Callable[[], None] = ignore
         self._in_flight: deque[PlanInFlight] = deque()
         self._outbox = Outbox()
+        self._sinks: list[EventSink] = []
         self._suspects = Suspects(scheduler.limit_step)
         self._with_media: set[str] = set()  # open requests whose media the executor has
         self._owners: dict[int, str] = {}  # executor slot -> request, as of the last collected plan
@@ -124,8 +187,16 @@ class EngineLoop:
         self._ended = ended or ignore
 
     def watch(self, sink: EventSink) -> None:
-        """Add a sink for all events. Call before start."""
-        self.instruments.add(sink)
+        """Report all events to this sink, unless it raises. Call before start."""
+        self._sinks.append(sink)
+
+    def _report(self, verb: Literal["admitted", "decided", "stepped"], *facts: object) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                getattr(sink, verb)(*facts)
+            except Exception:  # the instrument shell
+                _LOG.exception("%s failed and is switched off", type(sink).__name__)
+                self._sinks.remove(sink)
 
     def start(self) -> None:
         """Start the thread. Idempotent; an engine that ended cannot start again (EngineDeadError)."""
@@ -282,7 +353,13 @@ class EngineLoop:
             self._discard_later_plans()
         events = self._scheduler.commit(plan, outcome, collected)
         committed = self.clock.now()
-        self._deliver(plan, outcome, events)
+        if self._active_bank is not None:
+            self._active_bank.committed(events)
+        self._send(self._outbox.committed(events))
+        if isinstance(outcome, StepResult):
+            self._suspects.stepped(plan, self._owners, events.request_ids)
+        self._note_decisions(events.decisions)
+        self._report("stepped", plan, outcome, events)
         if self.heartbeat is not None:
             self.heartbeat.step_ended(isinstance(outcome, StepResult))
         if isinstance(outcome, StepFailure):
@@ -324,16 +401,6 @@ class EngineLoop:
             if not (self._inbox or self._is_stopping):
                 self.clock.wait(self._condition, until)
 
-    def _deliver(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Send the events of a commit to the client, the grammar bank, the suspects and the instruments."""
-        if self._active_bank is not None:
-            self._active_bank.committed(events)
-        self._send(self._outbox.committed(events))
-        if isinstance(outcome, StepResult):
-            self._suspects.stepped(plan, self._owners, events.request_ids)
-        self._note_decisions(events.decisions)
-        self.instruments.report("stepped", plan, outcome, events)
-
     def _deliver_decisions(self, decisions: tuple[Event, ...]) -> None:
         """Send decisions that were made outside a commit to the client and the observers."""
         if decisions:
@@ -351,9 +418,12 @@ class EngineLoop:
                 if self._active_bank.is_empty:
                     self._active_bank = None
             if self._with_media:
-                self._drop_media(decisions)
+                ended = {event.request_id for event in decisions if event.kind is EventKind.FINISHED}
+                if ended := ended & self._with_media:
+                    self._with_media -= ended
+                    cast(MediaExecutor, self._executor).drop_media(sorted(ended))
             self._suspects.ended(decisions)
-            self.instruments.report("decided", decisions)
+            self._report("decided", decisions)
 
     def _recover(self, plan: StepPlan, failure: StepFailure) -> None:
         """Choose what the next plan may contain after a failed step, and fail the requests that cause failures."""
@@ -382,26 +452,16 @@ class EngineLoop:
             reply(error)
             return
         if media:
-            self._add_media(request, media)
+            self._with_media.add(request.request_id)
+            cast(MediaExecutor, self._executor).add_media(request, media)
         if self._bank is not None and isinstance(built, Matcher):
             self._bank.open(request.request_id, built)
             self._active_bank = self._bank
         self._outbox.open(request.request_id)
-        self.instruments.report("admitted", request)
+        self._report("admitted", request)
         reply(Accepted(request.request_id, admission.max_tokens, admission.capped))
         if ends_as is not None:
             self._cancel((request.request_id,), ends_as)
-
-    def _add_media(self, request: Request, media: tuple[MediaItem, ...]) -> None:
-        self._with_media.add(request.request_id)
-        cast(MediaExecutor, self._executor).add_media(request, media)
-
-    def _drop_media(self, decisions: tuple[Event, ...]) -> None:
-        """Have the executor drop the media of requests that ended."""
-        ended = {event.request_id for event in decisions if event.kind is EventKind.FINISHED} & self._with_media
-        if ended:
-            self._with_media -= ended
-            cast(MediaExecutor, self._executor).drop_media(sorted(ended))
 
     def _cancel(self, request_ids: tuple[str, ...], reason: FinishReason, choice: int | None = None) -> int:
         now = self.clock.now()

@@ -17,9 +17,8 @@ from queue import SimpleQueue
 from octavo.core.plan import Events
 from octavo.core.request import FinishError, FinishReason
 from octavo.engine import wire
-from octavo.engine.client import Accepted
+from octavo.engine.client import Accepted, finished
 from octavo.engine.loop import EngineLoop
-from octavo.engine.outbox import finished
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, RequestError
 from octavo.executors.protocol import Capacity
 

@@ -18,8 +18,7 @@ import msgspec
 from octavo.core.kv.prefix import KEY_BYTES
 from octavo.core.plan import Event, Events, TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
-from octavo.engine.client import Accepted, Verb
-from octavo.engine.outbox import ENDS
+from octavo.engine.client import ENDS, Accepted, Verb
 from octavo.errors import EngineError, ErrorKind, OctavoError, RequestError, error_of, kind_of
 from octavo.executors.protocol import Capacity
 from octavo.media.item import MediaItem

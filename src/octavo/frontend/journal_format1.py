@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.core.plan import Event, EventKind, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request
-from octavo.engine.outbox import finished
+from octavo.engine.client import finished
 from octavo.errors import ErrorKind
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import Request
-from octavo.engine.outbox import ENDS
+from octavo.engine.client import ENDS
 from octavo.engine.wire import Submit, WireError
 from octavo.errors import ErrorKind, RequestError
 from octavo.frontend.journal_files import (

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
-from octavo.engine.client import Accepted, TokenOutput
-from octavo.engine.outbox import finished
+from octavo.engine.client import Accepted, TokenOutput, finished
 from octavo.executors.protocol import Fingerprint
 from octavo.media.item import MediaItem
 

@@ -22,8 +22,7 @@ from functools import partial
 
 from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishError, FinishReason, Request
-from octavo.engine.client import Accepted, TokenOutput
-from octavo.engine.outbox import ENDS, finished
+from octavo.engine.client import ENDS, Accepted, TokenOutput, finished
 from octavo.errors import (
     DuplicateRequestError,
     EngineDeadError,

@@ -2,7 +2,7 @@
 
 Owns: RequestHistory (one request from its arrival to its end), StepRecord (what one step changed), and how many are
 stored. Does not: decide, or make texts, tables, frames and traces (the history's readers do).
-History is an EventSink: a live loop, a replay and a simulation report to it.
+Also owns the EventSink, to which a live loop, a replay and a simulation report; History is one.
 Invariants: ended histories are bounded in number and age. A history stores its first and last events and counts those
 between; the seconds of its phases add up to its end minus its arrival. A step costs O(decisions and changed rows):
 most requests get a token in every step, so a history stores only the steps at which an unbroken run of tokens begins
@@ -11,13 +11,14 @@ and ends. A StepRecord references the plan's arrays, which are never changed aga
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, starmap
 from operator import attrgetter, sub
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult, StepTimings, WaitReason
 from octavo.core.request import FinishReason, Request
@@ -25,12 +26,29 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.snapshots import Gauges
 from octavo.observe.series import FINE_SECONDS, Histogram, StepTimeModel, StepTimes
 
+_LOG = logging.getLogger(__name__)
 NUM_FIRST = 16  # first events of a request that are stored
 NUM_LAST = 48  # last events of a request that are stored
 TOKEN_STEPS = 65_536  # steps whose times are stored; a request that began before them has no quantiles of its gaps
 NUM_ANSWERS = 256  # answers whose lengths are stored
 PHASES = ("earlier", "queue", "prefill", "decode", "preempted", "recompute")  # earlier: in an engine before this one
 _EARLIER, _QUEUE, _PREFILL, _DECODE, _PREEMPTED, _RECOMPUTE = range(len(PHASES))
+
+
+class EventSink(Protocol):
+    """A receiver of events, called in the engine's thread, in order; must be quick, and copy data that it keeps."""
+
+    def admitted(self, request: Request) -> None:
+        """Handle an admitted request."""
+        ...
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Handle decisions of plans and commits, each reported exactly once."""
+        ...
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """Handle a committed plan."""
+        ...
 
 
 class RequestHistory:
@@ -491,3 +509,19 @@ class History:
             (len(plan.swap_outs) // 3, len(plan.host_loads) // 3, len(plan.copies) // 3),
             failure,
         )
+
+
+def guarded_reader(name: str, read: Callable[[StepRecord], object]) -> Callable[[StepRecord], None]:
+    """Return a reader that is switched off, with one entry in the log, once it raises: it must not end an engine."""
+    is_on = True
+
+    def guarded(record: StepRecord) -> None:
+        nonlocal is_on
+        if is_on:
+            try:
+                read(record)
+            except Exception:  # the instrument shell
+                _LOG.exception("%s failed and is switched off", name)
+                is_on = False
+
+    return guarded

@@ -17,7 +17,7 @@ from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.limits import configured_limits
 from octavo.errors import ConfigError
-from octavo.observe.sink import EventSink
+from octavo.observe.history import EventSink
 from octavo.plugins import find_policy
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware

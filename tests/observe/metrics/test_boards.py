@@ -12,10 +12,10 @@ from octavo.config import Config, StatisticsConfig
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
+from octavo.engine.observation import observe_engine
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
-from octavo.observe.live import observe_engine
 from octavo.server.app import create_app
 from tests.fake_model import FakeExecutor
 from tests.observe.metrics.test_metrics import parse

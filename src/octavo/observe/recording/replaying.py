@@ -20,10 +20,9 @@ from octavo.core.saved_state import SavedState
 from octavo.core.scheduler import Scheduler
 from octavo.core.tap import AdmitCall, CancelCall, CommitCall, ControlCall, EndChoiceCall, KeyRun, KVCall, PlanCall
 from octavo.errors import ConfigError, InvariantError, RequestError
-from octavo.observe.history import History, RequestHistory
+from octavo.observe.history import EventSink, History, RequestHistory
 from octavo.observe.recording.format import Header, RecordedCall, RecordingError, StateRecord
 from octavo.observe.recording.reader import RecordedStep, Recording, Segment, StepPairs
-from octavo.observe.sink import EventSink
 
 MakeSink = Callable[[Scheduler, Header], EventSink]  # called for each segment, with its scheduler
 AddTimes = Callable[[tuple[float, ...]], object]  # as StepTimes.add

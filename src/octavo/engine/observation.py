@@ -1,27 +1,31 @@
 """The observers of a live engine: its history and the history's readers, wired to the loop.
 
 Owns: the wiring of the statistics' sections, and of the verbs explain, forecast, frames, export_statistics and
-reset_statistics.
+reset_statistics. An observer never ends an engine: a verb or section that raises is answered with the error.
 Does not: fold events, collect figures or make frames.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec
 
 from octavo.config import StatisticsConfig
 from octavo.core.scheduler import Scheduler
+from octavo.engine.loop import EngineLoop
 from octavo.errors import EngineError
 from octavo.observe.explainer import Explainer
 from octavo.observe.frames import FrameRing, FrameSource
-from octavo.observe.history import History, RequestFigures
+from octavo.observe.history import History, RequestFigures, guarded_reader
 from octavo.observe.series import StepTimes
-from octavo.observe.sink import WatchedLoop, guarded, guarded_reader
 from octavo.observe.statistics import Collector, ReadPools
 
+_LOG = logging.getLogger(__name__)
+P = ParamSpec("P")
 _OFF = "statistics are not collected; start the engine with --collect-statistics"
 
 
@@ -35,7 +39,7 @@ class Observation:
 
 
 def observe_engine(
-    loop: WatchedLoop,
+    loop: EngineLoop,
     scheduler: Scheduler,
     config: StatisticsConfig,
     model: str = "",
@@ -71,9 +75,18 @@ def observe_engine(
         verbs["export_statistics"] = lambda _: collector.export()
     history.add_reader(guarded_reader("frames", frames.add))
     loop.verbs.update((name, guarded(name, act, EngineError)) for name, act in verbs.items())
-    loop.sections.update((name, guarded(name, read, _section_error)) for name, read in sections.items())
+    loop.sections.update((name, guarded(name, read, lambda text: {"error": text})) for name, read in sections.items())
     return Observation(history, frames, collector)
 
 
-def _section_error(text: str) -> object:
-    return {"error": text}
+def guarded(name: str, act: Callable[P, object], answer: Callable[[str], object]) -> Callable[P, object]:
+    """Return a function that returns the result of `act` or, if that raises, `answer` of the error's text."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> object:
+        try:
+            return act(*args, **kwargs)
+        except Exception as error:  # the instrument shell
+            _LOG.exception("%s failed", name)
+            return answer(f"{name} failed: {type(error).__name__}: {error}")
+
+    return run
