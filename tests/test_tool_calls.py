@@ -10,7 +10,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.grammar.compile import compile_grammar
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part
-from octavo.text.answer_reader import AnswerReader
+from octavo.text.dialect import AnswerReader
 from tests.grammar.validity import Validity
 from tests.tiny_models import make_tiny_model
 

@@ -66,7 +66,6 @@ from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.observe.log import set_up_log
 from octavo.plugins import find_policy
-from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
 
@@ -456,8 +455,7 @@ def create_executor(config: Config, files: ModelFiles, spec: ModelSpec, is_draft
 
 def create_scripted(files: ModelFiles, can_die: bool = False) -> ScriptedExecutor:
     """Return the executor of a scripted model."""
-    path = files.weights[0]
-    return ScriptedExecutor(read_script(path), ScriptedText(path), can_die=can_die)
+    return ScriptedExecutor(read_script(files.weights[0]), can_die=can_die)
 
 
 def remove_packed(folder: Path, sources: Path) -> int:

@@ -18,12 +18,11 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.artifacts.resolve import resolve_model
-from octavo.artifacts.script import read_script
+from octavo.artifacts.script import encode, read_prompt, read_script
 from octavo.assembly import build_local, create_scripted
 from octavo.config.sources import config_from_keywords
 from octavo.core.plan import ROW_POOL, NewSequence, StepPlan
 from octavo.executors.protocol import ExecutorSpec
-from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
 
 RULES = [
@@ -142,10 +141,9 @@ def test_a_crash_in_this_process_is_a_failed_step_and_nothing_worse(llm: LLM) ->
 def test_like_texts_have_like_embeddings(script: Path) -> None:
     executor = create_scripted(resolve_model(f"scripted:{script}"))
     executor.open(ExecutorSpec(4, 64))
-    coder = ScriptedText(script)
 
     def embedding(text: str) -> list[float]:
-        ids = coder.encode(text)
+        ids = encode(text)
         plan = StepPlan(0, 0.0)
         plan.new_sequences = (NewSequence(0, "r", 0, len(ids), _ints(ids), SamplingParams()),)
         for column, value in ((plan.slots, 0), (plan.starts, 0), (plan.counts, len(ids)), (plan.flags, ROW_POOL)):
@@ -180,13 +178,15 @@ def test_pool_sizes_are_honoured(script: Path) -> None:
 
 def test_a_prompt_is_read_back_from_its_ids(script: Path) -> None:
     text = TextModel.load(resolve_model(f"scripted:{script}"))
-    coder = ScriptedText(script)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two\nlines <é>"}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    asked = coder.read(text.prompt_ids_from_messages(messages, tools=tools))
+    asked = read_prompt(text.prompt_ids_from_messages(messages, tools=tools))
     assert (asked.last, asked.role) == ("two\nlines <é>", "user")
     assert "be brief" in asked.prompt and '"name": "f"' in asked.prompt
-    assert read_script(script).rule_for(coder.read(coder.encode("plain"))).echo
+    assert read_script(script).rule_for(read_prompt(encode("plain"))).echo
+    said = "é <|im_end|> \x00\U0001f600<|endoftext|>"
+    assert encode(said) == text.tokenizer.encode(said, add_special_tokens=False)
+    assert read_prompt(encode(said)).prompt == text.tokenizer.decode(encode(said), skip_special_tokens=False) == said
 
 
 def test_no_torch_is_loaded(script: Path) -> None:

@@ -11,7 +11,7 @@ from tests.grammar.validity import Validity
 from octavo.errors import InvalidRequestError
 from octavo.grammar.compile import compile_grammar
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Reasoning, Text
-from octavo.text.answer_reader import AnswerReader
+from octavo.text.dialect import AnswerReader
 
 CITY: dict[str, Any] = {
     "type": "object",

@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 
-from octavo.artifacts.script import END_ID
+from octavo.artifacts.script import END_ID, encode
 from octavo.config.sources import config_from_keywords
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.fleet.fleet_router import FleetRouter
 from octavo.fleet.replicas import LocalReplicas, start_fleet
 from octavo.frontend.engine_supervisor import EngineSupervisor
-from octavo.text.scripted_text import scripted_tokenizer
 from tests.reliability.deaths import Load, quantile, until
 from tests.reliability.scorecard import Score
 
@@ -48,15 +47,14 @@ async def scripted_fleet(folder: Path, count: int, step_ms: float, **values: Any
 class Prompts:
     """Requests whose texts differ; the right answer is the text."""
 
-    def __init__(self, folder: Path, least: int, most: int) -> None:
-        self._encode = scripted_tokenizer(folder / "echo.json").encode
+    def __init__(self, least: int, most: int) -> None:
         self._rng, self._least, self._most = random.Random(4), least, most
 
     def make(self, number: int) -> Request:
         length = self._rng.randrange(self._least, self._most)
         text = f"{number} " + "".join(self._rng.choices(LETTERS, k=length))
         params = SamplingParams(max_tokens=self._most + 16, temperature=0.0, seed=1)
-        ids = array("i", self._encode(text))
+        ids = array("i", encode(text))
         return Request(f"r{number}", ids, params, time.monotonic(), eos_token_ids=(END_ID,))
 
 
@@ -65,7 +63,7 @@ async def test_row_40_replicas_are_killed_under_load(score: Score, tmp_path: Pat
     num_requests, num_kills = score.dose(300, 2000), score.dose(3, 10)
     async with scripted_fleet(tmp_path, 3, score.dose(8.0, 20.0), max_sequences=32) as local:
         supervisor, rng = local.supervisor, random.Random(5)
-        prompts = Prompts(tmp_path, *score.dose((6, 30), (40, 120)))
+        prompts = Prompts(*score.dose((6, 30), (40, 120)))
         load, kills = Load(supervisor, prompts.make, WIDTH), list[float]()
         next_at = time.monotonic()
         while len(load.streams) < num_requests:
@@ -98,7 +96,7 @@ async def test_row_40_two_replicas_serve_nearly_twice_as_much_as_one(score: Scor
 
     async def rate(local: LocalReplicas, seconds: float) -> float:
         """Tokens per second under more load than the slots hold."""
-        prompts = Prompts(tmp_path, 40, 60)
+        prompts = Prompts(40, 60)
         load = Load(local.supervisor, prompts.make, 48)
         await until(lambda: len(load.streams) >= 8)
         begun = await count(local.supervisor)

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from octavo.config import CALL_PARSERS, REASONING_PARSERS
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
-from octavo.text.answer_reader import AnswerReader
-from octavo.text.dialect import CALL_ALIASES, CALL_MARKERS, CALL_READERS, REASONING_ALIASES, REASONING_TAGS
+from octavo.text.dialect import (
+    CALL_ALIASES,
+    CALL_MARKERS,
+    CALL_READERS,
+    REASONING_ALIASES,
+    REASONING_TAGS,
+    AnswerReader,
+)
 
 THINK = ("<think>", "</think>")
 NAMES = ("f", "get_weather")

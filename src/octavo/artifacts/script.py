@@ -1,13 +1,15 @@
 """The script of a scripted model: rules that map prompts to answers.
 
-Owns: the file's format, its bounds, and the choice of the rule for a prompt.
-Does not: tokenise or generate (executors.scripted_executor does). docs/testing.md describes the format.
+Owns: the file's format, its bounds, and the choice of the rule for a prompt; the vocabulary (special tokens, then the
+bytes) and the chat template, which has ChatML's marks and writes tools and calls as for Hermes models.
+Does not: generate (executors.scripted_executor does). docs/testing.md describes the format.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +22,8 @@ from octavo.artifacts.vision_spec import VisionSpec
 from octavo.errors import ModelFileError
 
 PREFIX = "scripted:"
-VOCAB_SIZE = 259  # three special tokens and the bytes
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the first ids; those of the bytes follow
+VOCAB_SIZE = len(SPECIAL) + 256
 IMAGE_ID = 0  # <|endoftext|>, which stands for images
 IMAGE_TOKENS = 4  # of each image
 END_ID = 2  # <|im_end|>, which ends a message
@@ -28,6 +31,39 @@ HIDDEN_SIZE = 64  # of embeddings
 MAX_FILE_BYTES = 4 << 20
 MAX_RULES = 4096
 MAX_DELAY_MS = 2000.0  # the watchdog ends an engine whose step takes 5 s
+_SPECIAL_TEXT = re.compile(f"({'|'.join(map(re.escape, SPECIAL))})")
+
+TEMPLATE = """\
+{%- if tools -%}
+<|im_start|>system
+You may call these functions:
+<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+</tools>
+Write each call as <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>.<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.reasoning_content is defined and message.reasoning_content -%}
+<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif -%}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
 
 Text = Annotated[str, Meta(max_length=65_536)]
 Delay = Annotated[float, Meta(ge=0.0, le=MAX_DELAY_MS)]
@@ -93,6 +129,29 @@ class ScriptedRequest:
     prompt: str
     last: str
     role: str = "user"
+
+
+def encode(text: str) -> list[int]:
+    """Return the ids of a text, as the model's tokenizer does: special tokens that it spells out become their ids."""
+    ids: list[int] = []
+    for part in _SPECIAL_TEXT.split(text):
+        ids += [SPECIAL.index(part)] if part in SPECIAL else [len(SPECIAL) + byte for byte in part.encode()]
+    return ids
+
+
+def read_prompt(ids: Sequence[int]) -> ScriptedRequest:
+    """Decode a prompt. Return its last message if the template rendered it, else the whole prompt."""
+    pieces = (SPECIAL[i].encode() if i < len(SPECIAL) else bytes((i - len(SPECIAL),)) for i in ids)
+    prompt = b"".join(pieces).decode(errors="replace").replace(SPECIAL[IMAGE_ID] * IMAGE_TOKENS, "[image]")
+    start, end = SPECIAL[1:]
+    last = ""
+    for part in prompt.split(start)[1:]:
+        if end in part:
+            last = part
+    role, is_message, content = last.partition("\n")
+    if not is_message:
+        return ScriptedRequest(prompt, prompt)
+    return ScriptedRequest(prompt, content.rpartition(end)[0], role)
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,8 +29,7 @@ from octavo.engine.adapters import read_lora_modules
 from octavo.errors import EngineError, OctavoError
 from octavo.media.item import MediaItem
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin
-from octavo.text.answer_reader import AnswerReader
-from octavo.text.dialect import Dialect, read_dialect, text_arguments
+from octavo.text.dialect import AnswerReader, Dialect, read_dialect, text_arguments
 
 if TYPE_CHECKING:
     import httpx

@@ -14,14 +14,13 @@ import signal
 import struct
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
 
 import numpy as np
 
-from octavo.artifacts.script import END_ID, HIDDEN_SIZE, VOCAB_SIZE, Rule, Script, ScriptedRequest
+from octavo.artifacts.script import END_ID, HIDDEN_SIZE, SPECIAL, VOCAB_SIZE, Rule, Script, encode, read_prompt
 from octavo.core.limits import GroupSpec
 from octavo.core.plan import (
     ROW_BEAM,
@@ -45,20 +44,8 @@ POOL_TOKENS = 262_144  # default size of the pool
 TOKEN_BYTES = 64  # nominal size of a cached token, so that sizes in bytes have a meaning
 MAX_STEP_S = 4.0  # below the watchdog's limit of 5 s
 _SEND_S = 0.2  # wait before a crash, in which the earlier outputs are sent
-_SPACE_ID = 3 + 0x20
+_SPACE_ID = len(SPECIAL) + 0x20
 _log = logging.getLogger(__name__)
-
-
-class Coder(Protocol):
-    """Encodes answers and decodes prompts."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of an answer."""
-        ...
-
-    def read(self, ids: Sequence[int]) -> ScriptedRequest:
-        """Decode a prompt."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +69,6 @@ class _ScriptedSequence:
             return self.ids[index % len(self.ids)] if self.ids else _SPACE_ID
         return END_ID
 
-    def fails(self, index: int) -> bool:
-        """Return True if the request fails at this output."""
-        return self.rule.fail_after is not None and index >= self.rule.fail_after
-
-    def crashes(self, index: int) -> bool:
-        """Return True if the engine crashes at this output; a resumed sequence never makes the engine crash."""
-        return self.rule.crash_after is not None and not self.num_resumed and index >= self.rule.crash_after
-
-    def delay_ms(self, index: int) -> float:
-        """Return the delay of the output at this index, in ms."""
-        return self.rule.delay_ms + (self.rule.first_delay_ms if index == 0 else 0.0)
-
 
 @dataclass(slots=True)
 class _Step:
@@ -108,9 +83,8 @@ class _Step:
 class ScriptedExecutor:
     """See executors.protocol.Executor. `can_die`: only the engine uses this process, so a crash may kill it."""
 
-    def __init__(self, script: Script, coder: Coder, *, can_die: bool = False) -> None:
+    def __init__(self, script: Script, *, can_die: bool = False) -> None:
         self._script = script
-        self._coder = coder
         self._can_die = can_die
         self._slots: dict[int, _ScriptedSequence] = {}
         self._media: dict[str, tuple[MediaItem, ...]] = {}  # by request
@@ -181,20 +155,24 @@ class ScriptedExecutor:
         """Add one id for a sampling row, whether or not the row has drafts."""
         number, position = indices
         index = row.start + row.count - len(row.drafts) - sequence.new.num_prompt
-        step.delay_s = max(step.delay_s, sequence.delay_ms(index) / 1e3)
-        if sequence.crashes(index):
-            self._crash()
-        if sequence.fails(index):
+        rule = sequence.rule
+        delay_ms = rule.delay_ms + (rule.first_delay_ms if index == 0 else 0.0)
+        step.delay_s = max(step.delay_s, delay_ms / 1e3)
+        if rule.crash_after is not None and index >= rule.crash_after and not sequence.num_resumed:
+            self._crash()  # a resumed sequence never makes the engine crash
+        if rule.fail_after is not None and index >= rule.fail_after:
             step.errors[number] = "the script says that it fails here"
         result = step.result
         assert result.token_ids is not None
         step.rows[position] = number, len(result.token_ids)
         result.token_ids.append(sequence.token(index))
-        logprobs = self._logprobs(sequence, row, sequence.token(index))
-        if logprobs is not None and result.logprobs is None:
+        params = sequence.new.params
+        count = 2 * params.beam_width if row.flags & ROW_BEAM else params.num_logprobs
+        if count is not None and result.logprobs is None:
             result.logprobs = [None] * (len(result.token_ids) - 1)
         if result.logprobs is not None:
-            result.logprobs.append(logprobs)
+            entry = None if count is None else self._entry(sequence, sequence.token(index), count)
+            result.logprobs.append(entry)
 
     def supply(self, ticket: Ticket, masks: object) -> None:
         """Fail the rows whose next id their grammar does not allow; the script's answer is never changed."""
@@ -238,9 +216,9 @@ class ScriptedExecutor:
 
     def _start(self, new: NewSequence) -> _ScriptedSequence:
         assert new.token_ids is not None, f"{new.request_id} has a length but no token ids: only a simulator can run it"
-        request = self._coder.read(new.token_ids[: new.num_prompt])
+        request = read_prompt(new.token_ids[: new.num_prompt])
         rule = self._script.rule_for(request)
-        ids = self._coder.encode(rule.answer(request, new.choice))
+        ids = encode(rule.answer(request, new.choice))
         return _ScriptedSequence(new, rule, tuple(ids), len(new.token_ids) - new.num_prompt)
 
     def _crash(self) -> None:
@@ -250,12 +228,6 @@ class ScriptedExecutor:
             time.sleep(_SEND_S)
             os.kill(os.getpid(), signal.SIGKILL)
         raise EngineError("the script says that the engine crashes here, and it shares this process")
-
-    def _logprobs(self, sequence: _ScriptedSequence, row: Row, token_id: int) -> TokenLogprobs | None:
-        count = sequence.new.params.num_logprobs
-        if row.flags & ROW_BEAM:
-            count = 2 * sequence.new.params.beam_width
-        return None if count is None else self._entry(sequence, token_id, count)
 
     def _entry(self, sequence: _ScriptedSequence, token_id: int, count: int) -> TokenLogprobs:
         """Return log-probabilities in which this token ranks first and each next token is less likely by 1."""

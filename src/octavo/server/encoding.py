@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from octavo.core.request import FinishReason
 from octavo.text.answer_format import AnswerFormat
-from octavo.text.answer_reader import AnswerReader
+from octavo.text.dialect import AnswerReader
 
 if TYPE_CHECKING:
     from octavo.core.plan import TokenLogprobs

@@ -18,12 +18,12 @@ from octavo.artifacts.json_file import read_json
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles
+from octavo.artifacts.script import TEMPLATE
 from octavo.core.request import Span
 from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.media.placeholders import Images, find_spans, insert_placeholders
 from octavo.text.chat_template import ChatTemplate, check_variables
 from octavo.text.dialect import takes_tools
-from octavo.text.scripted_text import TEMPLATE, scripted_tokenizer
 from octavo.text.special_text import SpecialTextGuard
 from octavo.text.text_input import TextInput
 from octavo.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class TextModel:
         source: tuple[str, Path] | None
         if files.kind == "scripted":
             path = files.weights[0]
-            tokenizer, source = scripted_tokenizer(path), (TEMPLATE, path)
+            tokenizer, source = Tokenizer.scripted(path), (TEMPLATE, path)
         elif files.kind == "gguf":
             first = GGUFFile.open(files.weights[0])
             tokenizer, source = Tokenizer.from_gguf(first), _gguf_template(first)

@@ -13,14 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from octavo.artifacts import script
 from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.json_file import read_json
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import InvalidRequestError, ModelFileError
-from octavo.text.detokenizer import Detokenizer, TokenBytes
+from octavo.text.detokenizer import Detokenizer, TokenBytes, byte_alphabet
 from octavo.text.gguf_tokenizer import GGUFVocabulary, build_gguf_backend
 
 _NAMED = ("bos", "eos", "unk", "pad")
@@ -59,6 +60,16 @@ class Tokenizer:
         special = {f"{name}_token": vocabulary.tokens[i] for name, i in named.items() if i is not None}
         ends = (vocabulary.token_id(name) for name in _GGUF_END_NAMES)
         return cls(backend, special, (i for i in ends if i is not None), file.path)
+
+    @classmethod
+    def scripted(cls, path: Path) -> Tokenizer:
+        """Return the tokenizer of a scripted model, with one id per byte after the special ids. Errors name `path`."""
+        pieces = sorted(byte_alphabet(), key=byte_alphabet().__getitem__)
+        backend = Backend(models.BPE({piece: i for i, piece in enumerate((*script.SPECIAL, *pieces))}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(list(script.SPECIAL))
+        return cls(backend, {"eos_token": script.SPECIAL[script.END_ID]}, [script.END_ID], path)
 
     @classmethod
     def from_folder(cls, root: Path) -> Tokenizer:

@@ -36,7 +36,7 @@ from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import bad_field, from_exception, with_field
 from octavo.server.reply import RESUME_NOTE, reply
 from octavo.text.answer_format import AnswerFormat
-from octavo.text.dialect import Tags, text_arguments
+from octavo.text.dialect import text_arguments
 
 FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar, since a schema cannot constrain qwen3_coder's values
 MAX_FORCED_CALLS = 16  # in one answer that a grammar restricts to calls
@@ -141,7 +141,7 @@ class ChatRequest(TextRequest):
         body = self.body
         tools = body.usable_tools if body.tools else []
         calls = self.context.dialect.calls if tools else None
-        reasoning, starts_inside = self._reasoning()
+        reasoning, starts_inside = self.context.dialect.reasoning_after(self.prompt, self.context.text.tokenizer)
         if calls is None:
             return None if reasoning is None else AnswerFormat(reasoning, starts_inside)
         return AnswerFormat(
@@ -154,10 +154,6 @@ class ChatRequest(TextRequest):
             is_single=body.parallel_tool_calls is False,
         )
 
-    def _reasoning(self) -> tuple[Tags | None, bool]:
-        """Return the reasoning's tags and whether it has begun; see Dialect.reasoning_after."""
-        return self.context.dialect.reasoning_after(self.prompt, self.context.text.tokenizer)
-
     def _grammar_source(self) -> AnswerSource:
         body = self.body
         dialect, tokenizer = self.context.dialect, self.context.text.tokenizer
@@ -168,7 +164,7 @@ class ChatRequest(TextRequest):
             most = MAX_FORCED_CALLS if may_be_more and body.forced != "named" else 1
             schemas = [(tool.function.name, tool.function.parameters) for tool in tools]
             calls = CallSource(FORCED_AS.get(dialect.calls, dialect.calls), schemas, most)
-        reasoning, starts_inside = self._reasoning()
+        reasoning, starts_inside = self.context.dialect.reasoning_after(self.prompt, self.context.text.tokenizer)
         markers = dialect.markers(bool(tools))
         ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
         structure = None

@@ -27,7 +27,7 @@ from octavo.server.encoding import (
     timings_json,
 )
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
-from octavo.text.answer_reader import AnswerReader
+from octavo.text.dialect import AnswerReader
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
