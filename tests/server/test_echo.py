@@ -7,7 +7,7 @@ import pytest
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import ErrorKind, FinishError, FinishReason, Want
-from octavo.frontend.outputs import slice_tokens
+from octavo.frontend.sessions import slice_tokens
 from octavo.server.api.completions.answers import EchoedPrompt, LogprobColumns, top_logprobs
 from octavo.server.api.sampling import MAX_PROMPT_SCORES, check_scores
 from octavo.server.encoding import LOWEST_LOGPROB

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.config import ServingConfig
-from octavo.frontend.outputs import MAX_SLICE, slice_tokens
+from octavo.frontend.sessions import MAX_SLICE, slice_tokens
 from octavo.server import reply
 from octavo.server.http import connection
 from octavo.server.http.errors import ApiError

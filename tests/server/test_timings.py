@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.frontend.outputs import Usage
-from octavo.server.encoding import timings_json
+from octavo.server.api.completions.answers import timings_json
 
 
 @pytest.mark.parametrize(

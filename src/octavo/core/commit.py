@@ -33,7 +33,10 @@ _PLAIN = (ROW_SAMPLE, ROW_SAMPLE | ROW_CARRY)  # flags of rows whose result is o
 
 
 def commit_step(state: State, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
-    """Commit the oldest plan in flight. Raises InvariantError if `plan` is not that plan."""
+    """Commit the oldest plan in flight; return its tokens, and all decisions since the last plan or commit.
+
+    Raises InvariantError if `plan` is not the oldest plan.
+    """
     if not state.flight or state.flight[0].plan.step != plan.step:
         expected = f"step {state.flight[0].plan.step}" if state.flight else "none"
         raise InvariantError(f"step {plan.step} is committed, expected is {expected}: commit each plan once, in order")
@@ -42,7 +45,20 @@ def commit_step(state: State, plan: StepPlan, outcome: StepResult | StepFailure,
         recover.undo_steps(state, commit.flight, now)
     else:
         commit.take(outcome)
-    return commit.close()
+    state.report_ended()
+    decisions, state.events = tuple(state.events), []
+    return Events(
+        plan.step,
+        now,
+        commit.names,
+        array("i", commit.choices),
+        array("i", commit.positions),
+        array("i", commit.token_ids),
+        commit.logprobs,
+        commit.scores,
+        commit.pooled,
+        decisions,
+    )
 
 
 class StepCommit:
@@ -96,24 +112,6 @@ class StepCommit:
         totals.num_output_tokens += len(self.token_ids)
         totals.num_drafted_rows += len(flight.plan.num_drafts) - flight.plan.num_drafts.count(0)
         totals.num_drafted_tokens += len(flight.plan.draft_token_ids)
-
-    def close(self) -> Events:
-        """Return the step's Events: the columns of tokens, and all decisions since the last plan or commit."""
-        state = self.state
-        state.report_ended()
-        decisions, state.events = tuple(state.events), []
-        return Events(
-            self.flight.plan.step,
-            self.now,
-            self.names,
-            array("i", self.choices),
-            array("i", self.positions),
-            array("i", self.token_ids),
-            self.logprobs,
-            self.scores,
-            self.pooled,
-            decisions,
-        )
 
     # --- rows -----------------------------------------------------------------------------------------
 

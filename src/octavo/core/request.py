@@ -239,12 +239,7 @@ class SamplingParams:
             kept = accept(name, value)
             if kept is not value:
                 object.__setattr__(self, name, kept)
-        self._check_together()
-        if self.grammar != "":
-            self._check_grammar()
-
-    def _check_together(self) -> None:
-        """Check the fields whose range depends on other fields."""
+        # fields whose range depends on other fields
         check(self.mirostat != 1, "mirostat", 1, "give 2 (mirostat 2.0); version 1 is not supported")
         check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, _TRUNCATE_REMEDY)
         if self.max_tokens == 0:
@@ -258,6 +253,8 @@ class SamplingParams:
         if self.beam_width:
             check(self.n <= self.beam_width, "n", self.n, f"give at most beam_width ({self.beam_width})")
             check(self.best_of is None, "best_of", self.best_of, "leave it out; beam search has beam_width")
+        if self.grammar != "":
+            self._check_grammar()
 
     def _check_grammar(self) -> None:
         shown = "..."  # the compiled text may be long, and no person wrote it

@@ -230,9 +230,22 @@ class OpenRequest:
             return []  # wait for the request's end, so that one output remains to be the final one
         outputs, is_all_read = list[TokenOutput](), True
         for choice in sorted(pages):
-            if pages[choice].has_news:
-                outputs.append(self._take_page(choice, max_ids))
-                is_all_read = is_all_read and not pages[choice].has_news
+            page = pages[choice]
+            if not page.has_news:
+                continue
+            start = page.num_read
+            page.num_read = min(start + max_ids, len(page.ids))
+            choice_end = page.end if page.num_read == len(page.ids) else None
+            page.is_end_read = choice_end is not None
+            ids, logprobs = page.ids[start : page.num_read], None
+            if page.logprobs and ids:
+                logprobs = tuple(page.logprobs[: len(ids)])
+                del page.logprobs[: len(ids)]
+            output = TokenOutput(self.request.request_id, choice, start, ids, logprobs, first_at=self.first_at)
+            if choice_end is not None:
+                output.finish_reason, output.error = choice_end.finish_reason, choice_end.error
+            outputs.append(output)
+            is_all_read = is_all_read and not page.has_news
         if outputs and self._scores:
             outputs[0] = replace(outputs[0], prompt_logprobs=(self._scores_from, tuple(self._scores)))
             self._scores = []
@@ -261,27 +274,6 @@ class OpenRequest:
         waiter = self.waiter
         if waiter is not None and not waiter.done() and (self.end is not None or not self.final_only):
             waiter.set_result(None)
-
-    def _take_page(self, choice: int, max_ids: int) -> TokenOutput:
-        page = self.pages[choice]
-        start = page.num_read
-        page.num_read = min(start + max_ids, len(page.ids))
-        end = page.end if page.num_read == len(page.ids) else None
-        page.is_end_read = end is not None
-        ids, logprobs = page.ids[start : page.num_read], None
-        if page.logprobs and ids:
-            logprobs = tuple(page.logprobs[: len(ids)])
-            del page.logprobs[: len(ids)]
-        return TokenOutput(
-            self.request.request_id,
-            choice,
-            start,
-            ids,
-            logprobs,
-            finish_reason=None if end is None else end.finish_reason,
-            error=None if end is None else end.error,
-            first_at=self.first_at,
-        )
 
 
 class EngineLink(Protocol):

@@ -424,7 +424,12 @@ class OpenRequests:
             return None
         return engines[0] if self._router is None else self._router.choose(state.request, engines)
 
-    def _bind(self, engine: BoundEngine, state: OpenRequest) -> None:
+    def _send(self, engine: BoundEngine, state: OpenRequest) -> None:
+        """Bind a request and send it in its resumed form. The engine answers later, or never if it dies first."""
+        end = state.implied_end()
+        if end is not None:
+            self.finish(state, end)
+            return
         engine.bind(state)
         if state.num_crashes >= ALONE_AFTER:
             engine.suspect = state
@@ -440,14 +445,6 @@ class OpenRequests:
                 state.is_exact = False
                 self.num_inexact += 1
             state.fingerprint = engine.fingerprint
-
-    def _send(self, engine: BoundEngine, state: OpenRequest) -> None:
-        """Bind a request and send it in its resumed form. The engine answers later, or never if it dies first."""
-        end = state.implied_end()
-        if end is not None:
-            self.finish(state, end)
-            return
-        self._bind(engine, state)
         try:
             answer = engine.link.send(state.resumed(), state.media)
         except OctavoError as error:

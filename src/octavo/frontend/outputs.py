@@ -16,10 +16,6 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, SamplingParams
 from octavo.errors import EngineError
 
-_ID_BYTES = 4
-_ENTRY_BYTES = 240  # memory of one token's TokenLogprobs
-_TOP_BYTES = 72  # memory of each alternative in it
-MAX_SLICE = 256  # tokens given to a reader at once, to bound the size of a message
 Scores = tuple[int, tuple[TokenLogprobs, ...]]  # the prompt's log-probabilities: first position, entries
 
 
@@ -104,16 +100,6 @@ def _rank(delta: TextDelta) -> tuple[bool, float, int]:
     if delta.cumulative_logprob is not None and delta.token_ids:
         mean = delta.cumulative_logprob / len(delta.token_ids)
     return delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH), -mean, delta.choice
-
-
-def slice_tokens(num_logprobs: int | None) -> int:
-    """Return the maximum of tokens given to a reader at once, with `num_logprobs` alternatives each."""
-    return MAX_SLICE if num_logprobs is None else max(1, MAX_SLICE // (1 + num_logprobs))
-
-
-def token_bytes(num_logprobs: int | None) -> int:
-    """Return roughly the bytes of memory of a token with `num_logprobs` alternatives."""
-    return _ID_BYTES if num_logprobs is None else _ID_BYTES + _ENTRY_BYTES + _TOP_BYTES * num_logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.open_request import num_choices
 from octavo.frontend.open_requests import OutputReader
-from octavo.frontend.outputs import Scores, TextDelta, Usage, best_choices, slice_tokens
+from octavo.frontend.outputs import Scores, TextDelta, Usage, best_choices
 from octavo.media.item import MediaItem
 from octavo.text.detokenizer import Detokenizer, StopStrings
 
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["Prompt", "RequestOptions", "Scores", "Session", "Sessions", "TextDelta", "Usage", "check_stream"]
 
 Prompt = str | Sequence[int]
+_ID_BYTES = 4
+_ENTRY_BYTES = 240  # memory of one token's TokenLogprobs
+_TOP_BYTES = 72  # memory of each alternative in it
+MAX_SLICE = 256  # tokens given to a reader at once, to bound the size of a message
 OFF_LOOP_TOKENS = 16_384  # beyond this, hashing a prompt's blocks takes over a millisecond
 
 
@@ -67,6 +71,16 @@ class RequestOptions(TypedDict, total=False):
     media: tuple[MediaItem, ...]
 
 
+def slice_tokens(num_logprobs: int | None) -> int:
+    """Return the maximum of tokens given to a reader at once, with `num_logprobs` alternatives each."""
+    return MAX_SLICE if num_logprobs is None else max(1, MAX_SLICE // (1 + num_logprobs))
+
+
+def token_bytes(num_logprobs: int | None) -> int:
+    """Return roughly the bytes of memory of a token with `num_logprobs` alternatives."""
+    return _ID_BYTES if num_logprobs is None else _ID_BYTES + _ENTRY_BYTES + _TOP_BYTES * num_logprobs
+
+
 def check_stream(params: SamplingParams) -> None:
     """Raise InvalidRequestError if the best choices are known only at the end and so cannot be streamed."""
     if not params.beam_width and params.num_sequences > params.n:
@@ -75,12 +89,6 @@ def check_stream(params: SamplingParams) -> None:
             "they cannot be streamed; leave best_of out, or do not stream",
             "best_of",
         )
-
-
-def _wants(params: SamplingParams) -> Want:
-    if params.max_tokens == 0:
-        return Want.SCORE
-    return Want.SAMPLE if params.prompt_logprobs is None else Want.SAMPLE | Want.SCORE
 
 
 class Transcript:
@@ -110,23 +118,27 @@ class Transcript:
         shown = ids
         if finish is FinishReason.STOP and ids and ids[-1] in self._end_ids:
             shown = ids[:-1]
-        text, num_counted = self._show(shown)
+        if self._stops is None:
+            text, num_counted = self._detokenizer.push(shown), len(shown)
+        else:
+            text, num_counted = self._until_stop(shown, self._stops)
         if self.stop_string is None:
             num_counted = len(ids)
             if len(shown) < len(ids) and ids[-1] in self._stop_token_ids:
                 self.stop_token_id = ids[-1]
             if finish is not None:
-                text += self._flush()
+                rest = self._detokenizer.flush()
+                if self._stops is not None:
+                    rest, self.stop_string = self._stops.push(rest)
+                    rest += "" if self.stop_string is not None else self._stops.flush()
+                text += rest
         self.num_tokens += num_counted
         if self.logprob_sum is not None:
             known = [entry.logprob for entry in (logprobs or ())[:num_counted] if entry is not None]
             self.logprob_sum = self.logprob_sum + sum(known) if len(known) == num_counted else None
         return text, num_counted
 
-    def _show(self, ids: array[int]) -> tuple[str, int]:
-        stops = self._stops
-        if stops is None:
-            return self._detokenizer.push(ids), len(ids)
+    def _until_stop(self, ids: array[int], stops: StopStrings) -> tuple[str, int]:
         texts: list[str] = []
         for count, token_id in enumerate(ids, 1):
             text = self._detokenizer.push((token_id,))
@@ -136,13 +148,6 @@ class Transcript:
             if self.stop_string is not None:
                 return "".join(texts), count
         return "".join(texts), len(ids)
-
-    def _flush(self) -> str:
-        text = self._detokenizer.flush()
-        if self._stops is None:
-            return text
-        safe, self.stop_string = self._stops.push(text)
-        return safe if self.stop_string is not None else safe + self._stops.flush()
 
 
 class OutputClient(Protocol):
@@ -256,7 +261,10 @@ class Session:
             self._ready.append(TextDelta(0, "", array("i"), prompt_logprobs=piece))
 
     def _take(self, output: TokenOutput) -> TextDelta | None:
-        """Return the delta of an output, or None if the delta is empty; end the choice at a stop string."""
+        """Return the delta of an output, or None if the delta is empty; end the choice at a stop string.
+
+        The last delta of a choice has its end, and the last one of the request has the usage.
+        """
         now = time.monotonic()
         transcript = self._choices[output.choice]
         was_cut = transcript.stop_string is not None
@@ -265,13 +273,9 @@ class Session:
             self._client.cancel((self.request_id,), FinishReason.STOP, output.choice)
         logprobs = None if output.logprobs is None or self.params.logprobs is None else output.logprobs[:count]
         delta = TextDelta(output.choice, text, output.token_ids[:count], logprobs)
-        if output.finish_reason is not None:
-            return self._last(delta, output, now)
-        return delta if delta.token_ids else None
-
-    def _last(self, delta: TextDelta, output: TokenOutput, now: float) -> TextDelta:
-        """Return `delta` with the choice's end and, if the output is the request's final one, with the usage."""
-        transcript, reason, error = self._choices[output.choice], output.finish_reason, output.error
+        reason, error = output.finish_reason, output.error
+        if reason is None:
+            return delta if delta.token_ids else None
         if transcript.stop_string is not None:
             reason, error = FinishReason.STOP, None
         elif reason is FinishReason.STOP and self.params.max_tokens == 0:
@@ -387,13 +391,15 @@ class Sessions:
                 shown = name.removesuffix("_s")
                 raise InvalidRequestError(f"{shown} is {value!r}; give seconds above 0", shown)
         arrival, timeout_s = self._now(), options.get("timeout_s")
+        wants = Want.SAMPLE if params.prompt_logprobs is None else Want.SAMPLE | Want.SCORE
+        wants = options.get("wants", Want.SCORE if params.max_tokens == 0 else wants)
         return Request(
             request_id if request_id is not None else secrets.token_hex(12),
             ids,
             params,
             arrival,
             eos_token_ids=self._eos_token_ids,
-            wants=options.get("wants", _wants(params)),
+            wants=wants,
             priority=options.get("priority", 0),
             tenant=options.get("tenant", ""),
             cache_salt=options.get("cache_salt", b""),

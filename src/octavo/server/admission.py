@@ -396,12 +396,6 @@ class AdmissionControl:
             meter = self.meters[key.name] = Meter(key, self.now())
         return meter
 
-    def _current_meter(self, key: KeyInfo) -> Meter | None:
-        meter = self.meter(key)
-        if meter is not None and meter.info is not key:  # the keys were reloaded
-            meter.update(key, self.now())
-        return meter
-
     @property
     def load(self) -> Load:
         """The current load level."""
@@ -412,7 +406,9 @@ class AdmissionControl:
 
         `needs_place`: the request takes room in the queue. A retry may not: its answer may exist already.
         """
-        meter = self._current_meter(key)
+        meter = self.meter(key)
+        if meter is not None and meter.info is not key:  # the keys were reloaded
+            meter.update(key, self.now())
         if needs_place and self.queue.num_pending:
             self._check_full(key, 1)
         if meter is not None:

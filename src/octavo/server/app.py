@@ -25,13 +25,19 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import EngineError, ModelLoadError, RequestError
 from octavo.server.context import Context, EngineStatistics, build_context
-from octavo.server.http.auth import KEY, AuthMiddleware
+from octavo.server.http.auth import KEY
 from octavo.server.http.connection import CUT, max_connections
 from octavo.server.http.endpoints import ENDPOINT, Endpoint, Limit, find_endpoints
 from octavo.server.http.errors import ApiError, from_exception
 from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.limits import HttpLimits, Shares
-from octavo.server.http.middleware import METER, RequestMiddleware, RootPathMiddleware, TrustedHostMiddleware
+from octavo.server.http.middleware import (
+    METER,
+    AuthMiddleware,
+    RequestMiddleware,
+    RootPathMiddleware,
+    TrustedHostMiddleware,
+)
 
 if TYPE_CHECKING:
     from octavo.config import Config
@@ -171,7 +177,7 @@ class RequestGate:
         # The answer of a retry may exist already; only the lookup of its Idempotency-Key shows that.
         is_retry = _RETRY_HEADER in dict(scope["headers"])
         # Of several models the body names the one whose queue counts; `admit` checks that one.
-        needs_place = limit is Limit.QUEUE and not is_retry and len(context.each_model) == 1
+        needs_place = limit is Limit.QUEUE and not is_retry and (not context.by_name or len(context.each_model) == 1)
         context.admission.check_arrival(key, needs_place=needs_place)
 
 

@@ -1,7 +1,7 @@
 """The types of an answer's encoder: AnswerSpec, AnswerEncoder, StreamFormat; and the code that several APIs share.
 
-Owns: these types, Choice, the table of encoders (each API registers its own), the JSON of log-probabilities, timings
-and a call's arguments. Does not: know any API.
+Owns: these types, Choice, the table of encoders (each API registers its own), the JSON of log-probabilities and of a
+call's arguments. Does not: know any API.
 Invariant: the same spec and deltas give the same bytes, so that another server process can encode the answer again.
 """
 
@@ -164,38 +164,6 @@ def _one(token_id: int, logprob: float, pieces: Pieces) -> Json:
 def finite(logprob: float) -> float:
     """Return the log-probability, or LOWEST_LOGPROB if it is lower: JSON has no infinity."""
     return max(logprob, LOWEST_LOGPROB)
-
-
-def timings_json(usages: Iterable[Usage | None]) -> Json:
-    """Return the slowest prompt's seconds in each phase, which add up to its total, and the token rates of all prompts.
-
-    Seconds in preemption count as neither prefill nor decode.
-    """
-    last: Usage | None = None
-    computed = decoded = 0
-    for usage in usages:
-        if usage is not None:
-            computed += usage.prompt_tokens - usage.cached_tokens
-            decoded += max(0, usage.completion_tokens - 1)
-            if last is None or usage.e2e_s > last.e2e_s:
-                last = usage
-    if last is None:
-        return {}
-    out_before = out_after = 0.0  # seconds of preemption, before the first token and after it
-    for out, back in last.preempted:
-        out_before += max(0.0, min(back, last.ttft_s) - max(out, 0.0))
-        out_after += max(0.0, min(back, last.e2e_s) - max(out, last.ttft_s))
-    prefill_s = max(0.0, last.ttft_s - last.queue_s - out_before)
-    decode_s = max(0.0, last.e2e_s - last.ttft_s - out_after)
-    return {
-        "queue_s": round(last.queue_s, 6),
-        "prefill_s": round(prefill_s, 6),
-        "decode_s": round(decode_s, 6),
-        "preempted_s": round(out_before + out_after, 6),
-        "total_s": round(last.e2e_s, 6),
-        "prompt_tokens_per_s": round(computed / prefill_s, 2) if prefill_s > 0 else None,
-        "tokens_per_s": round(decoded / decode_s, 2) if decode_s > 0 and decoded else None,
-    }
 
 
 def reader_of(spec: AnswerSpec) -> AnswerReader:

@@ -25,8 +25,7 @@ from starlette.requests import Request
 
 from octavo.core.request import FinishError, FinishReason, SamplingParams, Span, Want
 from octavo.errors import ErrorKind, OctavoError, error_of
-from octavo.frontend.outputs import token_bytes
-from octavo.frontend.sessions import RequestOptions
+from octavo.frontend.sessions import RequestOptions, token_bytes
 from octavo.observe.metrics.prometheus import Finished, RequestMetrics
 from octavo.observe.otel import RequestTrace, Timed, Value
 from octavo.server.admission import AdmissionRequest, AdmissionTicket

@@ -32,8 +32,8 @@ from octavo.errors import OctavoError
 from octavo.frontend.journal import Journal
 from octavo.frontend.journal_state import JournaledRequest, JournaledRun
 from octavo.frontend.open_request import OpenRequest
-from octavo.frontend.outputs import MAX_SLICE, TextDelta
-from octavo.frontend.sessions import OutputClient, Session
+from octavo.frontend.outputs import TextDelta
+from octavo.frontend.sessions import MAX_SLICE, OutputClient, Session
 from octavo.server.admission import AdmissionRequest
 from octavo.server.context import Context
 from octavo.server.encoding import ENCODERS, REASONS, AnswerEncoder, AnswerSpec, Choice

@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from octavo.core.plan import TokenLogprobs
-from octavo.frontend.outputs import TextDelta, slice_tokens, token_bytes
+from octavo.frontend.outputs import TextDelta
+from octavo.frontend.sessions import slice_tokens, token_bytes
 from octavo.server.encoding import AnswerEncoder, Choice, Json, StreamFormat
 from octavo.server.http.errors import ApiError, bad_field
 

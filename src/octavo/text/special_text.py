@@ -88,16 +88,13 @@ class SpecialTextGuard:
             at = self._pattern.search(text, at.start() + 1)
         if self._normalizer is not None and self._pattern.search(self._normalizer.normalize_str(text)):
             positions.append(0)
-        return sorted({*positions, *(self._edges(text) if has_edges else ())})
-
-    def _edges(self, text: str) -> Iterable[int]:
-        inner = text.strip()
-        if inner.startswith(self._rests) or inner in self._heads:
-            yield text.index(inner)
-        end = len(text.rstrip())
-        for start in range(max(0, end - self._longest + 1), end - 1):
-            if text[start] in self._firsts and text[start:end] in self._tails:
-                yield start + 1
+        if has_edges:
+            inner, end = text.strip(), len(text.rstrip())
+            if inner.startswith(self._rests) or inner in self._heads:
+                positions.append(text.index(inner))
+            starts = range(max(0, end - self._longest + 1), end - 1)
+            positions += [i + 1 for i in starts if text[i] in self._firsts and text[i:end] in self._tails]
+        return sorted(set(positions))
 
     def encode(self, prompt: str, mark: str, add_special_tokens: bool, num_kept: int | None) -> list[int]:
         """Return the ids of a rendered prompt, or the last `num_kept` of them. Raises InvalidRequestError."""

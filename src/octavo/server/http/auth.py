@@ -1,9 +1,10 @@
-"""Access: a request is refused unless its endpoint or its key allows it; and the login sessions of browsers.
+"""The login sessions of browsers, and wrong keys.
 
-Owns: finding a request's key, in a header or by its session; the answers to wrong keys and their count per address;
-sessions (a random id in a cookie represents a key), their bounds and ends; which requests may use a cookie.
-Does not: store a key (a session stores its digest, which the ring looks up each time) or define access (endpoints do).
-Invariants: an unknown path needs a key. The session of a removed key is invalid. A cookie is ignored in a request that
+Owns: sessions (a random id in a cookie represents a key), their bounds and ends; which requests may use a cookie; the
+answers to wrong keys and their count per address.
+Does not: check a request (AuthMiddleware does), or store a key (a session stores its digest, which the ring looks up
+each time).
+Invariants: the session of a removed key is invalid. A cookie is ignored in a request that
 another site's page may have sent. Every table is bounded. Sessions and counts end with the process.
 """
 
@@ -21,14 +22,11 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from octavo.dashboard.page import HEADERS, login_page
-from octavo.sandbox.pool import current_tenant
-from octavo.server.http.connection import ON_AUTH
-from octavo.server.http.endpoints import Access, Endpoints
 from octavo.server.http.errors import ApiError
-from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
+from octavo.server.http.keys import KeyInfo, KeyRing
 from octavo.server.http.limits import largest_user
 
 # In a request's scope:
@@ -45,7 +43,6 @@ MAX_WRONG_KEY_ADDRESSES = 4096
 COOKIE = "octavo-session"
 _MAX_COOKIES = 8  # only this many cookies with our name are checked: other ports of this host share them
 _SAFE = ("GET", "HEAD")
-_NO_KEY = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
 
 
 @dataclass(slots=True)
@@ -182,16 +179,6 @@ def _network(address: str) -> str:
     return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else str(parsed)
 
 
-def given_key(scope: Scope) -> bytes | None:
-    """Return the key in `Authorization: Bearer`, or else in `x-api-key`; None if the header is absent or repeated."""
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    if not values:
-        plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
-        return plain[0].strip() if len(plain) == 1 else None
-    scheme, _, key = values[0].partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" and len(values) == 1 else None
-
-
 def source_of(scope: Scope) -> str:
     """Return the address for counting wrong keys: the connection's address, never one from a header."""
     client = scope.get("client")
@@ -216,65 +203,3 @@ def wrong_key_error(message: str, wait_s: float) -> ApiError:
         return ApiError(401, message, code="invalid_api_key")
     text = f"{message}; there were too many wrong keys from this address, so try again later"
     return ApiError(429, text, code="too_many_wrong_keys", retry_after_s=math.ceil(wait_s), is_final=True)
-
-
-def _refusal(scope: Scope, error: ApiError) -> Response:
-    """Return the error as JSON, or the login form for a 401 when a browser requests one of PAGES."""
-    page = PAGES.get(scope["path"])
-    accept = ", ".join(Headers(scope=scope).getlist("accept"))
-    if error.status != 401 or page is None or scope["method"] not in ("GET", "HEAD") or not wants_html(accept):
-        return error.response()
-    return login_form(401, "", page, error.headers())
-
-
-class AuthMiddleware:
-    """Middleware that passes a request on if the path's access, its key or its session allows that; else 401 or 429."""
-
-    def __init__(
-        self, app: ASGIApp, endpoints: Endpoints, keys: KeyRing, logins: Logins, note: Callable[[str], None]
-    ) -> None:
-        self._app = app
-        self._endpoints = endpoints
-        self._keys = keys
-        self._logins = logins
-        self._note = note  # counts a refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Decide by the raw path, before any routing."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        # A KeyInfo in the scope means a batch's inner call (batches.run); clients cannot set the scope.
-        error = None if isinstance(scope.get(KEY), KeyInfo) else self._check(scope)
-        if ON_AUTH in scope:  # only connections set it
-            scope[ON_AUTH](scope[KEY] is not ANONYMOUS)
-        if error is None:
-            current_tenant.set(scope[KEY].tenant)
-            await self._app(scope, receive, send)
-        else:
-            self._note(error.code)
-            await _refusal(scope, error)(scope, receive, send)
-
-    def _check(self, scope: Scope) -> ApiError | None:
-        """Return the refusal, if any, and set the scope's KEY; ANONYMOUS if no key is needed and none was valid."""
-        access = self._endpoints.open_access(scope) if self._keys.keys else Access.OPEN
-        error = None if access is Access.OPEN else self._identify(scope)
-        if error is not None or access is Access.OPEN:
-            scope[KEY] = ANONYMOUS
-        return error if access is None else None
-
-    def _identify(self, scope: Scope) -> ApiError | None:
-        """Set the scope's KEY from the key in a header, or else from the session; return a refusal if invalid."""
-        is_given = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
-        if is_given:
-            key = given_key(scope)
-            info = None if key is None else self._keys.find(key)
-        else:
-            info, scope[SESSION] = self._logins.identify(scope) or (None, None)
-        if info is None:
-            return wrong_key_error(_NO_KEY, self._logins.wrong_keys.note(source_of(scope)) if is_given else 0.0)
-        scope[KEY] = info
-        return None

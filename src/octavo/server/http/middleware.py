@@ -1,4 +1,4 @@
-"""Middleware around every request, outermost first: RootPathMiddleware, RequestMiddleware, TrustedHostMiddleware.
+"""Middleware around every request, outermost first: root path, request, trusted hosts and, after CORS, auth.
 
 Root path (--root-path, for a server behind a proxy): removed from the path and the raw path, byte for byte, before any
 other code reads them. A path that spells the root path in another way stays unchanged, and is not found.
@@ -7,6 +7,7 @@ unexpected error becomes a 500 without details. It does not log bodies or header
 Trusted hosts: without keys, only Hosts and sites of this machine or of the settings are answered, for every path; only
 the probes' bare status is open. With keys, only the Host is checked, and only if --allowed-hosts is set: pages of other
 sites have no key, and auth checks cookies.
+Auth: a request is refused unless its endpoint, its key or its session allows it. An unknown path needs a key.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.observe.metrics.prometheus import RequestMetrics
+from octavo.sandbox.pool import current_tenant
 from octavo.server.api.fields import HEADER, IGNORED_FIELDS, IgnoredFields
-from octavo.server.http.auth import KEY
-from octavo.server.http.endpoints import ENDPOINT, Endpoint, Endpoints
+from octavo.server.http.auth import KEY, PAGES, SESSION, Logins, login_form, source_of, wants_html, wrong_key_error
+from octavo.server.http.connection import ON_AUTH
+from octavo.server.http.endpoints import ENDPOINT, Access, Endpoint, Endpoints
 from octavo.server.http.errors import ApiError, bad_field, disk_full_error, internal_error, is_disk_full
-from octavo.server.http.keys import KeyInfo, KeyRing
+from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
 from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.limits import HttpLimits
 
@@ -51,6 +55,7 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{0,5})?")
 _MAX_HOST = 262  # characters: the longest name, a final dot and a port
 _MAX_CACHED = 256
 _SAFE = ("GET", "HEAD")
+_NO_KEY = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
 _log = logging.getLogger(__name__)
 
 
@@ -273,6 +278,76 @@ class TrustedHostMiddleware:
         if address is None:
             return name in self._names
         return address.is_loopback or name in self._names or address == _address(local.partition("%")[0])
+
+
+class AuthMiddleware:
+    """Middleware that passes a request on if the path's access, its key or its session allows that; else 401 or 429."""
+
+    def __init__(
+        self, app: ASGIApp, endpoints: Endpoints, keys: KeyRing, logins: Logins, note: Callable[[str], None]
+    ) -> None:
+        self._app = app
+        self._endpoints = endpoints
+        self._keys = keys
+        self._logins = logins
+        self._note = note  # counts a refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Decide by the raw path, before any routing."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        # A KeyInfo in the scope means a batch's inner call (batches.run); clients cannot set the scope.
+        error: ApiError | None = None
+        if not isinstance(scope.get(KEY), KeyInfo):
+            access = self._endpoints.open_access(scope) if self._keys.keys else Access.OPEN
+            error = None if access is Access.OPEN else self._identify(scope)
+            if error is not None or access is Access.OPEN:
+                scope[KEY] = ANONYMOUS  # no key is needed, or none was valid
+            error = error if access is None else None
+        if ON_AUTH in scope:  # only connections set it
+            scope[ON_AUTH](scope[KEY] is not ANONYMOUS)
+        if error is None:
+            current_tenant.set(scope[KEY].tenant)
+            await self._app(scope, receive, send)
+        else:
+            self._note(error.code)
+            await _refusal(scope, error)(scope, receive, send)
+
+    def _identify(self, scope: Scope) -> ApiError | None:
+        """Set the scope's KEY from the key in a header, or else from the session; return a refusal if invalid."""
+        is_given = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
+        if is_given:
+            key = given_key(scope)
+            info = None if key is None else self._keys.find(key)
+        else:
+            info, scope[SESSION] = self._logins.identify(scope) or (None, None)
+        if info is None:
+            return wrong_key_error(_NO_KEY, self._logins.wrong_keys.note(source_of(scope)) if is_given else 0.0)
+        scope[KEY] = info
+        return None
+
+
+def given_key(scope: Scope) -> bytes | None:
+    """Return the key in `Authorization: Bearer`, or else in `x-api-key`; None if the header is absent or repeated."""
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not values:
+        plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        return plain[0].strip() if len(plain) == 1 else None
+    scheme, _, key = values[0].partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" and len(values) == 1 else None
+
+
+def _refusal(scope: Scope, error: ApiError) -> Response:
+    """Return the error as JSON, or the login form for a 401 when a browser requests one of PAGES."""
+    page = PAGES.get(scope["path"])
+    accept = ", ".join(Headers(scope=scope).getlist("accept"))
+    if error.status != 401 or page is None or scope["method"] not in ("GET", "HEAD") or not wants_html(accept):
+        return error.response()
+    return login_form(401, "", page, error.headers())
 
 
 def _is_same_origin(origin: str, headers: Headers, scope: Scope) -> bool:

@@ -1,6 +1,6 @@
 """Answers of /v1/chat/completions and /v1/completions, whole and as chunks.
 
-Owns: both encoders; the JSON of usage, timings and log-probabilities that other APIs use too.
+Owns: both encoders; the JSON of usage and of timings, which other APIs use too.
 Does not: separate calls and reasoning from text (AnswerReader does).
 Invariants: every chunk of a stream has the same id. finish_reason is null in all but a choice's last chunk. A delta
 makes at most one chunk, besides the chunks that begin and end a choice.
@@ -32,7 +32,6 @@ from octavo.server.encoding import (
     encodes,
     entries_of,
     finite,
-    timings_json,
 )
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.dialect import AnswerReader
@@ -368,6 +367,38 @@ class CompletionEncoder:
     def last(self) -> bytes:
         """Return the usage chunk; b"" if it was not requested."""
         return self._stream.usage_chunk() if self._stream.include_usage else b""
+
+
+def timings_json(usages: Iterable[Usage | None]) -> Json:
+    """Return the slowest prompt's seconds in each phase, which add up to its total, and the token rates of all prompts.
+
+    Seconds in preemption count as neither prefill nor decode.
+    """
+    last: Usage | None = None
+    computed = decoded = 0
+    for usage in usages:
+        if usage is not None:
+            computed += usage.prompt_tokens - usage.cached_tokens
+            decoded += max(0, usage.completion_tokens - 1)
+            if last is None or usage.e2e_s > last.e2e_s:
+                last = usage
+    if last is None:
+        return {}
+    out_before = out_after = 0.0  # seconds of preemption, before the first token and after it
+    for out, back in last.preempted:
+        out_before += max(0.0, min(back, last.ttft_s) - max(out, 0.0))
+        out_after += max(0.0, min(back, last.e2e_s) - max(out, last.ttft_s))
+    prefill_s = max(0.0, last.ttft_s - last.queue_s - out_before)
+    decode_s = max(0.0, last.e2e_s - last.ttft_s - out_after)
+    return {
+        "queue_s": round(last.queue_s, 6),
+        "prefill_s": round(prefill_s, 6),
+        "decode_s": round(decode_s, 6),
+        "preempted_s": round(out_before + out_after, 6),
+        "total_s": round(last.e2e_s, 6),
+        "prompt_tokens_per_s": round(computed / prefill_s, 2) if prefill_s > 0 else None,
+        "tokens_per_s": round(decoded / decode_s, 2) if decode_s > 0 and decoded else None,
+    }
 
 
 def usage_json(usages: Iterable[Usage | None], reasoning_share: float | None = None) -> Json:

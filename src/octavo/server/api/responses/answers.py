@@ -15,6 +15,7 @@ from msgspec import Raw, convert
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
+from octavo.server.api.completions.answers import timings_json
 from octavo.server.encoding import (
     AnswerSpec,
     Choice,
@@ -24,7 +25,6 @@ from octavo.server.encoding import (
     StreamFormat,
     chat_logprobs,
     encodes,
-    timings_json,
 )
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.dialect import AnswerReader
