@@ -27,7 +27,7 @@ _NO_CODE = {
 }  # fmt: skip
 # What of octavo.core others may import: the verbs, what crosses them, and the descriptions that others make for them.
 DOOR = {
-    "explain", "feasibility", "kv.prefix", "limits", "plan", "policy", "proposals", "repeat", "request",
+    "explain", "kv.prefix", "limits", "plan", "policy", "proposals", "repeat", "request",
     "request_state", "saved_state", "scheduler", "snapshots", "tap",
 }  # fmt: skip
 _STATE = {"state", "_state"}

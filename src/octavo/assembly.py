@@ -70,7 +70,7 @@ from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from octavo.observe.recording.recorders import EngineRecorders
+    from octavo.observe.recording.flight import EngineRecorders
     from octavo.simulator.costs.fitted import DriftMonitor
 
 DRAFT_POOL_LEN = 2048  # tokens of each lane that the draft model's pool holds, if all lanes are used
@@ -278,7 +278,7 @@ def _open_recorders(
     """Return what records the engine's decisions; None if nothing does. Raises ConfigError."""
     if config.recording.record is None and not is_own_process:
         return None  # the import takes time
-    from octavo.observe.recording.recorders import Header, open_recorders, recorded_settings
+    from octavo.observe.recording.flight import Header, open_recorders, recorded_settings
 
     name, settings = config.model.shown_name(config.model.model), recorded_settings(config)
     header = Header(name, sizes, plans_in_flight(config, capacity), capacity.device, settings=settings)

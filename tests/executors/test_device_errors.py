@@ -7,7 +7,7 @@ import torch
 
 from octavo.core.plan import StepPlan
 from octavo.errors import EngineDeadError, ErrorKind
-from octavo.executors.device_errors import is_sticky, raise_typed
+from octavo.executors.device import is_sticky, raise_typed
 from tests.engine.fakes import GatedExecutor, Harness, make_request
 
 CUDA = torch.device("cuda")

@@ -24,9 +24,9 @@ from octavo.executors.protocol import Fingerprint
 from octavo.fleet.fleet_router import FleetRouter
 from octavo.fleet.replicas import AttachedSource, LocalReplicas, start_fleet
 from octavo.frontend.engine_process import EngineProcess, EngineSpawner
+from octavo.frontend.engine_source import EngineState
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.open_requests import MAX_CRASHES, SUSPECT_WAIT_S
-from octavo.frontend.replica import EngineState
 
 
 @asynccontextmanager

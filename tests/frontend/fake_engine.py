@@ -80,7 +80,7 @@ def lost_device() -> Exception:
     """What an executor makes of torch's error."""
     import torch
 
-    from octavo.executors.device_errors import raise_typed
+    from octavo.executors.device import raise_typed
 
     error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nhelp")
     try:

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.config import Config, ServingConfig
-from octavo.core.feasibility import check_token_ids
+from octavo.core.limits import check_token_ids
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, Want
 from octavo.engine.client import Accepted, TokenOutput

@@ -12,6 +12,7 @@ import pytest
 from octavo.sandbox.pool import Sandbox, SandboxLimits
 from octavo.server import prompts
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.tokenizer import Tokenizer
 from tests.server.fakes import EOS, MAX_LEN, TEMPLATE, Harness, make_text
 
 TALK = [{"role": "user", "content": "é <x> {{ 1 }}"}, {"role": "assistant", "content": "yes"}] * 3
@@ -183,7 +184,7 @@ async def test_without_tool_processes_large_conversations_wait_for_better_times(
     harness = Harness()
     harness.context.prompts._sandbox = Sandbox(SandboxLimits(), (sys.executable, "-c", "pass"))
     large = [{"role": "user", "content": "x" * 140_000}]
-    monkeypatch.setattr(prompts, "num_tokens_if_over", lambda *_: None)
+    monkeypatch.setattr(Tokenizer, "num_tokens_if_over", lambda *_: None)
     monkeypatch.setattr(type(harness.text.tokenizer), "longest_piece", 10**6)
     response = await harness.chat(messages=large)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "tool_unavailable")

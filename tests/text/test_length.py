@@ -5,8 +5,7 @@ import random
 import pytest
 from tests.text.tiny_tokenizers import KINDS, random_text, tiny_tokenizer
 
-from octavo.text import length
-from octavo.text.length import num_tokens_if_over
+from octavo.text import tokenizer as length
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -25,7 +24,7 @@ def test_a_text_that_fits_is_never_refused(kind: str, small_parts: None) -> None
         text = random_text(rng, 200) + " the cat" * rng.randrange(100)
         num = len(tokenizer.encode(text, False))
         for most in (num, num + 1, 2 * num + 1):
-            assert num_tokens_if_over(tokenizer, text, most) is None
+            assert tokenizer.num_tokens_if_over(text, most) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,7 +34,7 @@ def test_what_is_said_is_no_more_than_there_are(kind: str, small_parts: None) ->
     for _ in range(150):
         text = random_text(rng, 400) * rng.choice((1, 3))
         num = len(tokenizer.encode(text, False))
-        told = num_tokens_if_over(tokenizer, text, max(1, num // 3))
+        told = tokenizer.num_tokens_if_over(text, max(1, num // 3))
         assert told is None or num // 3 < told <= num
         found += told is not None
     assert found > 50 or kind in ("unigram", "words"), "these say one <unk> for many characters"
@@ -61,12 +60,12 @@ def test_most_of_a_hopeless_text_is_not_looked_at(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Tokenizer, "count", counted)
     text = "".join(chr(0x4E00 + index % 5000) for index in range(300_000))
-    told = num_tokens_if_over(tokenizer, text, 30_000)
+    told = tokenizer.num_tokens_if_over(text, 30_000)
     assert told is not None and told > 30_000 and sum(seen) < 40_000
-    assert num_tokens_if_over(tokenizer, "x" * 10_000_000, 1000) == 10_000_000 // tokenizer.longest_piece
+    assert tokenizer.num_tokens_if_over("x" * 10_000_000, 1000) == 10_000_000 // tokenizer.longest_piece
     assert sum(seen) < 40_000, "the length alone is enough"
 
 
 def test_a_short_text_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "count", lambda *_: pytest.fail("it was"))
-    assert num_tokens_if_over(tiny_tokenizer("byte_level"), "the cat " * 1000, 7000) is None
+    assert tiny_tokenizer("byte_level").num_tokens_if_over("the cat " * 1000, 7000) is None

@@ -1,12 +1,13 @@
 """An encoder's parts besides the sizes of a ModelSpec, how its states are pooled, and what its output means.
 
-Owns: EncoderSpec. Does not: read files (read_encoder.py does), know families, or load torch.
+Owns: EncoderSpec, and the texts that encoders take. Does not: read files (read_encoder.py does) or know families.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MAX_LABELS = 1 << 16
 
@@ -80,3 +81,16 @@ class EncoderSpec:
         """Return the first of these prompts that the model has, else its default prompt, else ""."""
         found = [name for name in (*names, self.default_prompt) if name is not None and name in self.prompts]
         return self.prompts[found[0]] if found else ""
+
+
+class TextInput(NamedTuple):
+    """A text with the prompt before it (None: an encoder's default prompt), or a pair of texts for a classifier."""
+
+    text: str
+    second: str | None = None
+    prefix: str | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """The characters of the text, or of both."""
+        return len(self.text) + len(self.second or "")

@@ -1,7 +1,7 @@
 """Request and SamplingParams: what a client submits. Both are frozen and check their fields.
 
 Owns: the fields, each declared with its default, its range and the remedy in its error; the reasons why requests end.
-Does not: sample, know a vocabulary (see feasibility and the front end), hold text, or track a request's progress
+Does not: sample, know a vocabulary (see limits and the front end), hold text, or track a request's progress
 (request_state).
 """
 

@@ -20,8 +20,7 @@ from octavo.core.branching import add_sequences
 from octavo.core.commit import commit_step
 from octavo.core.drafts import Drafter, add_drafts, allows
 from octavo.core.explain import Explanation, explain, explain_all
-from octavo.core.feasibility import Admission, check_feasible
-from octavo.core.limits import Limits
+from octavo.core.limits import Admission, Limits, check_feasible
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.proposals import DraftSource
 from octavo.core.repeat import Repeat, RepeatingRows, RowsBeside, find_rows

@@ -1,7 +1,7 @@
 """Starts waiting requests in one step: in order, while budgets, blocks and headroom allow.
 
 Owns: the pass over the waiting queue of one step, the blocks that a waiting request needs, the starvation bound, and
-swap-ins. Does not: check that a request can ever run (feasibility), or grant running requests (run).
+swap-ins. Does not: check that a request can ever run (limits), or grant running requests (run).
 Invariants: a start leaves the headroom free, unless no request runs or the request was bypassed `max_bypass` times. A
 step that preempted a request starts nothing, unless the step would otherwise be empty. No later request starts before
 one that was bypassed `max_bypass` times. No waiting request preempts a request of earlier rank.
@@ -416,7 +416,7 @@ def _swap_in(step: Step, request: RequestState) -> WaitReason | None:
         step, request, needed, [pool.num_free - n for pool, n in zip(cache.pools, needed, strict=True)]
     )
     if reason is not None and not has_company:
-        # No request runs, but its unshared copies do not fit the pool. If recomputed it fits, as feasibility checked.
+        # No request runs, but its unshared copies do not fit the pool. If recomputed it fits: see check_feasible.
         state.unswap(request)
         return _start_from_cache(step, request)
     if reason is not None:

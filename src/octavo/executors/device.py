@@ -1,12 +1,16 @@
 """What an executor asks of its device beside tensors: memory, pinned memory, events, graphs.
 
-Owns: Device and its forms for CPUs and CUDA. Does not: choose a device (loading.choose_device), or compute.
+Owns: Device and its forms for CPUs and CUDA; what a RuntimeError of a step means (too little memory, a device that is
+lost, or a fault of the step alone). Does not: choose a device (loading.choose_device), compute, or retry.
 Invariants: everything runs on the device's current stream, in the order of the calls. A host computes during the call,
 so it has no events and no graphs. Tests add an emulated accelerator to KINDS.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo import machine
+from octavo.errors import EngineDeadError
 
 
 class DeviceEvent(Protocol):
@@ -202,3 +207,51 @@ KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": HostDevice, "cuda":
 def device_of(torch_device: torch.device) -> Device:
     """Return the device that torch names so."""
     return KINDS[torch_device.type](torch_device)
+
+
+# Parts of torch's out-of-memory messages; "could not create a" is oneDNN's if it cannot allocate memory for its code or
+# scratch.
+_NO_MEMORY = (
+    "DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "out of memory", "could not create a",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+_OF_DEVICE = re.compile(r"(CUDA|HIP|NCCL|CUBLAS|CUDNN)\w* error|Triton Error \[\w+\]|(CUBLAS|CUDNN)_STATUS_", re.I)
+# Calls that CUDA refuses without running anything (CUDA Runtime API, "cudaError"): the next step may succeed.
+_REFUSED = (
+    "invalid argument", "invalid configuration argument", "too many resources requested for launch",
+    "operation not supported", "invalid device function", "no kernel image is available", "invalid resource handle",
+    "STATUS_INVALID_VALUE", "STATUS_NOT_SUPPORTED", "STATUS_BAD_PARAM",
+)  # fmt: skip
+
+
+def raise_typed(error: RuntimeError, device: torch.device) -> None:
+    """Raise MemoryError or EngineDeadError if the step's `error` means that; return for any other error.
+
+    torch has one exception for errors of a device, and Triton raises RuntimeError. After MemoryError the engine makes
+    smaller steps. EngineDeadError ends the engine; its supervisor starts another, and the ledger resumes the requests.
+    """
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or any(word in text for word in _NO_MEMORY):
+        free_memory(device)
+        raise MemoryError(text.splitlines()[0]) from None
+    if is_sticky(error):
+        raise EngineDeadError(f"the device {device} cannot be used any more: {text.splitlines()[0]}") from error
+
+
+def is_sticky(error: RuntimeError) -> bool:
+    """Return True if every later call of this process on the device would fail too, because the context is lost.
+
+    The errors that CUDA reports without that are named in _REFUSED; any other error of the device counts as sticky.
+    """
+    text = str(error)
+    is_of_device = isinstance(error, torch.AcceleratorError) or _OF_DEVICE.search(text) is not None
+    return is_of_device and not any(word in text for word in _REFUSED)
+
+
+def free_memory(device: torch.device) -> None:
+    """Free the failed step's memory; otherwise the smaller step would fail too."""
+    gc.collect()  # reference cycles hold the failed step; an engine process has few objects to scan (process_side)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps freed memory
+        trim(0)

@@ -25,8 +25,8 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.limits import GroupSpec
 from octavo.core.plan import ROW_POOL, StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
+from octavo.executors.device import raise_typed
 from octavo.executors.device_choice import choose_device, device_notes
-from octavo.executors.device_errors import raise_typed
 from octavo.executors.loading import encoder_weights
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.models.encoder import Encoder, PoolingDecoder

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from octavo.core.plan import ROW_SAMPLE, NewSequence, StepPlan
 from octavo.core.request import SamplingParams
-from octavo.executors.device import Device
-from octavo.executors.device_errors import free_memory
+from octavo.executors.device import Device, free_memory
 from octavo.executors.protocol import ExecutorSpec
 
 CONTEXT = 4096  # positions before a decoding row's token, if the model has so many

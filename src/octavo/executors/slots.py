@@ -4,7 +4,7 @@ Owns: the slots, the effects of a plan on the slots, and copies of a plan's pack
 would prevent core from appending to it). Does not: run rows, or decide anything.
 Shapes: S slots, W = max_model_len + 1 positions, M blocks of the longest table.
 Invariants: `ids_SW` is on the device and the sampler writes into it, so a CARRY row reads its slot's newest id without
-the host. Tables are on the host, one per cache group. An accelerator also has them (device_tables.py), and there what a
+the host. Tables are on the host, one per cache group. An accelerator also has them (DeviceTables), and there what a
 plan changes is pending until a step sends it. A dropped table entry, and every entry after a table's end, is the
 group's null block.
 """
@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import DROP_BLOCK, NewSequence, StepPlan
-from octavo.executors.device_tables import DeviceTables
-from octavo.sampling.columns import Ints, SequenceIds
+from octavo.sampling.columns import NO_IDS, Ints, SequenceIds
 from octavo.sampling.sampler import Sampler
 
 NO_ADAPTER = -1
@@ -174,3 +173,63 @@ class Slots:
             if token >= self.vocab_size:
                 return f"logit_bias names token {token}, the model's vocabulary has {self.vocab_size}"
         return None
+
+
+MAX_WORDS = 1 << 31  # places are int32
+
+
+class DeviceTables:
+    """The known ids and block tables of all slots on a device, in one int32 tensor that a step edits by one scatter.
+
+    `tables` are the host's. Of several edits of one place the last one counts. Table entries are sent as they are in
+    the host's tables when the step is sent. Word `spare` is written by padded rows and means nothing.
+    """
+
+    def __init__(self, ids_shape: tuple[int, int], tables: Sequence[Ints], device: torch.device) -> None:
+        sizes = [ids_shape[0] * ids_shape[1], *(table.size for table in tables)]
+        self._first = np.cumsum([0, *sizes]).tolist()
+        self.spare = int(self._first[-1])
+        assert self.spare < MAX_WORDS, "the slots' ids and tables have more words than an int32 can number"
+        self._host_tables = tables
+        self.words = torch.zeros(self.spare + 1, dtype=torch.int32, device=device)
+        parts = torch.split(self.words[: self.spare], sizes)
+        self.ids_SW: Tensor = parts[0].view(ids_shape)
+        self.tables = [part.view(table.shape) for part, table in zip(parts[1:], tables, strict=True)]
+        for own_SM, table_SM in zip(self.tables, tables, strict=True):
+            own_SM.fill_(int(table_SM[0, 0]))  # the null block
+        self._places: list[Ints] = []
+        self._values: list[Ints] = []
+
+    def put_ids(self, places: Ints, ids: Ints) -> None:
+        """Write ids at flat places of `ids_SW`."""
+        self._places.append(places)
+        self._values.append(ids)
+
+    def touch(self, group: int, places: Ints) -> None:
+        """Send these flat places of a group's host table, with what they have when the step is sent."""
+        self._places.append(places + self._first[group + 1])
+        self._values.append(NO_IDS)
+
+    def take_edits(self) -> NDArray[np.int32]:
+        """Return the pending edits, [2, edits]: places and values, each place once. They are no longer pending."""
+        if not self._places:
+            return np.zeros((2, 0), dtype=np.int32)
+        values = [
+            given if len(given) == len(places) else self._current(places)
+            for places, given in zip(self._places, self._values, strict=True)
+        ]
+        places, last = np.concatenate(self._places), np.concatenate(values)
+        self._places, self._values = [], []
+        found, first = np.unique(places[::-1], return_index=True)
+        return np.stack((found, last[::-1][first])).astype(np.int32)
+
+    def _current(self, places: Ints) -> Ints:
+        """Return what the host's tables have at places of one group."""
+        group = int(np.searchsorted(self._first, places[0], side="right")) - 2
+        current: Ints = self._host_tables[group].reshape(-1)[places - self._first[group + 1]]
+        return current
+
+    def apply(self, edits_CE: Tensor) -> None:
+        """Write edits, which are on the device."""
+        if edits_CE.shape[1]:
+            self.words.index_copy_(0, edits_CE[0].long(), edits_CE[1])

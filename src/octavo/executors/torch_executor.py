@@ -26,10 +26,8 @@ from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.core.request import Request
 from octavo.errors import CapacityError, ConfigError, EngineError
 from octavo.executors.cache import CacheGroups, CacheLayout, MakeAttention, Steps, make_resident
-from octavo.executors.device import Device, device_of
+from octavo.executors.device import Device, device_of, free_memory, raise_typed
 from octavo.executors.device_choice import device_notes
-from octavo.executors.device_errors import free_memory, raise_typed
-from octavo.executors.device_inputs import device_inputs
 from octavo.executors.graphs import SIZES, DecodeGraphs, capture_sizes
 from octavo.executors.loading import AnyDecoder, DecoderChoice, LoadedDecoder, cache_dtype
 from octavo.executors.media_rows import MediaRows
@@ -38,7 +36,7 @@ from octavo.executors.profiling import largest_step, measure_step, wait_for_memo
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.executors.slots import Slots
 from octavo.executors.step_buffers import StepBuffers
-from octavo.executors.step_inputs import StepInputs, build_inputs
+from octavo.executors.step_inputs import StepInputs, build_inputs, device_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.executors.thread_pace import ThreadPace
 from octavo.grammar.matcher import Masks

@@ -26,11 +26,10 @@ from octavo.engine.client import Accepted, Verb
 from octavo.errors import CapacityError, ConfigError, EngineDeadError, QueueFullError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.engine_process import COMMAND, LOOK_S, EngineSpawner
-from octavo.frontend.engine_source import EngineDeath, EngineSource, RunningEngine
+from octavo.frontend.engine_source import EngineDeath, EngineReplica, EngineSource, EngineState, RunningEngine
 from octavo.frontend.flight_recordings import FlightRecordings, find_miss
 from octavo.frontend.open_request import EngineRouter, LedgerObserver, OpenRequest
 from octavo.frontend.open_requests import OpenRequests
-from octavo.frontend.replica import EngineReplica, EngineState
 from octavo.media.item import MediaItem
 from octavo.observe.merging import merge_answers
 

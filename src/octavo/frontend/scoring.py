@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from operator import mul
 from typing import TypeAlias
 
-from octavo.artifacts.encoder_spec import EncoderSpec
+from octavo.artifacts.encoder_spec import EncoderSpec, TextInput
 from octavo.errors import InvalidRequestError
-from octavo.text.text_input import TextInput
 
 Vector: TypeAlias = "array[float]"  # float32
 QUERY_PROMPTS = ("query",)  # names of sentence_transformers' prompts, the first that a model has

@@ -28,7 +28,6 @@ from octavo.server.api.completions.bodies import ChatBody, Message
 from octavo.server.http.body import off_loop
 from octavo.server.http.errors import bad_field, from_exception, too_long
 from octavo.text.dialect import Dialect
-from octavo.text.length import num_tokens_if_over
 
 if TYPE_CHECKING:
     from octavo.sandbox.pool import Sandbox
@@ -242,7 +241,7 @@ class PromptReader:
         if text is None:
             min_tokens: int | None = num_characters // tokenizer.longest_piece
         else:
-            min_tokens = num_tokens_if_over(tokenizer, text, self.max_len)
+            min_tokens = tokenizer.num_tokens_if_over(text, self.max_len)
         if min_tokens is not None and min_tokens > self.max_len:
             size = f"the prompt has {num_characters} characters, so at least {min_tokens} tokens"
             raise too_long(param, self.max_len, size)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.artifacts.encoder_spec import TextInput
 from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.json_file import read_json
 from octavo.artifacts.model_spec import ModelSpec
@@ -25,7 +26,6 @@ from octavo.media.placeholders import Images, find_spans, insert_placeholders
 from octavo.text.chat_template import ChatTemplate, check_variables
 from octavo.text.dialect import takes_tools
 from octavo.text.special_text import SpecialTextGuard
-from octavo.text.text_input import TextInput
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import NO_SYSTEM, with_short_ids, with_tools
 

@@ -8,7 +8,7 @@ Invariants: no truncation and no padding, even if the file asks for them. A text
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,12 @@ _NAMED = ("bos", "eos", "unk", "pad")
 _GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _GGUF_END_NAMES = ("eos", "eot", "eom")
 _MAX_ID = 1 << 31
+# A text with too many tokens is found out by parts, cut before single spaces, where most tokenizers cut themselves.
+# With others a cut adds a few tokens, which SPARE_PER_CUT allows for.
+PART_CHARS = 16_384
+SPARE_PER_CUT = 16
+_LIKELY_CHARS = 5  # characters per token; a text with fewer per allowed token is not counted in parts
+_SEARCH_CHARS = 1024  # characters at the end of a part in which to look for a place to cut
 _UNBOUNDED_MODELS = ("WordPiece", "WordLevel", "Unigram")
 
 
@@ -126,6 +132,23 @@ class Tokenizer:
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return len(encoding)
 
+    def num_tokens_if_over(self, text: str, max_tokens: int) -> int | None:
+        """Return a lower bound of the text's number of tokens if it is more than `max_tokens`, else None.
+
+        Not all of the text is tokenized, and a text that fits is never reported as too long.
+        """
+        lower_bound = len(text) // self.longest_piece
+        if lower_bound > max_tokens:
+            return lower_bound
+        if len(text) <= max(PART_CHARS, max_tokens * _LIKELY_CHARS):
+            return None
+        num = 0
+        for part in _parts(text):
+            num += self.count(part) - SPARE_PER_CUT
+            if num > max_tokens:
+                return num
+        return None
+
     @cached_property
     def longest_piece(self) -> int:
         """Characters of the longest token; without bound if a token may stand for any unknown text."""
@@ -219,3 +242,22 @@ def _end_ids(config: Mapping[str, Any]) -> list[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
+
+
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = _cut(text, start + PART_CHARS)
+        yield text[start:end]
+        start = end
+
+
+def _cut(text: str, end: int) -> int:
+    """Return the last position in the _SEARCH_CHARS before `end` with a single space between two words, else `end`."""
+    if end >= len(text):
+        return len(text)
+    at, first = end, end - _SEARCH_CHARS
+    while (at := text.rfind(" ", first, at)) > first:
+        if not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at
+    return end

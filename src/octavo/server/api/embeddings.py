@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.artifacts.encoder_spec import TextInput
 from octavo.core.request import SamplingParams, Want
 from octavo.errors import EngineError, OctavoError, RequestError
 from octavo.frontend.scoring import TextPairs, Vector, likeliest, pair_indices, ranked, unit
@@ -34,8 +35,6 @@ from octavo.server.http.body import off_loop, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError, bad_field, from_exception, too_long
 from octavo.server.http.lifecycle import ClientGoneError
-from octavo.text.length import num_tokens_if_over
-from octavo.text.text_input import TextInput
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
@@ -246,7 +245,7 @@ def _check_characters(tokenizer: Tokenizer, given: TextInput, param: str, max_le
     """Raise ApiError if one of the texts is so long that it need not be tokenized."""
     first = param if given.second is None else f"the text that is compared with {param}"
     for text, name in ((given.text, first), (given.second or "", param)):
-        if len(text) > INLINE_CHARACTERS and (num_tokens := num_tokens_if_over(tokenizer, text, max_len)) is not None:
+        if len(text) > INLINE_CHARACTERS and (num_tokens := tokenizer.num_tokens_if_over(text, max_len)) is not None:
             raise too_long(param, max_len, f"{name} has {len(text)} characters, so at least {num_tokens} tokens")
 
 
