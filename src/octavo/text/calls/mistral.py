@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from octavo.text.answer_format import Part
-from octavo.text.calls.reader import JsonValue, Output, held_at_end
+from octavo.text.calls.reader import CallReader, JsonValue, Output
 from octavo.text.calls.tagged import TaggedCalls
 
 MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -18,27 +18,13 @@ _HEAD = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*\s*)?(?:\[
 _HEAD_SO_FAR = re.compile(r"[A-Za-z0-9_.-]{1,128}\s*(\[[A-Z_]{0,7}\]?\s*[A-Za-z0-9]{0,64}\s*){0,2}")
 
 
-class MistralCalls:
+class MistralCalls(CallReader):
     """Incremental parser of one answer."""
 
     def __init__(self, output: Output) -> None:
-        self._output = output
+        super().__init__(output)
         self._list = TaggedCalls(output, (MARKER, ""))
-        self._state = _OUTSIDE
-        self._held = ""
         self._value = JsonValue()
-
-    @property
-    def num_calls(self) -> int:
-        """Calls begun so far."""
-        return self._output.num_calls
-
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain after this text."""
-        self._held += text
-        while self._held and self._step():
-            pass
-        return self._output.take()
 
     def finish(self) -> list[Part]:
         """Return the text held back, at the end of the answer."""
@@ -53,7 +39,6 @@ class MistralCalls:
         return parts + self._output.finish()
 
     def _step(self) -> bool:
-        """Parse some of the held text; return False if more is needed."""
         if self._state == _LIST:  # _list finds all later markers by itself
             held, self._held = self._held, ""
             self._list.feed(held)
@@ -63,14 +48,9 @@ class MistralCalls:
         return self._opened() if self._state == _OPENED else self._in_arguments()
 
     def _outside(self) -> bool:
-        at = self._held.find(MARKER)
-        if at < 0:
-            safe = len(self._held) - held_at_end(self._held, MARKER)
-            self._output.text(self._held[:safe])
-            self._held = self._held[safe:]
+        if not self._show_before(MARKER):
             return False
-        self._output.text(self._held[:at])
-        self._held = self._held[at + len(MARKER) :]
+        self._held = self._held.removeprefix(MARKER)
         self._state = _OPENED
         return True
 

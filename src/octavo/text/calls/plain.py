@@ -9,34 +9,20 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from octavo.text.answer_format import Part
-from octavo.text.calls.reader import CallObject, Output, held_at_end
+from octavo.text.calls.reader import CallObject, CallReader, Output
 
 _START, _OBJECT, _AFTER_CALL, _TEXT = range(4)
 
 
-class PlainCalls:
+class PlainCalls(CallReader):
     """Incremental parser of one answer. `marker` may precede the answer's calls."""
 
     def __init__(self, output: Output, names: Collection[str], marker: str = "") -> None:
-        self._output = output
+        super().__init__(output)
         self._names = names
         self._marker = marker
-        self._state = _START
-        self._held = ""
         self._consumed = ""
         self._object = CallObject(self._accepts)
-
-    @property
-    def num_calls(self) -> int:
-        """Calls begun so far."""
-        return self._output.num_calls
-
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain after this text."""
-        self._held += text
-        while self._held and self._step():
-            pass
-        return self._output.take()
 
     def finish(self) -> list[Part]:
         """Return the text held back, at the end of the answer."""
@@ -51,7 +37,6 @@ class PlainCalls:
         return name in self._names or (bool(name) and not self._names)
 
     def _step(self) -> bool:
-        """Parse some of the held text; return False if more is needed."""
         if self._state == _TEXT:
             return self._in_text()
         if self._state == _OBJECT:
@@ -65,16 +50,10 @@ class PlainCalls:
 
     def _in_text(self) -> bool:
         """Read content. After content, only the marker begins a call."""
-        at = self._held.find(self._marker) if self._marker else -1
-        if at >= 0:
-            self._output.text(self._held[:at])
-            self._held = self._held[at:]
-            self._state = _START
-            return True
-        safe = len(self._held) - held_at_end(self._held, self._marker)
-        self._output.text(self._held[:safe])
-        self._held = self._held[safe:]
-        return False
+        if not self._show_before(self._marker):
+            return False
+        self._state = _START
+        return True
 
     def _start(self) -> bool:
         has_begun = bool(self._consumed.strip())

@@ -1,4 +1,4 @@
-"""CallReader, the protocol of the parsers of call formats, and their common parts: JsonValue, CallObject, Output.
+"""CallReader, the base of the parsers of call formats, and their common parts: JsonValue, CallObject, Output.
 
 Owns: the end of a JSON value; calls written as JSON objects; numbers and ids of calls; blank space around calls.
 Does not: know a format.
@@ -10,9 +10,9 @@ models write although JSON forbids them, are escaped; all other text is unchange
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Protocol
 
 from octavo.text.answer_format import CallArguments, CallBegin, Part, Text
 
@@ -22,23 +22,6 @@ _OPEN, _KEY, _COLON, _VALUE, _NEXT, _DONE, _FAILED = range(7)
 _BLANKS = " \t\r\n"
 _MAX_KEY = 256
 _VALUE_ENDS = " \t\r\n,"
-
-
-class CallReader(Protocol):
-    """Incremental parser of an answer after its reasoning."""
-
-    @property
-    def num_calls(self) -> int:
-        """Calls begun so far."""
-        ...
-
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain after this text."""
-        ...
-
-    def finish(self) -> list[Part]:
-        """Return the text held back, at the end of the answer."""
-        ...
 
 
 def held_at_end(text: str, marker: str) -> int:
@@ -325,3 +308,44 @@ class Output:
     def _call_id(self, index: int) -> str:
         digest = blake2b(f"{self._seed}:{index}".encode(), digest_size=12).hexdigest()
         return digest[: self._digits] if self._digits else "call_" + digest
+
+
+class CallReader(ABC):
+    """Incremental parser of an answer after its reasoning. A subclass parses `_held`, beginning in state 0."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._state = 0
+        self._held = ""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+        return self._output.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that are certain after this text."""
+        self.feed(text)
+        return self._output.take()
+
+    def feed(self, text: str) -> None:
+        """Parse text; leave the parts in the output."""
+        self._held += text
+        while self._held and self._step():
+            pass
+
+    @abstractmethod
+    def finish(self) -> list[Part]:
+        """Return the text held back, at the end of the answer."""
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """Parse some of the held text; return False if more is needed."""
+
+    def _show_before(self, *markers: str) -> bool:
+        """Add the held text before the first of these markers as content; return False if it has none yet."""
+        places = [at for marker in markers if marker and (at := self._held.find(marker)) >= 0]
+        end = min(places) if places else len(self._held) - max(held_at_end(self._held, each) for each in markers)
+        self._output.text(self._held[:end])
+        self._held = self._held[end:]
+        return bool(places)

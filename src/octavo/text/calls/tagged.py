@@ -8,37 +8,19 @@ Invariant: text between tags that is not a call is returned as content, with the
 from __future__ import annotations
 
 from octavo.text.answer_format import Part
-from octavo.text.calls.reader import CallObject, Output, held_at_end
+from octavo.text.calls.reader import CallObject, CallReader, Output
 
 _OUTSIDE, _OPENED, _OBJECT, _AFTER_CALL = range(4)
 
 
-class TaggedCalls:
+class TaggedCalls(CallReader):
     """Incremental parser of one answer. If the closing tag is empty, a call ends where its JSON ends."""
 
     def __init__(self, output: Output, tags: tuple[str, str]) -> None:
-        self._output = output
+        super().__init__(output)
         self._open, self._close = tags
-        self._state = _OUTSIDE
-        self._held = ""
         self._consumed = ""  # text read since the opening tag, while no call has begun
         self._object = CallObject(bool)
-
-    @property
-    def num_calls(self) -> int:
-        """Calls begun so far."""
-        return self._output.num_calls
-
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain after this text."""
-        self.feed(text)
-        return self._output.take()
-
-    def feed(self, text: str) -> None:
-        """Parse text; leave the parts in the output."""
-        self._held += text
-        while self._held and self._step():
-            pass
 
     def finish(self) -> list[Part]:
         """Return the text held back. An unfinished tag, or an opening tag without a call, is dropped after a call."""
@@ -50,7 +32,6 @@ class TaggedCalls:
         return self._output.finish()
 
     def _step(self) -> bool:
-        """Parse some of the held text; return False if more is needed."""
         if self._state == _OUTSIDE:
             return self._outside()
         if self._state == _OBJECT:
@@ -64,14 +45,9 @@ class TaggedCalls:
         return self._opened() if self._state == _OPENED else self._after_call()
 
     def _outside(self) -> bool:
-        at = self._held.find(self._open)
-        if at < 0:
-            safe = len(self._held) - held_at_end(self._held, self._open)
-            self._output.text(self._held[:safe])
-            self._held = self._held[safe:]
+        if not self._show_before(self._open):
             return False
-        self._output.text(self._held[:at])
-        self._held = self._held[at + len(self._open) :]
+        self._held = self._held.removeprefix(self._open)
         self._consumed, self._state = self._open, _OPENED
         return True
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 
 from octavo.text.answer_format import Part
-from octavo.text.calls.reader import Output, held_at_end
+from octavo.text.calls.reader import CallReader, Output, held_at_end
 
 _OPEN, _CLOSE, _FUNCTION, _END = "<tool_call>", "</tool_call>", "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
@@ -21,29 +21,15 @@ _MAX_HEAD = 256
 _OUTSIDE, _OPENED, _FUNCTION_BODY, _VALUE, _AFTER_CALL = range(5)
 
 
-class XmlCalls:
+class XmlCalls(CallReader):
     """Incremental parser of one answer. `texts` are the arguments, as "function.argument", that are always strings."""
 
     def __init__(self, output: Output, texts: Collection[str]) -> None:
-        self._output = output
+        super().__init__(output)
         self._texts = texts
-        self._state = _OUTSIDE
-        self._held = ""
         self._function = self._key = ""
         self._num_arguments = 0
         self._value: list[str] = []  # pieces of the argument being read
-
-    @property
-    def num_calls(self) -> int:
-        """Calls begun so far."""
-        return self._output.num_calls
-
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain after this text."""
-        self._held += text
-        while self._held and self._step():
-            pass
-        return self._output.take()
 
     def finish(self) -> list[Part]:
         """Return the text held back. An unfinished argument is returned as an unfinished string."""
@@ -56,7 +42,6 @@ class XmlCalls:
         return self._output.finish()
 
     def _step(self) -> bool:
-        """Parse some of the held text; return False if more is needed."""
         if self._state == _OUTSIDE:
             return self._outside()
         if self._state == _VALUE:
@@ -69,15 +54,10 @@ class XmlCalls:
         return self._in_function() if self._state == _FUNCTION_BODY else self._after_call()
 
     def _outside(self) -> bool:
-        positions = [at for at in (self._held.find(_OPEN), self._held.find(_FUNCTION)) if at >= 0]
-        if positions:
-            self._output.text(self._held[: min(positions)])
-            self._held, self._state = self._held[min(positions) :], _OPENED
-            return True
-        safe = len(self._held) - max(held_at_end(self._held, _OPEN), held_at_end(self._held, _FUNCTION))
-        self._output.text(self._held[:safe])
-        self._held = self._held[safe:]
-        return False
+        if not self._show_before(_OPEN, _FUNCTION):
+            return False
+        self._state = _OPENED
+        return True
 
     def _opened(self) -> bool:
         head = _HEAD.match(self._held)

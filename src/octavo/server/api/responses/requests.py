@@ -357,14 +357,18 @@ _READING = ("include", "include[]", "stream", "starting_after", "include_obfusca
 _LISTING = ("after", "include", "include[]", "limit", "order")
 
 
-async def create(request: Request) -> Response:
-    """Answer a conversation of items."""
+async def _read(request: Request) -> tuple[ResponseRequest, ResponsesBody]:
     context = context_of(request)
     body = await read_json(
         request, context.limits, lambda fields: read_responses(fields, context.dialect_of(fields).takes_images)
     )
     context = context.for_model(body.model)
-    wanted = await response_request(context, _tenant(request), body)
+    return await response_request(context, _tenant(request), body), body
+
+
+async def create(request: Request) -> Response:
+    """Answer a conversation of items."""
+    wanted, body = await _read(request)
     if wanted.plan is not None:
         return await _with_servers(request, wanted, wanted.plan, is_background=body.background)
     return await _in_background(request, wanted) if body.background else await reply(request, wanted)
@@ -444,14 +448,9 @@ async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
 
 async def count(request: Request) -> Response:
     """Count the tokens of the prompt that a response with the same body would have."""
-    context = context_of(request)
-    body = await read_json(
-        request, context.limits, lambda fields: read_responses(fields, context.dialect_of(fields).takes_images)
-    )
-    context = context.for_model(body.model)
-    wanted = await response_request(context, _tenant(request), body)
+    wanted, _ = await _read(request)
     num_tokens = sum(map(len, await wanted.read_prompts()))
-    context.admission.charge(request.scope[KEY], num_tokens)
+    wanted.context.admission.charge(request.scope[KEY], num_tokens)
     return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": num_tokens}))
 
 
