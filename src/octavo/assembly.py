@@ -211,7 +211,7 @@ def open_engine(
     drafts = PacedLookups(DraftPace()) if sizes.has_paced_lookup else draft_model
     recorders = _open_recorders(config, sizes, capacity, clock, is_own_process)
     scheduler = Scheduler(sizes, None if recorders is None else recorders.tap, drafts=drafts)
-    load = load_tokenizer or partial(_load_tokenizer, config, files)
+    load = load_tokenizer or (lambda: load_text(config, files).tokenizer)
     bank = GrammarBank(Vocabulary(load, capacity.vocab_size)) if capacity.has_masks else None
     loop = EngineLoop(scheduler, executor, clock=clock, depth=plans_in_flight(config, capacity), bank=bank)
     if adapters is not None:
@@ -309,10 +309,6 @@ def _fingerprint(config: Config, capacity: Capacity, digests: tuple[str, str]) -
         about |= {"cpu": facts.architecture, "features": " ".join(sorted(facts.features))}
     text = ", ".join(f"{name} {value}" for name, value in about.items())
     return Fingerprint(*digests, text_fingerprint([text]), text)
-
-
-def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:
-    return load_text(config, files).tokenizer
 
 
 def check_ranks(config: Config, files: ModelFiles) -> None:

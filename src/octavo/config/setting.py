@@ -158,7 +158,7 @@ class Setting:
     def _parse(self, value: object) -> Any:
         """Convert the value to the field's type; return None if that is not possible."""
         if self.kind is bool:
-            return _read_bool(value)
+            return value if isinstance(value, bool) else _BOOLEANS.get(str(value).lower())
         if self.kind is tuple:
             return _read_tuple(value)
         if self.kind is str:
@@ -226,10 +226,6 @@ def read_whole_number(value: object) -> int | None:
         return int(digits) * factor
     number = float(digits) * factor
     return int(number) if number.is_integer() else None
-
-
-def _read_bool(value: object) -> bool | None:
-    return value if isinstance(value, bool) else _BOOLEANS.get(str(value).lower())
 
 
 def _read_float(value: object) -> float | None:

@@ -69,15 +69,11 @@ class LoadingProgress:
 def loading_progress(files: ModelFiles) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of loading these files while the body runs; yield the function that advances it."""
     num_bytes = sum(path.stat().st_size for path in files.weights if path.is_file())
-    progress = LoadingProgress(num_bytes, _stderr_console if _is_terminal() else None)
+    progress = LoadingProgress(num_bytes, _stderr_console if sys.stderr is not None and sys.stderr.isatty() else None)
     try:
         yield progress.advance
     finally:
         progress.close()
-
-
-def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def _stderr_console() -> Console:

@@ -176,18 +176,11 @@ class EngineQueue:
         self.num_running = 0  # sequences with a token
         self.num_tokens_held = 0  # of the running sequences, in the KV pool
         self.new_share = 1.0  # the share of prompt tokens that the prefix cache lacks, from the last prompts
-        self._new_tokens = DecayedMean(16_384)  # the mean behind new_share; its half-life is 16,384 prompt tokens
+        self.new_tokens = DecayedMean(16_384)  # the mean behind new_share; its half-life is 16,384 prompt tokens
         self.pending = QueuedWork()  # the work of all sequences without a token
         self.by_key: Counter[str] = Counter()  # sequences without a token
         self.tokens_by_key: Counter[str] = Counter()
         self._by_priority: dict[int, QueuedWork] = {}
-
-    def prompt_done(self, num_tokens: int, num_cached: int) -> None:
-        """Count a finished prompt of `num_tokens` tokens, `num_cached` of which came from the prefix cache."""
-        if num_tokens > 0:
-            self._new_tokens.add(num_tokens - num_cached, num_tokens)
-            self.new_share = self._new_tokens.value or 0.0
-        self.forecast.refresh(self.state)
 
     def state(self) -> Queue:
         """Return the queued work and the number of running sequences; None if a new request could start at once."""
@@ -349,7 +342,10 @@ class AdmissionTicket:
         elif self.num_waiting:
             self._queue.add(*self._place, self.work, -1)
             self.num_waiting -= 1
-        queue.prompt_done(num_prompt_tokens, num_cached)
+        if num_prompt_tokens > 0:
+            queue.new_tokens.add(num_prompt_tokens - num_cached, num_prompt_tokens)
+            queue.new_share = queue.new_tokens.value or 0.0
+        queue.forecast.refresh(queue.state)
 
     def leave(self) -> None:
         """Release all counts that the ticket still holds. Idempotent."""

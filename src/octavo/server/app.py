@@ -145,7 +145,17 @@ class RequestGate:
         tenant = scope[KEY].tenant if CUT in scope else None  # a batch's requests have no connection
         if tenant is not None:
             self._check_connections(tenant)
-        self._check_limit(scope, limit)
+        if limit is not Limit.NONE and (limit is not Limit.RATE_WITH_QUERY or scope["query_string"]):
+            context, key = self._context, scope[KEY]
+            if limit is Limit.QUEUE:
+                context.lifecycle.check_ready()
+            scope[METER] = context.admission.meter(key)
+            # The answer of a retry may exist already; only the lookup of its Idempotency-Key shows that.
+            is_retry = _RETRY_HEADER in dict(scope["headers"])
+            # Of several models the body names the one whose queue counts; `admit` checks that one.
+            has_one_model = not context.by_name or len(context.each_model) == 1
+            needs_place = limit is Limit.QUEUE and not is_retry and has_one_model
+            context.admission.check_arrival(key, needs_place=needs_place)
         if tenant is None:
             yield
             return
@@ -165,20 +175,6 @@ class RequestGate:
         if self._shares.free(tenant, self._open, bound) < 1:
             message = f"{self._open[tenant]} of your requests are open, and the other connections are for others"
             raise ApiError(429, f"{message}; wait for one to end", code="too_many_connections", retry_after_s=1)
-
-    def _check_limit(self, scope: Scope, limit: Limit) -> None:
-        """Check the rates of the request's key, and the room in the queue. Raises ApiError, BusyError."""
-        if limit is Limit.NONE or (limit is Limit.RATE_WITH_QUERY and not scope["query_string"]):
-            return
-        context, key = self._context, scope[KEY]
-        if limit is Limit.QUEUE:
-            context.lifecycle.check_ready()
-        scope[METER] = context.admission.meter(key)
-        # The answer of a retry may exist already; only the lookup of its Idempotency-Key shows that.
-        is_retry = _RETRY_HEADER in dict(scope["headers"])
-        # Of several models the body names the one whose queue counts; `admit` checks that one.
-        needs_place = limit is Limit.QUEUE and not is_retry and (not context.by_name or len(context.each_model) == 1)
-        context.admission.check_arrival(key, needs_place=needs_place)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

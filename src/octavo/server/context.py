@@ -197,7 +197,9 @@ def _model_fields(
     queue = _engine_queue(config, sessions)
     template = None if text.chat_template is None else text.chat_template.source
     dialect = read_dialect(template, config.chat.tool_call_parser, config.chat.reasoning_parser)
-    dialect = replace(dialect, takes_images=_takes_images(sessions, text))
+    takes_images = text.spec.vision is not None
+    takes_images &= sessions.capacity is None or "image" in sessions.capacity.media
+    dialect = replace(dialect, takes_images=takes_images)
     return {
         "sessions": sessions,
         "text": text,
@@ -275,10 +277,6 @@ def _max_len(config: Config, text: TextModel, sessions: Sessions) -> int:
     lengths = [text.spec.max_model_len, config.model.max_model_len]
     lengths.append(None if sessions.capacity is None else sessions.capacity.usable_len)
     return min(length for length in lengths if length)
-
-
-def _takes_images(sessions: Sessions, text: TextModel) -> bool:
-    return text.spec.vision is not None and (sessions.capacity is None or "image" in sessions.capacity.media)
 
 
 def _engine_queue(config: Config, sessions: Sessions) -> EngineQueue:

@@ -143,17 +143,16 @@ def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:
     entries = entries_of(deltas)
     if not entries:
         return None
-    return {"content": [_chat_entry(entry, pieces) for entry in entries], "refusal": None}
+    content = []
+    for entry in entries:
+        tops = [_one(t, p, pieces) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+        content.append({**_one(entry.token_id, entry.logprob, pieces), "top_logprobs": tops})
+    return {"content": content, "refusal": None}
 
 
 def entries_of(deltas: Iterable[TextDelta]) -> list[TokenLogprobs]:
     """Return the log-probabilities of the deltas' tokens, one entry per token."""
     return [entry for delta in deltas for entry in delta.logprobs or () if entry is not None]
-
-
-def _chat_entry(entry: TokenLogprobs, pieces: Pieces) -> Json:
-    tops = [_one(t, p, pieces) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]
-    return {**_one(entry.token_id, entry.logprob, pieces), "top_logprobs": tops}
 
 
 def _one(token_id: int, logprob: float, pieces: Pieces) -> Json:

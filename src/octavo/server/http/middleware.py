@@ -133,8 +133,9 @@ class RequestMiddleware:
                     if not has_started:
                         await failure.response()(scope, receive, watched)
             finally:
-                seconds = time.monotonic() - scope[ARRIVAL]
-                self._metrics.response_ended(_handler(scope), scope["method"], status, seconds)
+                endpoint: Endpoint | None = scope.get(ENDPOINT)
+                handler, seconds = "none" if endpoint is None else endpoint.path, time.monotonic() - scope[ARRIVAL]
+                self._metrics.response_ended(handler, scope["method"], status, seconds)
 
     def _headers(self, scope: Scope, ignored: IgnoredFields) -> list[tuple[bytes, bytes]]:
         """Return the headers that every answer gets: the id, the key's rates, the ignored fields."""
@@ -164,12 +165,6 @@ def _logged(error: Exception, scope: Scope) -> ApiError:
         return disk_full_error(error)
     _log.error("request %s%s failed", scope[REQUEST_ID], owner, exc_info=error)
     return internal_error()
-
-
-def _handler(scope: Scope) -> str:
-    """Return the path template of the request's endpoint; "none" without an endpoint."""
-    endpoint: Endpoint | None = scope.get(ENDPOINT)
-    return "none" if endpoint is None else endpoint.path
 
 
 def _read_headers(scope: Scope, limits: HttpLimits) -> ApiError | None:
@@ -221,17 +216,14 @@ class TrustedHostMiddleware:
         refusal = None if has_keys and not self._allowed_hosts else self._host_refusal(headers, scope)
         if refusal is None and not has_keys:
             refusal = self._site_refusal(headers, scope)
-        if refusal is not None and self._is_probe(scope):
-            scope[UNTRUSTED] = True
+        if refusal is not None and scope["path"] != "/login" and self._endpoints.open_access(scope) is not None:
+            scope[UNTRUSTED] = True  # a probe
             refusal = None
         if refusal is None:
             await self._app(scope, receive, send)
         else:
             self._note(refusal.code)
             await refusal.response()(scope, receive, send)
-
-    def _is_probe(self, scope: Scope) -> bool:
-        return scope["path"] != "/login" and self._endpoints.open_access(scope) is not None
 
     def _host_refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
         """Return the refusal of a Host that is missing, repeated, or neither this machine's nor listed; else None."""

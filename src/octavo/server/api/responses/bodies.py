@@ -484,7 +484,8 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Messa
             continue  # the call was cut before its arguments were complete, so it has no output
         if kind == "function_call_output":
             if item["call_id"] not in calls:
-                raise _no_call(item["call_id"])
+                text = f"input has an output of call {item['call_id']!r}, but no such call before it; give both"
+                raise bad_field("input", text)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
         elif kind == "reasoning":
             message = _turn(messages, "content", "tool_calls", "reasoning_content")
@@ -500,10 +501,6 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Messa
         if message["role"] == "assistant" and "tool_calls" not in message:
             message.setdefault("content", "")
     return messages
-
-
-def _no_call(call_id: str) -> ApiError:
-    return bad_field("input", f"input has an output of call {call_id!r}, but no such call before it; give both")
 
 
 def _turn(messages: list[Message], *filled: str) -> Message:
