@@ -88,23 +88,23 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Corrections by measured requests, and errors with intervals, raised simulator and cli.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_727,
-    ("engine", "frontend"): 6_022,
+    ("core",): 5_724,
+    ("engine", "frontend"): 6_020,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_672,
-    ("executors",): 4_624,
+    ("executors",): 4_622,
     ("artifacts",): 3_619,
-    ("text",): 2_285,
+    ("text",): 2_290,
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 3_944,
     ("simulator",): 6_360,
-    ("server",): 12_070,
+    ("server",): 12_059,
     ("cli",): 6_402,
     ("bench",): 2_911,
-    ("config",): 1_278,
+    ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 72_857, 459  # of src
+ALL_CODE_LINES, ALL_FILES = 72_840, 459  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -379,7 +379,11 @@ class Step:
         state.updates = Updates()
         state.cache.end_plan()
         if not num_beside and plan.is_empty:
-            plan.waits = self._reasons()
+            self.count_rest(WaitReason.BEHIND)
+            for reason, count in self.skipped.items():
+                self.count_waiting(reason, count)
+            idle = WaitReason.DRAINING if state.is_draining else WaitReason.IDLE
+            plan.waits = tuple(self.waits.items()) or ((idle, 0),)
         else:
             if state.limits.find_shared_prefixes:
                 plan.shared_prefixes, plan.num_common_blocks = shared_prefixes(self.rows, counts)
@@ -389,15 +393,6 @@ class Step:
         plan.events = tuple(state.events)
         state.events = []
         return plan
-
-    def _reasons(self) -> tuple[tuple[WaitReason, int], ...]:
-        """Return why the plan is empty: pairs of a reason and the number of requests that wait for it."""
-        self.count_rest(WaitReason.BEHIND)
-        for reason, count in self.skipped.items():
-            self.count_waiting(reason, count)
-        if not self.waits:
-            return ((WaitReason.DRAINING if self.state.is_draining else WaitReason.IDLE, 0),)
-        return tuple(self.waits.items())
 
 
 # --- facts about a plan's rows for executors ------------------------------------------------------------------

@@ -299,7 +299,15 @@ class EngineLoop:
         elif only is not None:
             self._suspects.set_aside(only)
         elif empty is not None:
-            self._wait(empty.wake_at)
+            now = self.clock.now()
+            until = None if empty.wake_at is None else max(empty.wake_at, now + MIN_WAIT_S)
+            if self._builds.begun_at:
+                until = self._builds.wake_by(until, now)
+            if self.heartbeat is not None:
+                self.heartbeat.idle()
+            with self._condition:
+                if not (self._inbox or self._is_stopping):
+                    self.clock.wait(self._condition, until)
 
     def _run_commands(self) -> None:
         if self._inbox and self.heartbeat is not None:
@@ -389,17 +397,6 @@ class EngineLoop:
             self.num_discarded += 1
             if later.failure is None:
                 self._collect(later)
-
-    def _wait(self, wake_at: float | None) -> None:
-        now = self.clock.now()
-        until = None if wake_at is None else max(wake_at, now + MIN_WAIT_S)
-        if self._builds.begun_at:
-            until = self._builds.wake_by(until, now)
-        if self.heartbeat is not None:
-            self.heartbeat.idle()
-        with self._condition:
-            if not (self._inbox or self._is_stopping):
-                self.clock.wait(self._condition, until)
 
     def _deliver_decisions(self, decisions: tuple[Event, ...]) -> None:
         """Send decisions that were made outside a commit to the client and the observers."""

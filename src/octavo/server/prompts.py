@@ -24,7 +24,7 @@ from octavo.media.item import MediaItem
 from octavo.media.placeholders import Images, unique_items
 from octavo.sandbox.pool import RENDER
 from octavo.sandbox.wire import RenderChat
-from octavo.server.api.completions.bodies import ChatBody, Message
+from octavo.server.api.completions.bodies import ChatBody
 from octavo.server.http.body import off_loop
 from octavo.server.http.errors import bad_field, from_exception, too_long
 from octavo.text.dialect import Dialect
@@ -45,7 +45,6 @@ RENDER_LIMIT_S = 5.0
 _PER_MESSAGE = 128  # characters of work for each message
 _PER_VALUE = 16
 _INDEX = re.compile(r"^messages\.(\d+)")
-_ROLES = {"developer": "system"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class PromptReader:
 
         def make_conversation() -> Conversation:
             return self._text.conversation(
-                list(map(_shown, body.messages)),
+                [message.shown() for message in body.messages],
                 add_generation_prompt=begins_answer,
                 continue_final_message=body.continue_final_message,
                 tools=[tool.shown() for tool in tools] if tools else None,
@@ -272,16 +271,3 @@ def effort_variables(dialect: Dialect, body: ChatBody) -> dict[str, object]:
     if body.thinking is not None:
         return {name: True for name in dialect.effort_variables if name != "reasoning_effort"}
     return {}
-
-
-def _shown(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": _ROLES.get(message.role, message.role), "content": message.shown_content}
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.reasoning is not None:
-        plain["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    return plain

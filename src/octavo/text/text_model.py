@@ -275,26 +275,29 @@ def plain_messages(
     """
     if not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list of at least one message", "messages")
-    return [_plain_message(message, index, takes_images, between) for index, message in enumerate(messages)]
-
-
-def _plain_message(message: Mapping[str, Any], index: int, takes_images: bool, between: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(f"message {index} must be an object with a role", f"messages.{index}")
-    plain = dict(message)
-    content = message.get("content")
-    plain["content"] = content if isinstance(content, str) else _plain_content(content, index, takes_images, between)
-    for name in _REASONING_FIELDS:
-        reasoning = message.get(name)
-        if reasoning is not None:
-            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-            break
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, Sequence):
-        raise InvalidRequestError(f"the tool_calls of message {index} must be a list", f"messages.{index}.tool_calls")
-    if calls:
-        plain["tool_calls"] = [_plain_tool_call(call, index) for call in calls]
-    return plain
+    found: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"message {index} must be an object with a role", f"messages.{index}")
+        plain = dict(message)
+        content = message.get("content")
+        plain["content"] = (
+            content if isinstance(content, str) else _plain_content(content, index, takes_images, between)
+        )
+        for name in _REASONING_FIELDS:
+            reasoning = message.get(name)
+            if reasoning is not None:
+                plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+                break
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, Sequence):
+            raise InvalidRequestError(
+                f"the tool_calls of message {index} must be a list", f"messages.{index}.tool_calls"
+            )
+        if calls:
+            plain["tool_calls"] = [_plain_tool_call(call, index) for call in calls]
+        found.append(plain)
+    return found
 
 
 def _plain_content(content: object, index: int, takes_images: bool, between: str) -> str:

@@ -132,15 +132,24 @@ class Message(Body):
     )
     reasoning: str | None = Field(None, description="of the assistant: its reasoning")
 
-    @property
-    def shown_content(self) -> str | list[dict[str, str]]:
-        """The text of its only part, or its parts, of which an image is {"type": "image"}."""
-        if len(self.content) == 1 and isinstance(self.content[0], TextPart):
-            return self.content[0].text
-        return [
+    def shown(self) -> dict[str, Any]:
+        """Return the message as templates see it: with the text of its only part, or its parts."""
+        content: object = [
             {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
             for part in self.content
         ]
+        if len(self.content) == 1 and isinstance(self.content[0], TextPart):
+            content = self.content[0].text
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.name is not None:
+            plain["name"] = self.name
+        if self.reasoning is not None:
+            plain["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
 
 
 class ChatBody(SamplingBody, ToolFields):
