@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +22,6 @@ from octavo.ops import cpu
 ACTIVATION_GROUP = 32
 _ALIGNMENT = 64
 _FIRST_QUANTISED = 2  # the first quantised value of csrc/linear.h's WeightKind
-
-
-class Descriptor(Protocol):
-    """struct Weight of csrc/linear.h as a ctypes structure."""
-
-    kind: int
-    outputs: int
-    inputs: int
 
 
 def prepare(x_TE: Tensor, kind: int, num_threads: int = 1) -> Tensor:
@@ -46,7 +38,10 @@ def prepare(x_TE: Tensor, kind: int, num_threads: int = 1) -> Tensor:
 
 
 def linear(weight: Any, prepared: Tensor, out_TF: Tensor, *, accumulate: bool = False, num_threads: int = 1) -> None:
-    """Write x W^T + b into out_TF, or add it to out_TF. `weight` is a Descriptor; the caller keeps its memory alive."""
+    """Write x W^T + b into out_TF, or add it to out_TF.
+
+    `weight` is struct Weight of csrc/linear.h; the caller keeps its memory alive.
+    """
     assert out_TF.dtype is torch.float32 and out_TF.stride(1) == 1, "float32 rows"
     assert out_TF.shape == (len(prepared), weight.outputs), "a row for each prepared one"
     address = ctypes.addressof(weight)

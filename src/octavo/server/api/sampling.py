@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, create_model
 
@@ -22,6 +22,9 @@ from octavo.server.api.structured_output import StructureFields, given_structure
 from octavo.server.api.tools import ToolFields
 from octavo.server.http.body import off_loop
 from octavo.server.http.errors import bad_field, from_exception
+
+if TYPE_CHECKING:
+    from octavo.text.tokenizer import Tokenizer
 
 MAX_TIMEOUT_S = 86_400.0
 
@@ -259,7 +262,7 @@ class ParamsReader:
     def __init__(
         self,
         defaults: Mapping[str, Any],
-        tokenizer: TextEncoder,
+        tokenizer: Tokenizer,
         max_choices: int,
         shown_ids: tuple[tuple[int, ...], tuple[int, ...]],
     ) -> None:
@@ -338,15 +341,7 @@ class ParamsReader:
 DRY_BREAKERS = ("\n", ":", '"', "*")  # the default when DRY is on, as DRY's author proposed
 
 
-class TextEncoder(Protocol):
-    """The part of a tokenizer that this module uses."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-        ...
-
-
-def bad_word_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """Return each word's token ids at the start of a text and after a space. Raises ApiError."""
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
@@ -357,7 +352,7 @@ def bad_word_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tuple[in
     return tuple(found)
 
 
-def breaker_ids(tokenizer: TextEncoder, texts: Iterable[str]) -> tuple[int, ...]:
+def breaker_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[int, ...]:
     """Return the last token id of each text. No repetition reaches across these tokens."""
     encoded = (tokenizer.encode(text, False) for text in texts)
     return tuple(dict.fromkeys(ids[-1] for ids in encoded if ids))
