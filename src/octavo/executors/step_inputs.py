@@ -2,7 +2,8 @@
 
 Owns: the order of rows in the pass; all index arithmetic of a step, vectorised on the host; which sampled positions of
 rows with drafts are accepted. Does not: write slots' tensors, or make drafts. A step that only decodes has a kernel
-(csrc/decode_inputs.cpp), whose slow twin is the arithmetic of any step.
+(csrc/decode_inputs.cpp), whose slow twin is the arithmetic of any step. An accelerator gets everything that the host
+knows of a step in one copy (device_inputs), and nothing waits for it.
 Shapes: T tokens, N rows, A rows with tokens, M table width, R sampled positions (a row with d drafts has 1 + d).
 
 A row of slot s, positions [a, a + c) becomes c tokens. With W = width of the id buffer, S = block size:

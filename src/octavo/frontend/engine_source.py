@@ -1,7 +1,8 @@
 """The interfaces through which EngineSupervisor runs engines: a source starts them, a running engine reports its end.
 
-Owns: the protocols and EngineDeath. Implemented by engine_process (a process on this machine) and by the fleet's link
-(an engine on another machine). Does not: restart, route, or keep requests.
+Owns: the protocols, EngineDeath, and EngineReplica, a supervisor's record of one replica. Implemented by
+engine_process (a process on this machine) and by the fleet's link (an engine on another machine). Does not: restart,
+route, or keep requests.
 Invariants: an engine's epoch is unique among all engines of a supervisor and its predecessors, and later engines of one
 source have greater epochs. After `watch` has returned, no event of that engine is received any more.
 """

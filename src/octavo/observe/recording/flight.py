@@ -1,6 +1,7 @@
 """The flight recorder: the last minutes of a scheduler's calls, in nameless files that outlive the engine's process.
 
-Owns: how the files are used in turn, a segment in each; when the next segment begins; reading them as one recording.
+Owns: how the files are used in turn, a segment in each; when the next segment begins; reading them as one recording;
+opening all recorders of an engine (EngineRecorders), of which --record's is another.
 Does not: create the files or decide when a recording is saved (the front end does), or know how a call is encoded.
 Invariants: every segment but an engine's first begins with the scheduler's state, so a recording may begin with any.
 Numbers of segments are consecutive where no call is missing between them. The files together keep to their bound. When
