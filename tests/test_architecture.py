@@ -94,7 +94,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("models", "nn", "ops", "sampling"): 10_668,
     ("executors",): 4_622,
     ("artifacts",): 3_619,
-    ("text",): 2_290,
+    ("text",): 2_274,
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 3_944,
@@ -104,7 +104,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_911,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 72_835, 459  # of src
+ALL_CODE_LINES, ALL_FILES = 72_819, 459  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

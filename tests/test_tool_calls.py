@@ -12,6 +12,7 @@ from octavo.grammar.compile import compile_grammar
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part
 from octavo.text.dialect import AnswerReader
 from tests.grammar.validity import Validity
+from tests.text.rendered import prompt_text
 from tests.tiny_models import make_tiny_model
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -72,8 +73,8 @@ def test_the_default_model_calls_what_is_asked_for() -> None:
         source = {"calls": {"form": "hermes", "tools": [[name, json.dumps(s)] for name, s in SCHEMAS.items()]}}
         grammar = compile_grammar("answer", json.dumps(source))
         tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
-        prompt = llm.text.prompt_from_messages(
-            [{"role": "user", "content": "What is the weather in Oslo, in celsius?"}], tools=tools
+        prompt = prompt_text(
+            llm.text, [{"role": "user", "content": "What is the weather in Oslo, in celsius?"}], tools=tools
         )
         [answer] = llm.generate([prompt], SamplingParams(max_tokens=80, temperature=0.0, grammar=grammar))
     [(name, arguments)] = calls_of("hermes", answer.outputs[0].text)

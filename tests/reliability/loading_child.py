@@ -35,6 +35,7 @@ from octavo.text.text_model import TextModel  # noqa: E402
 from tests.artifacts.gguf_writing import LLAMA, write_gguf  # noqa: E402
 from tests.reliability import model_bases  # noqa: E402
 from tests.reliability.nasty_requests import mutated  # noqa: E402
+from tests.text.rendered import prompt_text  # noqa: E402
 from tests.text.test_chat_template import EVIL, TEMPLATES  # noqa: E402
 from tests.text.tiny_tokenizers import SPECIAL, sentencepiece_parts  # noqa: E402
 from tests.tiny_gguf import make_tiny_gguf  # noqa: E402
@@ -276,7 +277,7 @@ def load(path: Path, with_text: bool, with_weights: bool) -> None:
         ids = text.tokenizer.encode("the cat sat <s> é 猫")
         text.tokenizer.decode(ids)
         if text.chat_template is not None:
-            text.prompt_from_messages(HI)
+            prompt_text(text, HI)
     if not with_weights:
         return
     imatrix = path / "imatrix"

@@ -2,6 +2,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.text.rendered import prompt_text
 from tests.text.tiny_tokenizers import random_text
 
 from octavo.errors import InvalidRequestError, ModelFileError
@@ -78,7 +79,7 @@ def test_the_default_models_template_equals_transformers(default_model, transfor
     for messages in cases:
         for prompt in (True, False):
             text = transformers_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
-            assert default_model.prompt_from_messages(messages, add_generation_prompt=prompt) == text
+            assert prompt_text(default_model, messages, add_generation_prompt=prompt) == text
             theirs = transformers_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)["input_ids"]
             switched = replace(default_model, special_tokens_in_text=True)
             assert switched.prompt_ids_from_messages(messages, add_generation_prompt=prompt) == theirs
@@ -97,7 +98,7 @@ def test_continuing_the_final_message_equals_transformers(default_model, transfo
             model = default_model
             if source is not None:
                 model = type(model)(model.name, model.spec, model.tokenizer, ChatTemplate(source, {}))
-            assert model.prompt_from_messages(messages, continue_final_message=True) == theirs
+            assert prompt_text(model, messages, continue_final_message=True) == theirs
 
 
 DOUBLING = "{%% set ns = namespace(x=%s) %%}{%% for i in range(99) %%}{%% set ns.x = %s %%}{%% endfor %%}"

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.text.rendered import prompt_text
 from tests.text.tiny_tokenizers import tiny_backend_json
 
 from octavo.artifacts.resolve import ModelFiles, resolve_model
@@ -54,7 +55,7 @@ def test_where_the_template_comes_from(folder):
     assert load(folder, "config").chat_template.source == "file"
     (folder / "mine.jinja").write_text("mine")
     assert load(folder, "config", folder / "mine.jinja").chat_template.source == "mine"
-    assert load(folder, "config", str(folder / "mine.jinja")).prompt_from_messages(HI) == "mine"
+    assert prompt_text(load(folder, "config", str(folder / "mine.jinja")), HI) == "mine"
 
 
 def test_without_a_template_chat_says_what_to_do(folder):
@@ -73,20 +74,20 @@ def test_broken_templates_name_their_file(folder):
 
 def test_tools_and_template_kwargs_reach_the_template(folder):
     model = load(folder, "{{ tools|length }}{{ mode }}{{ add_generation_prompt }}")
-    text = model.prompt_from_messages(HI, tools=[{}], template_kwargs={"mode": "m"}, add_generation_prompt=False)
+    text = prompt_text(model, HI, tools=[{}], template_kwargs={"mode": "m"}, add_generation_prompt=False)
     assert text == "1mFalse"
-    assert model.prompt_from_messages(HI, tools=[{}], mode="m", add_generation_prompt=False) == text
+    assert prompt_text(model, HI, tools=[{}], mode="m", add_generation_prompt=False) == text
     for name in ("messages", "tools", "add_generation_prompt", "self"):
         with pytest.raises(InvalidRequestError, match=f"{name} cannot be set here"):
-            model.prompt_from_messages(HI, template_kwargs={name: []})
+            prompt_text(model, HI, template_kwargs={name: []})
 
 
 def test_a_continuation_needs_the_assistants_last_word_in_the_prompt(folder):
     model = load(folder, "{% for m in messages[:1] %}{{ m.content }}{% endfor %}")
     with pytest.raises(InvalidRequestError, match="last message of the assistant"):
-        model.prompt_from_messages(HI, continue_final_message=True)
+        prompt_text(model, HI, continue_final_message=True)
     with pytest.raises(InvalidRequestError, match="does not show the last message"):
-        model.prompt_from_messages([*HI, {"role": "assistant", "content": "x"}], continue_final_message=True)
+        prompt_text(model, [*HI, {"role": "assistant", "content": "x"}], continue_final_message=True)
 
 
 def test_the_default_model(default_files, default_model):

@@ -141,27 +141,6 @@ class TextModel:
             reason = f"{self.name} gives no {wanted}; it {purpose}"
             raise InvalidRequestError(reason, "model")
 
-    def prompt_from_messages(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        **variables: Any,
-    ) -> str:
-        """Return the prompt text of a chat. Raises InvalidRequestError.
-
-        The template gets `template_kwargs` (from a client, with any names) and `variables` as variables.
-        """
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        conversation = self.conversation(
-            messages, **options, tools=tools, variables={**(template_kwargs or {}), **variables}
-        )
-        prompt = self._rendered(conversation)
-        return prompt if conversation.mark is None else prompt.replace(conversation.mark, "")
-
     def _rendered(self, conversation: Conversation) -> str:
         assert self.chat_template is not None
         prompt = self.chat_template.render(
@@ -231,9 +210,10 @@ class TextModel:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Return the prompt ids of a chat; the arguments are those of prompt_from_messages.
+        """Return the prompt ids of a chat. Raises InvalidRequestError.
 
-        No beginning-of-sequence token is added, because the template writes it if the model needs it.
+        The template gets `template_kwargs` (from a client, with any names) and `variables` as variables. No
+        beginning-of-sequence token is added, because the template writes it if the model needs it.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         conversation = self.conversation(
