@@ -104,7 +104,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_911,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 72_819, 459  # of src
+ALL_CODE_LINES, ALL_FILES = 72_818, 459  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "string"))
 _MAX_DEPTH = 8  # references and properties followed in the proof that two schemas are disjoint
-_MAX_ROUNDS = 64
 NOWHERE: Final = object()
 
 
