@@ -76,7 +76,7 @@ class Fleet:
 
     def end(self, name: str) -> None:
         self.leave(name)
-        self.router.ended(name, 7)
+        self.router.ended(name, 7, None)
 
     def fail(self, number: int) -> None:
         self.up.pop(number)
@@ -176,7 +176,7 @@ def test_the_log_has_no_text_and_nothing_that_verifies_a_guess_of_it(tmp_path: P
     log = open_log(tmp_path)
     router, wanted = FleetRouter(block_size=BLOCK, log=log), request("named", tenant="acme", session="chat")
     router.choose(wanted, [Engine(0), Engine(1)])
-    router.ended("named", 5)
+    router.ended("named", 5, None)
     log.close()
     header, records = read_routing_log(log.path)
     choice, end, last = records

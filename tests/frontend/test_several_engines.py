@@ -38,7 +38,7 @@ class InTurn:
         self.num_chosen += 1
         return targets[self.num_chosen % len(targets)]
 
-    def ended(self, request_id: str, num_output_tokens: int) -> None:
+    def ended(self, request_id: str, num_output_tokens: int, first_at: float | None) -> None:
         self.ended_ids.append((request_id, num_output_tokens))
 
 

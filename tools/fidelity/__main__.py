@@ -1,15 +1,17 @@
 """Print the simulator's errors against measurements.
 
 Usage: python -m tools.fidelity vllm [--fit] [CASE ...] | published | own DIR [--runs N] [--offline] [-- OPTIONS]
+       python -m tools.fidelity fleet DIR [--runs N] [--kind machines|replicas] [--requests N] [--rate X] [-- SETTINGS]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from tools.fidelity import own_runs, vllm_runs
+from tools.fidelity import fleet_runs, own_runs, vllm_runs
 from tools.fidelity.closeness import charts, table
 from tools.fidelity.published import points, summary
 
@@ -59,7 +61,7 @@ def own(folder: Path, runs: int, options: list[str]) -> int:
     for number in range(runs):
         path = own_runs.record(folder, number, options)
         predictions.append(own_runs.predict(path))
-        print(f"\n### {path.name}\n\n{predictions[-1].fit.report()}\n")
+        print(f"\n### {path.name}\n\n{predictions[-1].fits[0].report()}\n")
         print(table("after the first third", predictions[-1].predicted, predictions[-1].measured), flush=True)
     print(f"\n### all runs\n\n{own_runs.verdict(predictions)}")
     return 0
@@ -70,6 +72,23 @@ def batches(folder: Path, runs: int, options: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [own_runs.record(folder, number, options, "offline") for number in range(runs)]
     print(own_runs.batch_verdict([own_runs.predict_batches(path) for path in paths]))
+    return 0
+
+
+def fleets(folder: Path, runs: int, kinds: list[str], load: fleet_runs.FleetLoad, settings: list[str]) -> int:
+    """Record fleets of this engine where they are not there, and predict each from its first third."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for kind in kinds:
+        for number in range(runs):
+            path = fleet_runs.record_fleet(folder, kind, number, settings, replace(load, seed=number))
+            one = found[path.name] = fleet_runs.predict_fleet(path)
+            print(f"\n### {path.name}\n")
+            print("\n\n".join(fit.report() for fit in one.times.fits))
+            for title, predicted in (("after the first third", one.times.predicted), ("recorded choices", one.routed)):
+                print(f"\n{table(title, predicted, one.times.measured)}", flush=True)
+    print(f"\n### all runs\n\n{own_runs.verdict([one.times for one in found.values()])}")
+    print(f"\n{fleet_runs.fleet_verdict(found)}")
     return 0
 
 
@@ -88,6 +107,13 @@ def main() -> int:
     mine.add_argument(
         "--offline", action="store_true", help="octavo bench offline instead; give it --runs of its own, 2+"
     )
+    many = verbs.add_parser("fleet", help="recorded fleets of this engine; settings of octavo fleet go behind --")
+    many.add_argument("folder", type=Path, help="where the recordings are, or shall be")
+    many.add_argument("--runs", type=int, default=1, help="of each kind [1]")
+    many.add_argument("--kind", choices=fleet_runs.KINDS_OF_FLEET, help="engines that join, or the front's own [both]")
+    many.add_argument("--engines", type=int, default=2, help="of a fleet [2]")
+    many.add_argument("--requests", type=int, default=240)
+    many.add_argument("--rate", type=float, default=4.0, help="requests a second [4]")
     given, behind = sys.argv[1:], []
     if "--" in given:
         place = given.index("--")
@@ -96,6 +122,10 @@ def main() -> int:
     if options.verb == "own":
         make = batches if options.offline else own
         return make(options.folder, options.runs, behind)
+    if options.verb == "fleet":
+        load = fleet_runs.FleetLoad(options.requests, options.rate, options.engines)
+        kinds = [options.kind] if options.kind else list(fleet_runs.KINDS_OF_FLEET)
+        return fleets(options.folder, options.runs, kinds, load, behind)
     if options.verb == "published":
         return published()
     return vllm(options.case, options.fit, options.svg)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
@@ -27,9 +27,11 @@ from octavo.core.request import FinishReason
 from octavo.observe.recording.format import Header
 from octavo.observe.recording.reader import RecordedStep, Recording, open_recording, steps
 from octavo.observe.recording.replaying import RecordedRequest, arrivals
+from octavo.simulator.arrival import Arrival
 from octavo.simulator.closeness import KINDS, Column, Times
 from octavo.simulator.cost_model import CostModel, ScaledCosts, shape_of
 from octavo.simulator.costs.fitted import Fit, Fitted, begin_of, fit_steps
+from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
 from octavo.simulator.workloads.traces import recorded_arrival
@@ -65,15 +67,16 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The rest of a run, as it went and as predicted; the fit; the noise.
+    """The rest of a run, as it went and as predicted; the fit and the noise of each engine.
 
     `stretched` is predicted with steps as long as the neighbours explain, `levelled` with the rest's mean step time.
+    `noises` is empty if neighbours were not measured.
     """
 
-    fit: Fit
+    fits: tuple[Fit, ...]
     measured: Times
     predicted: Times
-    noise: Noise | None = None
+    noises: tuple[Noise, ...] = ()
     stretched: Times | None = None
     levelled: Times | None = None
 
@@ -94,18 +97,29 @@ def record(folder: Path, number: int, options: Sequence[str], bench: str = "onli
     Raises CalledProcessError.
     """
     path = folder / f"{bench}-{number}"
-    figures = folder / f"{bench}-{number}.json"
-    if not figures.is_file():
-        command = [sys.executable, "-m", "octavo", "bench", bench, "--record", str(path), "--json", *options]
-        sampler = NeighbourSampler()
-        sampler.start()
-        try:
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        finally:
-            neighbours = sampler.finish()
-        neighbours.save(samples_path(path))
-        figures.write_text(done.stdout, encoding="utf-8")
+    command = [sys.executable, "-m", "octavo", "bench", bench, "--record", str(path), "--json", *options]
+    record_beside_neighbours(
+        path, lambda: subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    )
     return path
+
+
+def record_beside_neighbours(path: Path, make: Callable[[], str]) -> None:
+    """Make a run that records in this folder, and keep its figures and its neighbours beside it, unless they are there.
+
+    `make` makes the run and returns its figures.
+    """
+    figures = path.with_name(f"{path.name}.json")
+    if figures.is_file():
+        return
+    sampler = NeighbourSampler()
+    sampler.start()
+    try:
+        text = make()
+    finally:
+        neighbours = sampler.finish()
+    neighbours.save(samples_path(path))
+    figures.write_text(text, encoding="utf-8")
 
 
 def predict(path: Path, warm_up_s: float = WARM_UP_S) -> Prediction:
@@ -120,16 +134,16 @@ def predict(path: Path, warm_up_s: float = WARM_UP_S) -> Prediction:
     seen = [step for step in early if step.plan.now >= begin + warm_up_s]
     fit = fit_steps(seen, path.name)
     rest = np.arange(len(asked)) >= learnt
-    measured, predicted = _part(_measured(asked), rest), _part(_simulated(recording, asked, Fitted(fit)), rest)
+    measured, predicted = part_of(_measured(asked), rest), part_of(_simulated(recording, asked, Fitted(fit)), rest)
     if not samples_path(path).is_file():
-        return Prediction(fit, measured, predicted)
+        return Prediction((fit,), measured, predicted)
     meter = NoiseMeter(Neighbours.load(samples_path(path)), recording.header, Fitted(fit), recorded)
     noise = meter.noise(seen, recorded[len(early) :])
     stretched, levelled = (
-        _part(_simulated(recording, asked, ScaledCosts(Fitted(fit), factor)), rest)
+        part_of(_simulated(recording, asked, ScaledCosts(Fitted(fit), factor)), rest)
         for factor in (noise.stretch, noise.level)
     )
-    return Prediction(fit, measured, predicted, noise, stretched, levelled)
+    return Prediction((fit,), measured, predicted, (noise,), stretched, levelled)
 
 
 def predict_batches(path: Path) -> list[Batch]:
@@ -141,7 +155,7 @@ def predict_batches(path: Path) -> list[Batch]:
     used = list(passes.values())[2:]  # octavo's own warm-up, and ours
     learnt = max(1, int(LEARNT * len(used)))
     later = used[learnt:]
-    recorded, origin = list(steps(recording)), _origin(recording)
+    recorded, origin = list(steps(recording)), origin_of(recording)
     parts = [_between(recorded, origin + batch[0].arrival, origin + _end(batch)) for batch in used]
     seen = [step for part in parts[:learnt] for step in part]
     fit = Fitted(fit_steps(seen, path.name))
@@ -231,7 +245,7 @@ def _ended(recording: Recording) -> list[RecordedRequest]:
     return [one for one in arrivals(recording) if one.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)]
 
 
-def _origin(recording: Recording) -> float:
+def origin_of(recording: Recording) -> float:
     """Return the engine's time at which recorded requests count from: the first arrival."""
     first = next(step for step in steps(recording) if step.plan.slots)
     earliest = min(one.first_scheduled or 0.0 for one in arrivals(recording))
@@ -248,13 +262,19 @@ def _simulated(recording: Recording, asked: Sequence[RecordedRequest], costs: Co
     start = asked[0].arrival
     workload = [recorded_arrival(one, one.output_tokens, one.arrival - start) for one in asked]
     header = recording.header
-    outcomes = simulate(workload, Setup(header.limits, costs, depth=header.depth)).outcomes
+    return simulated_columns(workload, Setup(header.limits, costs, depth=header.depth))[0]
+
+
+def simulated_columns(workload: Sequence[Arrival], setup: Setup) -> tuple[tuple[Column, ...], Outcomes]:
+    """Simulate; return arrivals, first tokens, ends and output tokens in order of the workload, and all outcomes."""
+    outcomes = simulate(workload, setup).outcomes
     order = np.argsort(np.array(outcomes.indices))
     columns = (outcomes.arrivals, outcomes.first_tokens, outcomes.ends, outcomes.output_tokens)
-    return tuple(np.array(column, float)[order] for column in columns)
+    return tuple(np.array(column, float)[order] for column in columns), outcomes
 
 
-def _part(columns: tuple[Column, ...], chosen: npt.NDArray[np.bool_]) -> Times:
+def part_of(columns: tuple[Column, ...], chosen: npt.NDArray[np.bool_]) -> Times:
+    """Return the Times of a part of the requests, given their arrivals, first tokens, ends and output tokens."""
     return Times.of(*(column[chosen] for column in columns))
 
 
@@ -290,7 +310,8 @@ def verdict(predictions: Sequence[Prediction]) -> str:
                     inside[name][0] += abs(mean.value) <= BOUND
                     inside[name][1] += abs(p99.value) <= P99_BOUND
                 cells.append(f"{np.mean(getattr(one.measured, name)):.4g} s, {mean}, {p99}")
-            lines.append(f"| {number}{title} | {'' if title else describe_noise(one.noise)} | {' | '.join(cells)} |")
+            noise = "" if title else " / ".join(map(describe_noise, one.noises or (None,)))
+            lines.append(f"| {number}{title} | {noise} | {' | '.join(cells)} |")
     count = len(predictions)
     bounds = ", ".join(f"{name} {inside[name][0]} and {inside[name][1]} of {count}" for name in KINDS)
     limits = f"{100 * BOUND:.0f} % of the mean and {100 * P99_BOUND:.0f} % of the p99"

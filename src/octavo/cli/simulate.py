@@ -315,6 +315,7 @@ def _describe(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
     if setup.link is not None:
         link = setup.link
         described["KV link"] = f"{args.kv_link}: {link.bandwidth / 1e9:g} GB/s, {link.latency_s * 1e6:g} us"
+    described |= {} if setup.hop is None else {"network hop": f"{setup.hop}"}
     if any(group.scaling is not None for group in plan.groups):
         described["scaling"] = args.autoscale or "requests:16"
     if setup.num_replicas > 1:

@@ -24,6 +24,7 @@ from octavo.simulator.costs.fitted import Fitted
 from octavo.simulator.costs.hardware import THIS, device_facts
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.kv_transfer import LINKS, KVLink, read_link
+from octavo.simulator.network_hop import read_hop
 from octavo.simulator.scaling import ScalingRule
 from octavo.simulator.setup import ReplicaFailure, ReplicaGroup, ReplicaSetup, Role, Setup, SimulatedEngine
 from octavo.simulator.workloads.spec import Spec, read_number
@@ -34,8 +35,8 @@ MAX_GROUPS = 16
 MAX_DRAFTS = 7  # of a sequence in a step, as --speculate-max-tokens
 RARE = (
     "--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size", "--enable-expert-parallel",
-    "--price", "--depth", "--max-waiting", "--fail", "--autoscale", "--kv-link", "--draft-acceptance", "--draft-cost",
-    "--tenant-weight",
+    "--price", "--depth", "--max-waiting", "--fail", "--autoscale", "--kv-link", "--hop", "--draft-acceptance",
+    "--draft-cost", "--tenant-weight",
 )  # fmt: skip
 # Fields that describe a machine -> their flags.
 MACHINE_FLAGS = {
@@ -74,6 +75,9 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--kv-link", metavar="L",
         help="between groups with role=prefill and role=decode: ib-ndr, ..., or bandwidth=50e9,latency=20us",
     )  # fmt: skip
+    group.add_argument(
+        "--hop", metavar="H", help="between router and engines, each way: latency=0.3ms,spread=0.1ms [none]"
+    )
     group.add_argument(
         "--router", default="round_robin", choices=tuple(ROUTERS), help="how replicas are chosen [round_robin]"
     )
@@ -179,7 +183,8 @@ def make_setups(args: argparse.Namespace, groups: Sequence[SimulatedGroup], conf
             fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed, drafts=drafts,
             ranks=first.engine.ranks, pipeline=first.engine.pipeline,
             groups=tuple(group.at(number) for group in groups) if has_groups else (),
-            link=link, kv_token_bytes=0.0 if hardware is None else hardware.model.kv_bytes_per_token,
+            hop=read_hop(args.hop) if args.hop else None, link=link,
+            kv_token_bytes=0.0 if hardware is None else hardware.model.kv_bytes_per_token,
         )
         for number, limits in enumerate(first.limits)
     ]  # fmt: skip

@@ -69,10 +69,10 @@ class FleetRouter:
             self._log.chosen(request, prompt, targets, number)
         return next(target for target in targets if target.number == number)
 
-    def ended(self, request_id: str, num_output_tokens: int) -> None:
-        """Log the end of a request, with the tokens of all its choices."""
+    def ended(self, request_id: str, num_output_tokens: int, first_at: float | None) -> None:
+        """Log the end of a request, with the tokens of all its choices, and the time of the first one."""
         if self._log is not None:
-            self._log.ended(request_id, num_output_tokens)
+            self._log.ended(request_id, num_output_tokens, first_at)
 
     def close(self) -> None:
         """End the log."""

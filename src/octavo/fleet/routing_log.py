@@ -4,7 +4,7 @@ Owns: the records, the log's secret, the thread that writes, the bound in bytes,
 Does not: choose (fleet.routing), or frame and compress (observe.recording.reader).
 A log is MARK, the version (uint16, little-endian), and frames: the header as JSON, then msgpack arrays of records. A
 choice holds only the targets that changed since the last one. Keys, sessions and tenants are digests under a secret
-that is drawn for each log and not stored, so that a guess of the text cannot be verified.
+that is drawn for each log and not stored, so that a guess of the text cannot be verified. Request ids are digests too.
 Invariants: the calls of the event loop never wait and never raise. A file that is cut off is read to its last frame.
 """
 
@@ -55,13 +55,19 @@ class RoutingHeader(msgspec.Struct, frozen=True):
 
 
 class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A request as the router saw it; `keys` has DIGEST_BYTES for each key."""
+    """A request as the router saw it; `keys` has DIGEST_BYTES for each key.
+
+    `name` is the digest_of its id, which recordings of engines have. It arrived at the front `waited_s` before the
+    choice. Older logs have neither.
+    """
 
     keys: bytes
     prompt_tokens: int
     session: str
     tenant: str
     num_choices: int
+    name: bytes = b""
+    waited_s: float = 0.0
 
     def prompt(self) -> RoutedPrompt:
         """Return the request for a router."""
@@ -86,11 +92,12 @@ class ChoiceRecord(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class EndRecord(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The end of a request, with the output tokens of all its choices."""
+    """The end of a request, with the output tokens of all its choices, and when the front had the first one."""
 
     time: float
     request: int
     output_tokens: int
+    first_token: float | None = None
 
 
 class LogEndRecord(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -111,6 +118,7 @@ class RoutingLog:
         self, folder: Path, max_bytes: int, header: RoutingHeader, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Begin a file. Raises ConfigError if the folder cannot be written to, or is full."""
+        self._clock, self._began = clock, clock()
         prepare_folder(folder)
         self._room = max_bytes - sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}")) - _END_BYTES
         head = MARK + _VERSION.pack(VERSION) + pack_frame(msgspec.json.encode(header))
@@ -126,7 +134,6 @@ class RoutingLog:
         self._file = os.fdopen(descriptor, "wb")
         self._write(head)
         self._secret = secrets.token_bytes(16)
-        self._clock, self._began = clock, clock()
         self._requests: dict[str, int] = {}  # requests that have not ended -> their numbers in the log
         self._num_requests = 0
         self._targets: dict[int, tuple[int, int, int]] = {}  # as of the last choice
@@ -149,7 +156,7 @@ class RoutingLog:
         """Record a choice: `prompt` is masked, `targets` are as they were at the choice."""
         if self._end_reason:
             return
-        name, num_choices = request.request_id, request.params.num_sequences
+        name, num_choices, now = request.request_id, request.params.num_sequences, self._clock()
         index, known = self._requests.get(name), None
         if index is None:
             index, self._num_requests = self._num_requests, self._num_requests + 1
@@ -157,19 +164,21 @@ class RoutingLog:
             if len(self._requests) > MAX_OPEN:  # ends of refused requests are not known
                 del self._requests[next(iter(self._requests))]
             known = PromptRecord(
-                b"".join(prompt.keys), prompt.prompt_tokens, prompt.session, prompt.tenant, num_choices
-            )
+                b"".join(prompt.keys), prompt.prompt_tokens, prompt.session, prompt.tenant, num_choices,
+                digest_of(name), max(0.0, now - request.arrival),
+            )  # fmt: skip
         seen = {target.number: (target.number, target.load, target.num_open) for target in targets}
         changed = tuple(target for target in seen.values() if self._targets.get(target[0]) != target)
         gone = tuple(target for target in self._targets if target not in seen)
         self._targets = seen
-        self._add(ChoiceRecord(self._clock() - self._began, index, known, changed, gone, number))
+        self._add(ChoiceRecord(now - self._began, index, known, changed, gone, number))
 
-    def ended(self, name: str, output_tokens: int) -> None:
-        """Record the end of a request."""
+    def ended(self, name: str, output_tokens: int, first_at: float | None) -> None:
+        """Record the end of a request; `first_at` is when the front had its first token, by the log's clock."""
         index = self._requests.pop(name, None)
         if index is not None and not self._end_reason:
-            self._add(EndRecord(self._clock() - self._began, index, output_tokens))
+            first = None if first_at is None else first_at - self._began
+            self._add(EndRecord(self._clock() - self._began, index, output_tokens, first))
 
     def close(self, reason: str = _CLOSED) -> None:
         """End the log once all queued records are written. Idempotent."""
@@ -216,6 +225,11 @@ class RoutingLog:
         self._file.write(data)
         self._file.flush()
         self._room -= len(data)
+
+
+def digest_of(name: str) -> bytes:
+    """Return a digest of a request's id, without the secret: the engine's ids have a random part."""
+    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
 def _pack(records: list[RoutingRecord]) -> bytes:
@@ -306,7 +320,7 @@ def replay_routing(path: Path) -> RoutingReplay:
             if record.prompt is not None:
                 prompts[record.request] = record.prompt.prompt()
                 num_requests += 1
-            _apply(targets, record)
+            apply_choice(targets, record)
             if record.request not in prompts or record.chosen not in targets:
                 raise RecordingError(f"{path} has choice {num_choices} of a request or a replica that it did not name")
             if difference:
@@ -322,7 +336,7 @@ def replay_routing(path: Path) -> RoutingReplay:
     return RoutingReplay(header.router, num_requests, num_choices, num_equal, difference, end_reason)
 
 
-def _apply(targets: dict[int, LoggedTarget], choice: ChoiceRecord) -> None:
+def apply_choice(targets: dict[int, LoggedTarget], choice: ChoiceRecord) -> None:
     """Bring the targets up to date with a choice."""
     for number in choice.gone:
         targets.pop(number, None)

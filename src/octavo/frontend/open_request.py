@@ -381,8 +381,8 @@ class EngineRouter(Protocol):
         """Return one of these engines, of which there is at least one, for a new, moved or resumed request."""
         ...
 
-    def ended(self, request_id: str, num_output_tokens: int) -> None:
-        """Handle the end of a request."""
+    def ended(self, request_id: str, num_output_tokens: int, first_at: float | None) -> None:
+        """Handle the end of a request; `first_at` is when this front received its first token."""
         ...
 
 

@@ -550,7 +550,7 @@ class OpenRequests:
             state.engine.release(state)
         state.finish(end)
         if self._router is not None:
-            self._router.ended(end.request_id, sum(len(page.ids) for page in state.pages.values()))
+            self._router.ended(end.request_id, sum(len(page.ids) for page in state.pages.values()), state.first_at)
         self._ended[end.request_id] = state
         if len(self._ended) > self._max_unread:
             self.forget(next(iter(self._ended)))

@@ -10,6 +10,7 @@ device of an engine has ports of its own and sends its share of the KV, so a tra
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -59,18 +60,26 @@ def read_link(text: str) -> KVLink:
         if text not in LINKS:
             raise ConfigError(unknown("KV link", text, LINKS, f"give one of {', '.join(LINKS)}, or bandwidth=50e9"))
         return LINKS[text]
-    values = {"bandwidth": 0.0, "latency": 0.0}
+    values = read_values(text, ("bandwidth", "latency"))
+    if values is None:
+        raise ConfigError(f"KV link is {text!r}; give a name, or bandwidth=50e9,latency=20us")
+    return KVLink("custom", values["bandwidth"], values["latency"])
+
+
+def read_values(text: str, names: Sequence[str]) -> dict[str, float] | None:
+    """Read `NAME=NUMBER,...`, 0 for names that are left out; None if it is wrong. Times may end in us, ms or s."""
+    values = dict.fromkeys(names, 0.0)
     for word in text.split(","):
         name, _, value = (part.strip() for part in word.partition("="))
-        unit = next((unit for unit in _SECONDS if name == "latency" and value.endswith(unit)), "")
+        unit = next((unit for unit in _SECONDS if name != "bandwidth" and value.endswith(unit)), "")
         try:
             number = float(value.removesuffix(unit)) * _SECONDS.get(unit, 1.0)
         except ValueError:
-            number = -1.0
+            return None
         if name not in values or number < 0:
-            raise ConfigError(f"KV link is {text!r}; give a name, or bandwidth=50e9,latency=20us")
+            return None
         values[name] = number
-    return KVLink("custom", values["bandwidth"], values["latency"])
+    return values
 
 
 class TransferLog:

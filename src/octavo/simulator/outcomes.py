@@ -69,11 +69,11 @@ class SimulatedRequest:
 
     `emitted` counts the tokens before its replica's last failure, or before it was handed over. A prefill replica hands
     it over after token `handover_at` (0: none); then `source` is its number (-1 before), `handed` the time, and
-    `reserved` the time at which the decode replica has blocks for it.
+    `reserved` the time at which the decode replica has blocks for it. Its tokens take `back_s` to the router.
     """
 
     __slots__ = (
-        "arrival", "at", "cached", "counts", "emitted", "first", "handed", "handover_at", "index", "name",
+        "arrival", "at", "back_s", "cached", "counts", "emitted", "first", "handed", "handover_at", "index", "name",
         "preemptions", "replica", "reserved", "restarts", "source", "start",
     )  # fmt: skip
 
@@ -82,6 +82,7 @@ class SimulatedRequest:
         self.name = f"r{index}"
         self.arrival = arrival
         self.at = at
+        self.back_s = 0.0
         self.start = NEVER
         self.first = NEVER
         self.emitted = 0
@@ -163,12 +164,13 @@ class RequestTracker:
         """Move a request to the outcomes."""
         del self.open[entry.name]
         self._with_choices.pop(entry.name, None)
-        self.last_end = max(self.last_end, at)
         out, arrival = self.outcomes, entry.arrival
+        first, at = entry.first if entry.first == NEVER else entry.first + entry.back_s, at + entry.back_s
+        self.last_end = max(self.last_end, at)
         out.indices.append(entry.index)
         out.arrivals.append(entry.at)
         out.starts.append(entry.start)
-        out.first_tokens.append(entry.first)
+        out.first_tokens.append(first)
         out.ends.append(at)
         out.prompt_tokens.append(arrival.prompt_tokens)
         out.output_tokens.append(num_tokens)

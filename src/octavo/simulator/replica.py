@@ -206,13 +206,23 @@ class Replica:
 
     # --- commands
 
-    def submit(self, entry: SimulatedRequest, at: float) -> None:
-        """Queue a request that arrives at `at`; the next turn admits it. The caller must call `wake` then."""
+    def bind(self, entry: SimulatedRequest) -> None:
+        """Count a request that the router has chosen this replica for, before it arrives here."""
         entry.replica = self.number
-        self._open[entry.name] = entry
         self.load += entry.arrival.prompt_tokens
         self.num_open += 1
         self.totals.requests += 1
+
+    def release(self, entry: SimulatedRequest) -> None:
+        """Count a request no longer: the router knows that it has ended, or has been handed over."""
+        self.load -= entry.arrival.prompt_tokens
+        self.num_open -= not (
+            entry.handover_at and entry.handed != NEVER
+        )  # one that is handed over is open until it left
+
+    def submit(self, entry: SimulatedRequest, at: float) -> None:
+        """Queue a bound request that arrives at `at`; the next turn admits it. The caller must call `wake` then."""
+        self._open[entry.name] = entry
         if self._run is not None:
             self._cut_run(self._run, at)
         self._inbox.append(entry)
@@ -342,7 +352,7 @@ class Replica:
         if is_full:
             self.totals.rejected += 1
             self._tracker.end(entry, now, FinishReason.ERROR, entry.emitted)
-            self._remove(entry)
+            del self._open[entry.name]
             return False
         if self._sink is not None:
             self._sink.admitted(request)
@@ -436,17 +446,10 @@ class Replica:
         """Record decisions; return the requests that ended."""
         ended = self._tracker.apply_decisions(decisions)
         for entry in ended:
-            self._remove(entry)
+            del self._open[entry.name]
         if self._sink is not None:
             self._sink.decided(decisions)
         return ended
-
-    def _remove(self, entry: SimulatedRequest) -> None:
-        del self._open[entry.name]
-        self.load -= entry.arrival.prompt_tokens
-        self.num_open -= not (
-            entry.handover_at and entry.handed != NEVER
-        )  # one that is handed over is open until it left
 
     # --- repeating decode steps, applied together
 

@@ -1,15 +1,17 @@
 """Simulates a workload on one engine, or on several behind a router, on one virtual clock.
 
-Owns: the event heap; the workload's arrivals; requests that follow other requests; failures and restarts; the garbage
-collector's threshold. Does not: step an engine (replica), choose one (fleet.routing), judge the outcome (summary).
+Owns: the event heap; the workload's arrivals; requests that follow other requests; network hops; failures and restarts;
+the garbage collector's threshold. Does not: step an engine (replica), choose one (fleet.routing), judge the outcome
+(summary).
 Invariants: equal workload and setup give an equal SimulatedRun, with fast_forward or without. Events are in order of
-time; at equal times failures come first, then scaling, transfers, arrivals, and replicas by number. An idle replica
-is never advanced. Each request ends exactly once.
+time; at equal times failures come first, then scaling, transfers, hops, arrivals, and replicas by number. An idle
+replica is never advanced. Each request ends exactly once.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +32,7 @@ from octavo.simulator.setup import ReplicaGroup, Role, Setup
 
 LOOK_EVERY = 1024  # events between two checks of `give_up`
 YOUNG_OBJECTS = 100_000  # allocations between garbage collections; Python's 700 made a simulation a fifth slower
-_FAILURE, _SCALING, _TRANSFER, _ARRIVAL, _REPLICA = 0, 1, 2, 3, 4
+_FAILURE, _SCALING, _TRANSFER, _HOP, _ARRIVAL, _REPLICA = 0, 1, 2, 3, 4, 5
 
 
 def simulate(workload: Iterable[Arrival], setup: Setup) -> SimulatedRun:
@@ -90,6 +92,8 @@ class _Fleet:
             ]
             self._transfers = KVTransfers(setup.link, setup.kv_token_bytes, devices)
         self._moving: dict[int, tuple[SimulatedRequest, KVTransfer]] = {}  # by index of the request
+        self._hop, self._hop_rng = setup.hop, random.Random(f"hops {setup.seed}")
+        self._crossing: dict[int, SimulatedRequest] = {}  # between the router and an engine, by index of the request
         self._handover_end = min(group.replica.limits.max_model_len for group in setup.fleet)
         self._heap: list[tuple[float, int, int]] = []
         self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # followed request -> its followers
@@ -110,7 +114,7 @@ class _Fleet:
             heappush(self._heap, (scaled.rule.every_s, _SCALING, number))
         self._pull()
         heap, give_up = self._heap, self._setup.give_up
-        while heap and (self._arriving or self._tracker.open):
+        while heap and (self._arriving or self._tracker.open or self._crossing):
             self._now, kind, number = heappop(heap)
             if kind == _REPLICA:
                 self._advance(self._steppers[number])
@@ -118,6 +122,8 @@ class _Fleet:
                 self._arrive(number)
             elif kind == _TRANSFER:
                 self._end_transfer(number)
+            elif kind == _HOP:
+                self._end_hop(number)
             elif kind == _SCALING:
                 self._scale(number)
             else:
@@ -276,18 +282,48 @@ class _Fleet:
         if not pool.up:
             pool.unrouted.append(entry)
             return
-        target = pool.router.choose(entry.arrival, pool.up)
-        stepper = self._steppers[target.number]
-        before = stepper.next_at
+        self._replicas[pool.router.choose(entry.arrival, pool.up).number].bind(entry)
         if self._transfers is not None and entry.source < 0:
             self._plan_handover(entry)
-        self._replicas[target.number].submit(entry, self._now)
+        if self._hop is None:
+            self._deliver(entry)
+        else:
+            entry.back_s = self._hop.draw(self._hop_rng)
+            self._begin_hop(entry, self._hop.draw(self._hop_rng))
+
+    def _deliver(self, entry: SimulatedRequest) -> None:
+        """Give a request to the replica that it is bound to."""
+        stepper = self._steppers[entry.replica]
+        before = stepper.next_at
+        self._replicas[entry.replica].submit(entry, self._now)
         stepper.wake(self._now)
         if stepper.next_at != before:
             heappush(self._heap, (stepper.next_at, _REPLICA, stepper.number))
 
+    def _begin_hop(self, entry: SimulatedRequest, seconds: float) -> None:
+        self._crossing[entry.index] = entry
+        heappush(self._heap, (self._now + seconds, _HOP, entry.index))
+
+    def _end_hop(self, index: int) -> None:
+        """Handle a request that reaches its engine, or whose end reaches the router."""
+        entry = self._crossing.pop(index)
+        if entry.name in self._tracker.open:
+            self._deliver(entry)
+        else:
+            self._note_end(entry)
+            if self._draining:
+                self._stop_drained(self._replica_of[entry.replica])
+
     def _ended(self, entry: SimulatedRequest) -> None:
+        """Tell the router of an end, or of a request that is to be handed over."""
+        if self._hop is None:
+            self._note_end(entry)
+        else:
+            self._begin_hop(entry, entry.back_s)
+
+    def _note_end(self, entry: SimulatedRequest) -> None:
         """Schedule the requests that follow this one, strictly after its end; or hand this one over."""
+        self._replicas[entry.replica].release(entry)
         if entry.handover_at and entry.handed != NEVER:
             entry.source, entry.handover_at = entry.replica, 0
             self._send(entry)

@@ -23,6 +23,7 @@ from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.kv_transfer import KVLink
+from octavo.simulator.network_hop import NetworkHop
 from octavo.simulator.outcomes import RequestTracker
 from octavo.simulator.pipeline import PipelineFacts
 from octavo.simulator.scaling import ScalingRule
@@ -110,7 +111,8 @@ class Setup:
     planned separately. Without it, `fast_forward` computes unchanged decode steps together, with the same outcome.
     `sample_s` is the time between samples of each engine (0: none). `give_up` is called at intervals with the
     requests and the time; if it returns True, the run ends. `drafts`: the engines have a draft model. With groups of
-    prefill and of decode replicas, the KV of a token (`kv_token_bytes`) crosses `link`.
+    prefill and of decode replicas, the KV of a token (`kv_token_bytes`) crosses `link`. `hop`: the engines are apart
+    from the router; latencies are those at the router.
     """
 
     limits: Limits
@@ -131,6 +133,7 @@ class Setup:
     groups: tuple[ReplicaGroup, ...] = ()
     link: KVLink | None = None
     kv_token_bytes: float = 0.0
+    hop: NetworkHop | None = None
 
     def __post_init__(self) -> None:
         for name, minimum in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0), ("ranks", 1)):
@@ -154,6 +157,9 @@ class Setup:
                 raise ConfigError(f"two groups have the name {group.name!r}; give each another name")
         if self.is_disaggregated:
             self._check_roles()
+        if self.hop is not None and (self.failures or self.is_disaggregated):
+            what = "failures" if self.failures else "roles"
+            raise ConfigError(f"a network hop of a fleet with {what} is not simulated; leave out the hop or the {what}")
 
     def _check_roles(self) -> None:
         roles = {group.role for group in self.fleet}

@@ -23,7 +23,7 @@ from typing import Annotated
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo.fleet.routing_log import ChoiceRecord, EndRecord, read_routing_log, routing_logs
+from octavo.fleet.routing_log import ChoiceRecord, EndRecord, PromptRecord, read_routing_log, routing_logs
 from octavo.observe.recording.reader import open_recording
 from octavo.observe.recording.replaying import RecordedRequest, arrivals
 from octavo.simulator.arrival import Arrival
@@ -491,11 +491,15 @@ def _routed(logs: Sequence[Path], notes: Notes) -> Iterator[Arrival]:
             if not isinstance(one, ChoiceRecord) or one.prompt is None:
                 continue  # an end, or a request that was routed again
             first = header.began + one.time if first is None else first
-            prompt, num_choices = one.prompt.prompt(), one.prompt.num_choices
-            output = max(1, counts.get(one.request, 1) // num_choices)
             notes.add("not ended when the recording was, taken as one token", one.request not in counts)
-            yield Arrival(
-                max(0.0, header.began + one.time - first), prompt.prompt_tokens, output, prompt.tenant, prompt.session,
-                keys=prompt.keys, key_tokens=header.key_tokens,
-                choices=(output,) * num_choices if num_choices > 1 else (),
-            )  # fmt: skip
+            time = max(0.0, header.began + one.time - first)
+            yield routed_arrival(one.prompt, counts.get(one.request, 1), time, header.key_tokens)
+
+
+def routed_arrival(record: PromptRecord, output_tokens: int, time: float, key_tokens: int) -> Arrival:
+    """Return a request of a routing log as an Arrival; `output_tokens` are those of all its choices."""
+    prompt, output = record.prompt(), max(1, output_tokens // record.num_choices)
+    return Arrival(
+        time, prompt.prompt_tokens, output, prompt.tenant, prompt.session, keys=prompt.keys, key_tokens=key_tokens,
+        choices=(output,) * record.num_choices if record.num_choices > 1 else (),
+    )  # fmt: skip
