@@ -21,6 +21,7 @@ from octavo.core.kv.prefix import prompt_keys
 from octavo.core.plan import ROW_SAMPLE, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.core.tap import CallTap
 from octavo.engine.client import Accepted
 from octavo.engine.loop import Clock, EngineLoop
 from octavo.fleet.fleet_router import FleetRouter
@@ -61,7 +62,7 @@ class LiveEngine(Clock, EventSink):
         self.go, self.yielded = threading.Semaphore(0), threading.Semaphore(0)
         self._fleet, self._costs, self._free_at = fleet, fleet.setup.costs, 0.0
         self._rng = random.Random(f"jitter {number}")
-        self.scheduler = Scheduler(fleet.setup.limits)
+        self.scheduler = Scheduler(fleet.setup.limits, fleet.make_tap(number))
         self.loop = EngineLoop(self.scheduler, self, clock=self, depth=fleet.setup.depth)  # type: ignore[arg-type]
         self.loop.attach(partial(fleet.post, fleet.ledger.accept, epoch))
         self.loop.watch(self)
@@ -151,12 +152,21 @@ class NotedRouter:
 
 
 class LiveFleet:
-    """Serves requests in virtual time. `jitter` is the largest part by which a step is shorter or longer."""
+    """Serves requests in virtual time. `jitter` is the largest part by which a step is shorter or longer.
 
-    def __init__(self, setup: Setup, router: FleetRouter, jitter: float = 0.0) -> None:
-        self.setup, self.jitter, self.now = setup, jitter, 0.0
+    `make_tap` returns what records the engine of a replica.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        router: FleetRouter,
+        jitter: float = 0.0,
+        make_tap: Callable[[int], CallTap | None] = lambda number: None,
+    ) -> None:
+        self.setup, self.jitter, self.now, self.make_tap = setup, jitter, 0.0, make_tap
         self.run = LiveRun([])
-        self.ledger = OpenRequests(router=NotedRouter(router, self.run.choices))
+        self.ledger = OpenRequests(router=NotedRouter(router, self.run.choices), now=lambda: self.now)
         self._heap: list[tuple[float, int, int, int, int]] = []  # time, kind, number, epoch, serial
         self._pending: list[Callable[[], object]] = []  # calls of engines for the event loop
         self._engines: dict[int, LiveEngine] = {}

@@ -1,7 +1,7 @@
 """Print the simulator's errors against measurements.
 
 Usage: python -m tools.fidelity vllm [--fit] [CASE ...] | published | own DIR [--runs N] [--offline] [-- OPTIONS]
-       python -m tools.fidelity fleet DIR [--runs N] [--kind machines|replicas] [--requests N] [--rate X] [-- SETTINGS]
+       python -m tools.fidelity fleet DIR [--runs N] [--kind machines|replicas] [--requests N] [-- SETTINGS]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tools.fidelity import fleet_runs, own_runs, vllm_runs
 from tools.fidelity.closeness import charts, table
 from tools.fidelity.published import points, summary
 
+from octavo.fleet.fleet_router import DEFAULT_ROUTER
 from octavo.simulator.charts import Chart, draw_alone
 
 
@@ -75,13 +76,13 @@ def batches(folder: Path, runs: int, options: list[str]) -> int:
     return 0
 
 
-def fleets(folder: Path, runs: int, kinds: list[str], load: fleet_runs.FleetLoad, settings: list[str]) -> int:
+def fleets(folder: Path, runs: int, kinds: list[str], spec: fleet_runs.FleetSpec, settings: list[str]) -> int:
     """Record fleets of this engine where they are not there, and predict each from its first third."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for kind in kinds:
         for number in range(runs):
-            path = fleet_runs.record_fleet(folder, kind, number, settings, replace(load, seed=number))
+            path = fleet_runs.record_fleet(folder, kind, number, settings, replace(spec, seed=number))
             one = found[path.name] = fleet_runs.predict_fleet(path)
             print(f"\n### {path.name}\n")
             print("\n\n".join(fit.report() for fit in one.times.fits))
@@ -107,11 +108,12 @@ def main() -> int:
     mine.add_argument(
         "--offline", action="store_true", help="octavo bench offline instead; give it --runs of its own, 2+"
     )
-    many = verbs.add_parser("fleet", help="recorded fleets of this engine; settings of octavo fleet go behind --")
+    many = verbs.add_parser("fleet", help="recorded fleets of this engine; settings of engines go behind --")
     many.add_argument("folder", type=Path, help="where the recordings are, or shall be")
     many.add_argument("--runs", type=int, default=1, help="of each kind [1]")
     many.add_argument("--kind", choices=fleet_runs.KINDS_OF_FLEET, help="engines that join, or the front's own [both]")
     many.add_argument("--engines", type=int, default=2, help="of a fleet [2]")
+    many.add_argument("--router", default=DEFAULT_ROUTER, help=f"of the front [{DEFAULT_ROUTER}]")
     many.add_argument("--requests", type=int, default=240)
     many.add_argument("--rate", type=float, default=4.0, help="requests a second [4]")
     given, behind = sys.argv[1:], []
@@ -123,9 +125,9 @@ def main() -> int:
         make = batches if options.offline else own
         return make(options.folder, options.runs, behind)
     if options.verb == "fleet":
-        load = fleet_runs.FleetLoad(options.requests, options.rate, options.engines)
+        spec = fleet_runs.FleetSpec(options.requests, options.rate, options.engines, options.router)
         kinds = [options.kind] if options.kind else list(fleet_runs.KINDS_OF_FLEET)
-        return fleets(options.folder, options.runs, kinds, load, behind)
+        return fleets(options.folder, options.runs, kinds, spec, behind)
     if options.verb == "published":
         return published()
     return vllm(options.case, options.fit, options.svg)

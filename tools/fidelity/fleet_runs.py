@@ -17,11 +17,13 @@ import json
 import random
 import sys
 import tempfile
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ from tools.fidelity.neighbours import Neighbours
 from tools.fidelity.own_runs import (
     LEARNT,
     WARM_UP_S,
+    Noise,
     NoiseMeter,
     Prediction,
     origin_of,
@@ -43,6 +46,7 @@ from octavo.bench.completion_client import CompletionClient, ProtocolError, Targ
 from octavo.bench.online import Arrivals, Objectives, OnlineLoad, make_online_report, measure_server
 from octavo.bench.processes import ProcessTree, ServerProcess, free_port
 from octavo.errors import EngineError
+from octavo.fleet.fleet_router import DEFAULT_ROUTER
 from octavo.fleet.routing import ROUTERS, RoutedRequest, Router, RouterTarget, create_router
 from octavo.fleet.routing_log import (
     ChoiceRecord,
@@ -79,12 +83,13 @@ SCRIPTED = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128")
 
 
 @dataclass(frozen=True, slots=True)
-class FleetLoad:
-    """How many requests are sent to how many engines, how many a second, and the seed of both."""
+class FleetSpec:
+    """How many engines, behind which router, get how many requests, how many a second, and the seed of the requests."""
 
     num_requests: int = 240
     rate: float = 4.0
     num_engines: int = 2
+    router: str = DEFAULT_ROUTER
     seed: int = 0
 
     def prompts(self) -> list[tuple[array[int] | str, int]]:
@@ -110,8 +115,8 @@ class BurstArrivals(Arrivals):
             now += draw.expovariate(self.rate / (1 + BURST_SHARE * (BURST_SIZE - 1)))
 
 
-def record_fleet(folder: Path, kind: str, number: int, settings: Sequence[str], load: FleetLoad) -> Path:
-    """Make one run of a kind of fleet, if its figures are not there; settings are those of octavo fleet.
+def record_fleet(folder: Path, kind: str, number: int, settings: Sequence[str], spec: FleetSpec) -> Path:
+    """Make one run of a kind of fleet, if its figures are not there; settings are those of octavo serve.
 
     Without settings, engines run a script. Raises EngineError.
     """
@@ -120,50 +125,54 @@ def record_fleet(folder: Path, kind: str, number: int, settings: Sequence[str], 
         script = folder / "script.json"
         script.write_text(json.dumps(SCRIPT), encoding="utf-8")
         settings = [f"scripted:{script}", *SCRIPTED]
-    record_beside_neighbours(path, lambda: asyncio.run(_run(path, kind, settings, load)))
+    record_beside_neighbours(path, lambda: asyncio.run(_run(path, kind, settings, spec)))
     return path
 
 
-async def _run(path: Path, kind: str, settings: Sequence[str], load: FleetLoad) -> str:
-    """Serve the load by a fleet that records; return the client's figures as JSON."""
+async def _run(path: Path, kind: str, settings: Sequence[str], spec: FleetSpec) -> str:
+    """Serve requests by a fleet that records; return the client's figures as JSON."""
     command = [sys.executable, "-m", "octavo"]
     common = [*settings, "--speculate", "none"]
-    arrivals_of = BurstArrivals(load.rate, seed=load.seed)
+    online = OnlineLoad(BurstArrivals(spec.rate, seed=spec.seed))
     with ExitStack() as stack:
         run_folder = stack.enter_context(tempfile.TemporaryDirectory())
         env = {"OCTAVO_RUN_DIR": run_folder}
-        where = ["--host", "127.0.0.1", "--port", "{port}", "--record", str(path / "front")]
+        where = ["--host", "127.0.0.1", "--port", "{port}", "--router", spec.router, "--record", str(path / "front")]
         join = f"127.0.0.1:{free_port()}"
-        num_joining = load.num_engines if kind == "machines" else 0
-        own = ["--replicas", f"{load.num_engines - num_joining}", *(["--fleet-address", join] if num_joining else [])]
+        num_joining = spec.num_engines if kind == "machines" else 0
+        own = ["--replicas", f"{spec.num_engines - num_joining}", *(["--fleet-address", join] if num_joining else [])]
         front = ServerProcess([*command, "fleet", *common, *own, *where], env)
+        started: list[ProcessTree] = [front]
         stack.callback(front.end)
         for number in range(num_joining):
             record = ["--record", str(path / f"machine-{number}")]
             agent = ProcessTree([*command, "serve", *common, "--join", join, "--quiet", *record], env)
             stack.callback(agent.end)
-        await front.wait_ready(JOIN_S)
-        await _wait_for_engines(front, load.num_engines)
+            started.append(agent)
+        await _wait_for_engines(front.base_url, started, spec.num_engines)
         target = Target(front.base_url, timeout_s=60.0)
-        online = OnlineLoad(arrivals_of)
-        run, facts = await measure_server(target, load.prompts(), online, 1, lambda _: None)
+        run, facts = await measure_server(target, spec.prompts(), online, 1, lambda _: None)
     report = make_online_report({**facts, "server": kind, "workload": "fleet"}, online, Objectives({}), run)
     if report["requests_failed"]:
         raise EngineError(f"{report['requests_failed']} requests failed: {run.first_errors()}")
     return json.dumps(report)
 
 
-async def _wait_for_engines(front: ServerProcess, count: int) -> None:
-    client = CompletionClient(Target(front.base_url, timeout_s=5.0))
-    with suppress(TimeoutError):
-        async with asyncio.timeout(JOIN_S):
-            while True:
-                with suppress(OSError, ProtocolError):
-                    body = json.loads((await client.get("/health"))[1])
-                    if sum(one["state"] == "ready" for one in body["replicas"]) == count:
-                        return
-                await asyncio.sleep(0.1)
-    raise EngineError(f"{count} engines have not joined within {JOIN_S:g} s\n{front.last_lines()}")
+async def _wait_for_engines(url: str, started: Sequence[ProcessTree], count: int) -> None:
+    """Wait until the front has so many engines. Raises EngineError."""
+    client, until = CompletionClient(Target(url, timeout_s=5.0)), time.monotonic() + JOIN_S
+    while time.monotonic() < until:
+        for process in started:
+            if process.returncode is not None:
+                raise EngineError(f"a process of the fleet ended before it served\n{process.last_lines()}")
+        with suppress(OSError, ProtocolError, TimeoutError):
+            status, body = await client.get("/health")
+            if status == HTTPStatus.OK:
+                states = [replica["state"] for replica in json.loads(body)["replicas"]]
+                if states.count("ready") == count:
+                    return
+        await asyncio.sleep(0.1)
+    raise EngineError(f"{count} engines have not joined within {JOIN_S:g} s\n{started[0].last_lines()}")
 
 
 # --- recordings
@@ -206,7 +215,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFleet:
-    """A front's log, joined with the recordings of its engines; requests in order of arrival at the front."""
+    """A front's log, joined with the recordings of its engines; requests in order of their choices."""
 
     header: RoutingHeader
     requests: Sequence[FrontRequest]
@@ -256,7 +265,7 @@ def _read_front(log: Path) -> tuple[RoutingHeader, list[FrontRequest]]:
             found.append(FrontRequest(choice.prompt, arrival, chosen, choice.chosen, first, end, count, seen))
     if choices:
         raise RecordingError(f"{log} has {len(choices)} requests without a token or an end")
-    return header, sorted(found, key=lambda one: one.arrival)
+    return header, sorted(found, key=lambda one: one.chosen)
 
 
 def _read_machine(file: Path, requests: Sequence[FrontRequest]) -> Machine | None:
@@ -326,7 +335,8 @@ def predict_fleet(path: Path, warm_up_s: float = WARM_UP_S) -> FleetPrediction:
     hop = measured_hop(fleet, fleet.requests[:learnt])
     simulation = _Simulation(fleet, np.arange(len(fleet.requests)) >= learnt)
     predicted, routes = simulation.whole(costs, hop)
-    noises, stretched, levelled = (), None, None
+    noises: tuple[Noise, ...] = ()
+    stretched = levelled = None
     if samples_path(path).is_file():
         neighbours = Neighbours.load(samples_path(path))
         noises = tuple(
@@ -334,8 +344,8 @@ def predict_fleet(path: Path, warm_up_s: float = WARM_UP_S) -> FleetPrediction:
             for machine, fit, part in zip(fleet.machines, costs, seen, strict=True)
         )
         stretched, levelled = (
-            simulation.whole([ScaledCosts(fit, factor) for fit, factor in zip(costs, factors, strict=True)], hop)[0]
-            for factors in ([one.stretch for one in noises], [one.level for one in noises])
+            simulation.whole([ScaledCosts(*pair) for pair in zip(costs, factors, strict=True)], hop)[0]
+            for factors in ([noise.stretch for noise in noises], [noise.level for noise in noises])
         )
     front_s = float(np.mean([one.chosen - one.arrival for one in fleet.requests]))
     routed, asked = simulation.routed(costs, hop)
@@ -362,19 +372,21 @@ def measured_hop(fleet: RecordedFleet, seen: Sequence[FrontRequest]) -> NetworkH
         ):
             ways[0].append(taken - one.arrival)
     both = [way for way in ways if way]
-    mean = float(np.mean([np.mean(way) for way in both]))
-    return NetworkHop(max(1e-6, mean), float(np.sqrt(np.mean([np.var(way) for way in both]))))
+    mean = round(float(np.mean([np.mean(way) for way in both])), 7)
+    spread = round(float(np.sqrt(np.mean([np.var(way) for way in both]))), 7)
+    return NetworkHop(mean, spread) if mean > 0 else NetworkHop(0.0)
 
 
 class _Simulation:
-    """Simulations of a recorded fleet, with the columns of its requests in order of arrival."""
+    """Simulations of a recorded fleet, with the columns of its requests in order of their choices."""
 
     def __init__(self, fleet: RecordedFleet, rest: npt.NDArray[np.bool_]) -> None:
         self.fleet, self.rest = fleet, rest
-        start = fleet.requests[0].arrival
+        asked = fleet.requests
+        times = np.maximum.accumulate([one.arrival - asked[0].arrival for one in asked])  # in order of the choices
         self._workload = [
-            routed_arrival(one.prompt, one.output_tokens, one.arrival - start, fleet.header.key_tokens)
-            for one in fleet.requests
+            routed_arrival(one.prompt, one.output_tokens, float(time), fleet.header.key_tokens)
+            for one, time in zip(asked, times, strict=True)
         ]
 
     def measured(self) -> Times:
