@@ -27,7 +27,7 @@ SHARED = "poisson:rate=30,prompt=uniform(8,40),output=uniform(4,20),prefix=24,gr
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """Return what a fleet of two engines recorded in virtual time, each of whose steps takes STEP_S."""
+    """Return what a fleet of two engines recorded in virtual time. Steps take STEP_S; clocks are 3.5 s apart."""
     setup = Setup(limits(), ConstantCosts(STEP_S), replicas=2, router="prefix_affinity")
     fleets: list[LiveFleet] = []
     recorders: list[Recorder] = []
@@ -38,7 +38,7 @@ def recorded(tmp_path: Path) -> Path:
     def make_tap(number: int) -> Recorder:
         folder = tmp_path / f"machine-{number}"
         folder.mkdir()
-        recorders.append(Recorder(folder, 1 << 24, Header("m", setup.limits, 1), clock))
+        recorders.append(Recorder(folder, 1 << 24, Header("m", setup.limits, 1, began=3.5 * number), clock))
         return recorders[-1]
 
     log = RoutingLog(tmp_path / "front", 1 << 20, RoutingHeader("prefix_affinity", 0, 4, 0.0), clock)

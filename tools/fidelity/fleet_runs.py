@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -196,7 +196,7 @@ class FrontRequest:
 class Machine:
     """One engine's recording: its number at the router, its requests by the digest of their ids, its steps.
 
-    Unix seconds are times of steps and `offset`, or times of requests and `origin`.
+    Seconds on the front's clock are times of steps and `offset`, or times of requests and `origin`.
     """
 
     number: int
@@ -207,7 +207,7 @@ class Machine:
     origin: float
 
     def between(self, begin: float, end: float) -> list[RecordedStep]:
-        """Return the steps that were made between two Unix times."""
+        """Return the steps that were made between two times of the front."""
         return [
             step for step in self.steps if begin <= step.plan.now + self.offset and step.collected + self.offset <= end
         ]
@@ -222,8 +222,8 @@ class RecordedFleet:
     machines: Sequence[Machine]
 
     def engine_s(self, one: FrontRequest) -> tuple[float, float, float]:
-        """Return the Unix times at which a request's engine took it, made its first token, and ended it."""
-        machine = next(machine for machine in self.machines if machine.number == one.replica)
+        """Return the times of the front at which a request's engine took it, made its first token, and ended it."""
+        machine = self.machines[one.replica]
         own, origin = machine.requests[one.prompt.name], machine.origin
         return origin + own.taken, origin + (own.first_token or 0.0), origin + (own.end or 0.0)
 
@@ -241,7 +241,19 @@ def read_fleet(path: Path) -> RecordedFleet:
     for one in requests:
         if not any(one.prompt.name in machine.requests and machine.number == one.replica for machine in machines):
             raise RecordingError(f"{path} has no recording of a request that replica {one.replica} served")
-    return RecordedFleet(header, requests, machines)
+    return _aligned(RecordedFleet(header, requests, machines))
+
+
+def _aligned(fleet: RecordedFleet) -> RecordedFleet:
+    """Set the machines' clocks by the front's: the shortest ways to and from an engine count as equal, as in NTP."""
+    machines = []
+    for machine in fleet.machines:
+        own = [(one, fleet.engine_s(one)) for one in fleet.requests if one.replica == machine.number]
+        there = min(taken - one.arrival for one, (taken, _, _) in own)
+        back = min(one.first_token - first for one, (_, first, _) in own)
+        shift = (back - there) / 2
+        machines.append(replace(machine, offset=machine.offset + shift, origin=machine.origin + shift))
+    return replace(fleet, machines=machines)
 
 
 def _read_front(log: Path) -> tuple[RoutingHeader, list[FrontRequest]]:
@@ -356,7 +368,7 @@ def predict_fleet(path: Path, warm_up_s: float = WARM_UP_S) -> FleetPrediction:
 
 
 def measured_hop(fleet: RecordedFleet, seen: Sequence[FrontRequest]) -> NetworkHop:
-    """Return the hop of these requests: the mean of the ways to and from engines, so that offsets of clocks cancel.
+    """Return the hop of these requests: the mean of the ways to and from engines, in which offsets of clocks cancel.
 
     The way to an engine is known of requests that it took while it had no step; it begins at the arrival, so that it
     includes the front's own work.
@@ -364,7 +376,7 @@ def measured_hop(fleet: RecordedFleet, seen: Sequence[FrontRequest]) -> NetworkH
     ways: tuple[list[float], list[float]] = [], []
     for one in seen:
         taken, first, end = fleet.engine_s(one)
-        machine = next(machine for machine in fleet.machines if machine.number == one.replica)
+        machine = fleet.machines[one.replica]
         ways[1].extend((one.first_token - first, one.end - end))
         if not any(
             begin_of(step) + machine.offset < taken and step.committed + machine.offset > one.arrival
