@@ -86,6 +86,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Saved states and the flight recorder raised six.
 # Reading packed weights into huge pages raised nn.
 # Corrections by measured requests, and errors with intervals, raised simulator and cli.
+# Network hops between a router and its engines raised simulator and cli.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_724,
@@ -98,13 +99,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 3_944,
-    ("simulator",): 6_360,
+    ("simulator",): 6_430,
     ("server",): 12_058,
-    ("cli",): 6_402,
+    ("cli",): 6_408,
     ("bench",): 2_911,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 72_818, 459  # of src
+ALL_CODE_LINES, ALL_FILES = 72_901, 460  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
