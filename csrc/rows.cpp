@@ -11,11 +11,26 @@ namespace {
 
 constexpr int kLanes = 16;
 
+INLINE float as_float(int32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE int32_t as_bits(float value) {
+    int32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
 // e^x within 2 ulp for |x| <= 87, clamped beyond; a NaN stays NaN. Cephes' reduction and polynomial (Moshier, 1989).
+// Clamped as an integer: GCC makes chains of masks of comparisons of floats, half as many instructions again.
 INLINE float exponential(float x) {
-    const float clamped = x < -87.0f ? -87.0f : (x > 87.0f ? 87.0f : x);
+    constexpr int32_t kBound = 0x42ae0000;  // 87
+    const int32_t size = as_bits(x) & 0x7fffffff;
+    const float clamped = std::copysign(as_float(size < kBound ? size : kBound), x);
     const float scaled = clamped * 1.44269504088896341f;
-    const int32_t n = static_cast<int32_t>(scaled + (scaled < 0.0f ? -0.5f : 0.5f));
+    const int32_t n = static_cast<int32_t>(scaled + std::copysign(0.5f, scaled));
     const float whole = static_cast<float>(n);
     const float r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
     float y = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -24,10 +39,8 @@ INLINE float exponential(float x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
-    const uint32_t bits = static_cast<uint32_t>(n + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, sizeof power);
-    return y * power;
+    const int32_t nan_bits = size > 0x7f800000 ? -1 : 0;
+    return as_float(as_bits(y * as_float((n + 127) << 23)) | nan_bits);
 }
 
 INLINE float tree_sum(float* lane) {
