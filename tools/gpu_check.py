@@ -6,7 +6,8 @@ Parts: the device's facts; the self-check (kernels against references, bits); th
 device; bandwidth and matrix products; then MODEL: ids of captured steps against eager ones, ids alone against ids in a
 batch (--numerics invariant), first tokens against the CPU's if the model is small, tokens/s at each batch size beside
 the floor that bandwidth sets, and vLLM's beside it if PYTHON (this one if not given) has it. A model of any size with
-random weights: `python -m tools.model_folder`. A part that fails is reported, and the others still run.
+random weights: `python -m tools.model_folder`. A part that fails is reported with its trace, and the others still run.
+Each result is printed to stderr at once, in case the process ends.
 Exit status: 0 all right, 1 a part failed, 2 there is no CUDA device.
 """
 
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ from octavo import SamplingParams
 from octavo.artifacts.resolve import resolve_model
 from octavo.assembly import build_local
 from octavo.config.sources import config_from_keywords
+from octavo.executors.device import reason_of
 from octavo.executors.device_choice import look_for_cuda
 from octavo.executors.protocol import Capacity
 from octavo.executors.self_check import check_device
@@ -47,6 +50,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NO_DEVICE = 2
 SMALL_BYTES = 1 << 30  # of weights: such a model is compared with the CPU
 OUTPUTS = 64  # tokens of each answer
+TRACE = 4000  # characters of a failed part's output that the JSON object has
 Facts = dict[str, Any]
 
 
@@ -79,8 +83,10 @@ class Check:
         try:
             found = {"ok": True, **run()}
         except Exception as error:  # the shell: whatever a device raises is this part's result
-            found = {"ok": False, "why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
+            found = {"ok": False, "why": reason_of(error)[:300], "trace": traceback.format_exc()[-TRACE:]}
         self.results[name] = {**found, "seconds": round(time.monotonic() - started_at, 1)}
+        # a later part may end or block this process, and the report with it
+        print(json.dumps({name: self.results[name]}, default=str), file=sys.stderr, flush=True)
         return self.results[name]
 
 
@@ -105,8 +111,13 @@ def check_conformance(device: torch.device) -> Facts:
     """Run the tests of an executor on this device."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/executors/test_torch_executor.py"]
     words += ["-k", "TestCUDA" if device.type == "cuda" else "TestReferenceAttention and K05"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    return {"ok": done.returncode == 0, "tests": (done.stdout.splitlines() or ["none ran"])[-1]}
+    missing = [name for name in ("pytest", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        return {"ok": None, "why": f"{' and '.join(missing)} not installed (pip install -e '.[test]')"}
+    compiled = {**os.environ, "TRITON_INTERPRET": "0"}  # tests interpret kernels unless they are told
+    done = subprocess.run(words, cwd=ROOT, env=compiled, capture_output=True, text=True, timeout=300)
+    found: Facts = {"ok": done.returncode == 0, "tests": (done.stdout.splitlines() or ["none ran"])[-1]}
+    return found if found["ok"] else found | {"trace": (done.stdout + done.stderr)[-TRACE:]}
 
 
 def sheet_of(name: str) -> DeviceFacts | None:
@@ -275,7 +286,9 @@ def table(results: dict[str, Facts]) -> list[str]:
     states = {True: "ok", False: "FAILED", None: "not run"}
     lines = ["| part | result | figures |", "|---|---|---|"]
     for name, found in results.items():
-        figures = {key: value for key, value in found.items() if key not in ("ok", "batches", "seconds", "notes")}
+        figures = {
+            key: value for key, value in found.items() if key not in ("ok", "batches", "seconds", "notes", "trace")
+        }
         text = ", ".join(f"{key} {value}" for key, value in figures.items())
         lines.append(f"| {name} | {states[found['ok']]} | {text} |")
         for batch, row in found.get("batches", {}).items():

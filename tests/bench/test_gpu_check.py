@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,18 +120,37 @@ def test_vllm_is_not_asked_about_a_file_that_it_does_not_read(tmp_path: Path) ->
     assert found["ok"] is None and "no folder of safetensors" in found["why"]
 
 
-def test_a_part_that_fails_or_has_no_time_is_reported() -> None:
+def test_a_part_that_fails_or_has_no_time_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     check = Check(CPU, time.monotonic() + 60)
 
     def fail() -> gpu_check.Facts:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
     check.part("kernel", fail)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert json.loads(line) == check.results  # before the next part, which may end the process
+    assert "in fail" in check.results["kernel"].pop("trace") and "more" not in "".join(table(check.results))
     check.ends_at = 0.0
     check.part("late", fail)
     assert check.results["kernel"]["why"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert check.results["late"] == {"ok": None, "why": "no time was left"}
     assert [line.split(" | ")[1] for line in table(check.results)[2:]] == ["FAILED", "not run"]
+
+
+def test_the_tests_on_a_device_run_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/conftest.py has kernels interpreted, unless the tool says otherwise."""
+
+    def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert "TestCUDA" in words
+        asked = "import os, tests.conftest; print(os.environ['TRITON_INTERPRET'])"
+        return done([*words[:1], "-c", asked], **options)
+
+    done = subprocess.run
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    assert gpu_check.check_conformance(torch.device("cuda")) == {"ok": True, "tests": "0"}
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+    found = gpu_check.check_conformance(torch.device("cuda"))
+    assert found["ok"] is None and found["why"].startswith("pytest and transformers not installed")
 
 
 @pytest.mark.parametrize(("name", "sheet"), [

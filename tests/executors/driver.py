@@ -52,6 +52,10 @@ class Dense:
     def hidden(self, ids: Sequence[int]) -> torch.Tensor:
         return self._model.model(torch.tensor([list(ids)])).last_hidden_state[0].float()
 
+    def best_ids(self, ids: Sequence[int]) -> list[int]:
+        """Return the best id after each of these, by one forward pass."""
+        return self.log_probs(ids).argmax(-1).tolist()
+
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         known = list(ids)
         for _ in range(count):

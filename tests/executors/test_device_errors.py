@@ -7,7 +7,7 @@ import torch
 
 from octavo.core.plan import StepPlan
 from octavo.errors import EngineDeadError, ErrorKind
-from octavo.executors.device import is_sticky, raise_typed
+from octavo.executors.device import is_sticky, raise_typed, reason_of
 from tests.engine.fakes import GatedExecutor, Harness, make_request
 
 CUDA = torch.device("cuda")
@@ -38,6 +38,16 @@ OF_THE_STEP = (
     RuntimeError("shape '[2, 3]' is invalid for input of size 5"),
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
 )
+
+
+@pytest.mark.parametrize(("error", "reason"), [
+    (RuntimeError("CUDA error: misaligned\nCUDA kernel errors might be"), "RuntimeError: CUDA error: misaligned"),
+    (ValueError("at 12:8:\n    x = y +\n        ^\nname 'y' is not defined"), "ValueError: name 'y' is not defined"),
+    (AssertionError(), "AssertionError: no message"),
+])  # fmt: skip
+def test_a_reason_is_one_line_of_an_error(error: Exception, reason: str) -> None:
+    """The second is written as Triton's CompilationError, which begins with the place."""
+    assert reason_of(error) == reason
 
 
 @pytest.mark.parametrize("error", STICKY, ids=str)

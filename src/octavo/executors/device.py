@@ -11,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -123,7 +125,7 @@ class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self._cuda: Any = torch.cuda  # parts of it have no types
-        self._graph_pool: Any = None
+        self._pool: Callable[[], _GraphPool | None] = lambda: None
 
     def memory(self) -> tuple[int, int]:
         """Return the device's bytes, and those that no process uses."""
@@ -150,9 +152,11 @@ class CudaDevice:
 
     def graph(self) -> DeviceGraph:
         """Return an empty graph."""
-        if self._graph_pool is None:
-            self._graph_pool = self._cuda.graph_pool_handle()
-        return CudaGraph(self._cuda, self._graph_pool)
+        pool = self._pool()
+        if pool is None:
+            pool = _GraphPool(self._cuda.graph_pool_handle())
+            self._pool = weakref.ref(pool)
+        return CudaGraph(self._cuda, pool)
 
     def wait(self) -> None:
         """Wait until all work is done."""
@@ -178,10 +182,17 @@ class CudaEvent:
         return float(earlier.event.elapsed_time(self.event)) / 1000.0
 
 
+@dataclass(slots=True, weakref_slot=True)
+class _GraphPool:
+    """Memory of graphs. Its graphs keep it: after the last one, torch refuses captures into it (pytorch#198794)."""
+
+    handle: Any
+
+
 class CudaGraph:
     """A CUDA graph in the memory pool that all graphs of the device share."""
 
-    def __init__(self, cuda: Any, pool: Any) -> None:
+    def __init__(self, cuda: Any, pool: _GraphPool) -> None:
         self._cuda = cuda
         self._pool = pool
         self._graph = cuda.CUDAGraph()
@@ -193,7 +204,7 @@ class CudaGraph:
         with self._cuda.stream(stream):
             run()
         self._cuda.current_stream().wait_stream(stream)
-        with self._cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+        with self._cuda.graph(self._graph, pool=self._pool.handle, capture_error_mode="thread_local"):
             run()
 
     def replay(self) -> None:
@@ -216,6 +227,7 @@ _NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )  # fmt: skip
 _OF_DEVICE = re.compile(r"(CUDA|HIP|NCCL|CUBLAS|CUDNN)\w* error|Triton Error \[\w+\]|(CUBLAS|CUDNN)_STATUS_", re.I)
+_PLACE = re.compile(r"at \d+:\d+:")
 # Calls that CUDA refuses without running anything (CUDA Runtime API, "cudaError"): the next step may succeed.
 _REFUSED = (
     "invalid argument", "invalid configuration argument", "too many resources requested for launch",
@@ -236,6 +248,12 @@ def raise_typed(error: RuntimeError, device: torch.device) -> None:
         raise MemoryError(text.splitlines()[0]) from None
     if is_sticky(error):
         raise EngineDeadError(f"the device {device} cannot be used any more: {text.splitlines()[0]}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the error's type and its first line; of a compiler that first shows where, the last line."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[-1 if _PLACE.fullmatch(lines[0]) else 0].strip()}"
 
 
 def is_sticky(error: RuntimeError) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo.core.plan import StepPlan
 from octavo.executors.cache import CacheGroups
-from octavo.executors.device import Device, DeviceGraph
+from octavo.executors.device import Device, DeviceGraph, reason_of
 from octavo.executors.slots import Slots, from_packed
 from octavo.executors.step_buffers import BufferPair, rounded_words, split_words
 from octavo.executors.step_inputs import NO_ROWS, PLAIN_FLAGS, StepInputs, slot_mappings
@@ -83,10 +83,10 @@ class DecodeGraphs:
             try:
                 self._steps[size] = self._capture(size)
             except torch.OutOfMemoryError as error:
-                reason = f"no memory for a captured step of {size} rows: {str(error).splitlines()[0]}"
+                reason = f"no memory for a captured step of {size} rows: {reason_of(error)}"
                 _LOG.warning("%s", reason)
             except RuntimeError as error:
-                return f"steps of {size} rows and less are not captured: {str(error).splitlines()[0]}"
+                return f"steps of {size} rows and less are not captured: {reason_of(error)}"
         left_out = sorted(set(sizes) - set(self._steps))
         return f"no memory for captured steps of {left_out} rows" if left_out else ""
 

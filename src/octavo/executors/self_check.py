@@ -21,6 +21,7 @@ from torch import Tensor
 
 from octavo.artifacts.model_spec import MixtureSpec
 from octavo.core.request import SamplingParams
+from octavo.executors.device import reason_of
 from octavo.nn.coded_linear import CodedLinear, DeviceCodes
 from octavo.nn.experts import Expert, Mixture, StackedLinear
 from octavo.nn.layers import Linear
@@ -107,7 +108,7 @@ def check_device(device: torch.device, trials: Sequence[Trial] = ()) -> CheckRep
             with torch.inference_mode():
                 fault, depends = trial.run(device)
         except Exception as error:  # the shell: whatever a compiler or a device raises
-            fault, depends = f"{trial.name}: {type(error).__name__}: {str(error).splitlines()[0]}", None
+            fault, depends = f"{trial.name}: {reason_of(error)}", None
         faults += [] if fault is None else [fault]
         differing += [] if depends is None else [depends]
     return CheckReport(len(trials), time.perf_counter() - started_at, tuple(faults), tuple(differing))

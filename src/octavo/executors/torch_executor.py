@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,6 @@ class TorchExecutor:
         taken = free - self._device.memory()[1]
         self.close()
         self._loaded = loaded
-        free_memory(self._choice.device)
         return max(0, taken), num_bytes
 
     def allocate(self, blocks: PoolBlocks, *, is_trial: bool = False) -> Capacity:
@@ -482,10 +482,13 @@ class TorchExecutor:
             decoder.drop_adapter(number)
 
     def close(self) -> None:
-        """Drop the model and the pool."""
+        """Drop the model and the pool; an accelerator gets its memory back, for the next engine or process."""
         if self._decoder is not None:
             self._decoder = self._graphs = None
             del self._cache, self._slots, self._sampler
+            if not self._device.is_host:
+                with suppress(RuntimeError):  # of a device that is lost
+                    free_memory(self._choice.device)
 
     def _running(self) -> AnyDecoder:
         if self._decoder is None:
