@@ -114,7 +114,7 @@ def check_conformance(device: torch.device) -> Facts:
     missing = [name for name in ("pytest", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         return {"ok": None, "why": f"{' and '.join(missing)} not installed (pip install -e '.[test]')"}
-    compiled = {**os.environ, "TRITON_INTERPRET": "0"}  # tests interpret kernels unless they are told
+    compiled = {**os.environ, "TRITON_INTERPRET": "0"}  # without it, tests interpret kernels
     done = subprocess.run(words, cwd=ROOT, env=compiled, capture_output=True, text=True, timeout=300)
     found: Facts = {"ok": done.returncode == 0, "tests": (done.stdout.splitlines() or ["none ran"])[-1]}
     return found if found["ok"] else found | {"trace": (done.stdout + done.stderr)[-TRACE:]}
