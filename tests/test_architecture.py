@@ -87,13 +87,14 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Reading packed weights into huge pages raised nn.
 # Corrections by measured requests, and errors with intervals, raised simulator and cli.
 # Network hops between a router and its engines raised simulator and cli.
+# Pools of captured graphs, and reasons of errors in one line, raised executors.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_724,
     ("engine", "frontend"): 6_020,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_668,
-    ("executors",): 4_622,
+    ("executors",): 4_637,
     ("artifacts",): 3_619,
     ("text",): 2_274,
     ("grammar", "sandbox"): 1_870,
@@ -105,7 +106,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_911,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 72_901, 460  # of src
+ALL_CODE_LINES, ALL_FILES = 72_916, 460  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
