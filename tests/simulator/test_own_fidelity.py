@@ -60,7 +60,8 @@ def test_the_rest_of_a_run_is_predicted_from_its_first_third(recording: Path) ->
     assert "not measured" in text
 
 
-def test_neighbours_explain_the_steps_that_they_slow(recording: Path) -> None:
+@pytest.mark.parametrize("cause", ["processes", "read_s", "loop_s"])
+def test_what_slows_the_machine_explains_the_steps_that_it_slows(recording: Path, cause: str) -> None:
     opened = open_recording(recording)
     recorded = list(steps(opened))
     offset = opened.header.began - opened.header.clock
@@ -68,16 +69,20 @@ def test_neighbours_explain_the_steps_that_they_slow(recording: Path) -> None:
     cut = len(recorded) // 2
     fit = Fitted(fit_steps(recorded[:cut]))
     slowed, busy = recorded[:cut], np.linspace(ends[0] - 1e-3, ends[-1] + 1e-3, 24)
-    taken = np.where(busy > ends[cut], 1.0, 0.0)
-    for step in recorded[cut:]:  # the second half takes twice as long as predicted, with a core taken
+    late = busy > ends[cut]
+    for step in recorded[cut:]:  # the second half takes twice as long as predicted
         seconds = 2 * fit.step_s(shape_of(step.plan))
         begin = step.collected - seconds
         slowed.append(replace(step, free_from=begin, plan=replace(step.plan, now=begin)))
-    samples = Neighbours(busy, taken, *np.zeros((2, len(busy))))
+    samples = replace(
+        Neighbours(busy, *np.zeros((3, len(busy))), *np.ones((2, len(busy)))),
+        **{cause: np.where(late, 1.0 if cause == "processes" else 1.5, 0.0 if cause == "processes" else 1.0)},
+    )
     meter = own_runs.NoiseMeter(samples, opened.header, fit, slowed)
     noise = meter.noise(recorded[:cut], slowed[cut:])
-    assert not noise.is_quiet
-    assert noise.noisy == pytest.approx(2.0, rel=0.1)
+    assert noise.is_quiet == (cause != "processes")
+    assert (noise.quiet if noise.is_quiet else noise.noisy) == pytest.approx(2.0, rel=0.1)
+    assert noise.slower == pytest.approx((1.5 if cause == "read_s" else 1.0, 1.5 if cause == "loop_s" else 1.0), 0.1)
     assert noise.stretch == pytest.approx(2.0, rel=0.35)
 
 
@@ -92,4 +97,6 @@ def test_a_run_s_own_processes_are_no_neighbours(tmp_path: Path) -> None:
     read = Neighbours.load(tmp_path / "samples.json")
     assert len(read.times) >= 2
     assert read.own.sum() > 0.05  # cores of the child, which may get few on a busy machine
+    assert (read.read_s > 1e-4).all()  # 320 GB/s would be faster than a core reads
+    assert (read.loop_s > 1e-5).all()
     assert (read.processes + read.steal + read.own < 1.1 * (os.cpu_count() or 1)).all()

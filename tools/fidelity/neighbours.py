@@ -1,9 +1,12 @@
-"""What other processes take of the machine while a command runs.
+"""What other processes take of the machine while a command runs, and how fast the machine is.
 
-Owns: sampling /proc (Linux), the samples' file, cores taken in a span of time. Does not: judge what they explain.
+Owns: sampling /proc (Linux), timing fixed work, the samples' file, means in a span of time. Does not: judge what they
+explain.
 Of each second: busy is all time that is neither idle nor waiting for a disk, own the time of this process and of its
 descendants. Neighbours are busy less own; steal is what the machine's host took from it. A process that starts and ends
-within a second counts as a neighbour.
+within a second counts as a neighbour. Other machines of the same host also slow this one where they share its memory
+and its clock, which /proc does not show: so the CPU times of reading 32 MiB and of a short loop are taken a few times a
+second, some 15 ms in all.
 """
 
 from __future__ import annotations
@@ -16,27 +19,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.simulator.closeness import Column
 
 PERIOD_S = 1.0
+NUM_TIMED = 5  # in a period
+READ_BYTES = 32 << 20  # more than most caches that a core has for itself
+LOOP_TURNS = 20_000
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_COLUMNS = ("times", "processes", "steal", "own")
+_COLUMNS = ("times", "processes", "steal", "own", "read_s", "loop_s")
 _IDLE, _WAITING, _STEAL = 3, 4, 7  # places in /proc/stat's first line
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """For each sampled period: its end in Unix seconds, and cores: of other processes, of the host, and of the run."""
+    """For each sampled period: its end in Unix seconds, and cores: of other processes, of the host, and of the run.
+
+    `read_s` and `loop_s` are the median CPU seconds of reading READ_BYTES and of LOOP_TURNS turns of a loop.
+    """
 
     times: Column
     processes: Column
     steal: Column
     own: Column
+    read_s: Column
+    loop_s: Column
 
     def save(self, path: Path) -> None:
         """Write the samples as JSON."""
-        columns = {name: np.round(getattr(self, name), 4).tolist() for name in _COLUMNS}
+        columns = {name: np.round(getattr(self, name), 6).tolist() for name in _COLUMNS}
         path.write_text(json.dumps(columns), encoding="utf-8")
 
     @staticmethod
@@ -45,10 +57,15 @@ class Neighbours:
         values = json.loads(path.read_text(encoding="utf-8"))
         return Neighbours(*(np.array(values[name], float) for name in _COLUMNS))
 
-    def mean(self, begin: float, end: float) -> tuple[float, float]:
-        """Return the mean cores of processes and of the host between two times."""
-        first, last = np.minimum(np.searchsorted(self.times, [begin, end]), len(self.times) - 1)
-        return float(self.processes[first : last + 1].mean()), float(self.steal[first : last + 1].mean())
+    @property
+    def causes(self) -> npt.NDArray[np.float64]:
+        """Return what may slow a step, [periods, 3]: cores taken, and the logarithms of read_s and loop_s."""
+        return np.column_stack([self.processes + self.steal, np.log(self.read_s), np.log(self.loop_s)])
+
+    def between(self, begin: float, end: float) -> slice:
+        """Return the periods between two times."""
+        first, last = np.minimum(np.searchsorted(self.times, [begin, end]), len(self.times) - 1).tolist()
+        return slice(first, last + 1)
 
 
 class NeighbourSampler(threading.Thread):
@@ -57,27 +74,42 @@ class NeighbourSampler(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self._ended = threading.Event()
-        self._samples: list[tuple[float, float, float, float]] = []
+        self._samples: list[tuple[float, ...]] = []
+        self._memory = bytearray(READ_BYTES)
         self._last_own: dict[int, int] = {}
 
     def run(self) -> None:
         """Take a sample each period."""
         busy, steal, at = *_machine_ticks(), time.time()
         self._own_ticks()
-        while not self._ended.wait(PERIOD_S):
+        timed: list[tuple[float, float]] = []
+        while not self._ended.wait(PERIOD_S / NUM_TIMED):
+            timed.append(self._timed())
+            if len(timed) < NUM_TIMED:
+                continue
             new_busy, new_steal, now = *_machine_ticks(), time.time()
             per_core = _TICKS * (now - at)
             own = self._own_ticks()
             others = max(0.0, (new_busy - busy - own) / per_core)
-            self._samples.append((now, others, (new_steal - steal) / per_core, own / per_core))
-            busy, steal, at = new_busy, new_steal, now
+            speeds = np.median(timed, axis=0).tolist()
+            self._samples.append((now, others, (new_steal - steal) / per_core, own / per_core, *speeds))
+            busy, steal, at, timed = new_busy, new_steal, now, []
 
     def finish(self) -> Neighbours:
         """Stop, and return the samples."""
         self._ended.set()
         self.join()
-        columns = zip(*self._samples, strict=True) if self._samples else [()] * 4
+        columns = zip(*self._samples, strict=True) if self._samples else [()] * len(_COLUMNS)
         return Neighbours(*(np.array(column, float) for column in columns))
+
+    def _timed(self) -> tuple[float, float]:
+        """Return this thread's CPU seconds of reading READ_BYTES, and of LOOP_TURNS turns of a loop."""
+        begin = time.thread_time()
+        self._memory.find(b"x")
+        middle = time.thread_time()
+        for _ in range(LOOP_TURNS):
+            pass
+        return middle - begin, time.thread_time() - middle
 
     def _own_ticks(self) -> int:
         """Return the ticks of this process and its descendants since the last call."""

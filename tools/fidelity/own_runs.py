@@ -5,9 +5,10 @@ A run is `octavo bench online` with a server of its own that records, or `octavo
 fit sees the steps before two thirds of the requests arrived, or a third of the passes; the run is simulated with it,
 from arrivals, lengths and block keys, and the rest is compared. The first seconds, or the first pass, warm up. Runs of
 the same workload tell how far runs are apart.
-What neighbours explain: the logarithm of measured over predicted step time, of each second, is fitted by a line in the
-cores that neighbours took. The fit's steps are then stretched by the difference in cores between the part that the fit
-saw and the rest, and the rest is predicted again. The error that goes away is the neighbours'.
+What neighbours explain: the logarithm of measured over predicted step time, of each second, is fitted linearly in the
+cores that neighbours took and in the logarithms of the times of fixed work. The fit's steps are then stretched by what
+this gives for the difference between the part that the fit saw and the rest, and the rest is predicted again. The error
+that goes away is the neighbours'.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ import numpy as np
 import numpy.typing as npt
 from tools.fidelity.neighbours import Neighbours, NeighbourSampler
 
-from octavo.core.request import FinishReason
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import FinishReason, Request
+from octavo.observe.history import EventSink
 from octavo.observe.recording.format import Header
 from octavo.observe.recording.reader import RecordedStep, Recording, open_recording, steps
 from octavo.observe.recording.replaying import RecordedRequest, arrivals
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.closeness import KINDS, Column, Times
-from octavo.simulator.cost_model import CostModel, ScaledCosts, shape_of
+from octavo.simulator.cost_model import CostModel, DecodeSeconds, ScaledCosts, StepShape, shape_of
 from octavo.simulator.costs.fitted import Fit, Fitted, begin_of, fit_steps
+from octavo.simulator.costs.least_squares import Array, non_negative
 from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
@@ -47,13 +51,15 @@ MIN_SECONDS = 8  # of steps in the part that a line in cores is fitted to
 class Noise:
     """What others took of the machine, and how steps went with it.
 
-    `cores` are mean cores of processes and of the host (steal), in the part that the fit saw and in the rest. `quiet`
-    and `noisy` are measured over predicted step time in the rest's seconds with less than QUIET_CORES taken and in the
+    `cores` are mean cores of processes and of the host (steal), in the part that the fit saw and in the rest. `slower`
+    are the rest's mean times of reading memory and of a loop, over those of the part that the fit saw. `quiet` and
+    `noisy` are measured over predicted step time in the rest's seconds with less than QUIET_CORES taken and in the
     others; None if there are none. `stretch` is the factor of the rest's steps that the neighbours explain. `level` is
     the rest's measured over predicted step time: all that the machine did, with its neighbours.
     """
 
     cores: tuple[tuple[float, float], tuple[float, float]]
+    slower: tuple[float, float]
     quiet: float | None
     noisy: float | None
     stretch: float
@@ -69,7 +75,8 @@ class Noise:
 class Prediction:
     """The rest of a run, as it went and as predicted; the fit and the noise of each engine.
 
-    `stretched` is predicted with steps as long as the neighbours explain, `levelled` with the rest's mean step time.
+    `stretched` is predicted with each second's steps as long as its noise explains, `levelled` with the rest's mean
+    step time.
     `noises` is empty if neighbours were not measured.
     """
 
@@ -139,10 +146,10 @@ def predict(path: Path, warm_up_s: float = WARM_UP_S) -> Prediction:
         return Prediction((fit,), measured, predicted)
     meter = NoiseMeter(Neighbours.load(samples_path(path)), recording.header, Fitted(fit), recorded)
     noise = meter.noise(seen, recorded[len(early) :])
-    stretched, levelled = (
-        part_of(_simulated(recording, asked, ScaledCosts(Fitted(fit), factor)), rest)
-        for factor in (noise.stretch, noise.level)
-    )
+    start = _origin(recording) + asked[0].arrival
+    noisy = _NoisyCosts(Fitted(fit), *meter.stretches(seen, start))
+    stretched = part_of(_simulated(recording, asked, noisy, noisy), rest)
+    levelled = part_of(_simulated(recording, asked, ScaledCosts(Fitted(fit), noise.level)), rest)
     return Prediction((fit,), measured, predicted, (noise,), stretched, levelled)
 
 
@@ -205,27 +212,44 @@ class NoiseMeter:
 
     def __init__(self, neighbours: Neighbours, header: Header, fit: Fitted, recorded: Sequence[RecordedStep]) -> None:
         self._neighbours, self._offset, self._fit = neighbours, header.began - header.clock, fit
-        taken, predicted, measured = self._by_second(recorded)
-        self.slope = 0.0  # of the logarithm of measured over predicted, per core
-        if len(taken) >= MIN_SECONDS and float(np.std(taken)) > 0:
-            slope = np.polyfit(taken, np.log(measured / predicted), 1, w=np.sqrt(predicted))[0]
-            self.slope = max(0.0, float(slope))
+        causes, predicted, measured = self._by_second(recorded)
+        self.slopes = np.zeros(causes.shape[1])  # of the logarithm of measured over predicted
+        if len(causes) >= MIN_SECONDS:
+            spread = causes - np.average(causes, axis=0, weights=predicted)
+            spread[:, causes.std(0) < 1e-9] = 0.0
+            weighted = spread * predicted[:, None]
+            self.slopes = non_negative(weighted.T @ spread, weighted.T @ np.log(measured / predicted))
 
     def noise(self, seen: Sequence[RecordedStep], rest: Sequence[RecordedStep]) -> Noise:
         """Return the noise of the part that the fit saw and of another one."""
+        taken = self._neighbours
         spans = [(part[0].plan.now + self._offset, part[-1].collected + self._offset) for part in (seen, rest)]
-        cores = self._neighbours.mean(*spans[0]), self._neighbours.mean(*spans[1])
-        taken, predicted, measured = self._by_second(rest)
-        quiet = taken < QUIET_CORES
+        first, second = (taken.between(*span) for span in spans)
+        before, after = (
+            (float(taken.processes[part].mean()), float(taken.steal[part].mean())) for part in (first, second)
+        )
+        change = taken.causes[second].mean(0) - taken.causes[first].mean(0)
+        causes, predicted, measured = self._by_second(rest)
+        quiet = causes[:, 0] < QUIET_CORES
         ratios = [
             float(measured[chosen].sum() / predicted[chosen].sum()) if chosen.any() else None
             for chosen in (quiet, ~quiet)
         ]
-        stretch = exp(self.slope * (sum(cores[1]) - sum(cores[0])))
-        return Noise(cores, ratios[0], ratios[1], stretch, float(measured.sum() / predicted.sum()))
+        read, loop = np.exp(change[1:]).tolist()
+        stretch, level = exp(float(self.slopes @ change)), float(measured.sum() / predicted.sum())
+        return Noise((before, after), (read, loop), ratios[0], ratios[1], stretch, level)
 
-    def _by_second(self, recorded: Sequence[RecordedStep]) -> tuple[Column, Column, Column]:
-        """Return cores taken, predicted and measured seconds of the steps of each sampled second."""
+    def stretches(self, seen: Sequence[RecordedStep], start: float) -> tuple[Column, Column]:
+        """Return the end of each sampled second, from `start` of the recording's clock, and its steps' stretch.
+
+        The stretch is relative to the steps that the fit saw.
+        """
+        part = self._neighbours.between(seen[0].plan.now + self._offset, seen[-1].collected + self._offset)
+        causes = self._neighbours.causes
+        return self._neighbours.times - self._offset - start, np.exp((causes - causes[part].mean(0)) @ self.slopes)
+
+    def _by_second(self, recorded: Sequence[RecordedStep]) -> tuple[Array, Column, Column]:
+        """Return what may slow steps, predicted and measured seconds of the steps of each sampled second."""
         used = [
             step for step in recorded if step.plan.slots and not step.has_failed and step.collected > begin_of(step)
         ]
@@ -235,7 +259,35 @@ class NoiseMeter:
         np.add.at(predicted, places, [self._fit.step_s(shape_of(step.plan)) for step in used])
         np.add.at(measured, places, [step.collected - begin_of(step) for step in used])
         some = predicted > 0
-        return (self._neighbours.processes + self._neighbours.steal)[some], predicted[some], measured[some]
+        return self._neighbours.causes[some], predicted[some], measured[some]
+
+
+class _NoisyCosts:
+    """A CostModel: another one's device times, stretched by the second in which the simulation is.
+
+    It is also the EventSink that follows the time: a step begins when the one before it has ended, or later.
+    """
+
+    def __init__(self, costs: CostModel, times: Column, stretches: Column) -> None:
+        self.name, self.host_s, self._costs = f"{costs.name} with noise", costs.host_s, costs
+        self.decode_s: DecodeSeconds | None = None
+        self._times, self._stretches, self._now = times, stretches, 0.0
+
+    def step_s(self, shape: StepShape) -> float:
+        """Return seconds on the device."""
+        place = min(int(np.searchsorted(self._times, self._now)), len(self._times) - 1)
+        return self._costs.step_s(shape) * float(self._stretches[place])
+
+    def admitted(self, request: Request) -> None:
+        """Follow the time."""
+        self._now = max(self._now, request.arrival)
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Do nothing: a decision takes no time."""
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """Follow the time."""
+        self._now = events.time
 
 
 # --- requests
@@ -257,12 +309,15 @@ def _measured(asked: Sequence[RecordedRequest]) -> tuple[Column, ...]:
     return tuple(np.array(column, float) for column in zip(*columns, strict=True))
 
 
-def _simulated(recording: Recording, asked: Sequence[RecordedRequest], costs: CostModel) -> tuple[Column, ...]:
+def _simulated(
+    recording: Recording, asked: Sequence[RecordedRequest], costs: CostModel, sink: EventSink | None = None
+) -> tuple[Column, ...]:
     """The same columns of a simulation of the whole run."""
     start = asked[0].arrival
     workload = [recorded_arrival(one, one.output_tokens, one.arrival - start) for one in asked]
     header = recording.header
-    return simulated_columns(workload, Setup(header.limits, costs, depth=header.depth))[0]
+    make_sink = None if sink is None else lambda _: sink
+    return simulated_columns(workload, Setup(header.limits, costs, depth=header.depth, make_sink=make_sink))[0]
 
 
 def simulated_columns(workload: Sequence[Arrival], setup: Setup) -> tuple[tuple[Column, ...], Outcomes]:
@@ -298,7 +353,7 @@ def verdict(predictions: Sequence[Prediction]) -> str:
     ]
     inside = {name: [0, 0] for name in KINDS}
     for number, one in enumerate(predictions):
-        stretched, levelled = (" with the neighbours' stretch", one.stretched), (" with its own level", one.levelled)
+        stretched, levelled = (" with each second's noise", one.stretched), (" with its own level", one.levelled)
         for title, predicted in (("", one.predicted), stretched, levelled):
             if predicted is None:
                 continue
@@ -346,6 +401,7 @@ def describe_noise(noise: Noise | None) -> str:
         for name, ratio in (("quiet", noise.quiet), ("noisy", noise.noisy))
         if ratio is not None
     ]
-    factors = f"stretch {noise.stretch:.3f}, level {noise.level:.3f}"
+    speed = f"reading memory {noise.slower[0]:.3f}, a loop {noise.slower[1]:.3f} times as long"
+    factors = f"{speed}; stretch {noise.stretch:.3f}, level {noise.level:.3f}"
     loudness = "" if noise.is_quiet else " (not quiet)"
     return f"{parts[0]}, then {parts[1]}{loudness}; {', '.join(ratios)}; {factors}"
