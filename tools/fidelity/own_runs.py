@@ -146,7 +146,7 @@ def predict(path: Path, warm_up_s: float = WARM_UP_S) -> Prediction:
         return Prediction((fit,), measured, predicted)
     meter = NoiseMeter(Neighbours.load(samples_path(path)), recording.header, Fitted(fit), recorded)
     noise = meter.noise(seen, recorded[len(early) :])
-    start = _origin(recording) + asked[0].arrival
+    start = origin_of(recording) + asked[0].arrival
     noisy = _NoisyCosts(Fitted(fit), *meter.stretches(seen, start))
     stretched = part_of(_simulated(recording, asked, noisy, noisy), rest)
     levelled = part_of(_simulated(recording, asked, ScaledCosts(Fitted(fit), noise.level)), rest)
