@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo import machine
+from octavo.core.plan import StepPlan
 from octavo.executors import cache
 from octavo.ops.attention import KVPool, PoolShape
 from tests.executors.conformance import SPEC
@@ -86,23 +87,51 @@ def test_little_free_memory_is_left_to_others(monkeypatch):
 
 
 @can_populate
-def test_steps_go_first(monkeypatch):
-    monkeypatch.setattr(cache, "MAX_PAUSE_S", 3.0)
-    steps, pool = cache.Steps(), pool_of(FRESH_BYTES)
-    steps.begin()
+def test_while_steps_run_only_blocks_that_they_soon_use_become_resident(monkeypatch):
+    monkeypatch.setattr(cache, "STRIPE_BYTES", 1 << 20)
+    pool = pool_of(2 * FRESH_BYTES)
+    num_blocks, block_size = pool.shape.num_blocks, pool.shape.block_size
+    monkeypatch.setattr(cache, "AHEAD_TOKENS", num_blocks // 8 * block_size)
+    steps = cache.Steps()
+    steps.begin([num_blocks // 4 - 1, 3])
     thread = cache.make_resident([pool], steps)
     assert thread is not None
-    time.sleep(0.5)
-    assert resident_share(pool) < 0.1 and thread.is_alive()
+    settled = -1.0
+    while resident_share(pool) != settled:
+        settled = resident_share(pool)
+        time.sleep(0.5)
+    assert 3 / 8 <= settled < 3 / 4 and thread.is_alive()  # huge pages may reach beyond the last stripe of a layer
+    steps.begin([3 * num_blocks // 4])
+    while resident_share(pool) < 7 / 8:
+        time.sleep(0.01)
+    assert thread.is_alive()
     steps.end()
     thread.join()
     assert resident_share(pool) == 1
-    busy, other = cache.Steps(), pool_of(FRESH_BYTES)
-    busy.begin()
-    monkeypatch.setattr(cache, "MAX_PAUSE_S", 0.3)
-    thread = cache.make_resident([other], busy)
-    thread.join()
-    assert resident_share(other) == 1, "not put off for ever"
+
+
+@can_populate
+def test_a_thread_that_waits_for_steps_ends_with_its_pool(monkeypatch):
+    monkeypatch.setattr(cache, "AHEAD_TOKENS", 0)
+    pool, steps = pool_of(FRESH_BYTES), cache.Steps()
+    steps.begin()
+    thread = cache.make_resident([pool], steps)
+    assert thread is not None
+    del pool
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+@can_populate
+def test_the_executor_says_which_blocks_its_steps_use(tiny_folder):
+    executor = make(tiny_folder)
+    executor.open(SPEC)
+    plan = StepPlan(0, 0.0)
+    plan.edits.extend((0, 0, 0, 5, 1, 0, 0, 2))
+    executor.submit(plan)
+    assert executor._steps.num_blocks == 6
+    executor.close()
 
 
 @can_populate

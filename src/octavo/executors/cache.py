@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -66,7 +66,7 @@ STRIPE_BYTES = 2 << 20  # of each layer's keys and values per call; a call locks
 FREE_SHARE = 8
 TOUCH_S = 0.25  # time limit if the kernel cannot populate while others write
 QUIET_S = 0.1  # without a step, before populating continues
-MAX_PAUSE_S = 5.0  # total wait for steps; a standby resumes 32 requests in 1 s, or in 2 s while populating
+AHEAD_TOKENS = 8192  # beyond the blocks in use, populated also while steps run
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -251,14 +251,19 @@ class HostPool:
 
 
 class Steps:
-    """Whether an executor runs steps. The executor's thread writes it; the thread that populates pages reads it."""
+    """Whether an executor runs steps, and the blocks that they use: the pool names unused blocks in ascending order.
+
+    The executor's thread writes it; the thread that populates pages reads it.
+    """
 
     def __init__(self) -> None:
         self._until = -math.inf
+        self.num_blocks = 0  # all blocks that were used are below
 
-    def begin(self) -> None:
-        """Record that a step begins."""
+    def begin(self, blocks: Iterable[int] = ()) -> None:
+        """Record that a step begins, which appends `blocks` to its sequences."""
         self._until = math.inf
+        self.num_blocks = max(self.num_blocks, max(blocks, default=-1) + 1)
 
     def end(self) -> None:
         """Record that the step ended."""
@@ -273,7 +278,7 @@ class Steps:
 def make_resident(pools: Sequence[KVPool], steps: Steps | None = None) -> threading.Thread | None:
     """Populate the pools' pages, lowest blocks first; return the thread that does it, or None if none was started.
 
-    The thread pauses while `steps` are running, for at most MAX_PAUSE_S in total.
+    While `steps` are running, the thread populates only the blocks that they use and those of the next AHEAD_TOKENS.
 
     Without this, the first step that uses a block waits for the block's pages, which can be one huge page for the keys
     and one for the values of each layer. Call it before the pools are used: if the kernel lacks MADV_POPULATE_WRITE,
@@ -315,12 +320,11 @@ def _populate_all(
     if is_idle_work:  # what this thread takes of a core, a step's thread would lack, and the other threads wait for it
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone, on Linux
-    begin, is_more, pauses = 0, True, int(MAX_PAUSE_S / QUIET_S)
+    begin, is_more = 0, True
     while is_more:
         is_more = False
         for ref in refs:
-            while steps.are_running and pauses > 0:
-                pauses -= 1
+            while steps.are_running and _is_far(ref(), begin, steps.num_blocks):
                 time.sleep(QUIET_S)
             pool = ref()
             total, free = machine.usable_memory()
@@ -333,6 +337,14 @@ def _populate_all(
                 is_more = is_more or begin + STRIPE_BYTES < plane.nbytes
             del pool  # keep no reference during the next pause, so that the pool can be freed
         begin += STRIPE_BYTES
+
+
+def _is_far(pool: KVPool | None, begin: int, num_blocks: int) -> bool:
+    """Return True if a byte offset of each layer's keys is over AHEAD_TOKENS beyond the first `num_blocks` blocks."""
+    if pool is None:
+        return False
+    block_bytes = pool.keys[0].nbytes // pool.shape.num_blocks
+    return (begin // block_bytes - num_blocks) * pool.shape.block_size > AHEAD_TOKENS
 
 
 def _touch(pools: Sequence[KVPool]) -> None:

@@ -246,7 +246,7 @@ class TorchExecutor:
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Run the plan (CPU) or launch it (CUDA). Raises the step's error; a step that fails here has no result."""
-        self._steps.begin()
+        self._steps.begin(plan.edits[3::4])
         if self._pace is not None:
             self._pace.begin()
         self.has_voted_failure = False
