@@ -94,7 +94,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("engine", "frontend"): 6_020,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_668,
-    ("executors",): 4_637,
+    ("executors",): 4_643,
     ("artifacts",): 3_619,
     ("text",): 2_274,
     ("grammar", "sandbox"): 1_870,
@@ -106,7 +106,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_911,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 72_916, 460  # of src
+ALL_CODE_LINES, ALL_FILES = 72_922, 460  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
