@@ -4,7 +4,8 @@ Usage: python -m tools.search_neighbours FLAGS, which are those of `octavo simul
 A neighbour is a candidate that differs from the answer in one setting. Each is simulated to the end of the workload
 with every number of replicas that costs no more than the answer, and the answer itself with every number up to one
 more. The exit status is 1 if a neighbour reaches the objectives and is cheaper, or as cheap with a wider margin, or if
-the answer's settings reach them with other numbers than the answer's and one more.
+the answer's settings reach them with other numbers than the answer's and one more. With --jobs N, so many processes
+simulate.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from octavo.cli import load_command
 from octavo.cli.flags import Parser
 from octavo.cli.search import prepare_search
 from octavo.cli.simulate import workload_of
-from octavo.simulator.run import simulate
-from octavo.simulator.search import Candidate, CapacitySearch, SearchResult, SearchTrial, Verdict, count_replicas
+from octavo.simulator.goals import Verdict
+from octavo.simulator.search import (
+    Candidate,
+    CapacitySearch,
+    SearchResult,
+    SearchTrial,
+    count_replicas,
+    process_pool,
+)  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
@@ -29,31 +36,32 @@ def main(words: Sequence[str]) -> int:
     load_command("simulate", parser)
     args = parser.parse(["--search", *words])
     search, _, _ = prepare_search(args, partial(workload_of, args))
-    begin = time.process_time()
+    begin = time.monotonic()
     result = search.run()
     best = result.best
-    print(f"search: {len(result.trials)} simulations, {time.process_time() - begin:.0f} s of the processor")
+    print(f"search: {len(result.trials)} simulations, {time.monotonic() - begin:.0f} s in {search.jobs} processes")
     if best is None:
         print("no fleet reaches the objectives: there is no answer to check")
         return 1
     print(
         f"answer: {count_replicas(best.replicas)} ({best.candidate.label}), cost {result.cost:g}: {best.verdict.text}"
     )
-    begin = time.process_time()
+    begin = time.monotonic()
     others = [one for one in search.candidates if one is not best.candidate and _num_changes(one, best.candidate) == 1]
-    verdicts = {number: _judge(search, best.candidate, number) for number in range(1, best.replicas + 2)}
-    is_right = [number for number, verdict in verdicts.items() if verdict.is_reached] == [
-        best.replicas,
-        best.replicas + 1,
-    ]
-    print(f"the answer's settings: {_describe(verdicts)}: {'confirmed' if is_right else 'REFUTED'}")
-    count = len(verdicts)
-    for candidate in others:
-        verdicts = _affordable(search, result, candidate)
-        count, is_worse = count + len(verdicts), _is_worse(result, best, candidate, verdicts)
+    most = {one.label: int(result.cost / result.cost_of(one) + 1e-9) for one in others}
+    most = {best.candidate.label: best.replicas + 1, **most}
+    verdicts = _judge_whole(search, most)
+    own, *rest = verdicts.values()
+    is_right = [number for number, verdict in own.items() if verdict.is_reached] == [best.replicas, best.replicas + 1]
+    print(f"the answer's settings: {_describe(own)}: {'confirmed' if is_right else 'REFUTED'}")
+    for candidate, found in zip(others, rest, strict=True):
+        is_worse = _is_worse(result, best, candidate, found)
         is_right = is_right and is_worse
-        print(f"{candidate.label}: {_describe(verdicts)}: {'confirmed' if is_worse else 'REFUTED'}")
-    print(f"{len(others)} neighbours, {count} simulations, {time.process_time() - begin:.0f} s of the processor")
+        print(f"{candidate.label}: {_describe(found)}: {'confirmed' if is_worse else 'REFUTED'}")
+    print(
+        f"{len(others)} neighbours, {sum(most.values())} simulations, {time.monotonic() - begin:.0f} s in "
+        f"{search.jobs} processes"
+    )
     return 0 if is_right else 1
 
 
@@ -61,14 +69,17 @@ def _num_changes(one: Candidate, other: Candidate) -> int:
     return sum(one.chosen[name] != other.chosen[name] for name in one.chosen)
 
 
-def _judge(search: CapacitySearch, candidate: Candidate, replicas: int) -> Verdict:
-    return search.goals.judge(simulate(search.workload(), replace(candidate.setup, replicas=replicas)))
-
-
-def _affordable(search: CapacitySearch, result: SearchResult, candidate: Candidate) -> dict[int, Verdict]:
-    """Return the verdict on each number of replicas that costs no more than the answer."""
-    most = int(result.cost / result.cost_of(candidate) + 1e-9)
-    return {replicas: _judge(search, candidate, replicas) for replicas in range(1, most + 1)}
+def _judge_whole(search: CapacitySearch, most: dict[str, int]) -> dict[str, dict[int, Verdict]]:
+    """Return the verdicts on whole runs, by label and replicas: of 1 to `most` replicas of each label."""
+    numbers = {one.label: number for number, one in enumerate(search.candidates)}
+    with process_pool(search.jobs) as pool:
+        running = {
+            label: {
+                count: pool.submit(search.judge, numbers[label], count, is_whole=True) for count in range(1, end + 1)
+            }
+            for label, end in most.items()
+        }
+        return {label: {count: one.result() for count, one in counts.items()} for label, counts in running.items()}
 
 
 def _is_worse(result: SearchResult, best: SearchTrial, candidate: Candidate, verdicts: dict[int, Verdict]) -> bool:

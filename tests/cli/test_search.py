@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.public_data import public_file
@@ -97,8 +98,8 @@ def test_a_wrong_answer_is_refuted(capsys: pytest.CaptureFixture[str], monkeypat
     assert check_neighbours(words) == 0 and "REFUTED" not in capsys.readouterr().out
     search = CapacitySearch.run
 
-    def wasteful(self: CapacitySearch) -> SearchResult:
-        result = search(self)
+    def wasteful(self: CapacitySearch, *more: Any) -> SearchResult:
+        result = search(self, *more)
         assert result.best is not None
         result.best = replace(result.best, replicas=result.best.replicas + 1)
         return result

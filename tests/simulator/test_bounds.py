@@ -17,8 +17,8 @@ from octavo.simulator.bounds import Demand, fewest_engines
 from octavo.simulator.cost_model import CostModel, ScaledCosts, StepShape, TimeFloor, floors_of
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.drafts import DraftSettings
+from octavo.simulator.goals import Goals, read_goals
 from octavo.simulator.run import simulate
-from octavo.simulator.search import Goals, read_goals
 from octavo.simulator.setup import Setup
 from octavo.simulator.summary import summarise
 

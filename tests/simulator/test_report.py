@@ -13,10 +13,10 @@ from tests.simulator.test_summary import random_outcomes, run_of
 from octavo.core.limits import Limits
 from octavo.simulator.charts import RIGHT, TOP, WIDTH, Chart, Line, Mark, draw, draw_alone, short
 from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.goals import read_goals
 from octavo.simulator.report import TITLES, Case, advice_lines, page, seconds
 from octavo.simulator.run import simulate
 from octavo.simulator.saved import as_json, read_cases
-from octavo.simulator.search import read_goals
 from octavo.simulator.setup import Setup
 from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import Shaping, open_workload

@@ -13,22 +13,20 @@ from octavo.errors import ConfigError
 from octavo.simulator import run
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.goals import Goals, Verdict, read_goals
 from octavo.simulator.run import simulate
 from octavo.simulator.search import (
     Candidate,
     CapacitySearch,
     Fate,
-    Goals,
     SearchResult,
     SearchTrial,
-    Verdict,
-    _SearchRun,
     combine,
     label_of,
-    read_goals,
     read_space,
 )  # fmt: skip
 from octavo.simulator.setup import Setup
+from octavo.simulator.workloads import open_workload
 
 ARRIVALS = workload(100, rate=120.0, seed=4)
 SETUP = Setup(limits(), LinearCosts(), router="least_loaded")
@@ -80,10 +78,47 @@ def test_giving_up_early_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> 
     assert given_up
 
 
+def test_a_run_is_given_up_as_soon_as_too_many_open_requests_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every metric, whether it is late is known before the end: a late first token, or a slow answer so far."""
+    monkeypatch.setattr(run, "LOOK_EVERY", 1)
+    arrivals, setup = [Arrival(0.0, 20, 60)] * 12, replace(SETUP, fast_forward=False)
+    for text in ("ttft_max=0.1", "tpot_max=0.005", "queue_max=0.1", "e2e_max=0.1", "ttft=9,tpot=0.005,goodput=1"):
+        short = simulate(arrivals, replace(setup, give_up=read_goals(text).unreachable(12)))
+        assert short.gave_up and not len(short.outcomes), text
+    assert not simulate(arrivals, replace(setup, give_up=read_goals("ttft_p50=9").unreachable(12))).gave_up
+
+
+@pytest.mark.parametrize("text", ["ttft_p95=0.1,tpot_p90=0.04", "ttft=0.3,tpot=0.04,goodput=0.8"])
+def test_a_run_with_a_wider_margin_is_never_given_up(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "LOOK_EVERY", 1)
+    goals, given_up = read_goals(text), 0
+    for replicas in range(2, 12):
+        setup = replace(SETUP, replicas=replicas)
+        margin = goals.judge(simulate(ARRIVALS, setup)).margin
+        for other in (0.0, margin - 1e-6, margin, margin + 1e-6, margin + 0.05):
+            give_up = goals.narrowed(other).unreachable(len(ARRIVALS))
+            has_given_up = simulate(ARRIVALS, replace(setup, give_up=give_up)).gave_up
+            assert not has_given_up or other > margin
+            given_up += has_given_up
+    assert given_up
+
+
+@pytest.mark.parametrize("goals", ["ttft_p95=0.1,tpot_p95=0.02", "ttft_p95=0.00001"])
+def test_several_jobs_change_no_trial_and_no_result(goals: str) -> None:
+    source = open_workload("poisson:rate=150,requests=120,prompt=uniform(100,500),output=uniform(10,60)")
+    search = CapacitySearch(source.arrivals, 120, machines(), read_goals(goals), 4)
+    alone: list[SearchTrial] = []
+    found = search.run(alone.append)
+    assert found.trials == alone
+    for jobs in (2, 5):
+        told: list[SearchTrial] = []
+        assert repr(replace(search, jobs=jobs).run(told.append)) == repr(found) and repr(told) == repr(alone)
+
+
 def test_settings_are_compared_and_the_widest_margin_wins_among_the_cheapest() -> None:
     reported: list[SearchTrial] = []
     space = "max_sequences=1|6,router=round_robin|least_loaded"
-    found = capacity_search("ttft_p95=0.1", space, report=reported.append).run()
+    found = capacity_search("ttft_p95=0.1", space).run(reported.append)
     best = found.best
     assert best is not None and best.candidate.setup.limits.max_sequences == 6
     assert "max_sequences=6" in best.candidate.label and len(reported) == len(found.trials)
@@ -142,7 +177,9 @@ def check(found: SearchResult, made: list[Candidate], fewest: list[tuple[int, Ve
         elif outcome.fate in (Fate.INFEASIBLE, Fate.MISSED):
             assert number is None
         else:
-            assert number is None or unit * number[0] > found.cost
+            cheap = number is not None and unit * number[0] <= found.cost
+            has_less = number is not None and -number[1].margin >= min(ranks)[1]
+            assert not cheap or (outcome.fate is Fate.BEATEN and unit * number[0] == found.cost and has_less)
         assert outcome.fate is not Fate.BOUNDED or unit * outcome.bound > found.cost
 
 
@@ -192,12 +229,12 @@ def test_a_request_that_is_refused_misses_every_goal() -> None:
 def test_more_that_is_worse_is_seen_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     good = {3: True, 4: False, 5: True, 6: True}
 
-    def trial(search: _SearchRun, candidate: Candidate, replicas: int) -> SearchTrial:
-        is_reached = good.get(replicas, replicas > most) if candidate is first else replicas >= 8
-        return SearchTrial(candidate, replicas, Verdict(is_reached, 0.0, "", {}))
+    def judge(search: CapacitySearch, number: int, replicas: int, margin: float = 0.0) -> Verdict:
+        candidate = search.candidates[number]
+        return Verdict(good.get(replicas, replicas > most) if candidate is first else replicas >= 8, 0.0, "", {})
 
     first, other = candidates("max_sequences=4|5", replace(SETUP, replicas=3))
-    monkeypatch.setattr(_SearchRun, "_trial", trial)
+    monkeypatch.setattr(CapacitySearch, "judge", judge)
     most = 6
     found = capacity_search("ttft_p95=1", max_replicas=12, candidates=[first]).run()
     assert found.best is not None and found.best.replicas == 5

@@ -24,7 +24,9 @@ from octavo.config.sources import Resolved, load
 from octavo.errors import ConfigError
 from octavo.fleet.plan import FleetPlan
 from octavo.simulator.advice import name_limit
+from octavo.simulator.goals import read_goals
 from octavo.simulator.search import (
+    MAX_JOBS,
     MAX_REPLICAS,
     Candidate,
     CapacitySearch,
@@ -34,7 +36,6 @@ from octavo.simulator.search import (
     combine,
     count_replicas,
     label_of,
-    read_goals,
     read_space,
 )  # fmt: skip
 from octavo.simulator.workloads import SimulatedWorkload
@@ -54,6 +55,10 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-replicas", type=Number(int, 1, MAX_REPLICAS), default=MAX_REPLICAS, metavar="N",
         help=f"most replicas tried [{MAX_REPLICAS}]",
     )  # fmt: skip
+    group.add_argument(
+        "--jobs", type=Number(int, 1, MAX_JOBS), default=1, metavar="N",
+        help="simulate in so many processes; the answer is the same [1]",
+    )  # fmt: skip
     group.add_argument("--kubernetes", metavar="FILE", help="write the fleet as values for deploy/kubernetes")
 
 
@@ -64,7 +69,7 @@ def search_fleets(args: argparse.Namespace, workload_of: Callable[[int], Simulat
     """
     resolved = resolve_args(args)
     search, skipped, workload = prepare_search(args, workload_of)
-    result = search.run()
+    result = search.run(lambda trial: print(trial, file=sys.stderr, flush=True))
     plan = None if result.best is None else _fleet_plan(args, resolved, result.best, workload)
     facts = {"plan": None if plan is None else plan.facts(), **_facts(result, skipped)}
     if args.json == "-":
@@ -98,10 +103,7 @@ def prepare_search(
     count = sum(1 for _ in workload.arrivals())
     if not count:
         raise UsageError("the workload has no request here; look at --start, --end and --too-long")
-    search = CapacitySearch(
-        workload.arrivals, count, candidates, goals, args.max_replicas,
-        lambda trial: print(trial, file=sys.stderr, flush=True),
-    )  # fmt: skip
+    search = CapacitySearch(workload.arrivals, count, candidates, goals, args.max_replicas, args.jobs)
     return search, skipped, workload.name
 
 

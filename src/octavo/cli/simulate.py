@@ -39,11 +39,11 @@ from octavo.simulator.advice import advise
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.correction import MeasuredRequests, fit_correction
 from octavo.simulator.costs.fitted import fit_recording
+from octavo.simulator.goals import Goals, read_goals
 from octavo.simulator.outcomes import NEVER, SimulatedRun
 from octavo.simulator.report import Case, advice_lines, comparison_table, latency_table, page
 from octavo.simulator.run import simulate
 from octavo.simulator.saved import as_json
-from octavo.simulator.search import Goals, read_goals
 from octavo.simulator.setup import Setup
 from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import KINDS, TOO_LONG, Shaping, SimulatedWorkload, open_workload
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_arguments(parser)
     rare = (
         *RARE, "--start", "--end", "--too-long", "--seed", "--fast-forward", "--perfetto", "--page", "--fit",
-        "--fit-requests", "--search-space", "--max-replicas", "--kubernetes",
+        "--fit-requests", "--search-space", "--max-replicas", "--jobs", "--kubernetes",
     )  # fmt: skip
     add_settings(parser, ("scheduling", "cache"), is_short=False, rare=rare)
 

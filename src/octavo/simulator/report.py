@@ -16,8 +16,8 @@ from octavo.simulator import charts, curves
 from octavo.simulator.advice import advise_comparison
 from octavo.simulator.charts import DARK, LIGHT, RULES, Chart, Line, Mark, palette
 from octavo.simulator.columns import METRICS, Columns, Facts, Points, within
+from octavo.simulator.goals import Goals
 from octavo.simulator.outcomes import ReplicaTotals, SimulatedRun
-from octavo.simulator.search import Goals
 
 MAX_TENANT_LINES = 8
 MAX_TENANT_ROWS = 20

@@ -30,7 +30,7 @@ from octavo.simulator.replica import Replica
 from octavo.simulator.scaling import ReplicaLifetime, ReplicaStatus, ScaledGroup
 from octavo.simulator.setup import ReplicaGroup, Role, Setup
 
-LOOK_EVERY = 1024  # events between two checks of `give_up`
+LOOK_EVERY = 256  # events between two checks of `give_up`
 YOUNG_OBJECTS = 100_000  # allocations between garbage collections; Python's 700 made a simulation a fifth slower
 _FAILURE, _SCALING, _TRANSFER, _HOP, _ARRIVAL, _REPLICA = 0, 1, 2, 3, 4, 5
 

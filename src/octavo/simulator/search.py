@@ -1,21 +1,24 @@
 """Finds the cheapest fleet that reaches given goals on a given workload.
 
-Owns: the goals' syntax; whether a run reached the goals, or an unfinished run still can; the space of settings; the
-order and list of trials. Does not: simulate, define the figures (summary), or compute bounds (bounds).
+Owns: the space of settings; the order and list of trials. Does not: simulate, judge runs (goals), or compute bounds
+(bounds).
 Assumed: if n replicas miss the goals, fewer miss them too. More replicas usually serve better, but not always: a router
 may spread prefixes over more caches. The result is therefore checked: the number found reaches the goals, and so does
-one more (within the limit); one less was simulated and does not. Invariant: a run is stopped early only when it can no
-longer reach a goal.
+one more (within the limit); one less was simulated and does not. Invariant: trials and result are the same with any
+number of jobs.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import product
-from typing import Any
+from itertools import islice, product
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 from octavo.config import SETTINGS
 from octavo.config.setting import Number, Setting
@@ -24,161 +27,17 @@ from octavo.errors import ConfigError
 from octavo.fleet.routing import ROUTERS
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.bounds import Demand, Requirement, fewest_engines
-from octavo.simulator.columns import METRICS, POINTS, Columns, Facts
+from octavo.simulator.bounds import Demand, fewest_engines
 from octavo.simulator.cost_model import floors_of
 from octavo.simulator.costs.hardware import THIS, device_facts
-from octavo.simulator.outcomes import NEVER, RequestTracker, SimulatedRequest, SimulatedRun
+from octavo.simulator.goals import Goals, Verdict
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
-from octavo.simulator.summary import summarise
 
-STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
-DEFAULT_SHARE = 0.99  # share of requests that must meet the per-request bounds, if no goodput is given
 MAX_REPLICAS = 1024
 MAX_CANDIDATES = 4096
+MAX_JOBS = 256
 NUM_REJECTED = 5  # rejected settings whose limits are described
-_HELP = (
-    "give STATISTIC=SECONDS such as ttft_p99=1.0,tpot_p95=0.05, bounds on each request such as ttft=1.0,tpot=0.05 with "
-    "goodput=SHARE of requests that meet them all, from 0 to 1"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A statistic of a latency that may be at most `bound` seconds."""
-
-    metric: str
-    statistic: str
-    bound: float
-
-    @property
-    def name(self) -> str:
-        """Return the goal's name as users write it."""
-        return f"{self.metric}_{self.statistic}"
-
-
-@dataclass(frozen=True, slots=True)
-class Goals:
-    """Bounds on statistics, and per-request bounds that a `share` of all requests must meet. Refused requests fail."""
-
-    goals: tuple[Goal, ...] = ()
-    bounds: dict[str, float] = field(default_factory=dict)
-    share: float = DEFAULT_SHARE
-
-    def judge(self, run: SimulatedRun, price_per_hour: float = 0.0) -> Verdict:
-        """Return the verdict on a run: whether the run reaches the goals, and its figures."""
-        facts = summarise(run, self.bounds, price_per_hour)
-        values = [(goal.name, facts[goal.metric][goal.statistic], goal.bound) for goal in self.goals]
-        missed = [name for name, value, bound in values if value is None or value > bound]
-        margins = [1 - value / bound for _, value, bound in values if value is not None]
-        texts = [f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value, _ in values]
-        if self.bounds:
-            share = facts["goodput"]["share"]
-            texts.append(f"goodput {share:.4g}")
-            margins.append(share - self.share)
-            if share < self.share:
-                missed.append("goodput")
-        if facts["requests"]["refused"]:
-            missed.append("refused")
-            texts.append(f"refused {facts['requests']['refused']}")
-        return Verdict(not missed and not run.gave_up, min(margins, default=0.0), ", ".join(texts), facts)
-
-    def requirements(self, num_requests: int) -> list[Requirement]:
-        """Return, for each bound on a share of the requests, how many may be beyond it."""
-        found: list[Requirement] = []
-        for goal in self.goals:
-            if goal.statistic.startswith("p"):
-                rank = math.ceil(float(goal.statistic[1:]) / 100 * num_requests)
-                found.append(({goal.metric: goal.bound}, num_requests - rank))
-            elif goal.statistic == "max":
-                found.append(({goal.metric: goal.bound}, 0))
-        if self.bounds:
-            found.append((self.bounds, math.floor((1 - self.share) * num_requests + 1e-9)))
-        return found
-
-    def unreachable(self, num_requests: int) -> Callable[[RequestTracker, float], bool]:
-        """Return a check for a run of `num_requests` requests. It returns True once a goal can no longer be reached."""
-        return _MissCounter(self, num_requests).is_over
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a run reaches all goals, the smallest margin relative to its bound, a summary text, and all figures."""
-
-    is_reached: bool
-    margin: float
-    text: str
-    facts: Facts
-    gave_up: bool = False
-
-
-def read_goals(text: str) -> Goals:
-    """Parse `ttft_p99=1.0,tpot_p95=0.05` or `ttft=1.0,tpot=0.05,goodput=0.95`. Raises ConfigError."""
-    goals: list[Goal] = []
-    bounds: dict[str, float] = {}
-    share = None
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        name, _, number = (part.strip() for part in word.partition("="))
-        metric, _, statistic = name.partition("_")
-        value = _number(number)
-        if name == "goodput" and 0 < value <= 1 and share is None:
-            share = value
-        elif name in METRICS and value > 0 and name not in bounds:
-            bounds[name] = value
-        elif metric in METRICS and statistic in STATISTICS and value > 0:
-            goals.append(Goal(metric, statistic, value))
-        else:
-            known = [*METRICS, "goodput", *(f"{one}_{other}" for one in METRICS for other in STATISTICS)]
-            if name not in known:
-                raise ConfigError(unknown("objective", name, known, _HELP))
-            raise ConfigError(f"objective {word!r} has no such value, or is given twice; {_HELP}")
-    if not goals and not bounds:
-        raise ConfigError(f"a search has nothing to reach: {_HELP}")
-    if share is not None and not bounds:
-        raise ConfigError(f"goodput={share} says nothing without bounds on each request; {_HELP}")
-    return Goals(tuple(goals), bounds, DEFAULT_SHARE if share is None else share)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        return math.nan
-    return value if math.isfinite(value) else math.nan
-
-
-class _MissCounter:
-    """Counts the requests beyond each bound, including open requests that are already beyond the bound."""
-
-    def __init__(self, goals: Goals, num_requests: int) -> None:
-        self._bounds = [  # metric, bound, requests allowed beyond the bound
-            (metric, bound, spare)
-            for bounds, spare in goals.requirements(num_requests)
-            for metric, bound in bounds.items()
-        ]
-        self._counts = [0] * len(self._bounds)
-        self._num_read = 0
-
-    def is_over(self, tracker: RequestTracker, now: float) -> bool:
-        """Return True if too many requests are beyond one of the bounds."""
-        ended = Columns.of(tracker.outcomes, self._num_read)
-        self._num_read = len(tracker.outcomes)
-        for number, (metric, bound, spare) in enumerate(self._bounds):
-            self._counts[number] += int((ended.latency(metric) > bound).sum())
-            num_late = self._counts[number]
-            if metric != "tpot":
-                num_late += sum(now - entry.at > bound and _is_owed(entry, metric) for entry in tracker.open.values())
-            if num_late > spare:
-                return True
-        return False
-
-
-def _is_owed(entry: SimulatedRequest, metric: str) -> bool:
-    if metric == "e2e":
-        return True
-    return (entry.first if metric == "ttft" else entry.start) == NEVER
-
 
 # --- the space of settings
 
@@ -290,13 +149,13 @@ class Fate(Enum):
     FOUND = "reaches the objectives"
     MISSED = "no number of replicas reaches the objectives"
     INFEASIBLE = "a lone request on an idle engine is too slow"
-    BEATEN = "as many replicas as cost no more than the answer miss the objectives"
+    BEATEN = "as many replicas as cost no more than the answer miss the objectives, or have no wider margin"
     BOUNDED = "its bound of the cost is above the answer's cost"
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateOutcome:
-    """A candidate's fate. `replicas` are the fewest that reach the goals if it is FOUND, else fewer than are needed.
+    """A candidate's fate. `replicas` are the fewest that reach the goals if it is FOUND, else fewer than can be better.
 
     `bound` has the replicas below which no fleet can reach the goals.
     """
@@ -352,11 +211,20 @@ def _nearness(trial: SearchTrial) -> tuple[bool, bool, float]:
     return verdict.is_reached, not verdict.gave_up, size
 
 
+class _Task(NamedTuple):
+    """A trial: the candidate's number, its replicas, and the margin that the best fleet of the same cost has."""
+
+    number: int
+    replicas: int
+    margin: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class CapacitySearch:
     """A search among candidates. `workload()` returns the same `num_requests` arrivals each time.
 
-    `report` is called with each trial.
+    With several `jobs`, as many processes simulate what is probably tried next. They change no result. `workload` must
+    then be such that it can be pickled.
     """
 
     workload: Callable[[], Iterable[Arrival]]
@@ -364,22 +232,108 @@ class CapacitySearch:
     candidates: Sequence[Candidate]
     goals: Goals
     max_replicas: int = MAX_REPLICAS
-    report: Callable[[SearchTrial], object] = lambda _: None
+    jobs: int = 1
 
-    def run(self) -> SearchResult:
-        """Find the cheapest fleet. Of equal costs, choose the one with most margin, then the first candidate.
+    def run(self, report: Callable[[SearchTrial], object] = lambda _: None) -> SearchResult:
+        """Find the cheapest fleet, and call `report` with each trial.
 
-        The next trial is of the candidate that can be the cheapest, by a bound and by its trials so far. It has the
-        most replicas that cost no more than the best fleet so far, or twice as many as the last trial if there is no
-        such fleet yet; if these reach the goals, the fewest are found by bisection. The search ends when no candidate
-        can cost as little as the best fleet.
+        Of equal costs, choose the fleet with the widest margin, then the first candidate. The next trial is of the
+        candidate that can be the cheapest, by a bound and by its trials so far. It has the most replicas that cost less
+        than the best fleet so far, or twice as many as the last trial if there is no such fleet yet; if these reach the
+        goals, the fewest are found by bisection. If they do not, as many as cost the same are tried, and given up when
+        they cannot have a wider margin. The search ends when no candidate can cost as little as the best fleet.
         """
-        return _SearchRun(self).run()
+        result = SearchResult(is_priced=all(one.price > 0 for one in self.candidates))
+        bounds = zip(self.candidates, self._bounds(), strict=True)
+        brackets = [
+            _Bracket(candidate, number, result.cost_of(candidate), bound, int(min(bound - 1, self.max_replicas)))
+            for number, (candidate, bound) in enumerate(bounds)
+        ]
+        state = _SearchState(brackets, self.max_replicas)
+        with _Trials(self) as trials:
+            while (task := state.next_task()) is not None:
+                verdict = trials.verdict(state)
+                state.record(task, verdict)
+                result.trials.append(SearchTrial(self.candidates[task.number], task.replicas, verdict))
+                report(result.trials[-1])
+        best = state.best
+        if best.high:
+            result.best = SearchTrial(best.candidate, best.high, best.tried[best.high])
+            result.cost = best.rank[0]
+        result.notes, result.outcomes = state.notes, [one.outcome(self.max_replicas) for one in brackets]
+        return result
+
+    def judge(self, number: int, replicas: int, margin: float = 0.0, is_whole: bool = False) -> Verdict:
+        """Simulate a candidate's fleet, until it can neither reach the goals nor exceed a margin, unless `is_whole`."""
+        candidate = self.candidates[number]
+        give_up = None if is_whole else self.goals.narrowed(margin).unreachable(self.num_requests)
+        run = simulate(self.workload(), replace(candidate.setup, replicas=replicas, give_up=give_up))
+        verdict = self.goals.judge(run, candidate.price / candidate.setup.fleet[0].replica.num_engines)
+        if run.gave_up:
+            verdict = replace(verdict, text=f"given up after {len(run.outcomes)} ends: {verdict.text}", gave_up=True)
+        return verdict
+
+    def _bounds(self) -> Iterator[float]:
+        """Yield the replicas below which no fleet of a candidate reaches the goals."""
+        demands, known = dict[object, Demand](), dict[object, float]()
+        requirements = self.goals.requirements(self.num_requests)
+        for candidate in self.candidates:
+            setup, limits = candidate.setup, candidate.setup.limits
+            floors = floors_of(setup.costs, limits.max_batch_tokens)
+            caches = limits.block_size, limits.prefix_caching, limits.max_model_len
+            key = (*caches, limits.max_sequences, limits.max_batch_tokens, limits.max_draft_tokens, floors)
+            if key not in known and floors:
+                if caches not in demands:
+                    demands[caches] = Demand.of(self.workload(), limits)
+                known[key] = fewest_engines(demands[caches], requirements, floors, limits)
+            engines = known.get(key, 1)
+            yield engines if math.isinf(engines) else math.ceil(engines / setup.fleet[0].replica.num_engines)
+
+
+class _Trials:
+    """Returns verdicts of trials. With several jobs, simulates the trials that probably come next at the same time."""
+
+    def __init__(self, search: CapacitySearch) -> None:
+        self._search = search
+        self._verdicts: dict[_Task, Future[Verdict]] = {}
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> _Trials:
+        if self._search.jobs > 1:
+            self._pool = process_pool(self._search.jobs)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def verdict(self, state: _SearchState) -> Verdict:
+        """Return the verdict of a state's next task."""
+        upcoming = list(islice(state.forecast(), 2 * self._search.jobs))
+        if self._pool is None:
+            return self._search.judge(*upcoming[0])
+        for task, verdict in self._verdicts.items():
+            if task not in upcoming:
+                verdict.cancel()
+        self._verdicts = {task: verdict for task, verdict in self._verdicts.items() if not verdict.cancelled()}
+        for task in upcoming:
+            if task not in self._verdicts:
+                self._verdicts[task] = self._pool.submit(self._search.judge, *task)
+        return self._verdicts[upcoming[0]].result()
+
+
+def process_pool(jobs: int) -> ProcessPoolExecutor:
+    """Return a pool of processes that leave Ctrl-C to this one."""
+    return ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
 
 
 @dataclass(slots=True)
 class _Bracket:
-    """A candidate's range: `low` replicas miss the goals, by a bound or a trial; `high` reach them (0: unknown)."""
+    """A candidate's range: `low` replicas miss the goals, by a bound or a trial; `high` reach them (0: unknown).
+
+    If `is_outdone`, `low` replicas cost as much as the best fleet and have no wider margin. If `climbs`, more replicas
+    than reached the goals missed them, and each further number is tried.
+    """
 
     candidate: Candidate
     number: int
@@ -387,8 +341,9 @@ class _Bracket:
     bound: float
     low: int
     high: int = 0
-    is_confirmed: bool = False
-    tried: dict[int, SearchTrial] = field(default_factory=dict)
+    is_outdone: bool = False
+    climbs: bool = False
+    tried: dict[int, Verdict] = field(default_factory=dict)
 
     @property
     def is_settled(self) -> bool:
@@ -405,131 +360,93 @@ class _Bracket:
         """Return the order of fleets that reach the goals: by cost, less margin, number."""
         if not self.high:
             return math.inf, 0.0, self.number
-        return round(self.unit * self.high, 9), -self.tried[self.high].verdict.margin, self.number
+        return round(self.unit * self.high, 9), -self.tried[self.high].margin, self.number
+
+    def outcome(self, max_replicas: int) -> CandidateOutcome:
+        """Return what was found of the candidate."""
+        if self.is_settled:
+            return CandidateOutcome(self.candidate, Fate.FOUND, self.high, self.bound)
+        fate = Fate.BEATEN if self.tried else Fate.BOUNDED
+        if math.isinf(self.bound):
+            fate = Fate.INFEASIBLE
+        elif self.low >= max_replicas and not self.is_outdone:
+            fate = Fate.MISSED
+        return CandidateOutcome(self.candidate, fate, self.low, self.bound)
 
 
-class _SearchRun:
-    def __init__(self, search: CapacitySearch) -> None:
-        self._search = search
-        self._result = SearchResult(is_priced=all(one.price > 0 for one in search.candidates))
-        self._brackets = [
-            _Bracket(candidate, number, self._result.cost_of(candidate), bound, self._low(bound))
-            for number, (candidate, bound) in enumerate(zip(search.candidates, self._bounds(), strict=True))
-        ]
+class _SearchState:
+    """The candidates' ranges; decides what is tried next."""
 
-    def run(self) -> SearchResult:
-        while (bracket := self._next()) is not None:
-            self._narrow(bracket)
-        best = min(self._brackets, key=lambda one: one.rank)
-        if best.high:
-            self._check_one_less(best)
-            self._result.best, self._result.cost = best.tried[best.high], best.rank[0]
-        self._result.outcomes = [
-            CandidateOutcome(one.candidate, self._fate(one), one.high if one.is_settled else one.low, one.bound)
-            for one in self._brackets
-        ]
-        return self._result
+    def __init__(self, brackets: Sequence[_Bracket], max_replicas: int) -> None:
+        self._brackets = brackets
+        self._most = max_replicas
+        self.notes: list[str] = []
 
-    def _low(self, bound: float) -> int:
-        return int(min(bound - 1, self._search.max_replicas))
+    @property
+    def best(self) -> _Bracket:
+        """Return the best candidate so far; its `high` is 0 if none has reached the goals."""
+        return min(self._brackets, key=lambda one: one.rank)
 
-    def _bounds(self) -> Iterator[float]:
-        """Yield the replicas below which no fleet of a candidate reaches the goals."""
-        search, demands, known = self._search, dict[object, Demand](), dict[object, float]()
-        requirements = search.goals.requirements(search.num_requests)
-        for candidate in search.candidates:
-            setup, limits = candidate.setup, candidate.setup.limits
-            floors = floors_of(setup.costs, limits.max_batch_tokens)
-            caches = limits.block_size, limits.prefix_caching, limits.max_model_len
-            key = (*caches, limits.max_sequences, limits.max_batch_tokens, limits.max_draft_tokens, floors)
-            if key not in known and floors:
-                if caches not in demands:
-                    demands[caches] = Demand.of(search.workload(), limits)
-                known[key] = fewest_engines(demands[caches], requirements, floors, limits)
-            engines = known.get(key, 1)
-            yield engines if math.isinf(engines) else math.ceil(engines / setup.fleet[0].replica.num_engines)
+    def next_task(self) -> _Task | None:
+        """Return the next trial; None if no candidate that is open can cost as little as the best fleet.
 
-    def _next(self) -> _Bracket | None:
-        """Return the candidate to simulate next; None if none that is open can cost as little as the best fleet.
-
-        It is the best one so far until it has the fewest replicas that it can: then others are given up sooner.
+        It is of the best candidate until the fewest replicas of that are known and one more reaches the goals, too.
+        Then others are given up sooner.
         """
-        best = min(self._brackets, key=lambda one: one.rank)
-        if best.high and not best.is_settled:
-            return best
-        confirmed = min((one.rank for one in self._brackets if one.is_confirmed), default=(math.inf, 0.0, 0))
-        still_open = [
-            one
-            for one in self._brackets
-            if one.low < self._search.max_replicas
-            and not (one.is_settled and (one.is_confirmed or one.rank > confirmed))
-        ]
+        best = self.best
+        if best.high and not (best.is_settled and self._is_confirmed(best)):
+            return self._task_of(best, best)
+        still_open = (one for one in self._brackets if one.low < self._most and not one.is_settled)
         bracket = min(still_open, key=lambda one: one.least, default=None)
-        return None if bracket is None or bracket.least[0] > best.rank[0] * (1 + _SAME) else bracket
+        if bracket is not None and bracket.least[0] <= best.rank[0] * (1 + _SAME):
+            return self._task_of(bracket, best)
+        if best.high and best.low and best.low not in best.tried:  # only a bound says that it misses the goals
+            return _Task(best.number, best.low)
+        return None
 
-    def _best_cost(self) -> float:
-        return min(one.rank[0] for one in self._brackets)
+    def _is_confirmed(self, one: _Bracket) -> bool:
+        more = one.tried.get(one.high + 1)
+        return one.high == self._most or (more is not None and more.is_reached)
 
-    def _narrow(self, one: _Bracket) -> None:
-        """Simulate a candidate once: with the most replicas that cost no more than the best fleet, or by bisection."""
-        if one.is_settled:
-            self._confirm(one)
-            return
-        most, cost = self._search.max_replicas, self._best_cost()
-        if not math.isinf(cost):
-            most = min(most, int(cost / one.unit * (1 + _SAME)))
+    def _task_of(self, one: _Bracket, best: _Bracket) -> _Task:
+        """Return the next trial of a candidate that is open, or of the best one."""
+        if one.is_settled or one.climbs:
+            return _Task(one.number, (one.high or one.low) + 1)
+        if not best.high:
+            first = max(one.candidate.setup.replicas, int(one.bound))
+            return _Task(one.number, min(self._most, 2 * one.low if one.tried else first))
+        cost = best.rank[0]
+        most = min(self._most, int(cost / one.unit * (1 + _SAME)))
         if one.high and most >= one.high:
-            replicas = (one.low + one.high) // 2
-        elif not math.isinf(cost):
-            replicas = most
-        else:
-            replicas = min(most, 2 * one.low if one.tried else max(one.candidate.setup.replicas, int(one.bound)))
-        if self._reaches(one, replicas):
-            one.high = replicas
-        else:
-            one.low = replicas
+            return _Task(one.number, (one.low + one.high) // 2)
+        if one.unit * most < cost * (1 - _SAME):
+            return _Task(one.number, most)
+        if one.low < most - 1:  # cheaper than the best fleet
+            return _Task(one.number, most - 1)
+        return _Task(one.number, most, best.tried[best.high].margin)
 
-    def _confirm(self, one: _Bracket) -> None:
-        """Move to the first number that reaches the goals, as one more replica does."""
-        most, high = self._search.max_replicas, one.high
-        while high < most and not self._reaches(one, high + 1):
-            self._result.notes.append(
-                f"{one.candidate.label}: {high} replicas reach the goals, {high + 1} do not; more is not always better "
-                "here, so the number taken is the first that holds with one more, too"
+    def record(self, task: _Task, verdict: Verdict) -> None:
+        """Add the verdict of a task."""
+        one, replicas, is_reached = self._brackets[task.number], task.replicas, verdict.is_reached
+        one.tried[replicas] = verdict
+        if replicas <= one.low and is_reached:
+            raise AssertionError(f"{one.candidate.label}: {replicas} replicas reach the goals, against a bound")
+        if one.is_settled and replicas > one.high and not is_reached:
+            self.notes.append(
+                f"{one.candidate.label}: {one.high} replicas reach the goals, {replicas} do not; more is not always "
+                "better here, so the number taken is the first that holds with one more, too"
             )
-            high += 2
-            while high <= most and not self._reaches(one, high):
-                high += 1
-        one.is_confirmed = high <= most
-        one.low, one.high = (high - 1, high) if one.is_confirmed else (most, 0)
+            one.low, one.high, one.climbs = replicas, 0, True
+        elif not is_reached:
+            one.low = replicas
+            if task.margin:
+                one.high, one.is_outdone = 0, True
+        elif not one.is_settled:
+            one.high = replicas
 
-    def _check_one_less(self, best: _Bracket) -> None:
-        """Simulate one replica less than the answer, where only a bound says that it misses the goals."""
-        if best.low and self._reaches(best, best.low):
-            raise AssertionError(f"{best.candidate.label}: {best.low} replicas reach the goals, against a bound")
-
-    def _fate(self, one: _Bracket) -> Fate:
-        if one.is_settled:
-            return Fate.FOUND
-        if math.isinf(one.bound):
-            return Fate.INFEASIBLE
-        if one.low >= self._search.max_replicas:
-            return Fate.MISSED
-        return Fate.BEATEN if one.tried else Fate.BOUNDED
-
-    def _reaches(self, one: _Bracket, replicas: int) -> bool:
-        if replicas not in one.tried:
-            one.tried[replicas] = self._trial(one.candidate, replicas)
-        return one.tried[replicas].verdict.is_reached
-
-    def _trial(self, candidate: Candidate, replicas: int) -> SearchTrial:
-        search = self._search
-        check = search.goals.unreachable(search.num_requests)
-        run = simulate(search.workload(), replace(candidate.setup, replicas=replicas, give_up=check))
-        verdict = search.goals.judge(run, candidate.price / candidate.setup.fleet[0].replica.num_engines)
-        if run.gave_up:
-            verdict = replace(verdict, text=f"given up after {len(run.outcomes)} ends: {verdict.text}", gave_up=True)
-        trial = SearchTrial(candidate, replicas, verdict)
-        self._result.trials.append(trial)
-        search.report(trial)
-        return trial
+    def forecast(self) -> Iterator[_Task]:
+        """Yield the next tasks, if only the trials with one replica more than the fewest reach the goals."""
+        ahead = _SearchState([replace(one, tried=dict(one.tried)) for one in self._brackets], self._most)
+        while (task := ahead.next_task()) is not None:
+            yield task
+            ahead.record(task, Verdict(0 < ahead._brackets[task.number].high < task.replicas, 0.0, "", {}))

@@ -93,6 +93,7 @@ class SimulatedWorkload:
 
     def __init__(self, texts: Sequence[str], shaping: Shaping) -> None:
         self.name = " + ".join(texts)
+        self._texts = tuple(texts)
         self.shaping = shaping
         self.notes = Notes()
         opened = [_open(text, shaping.seed, index) for index, text in enumerate(texts)]
@@ -102,6 +103,9 @@ class SimulatedWorkload:
     def arrivals(self) -> Iterator[Arrival] | list[Arrival]:
         """Return a list if requests may follow others (all of those must be known at the start), else an iterator."""
         return list(self) if self._has_followers else iter(self)
+
+    def __reduce__(self) -> tuple[type[SimulatedWorkload], tuple[Sequence[str], Shaping]]:
+        return SimulatedWorkload, (self._texts, self.shaping)
 
     def __iter__(self) -> Iterator[Arrival]:
         self.notes = Notes()
