@@ -82,7 +82,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # The house: what was reached. See python -m tools.house; a bound is lowered when less is reached, never raised,
 # but for what is new: the kernels, buffers, graphs and checks of CUDA devices raised five, and shared tiles two more.
 # Plans beside repeating rows, and blocks that are only counted, raised core for simulations of a million requests.
-# The search over machines, its bounds, and the forms of its answer raised simulator and cli.
+# The search over machines, its bounds, the forms of its answer, and its processes raised simulator and cli.
 # Saved states and the flight recorder raised six.
 # Reading packed weights into huge pages raised nn.
 # Corrections by measured requests, and errors with intervals, raised simulator and cli.

@@ -16,6 +16,9 @@ from octavo.simulator.arrival import Arrival
 from octavo.simulator.bounds import Demand, fewest_engines
 from octavo.simulator.cost_model import CostModel, ScaledCosts, StepShape, TimeFloor, floors_of
 from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.costs.corrected import NUM_KINDS, CorrectedCosts, Correction
+from octavo.simulator.costs.fitted import HOST_NAMES, NAMES, Coefficient, Fit, Fitted
+from octavo.simulator.costs.table import CostTable, Profile, TableFiles
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.goals import Goals, read_goals
 from octavo.simulator.run import simulate
@@ -112,6 +115,81 @@ def test_what_a_fleet_reached_no_bound_forbids(model: str, device: str, sizes: d
             goals = read_goals(text)
             assert goals.judge(run).is_reached
             assert bound(arrivals, goals, own, costs) <= len(run.replicas), (setup, text)
+
+
+def measured_costs(rng: random.Random) -> list[CostModel]:
+    """A fit, tables with and without captured sizes, whose times are as uneven as measured ones, and corrections."""
+    priced = tuple(Coefficient(name, 10 ** rng.uniform(-6, -4), 0.0, 1.0) for name in NAMES)
+    fit = Fit("a", 100, priced, tuple(Coefficient(name, 1e-5, 0.0, 1.0) for name in HOST_NAMES), 0.0, 0.0, 0.0)
+    sizes = (1, 4, 16, 60, 200, 700)
+    attention = {
+        (chunk, rows, history, length): rng.uniform(1e-5, 1e-3)
+        for chunk in (0, 16, 400) for rows in (0, 1, 8, 50) for history in (0, 300) for length in (16, 500)
+        if (chunk or (rows and not history)) and (rows or length == 16)
+    }  # fmt: skip
+    dense = {name: {(size,): rng.uniform(1e-5, 4e-4) * (10 + size) for size in sizes} for name in ("qkv", "layernorm")}
+    files = TableFiles("t", dense, {"lm_head": {(1,): 1e-4, (8,): 3e-4}}, attention, profile=Profile(num_layers=4))
+    experts = {(size, used): rng.uniform(1e-4, 1e-3) for size in sizes for used in (2, 8)}
+    routed = replace(files.profile, num_experts=8, active_experts=2)
+    padded = replace(files.profile, padded_tokens=(4, 32, 128), step_s=0.0004)
+    models: list[CostModel] = [
+        Fitted(fit), CostTable(files), CostTable(replace(files, profile=padded)),
+        CostTable(replace(files, experts=experts, profile=routed)),
+    ]  # fmt: skip
+    made = Correction("", "r", 50, "any", "", tuple(rng.uniform(0.7, 1.4) for _ in range(NUM_KINDS)), 0.0002, 0.001, 64)
+    return models + [CorrectedCosts(one, replace(made, costs=one.name)) for one in models]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_step_of_measured_costs_takes_at_least_its_floors(seed: int) -> None:
+    rng = random.Random(seed)
+    for costs in measured_costs(rng):
+        floors, ratios = floors_of(costs, 1024), []
+        assert len(floors) == 2 and min(min(floor) for floor in floors) >= 0
+        for _ in range(300):
+            decode = [rng.randint(1, 900) for _ in range(rng.choice((0, 1, 9, 64)))]
+            chunks = [(rng.randint(2, 300), rng.randint(0, 900)) for _ in range(rng.choice((0, 1, 3)))]
+            shape = StepShape(decode, chunks, len(decode))
+            if 0 < shape.num_tokens <= 1024:
+                pairs = sum(count * before + count * (count + 1) // 2 for count, before in chunks)
+                amounts = (1, shape.num_tokens, sum(decode), pairs)
+                least = max(sum(a * b for a, b in zip(floor, amounts, strict=True)) for floor in floors)
+                ratios.append(least / costs.step_s(shape))
+        assert 0.05 < max(ratios) <= 1 + 1e-9, costs.name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_bound_by_measured_costs_forbids_what_a_fleet_reached(seed: int) -> None:
+    rng, num_above = random.Random(seed), 0
+    for costs in measured_costs(rng):
+        own = limits(
+            block_size=16, num_blocks=(3000,), max_model_len=4096, max_batch_tokens=rng.choice((128, 1024)),
+            max_sequences=rng.choice((4, 32)),
+        )  # fmt: skip
+        arrivals = mixed_workload(rng, 500)
+        run = simulate(arrivals, Setup(own, costs, replicas=rng.randint(2, 6), router="least_loaded"))
+        facts = summarise(run)
+        for text in (
+            f"ttft_p99={facts['ttft']['p99'] * 1.0001},tpot_p90={facts['tpot']['p90'] * 1.0001}",
+            f"e2e_max={facts['e2e']['max'] * 1.0001}",
+        ):
+            goals = read_goals(text)
+            assert goals.judge(run).is_reached
+            least = bound(arrivals, goals, own, costs)
+            assert least <= len(run.replicas), (costs.name, text)
+            num_above += least > 1
+    assert num_above, "some bound says more than one engine"
+
+
+def test_costs_that_depend_on_other_ranks_or_have_odd_prices_have_no_floors() -> None:
+    times = {(1,): 1e-4}
+    attention = {(0, 1, 0, 16): 1e-5, (16, 0, 0, 0): 1e-5}
+    profile = Profile(num_layers=1, hidden_size=8, num_experts=8, active_experts=2, ep=2, exchange_bandwidth=1e9)
+    files = TableFiles("t", {"qkv": times}, {"lm_head": times}, attention, {(1, 1): 1e-4}, profile=profile)
+    assert floors_of(CostTable(files), 64) == ()
+    odd = tuple(Coefficient(name, -1e-6, 0.0, 0.0) for name in NAMES)
+    host = tuple(Coefficient(name, 0.0, 0.0, 0.0) for name in HOST_NAMES)
+    assert floors_of(Fitted(Fit("a", 9, odd, host, 0.0, 0.0, 0.0)), 64) == ()
 
 
 def test_the_bound_is_near_what_a_saturated_fleet_needs() -> None:

@@ -110,9 +110,8 @@ def test_several_jobs_change_no_trial_and_no_result(goals: str) -> None:
     alone: list[SearchTrial] = []
     found = search.run(alone.append)
     assert found.trials == alone
-    for jobs in (2, 5):
-        told: list[SearchTrial] = []
-        assert repr(replace(search, jobs=jobs).run(told.append)) == repr(found) and repr(told) == repr(alone)
+    told: list[SearchTrial] = []
+    assert repr(replace(search, jobs=3).run(told.append)) == repr(found) and repr(told) == repr(alone)
 
 
 def test_settings_are_compared_and_the_widest_margin_wins_among_the_cheapest() -> None:

@@ -104,6 +104,19 @@ def floors_of(costs: CostModel, max_tokens: int) -> tuple[TimeFloor, ...]:
     return costs.floors(max_tokens) if isinstance(costs, FlooredCosts) else ()
 
 
+def token_floors(seconds_of: Callable[[int], float], max_tokens: int) -> tuple[TimeFloor, TimeFloor]:
+    """Return two floors of steps whose n tokens take at least `seconds_of(n)` seconds, which are 0 or more.
+
+    One has the time of the smallest step, the other none: they bound small steps and large steps.
+    """
+    seconds = [seconds_of(count) for count in range(1, max_tokens + 1)]
+    first = min(seconds)
+    slope = min(((time_s - first) / count for count, time_s in enumerate(seconds[1:], 1)), default=0.0)
+    slope = min(slope, first)
+    per_token = min(time_s / count for count, time_s in enumerate(seconds, 1))
+    return TimeFloor(first - slope, slope), TimeFloor(0.0, per_token)
+
+
 def parts_of(costs: CostModel, shape: StepShape) -> StepParts:
     """Return a step's parts; a single one, `device`, if the cost model does not know them."""
     return costs.parts(shape) if isinstance(costs, PartedCosts) else StepParts({"device": costs.step_s(shape)})

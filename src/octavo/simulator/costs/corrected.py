@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import CostModel, DecodeSeconds, StepParts, StepShape, parts_of
+from octavo.simulator.cost_model import CostModel, DecodeSeconds, StepParts, StepShape, TimeFloor, floors_of, parts_of
 
 VERSION = 1
 BANDS = (16, 64)  # the largest number of rows in each band of batch size; the last band has no end
@@ -127,6 +127,12 @@ class CorrectedCosts:
             constant = self._corrected(0.0, decodes, chunks, _most_tokens(shape)) if decodes + chunks else 0.0
             seconds["correction"] = constant
         return StepParts(seconds, parts.compute_s)
+
+    def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
+        """Return the other model's floors times the least factor, with the constant of every step."""
+        factor, step_s = min(self.correction.factors), self.correction.step_s
+        scaled = (TimeFloor(*(factor * time_s for time_s in one)) for one in floors_of(self._costs, max_tokens))
+        return tuple(one._replace(fixed_s=one.fixed_s + step_s) for one in scaled)
 
     def _corrected(self, step_s: float, decodes: int, chunks: int, tokens: int) -> float:
         correction = self.correction

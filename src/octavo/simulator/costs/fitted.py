@@ -24,7 +24,7 @@ from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.errors import ConfigError
 from octavo.observe.recording.reader import RecordedStep, open_recording, steps
-from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape, shape_of
+from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape, TimeFloor, shape_of, token_floors
 from octavo.simulator.costs.least_squares import Array, solve
 
 VERSION = 1
@@ -179,6 +179,16 @@ class Fitted:
             "copies of blocks": copies_s,
             "fixed costs": of["step"],
         })  # fmt: skip
+
+    def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
+        """Return floors from the prices of a step, its tokens, its first row, and its attention."""
+        of = dict(zip(NAMES, self._device, strict=True))
+        if min(self._device) < 0:
+            return ()
+        row_s = min(of["decode row"], of["chunk"])
+        plain = token_floors(lambda count: _priced(_tokens(count), self._device[: 1 + len(KNOTS)]) + row_s, max_tokens)
+        kv_s, pair_s = of["decode position read"], of["chunk position pair"]
+        return tuple(one._replace(kv_s=kv_s, pair_s=pair_s) for one in plain)
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
         """Return what step_s returns, with its order of additions."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape
+from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape, TimeFloor, token_floors
 from octavo.simulator.costs.hardware import Hardware, expected_experts
 from octavo.simulator.rows import FileRow, csv_rows
 
@@ -353,6 +353,15 @@ class CostTable:
             "links": links_s,
             "fixed costs": self._profile.step_s,
         })  # fmt: skip
+
+    def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
+        """Return floors from the times of every number of tokens; attention and sampling count as nothing.
+
+        None for experts on several devices: a rank's time then depends on what other ranks compute.
+        """
+        if self._experts is not None and self._profile.ep > 1:
+            return ()
+        return token_floors(lambda count: self._linear_s(count) + self._profile.step_s, max_tokens)
 
     def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
         del kv_max
