@@ -33,7 +33,7 @@ from octavo.observe.recording.replaying import RecordedRequest, arrivals
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.closeness import KINDS, Column, Times
 from octavo.simulator.cost_model import CostModel, DecodeSeconds, ScaledCosts, StepShape, shape_of
-from octavo.simulator.costs.fitted import Fit, Fitted, begin_of, fit_steps
+from octavo.simulator.costs.fitted import WARM_UP_S, Fit, Fitted, begin_of, fit_steps
 from octavo.simulator.costs.least_squares import Array, non_negative
 from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.run import simulate
@@ -41,7 +41,6 @@ from octavo.simulator.setup import Setup
 from octavo.simulator.workloads.traces import recorded_arrival
 
 LEARNT = 1 / 3
-WARM_UP_S = 10.0  # of a run, which no fit sees: steps were 10 % longer there (caches and pages are touched first)
 BOUND, P99_BOUND = 0.05, 0.10
 QUIET_CORES = 0.1  # a run or a second with less than this taken by others is quiet
 MIN_SECONDS = 8  # of steps in the part that a line in cores is fitted to

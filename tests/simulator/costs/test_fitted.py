@@ -121,6 +121,27 @@ def test_failed_steps_and_idle_gaps_are_left_out() -> None:
     assert observe(failed).seconds == []
 
 
+def test_the_first_ten_seconds_of_a_long_recording_are_left_out_as_a_warm_up() -> None:
+    steps = steps_of(Truth(), workload(200, 0.4))
+    begin = steps[0].plan.now
+    assert steps[-1].plan.now - begin > 60.0
+    slow = [replace(one, collected=one.collected + 0.5 * (one.plan.now - begin < 10.0)) for one in steps]
+    fit = fit_steps(slow, has_warm_up=True)
+    assert fit.num_left_out == sum(one.plan.now - begin < 10.0 for one in steps if one.plan.slots)
+    after = fit_steps([one for one in slow if one.plan.now - begin >= 10.0])
+    assert fit.device == after.device and fit.host == after.host
+    assert f"left out: the first {fit.num_left_out} steps (10 s), a warm-up" in fit.report()
+    assert fit_steps(slow).num_left_out == 0
+
+
+def test_short_recordings_and_those_with_few_steps_are_fitted_whole() -> None:
+    short = fit_steps(steps_of(Truth(), workload()), has_warm_up=True)
+    assert short.num_left_out == 0 and "left out" not in short.report()
+    few = steps_of(Truth(), workload(8, 12.0))
+    assert few[-1].plan.now - few[0].plan.now > 60.0
+    assert fit_steps(few, has_warm_up=True).num_left_out == 0
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 64 are needed"):
         fit_steps(steps_of(Truth(), workload(2)), "short")

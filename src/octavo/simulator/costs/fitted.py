@@ -11,6 +11,7 @@ almost nothing, while the time grows in proportion from the hundredth token on.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import log
@@ -29,6 +30,9 @@ from octavo.simulator.costs.least_squares import Array, solve
 
 VERSION = 1
 MIN_STEPS = 64
+# The beginning of a recording in which steps take longer, because caches and pages are touched first (measured: 10 %).
+# It is left out of recordings that last long enough, if enough steps remain.
+WARM_UP_S, LONG_S, MANY_STEPS = 10.0, 60.0, 4 * MIN_STEPS
 HELD_OUT = 1 / 3
 BLOCK = 32  # steps per block; drift is measured by block
 KNOTS = (0, 2, 8, 32, 128, 512)  # first token of each range; the last range has no end
@@ -94,6 +98,7 @@ class Fit:
     `held_out_bias` and `held_out_error` test a fit of the first two thirds of the steps on the last third. The bias is
     (sum predicted - sum measured) / sum measured, the error the mean of |predicted - measured| / measured. `spread` is
     the standard deviation of log(measured / predicted) over blocks of steps, and the unit in which drift is measured.
+    `num_left_out` steps at the beginning were taken for a warm-up and not fitted.
     `engine` describes the recorded engine: `model`, `device`, `depth` and `limits` (the fields of Limits; one cache
     group only).
     """
@@ -106,6 +111,7 @@ class Fit:
     held_out_error: float
     spread: float
     engine: Mapping[str, object] = field(default_factory=dict)
+    num_left_out: int = 0
 
     @property
     def limits(self) -> Limits | None:
@@ -131,6 +137,8 @@ class Fit:
     def report(self) -> str:
         """Return a text with each coefficient in microseconds, its interval, and the held-out error."""
         lines = [f"fit of {self.num_steps} steps of {self.source}; microseconds, with bounds of 95 of 100 resamples"]
+        if self.num_left_out:
+            lines.append(f"  left out: the first {self.num_left_out} steps ({WARM_UP_S:g} s), a warm-up")
         for part, coefficients in (("device", self.device), ("host", self.host)):
             for one in coefficients:
                 if one.high > 0:
@@ -209,17 +217,35 @@ def _priced(numbers: Sequence[float], prices: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class Observations:
-    """Features and times of successful steps: device times of steps with rows, host times if another plan follows."""
+    """Features and times of successful steps: device times of steps with rows, host times if another plan follows.
 
-    rows: list[list[float]]
-    seconds: list[float]
-    host_rows: list[list[float]]
-    host_s: list[float]
+    `plans` and `host_plans` have the times of their plans.
+    """
+
+    rows: list[list[float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    plans: list[float] = field(default_factory=list)
+    host_rows: list[list[float]] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
+    host_plans: list[float] = field(default_factory=list)
+
+    def without_warm_up(self) -> Observations:
+        """Return the observations after the first WARM_UP_S; all of them if they are of a short time, or few."""
+        if not self.plans or self.plans[-1] - self.plans[0] < LONG_S:
+            return self
+        cut = bisect_left(self.plans, self.plans[0] + WARM_UP_S)
+        if len(self.plans) - cut < MANY_STEPS:
+            return self
+        of_host = slice(bisect_left(self.host_plans, self.plans[cut]), None)
+        return Observations(
+            self.rows[cut:], self.seconds[cut:], self.plans[cut:],
+            self.host_rows[of_host], self.host_s[of_host], self.host_plans[of_host],
+        )  # fmt: skip
 
 
 def observe(recorded: Iterable[RecordedStep]) -> Observations:
     """Return the features, device seconds and host seconds of recorded steps."""
-    observed = Observations([], [], [], [])
+    observed = Observations()
     for step in recorded:
         if step.has_failed:
             continue
@@ -227,10 +253,12 @@ def observe(recorded: Iterable[RecordedStep]) -> Observations:
         if step.next_plan is not None:
             observed.host_rows.append(host_features(shape))
             observed.host_s.append(max(step.next_plan - step.collected, 1e-9))
+            observed.host_plans.append(step.plan.now)
         begin = begin_of(step)
         if step.plan.slots and step.collected > begin:
             observed.rows.append(features(shape))
             observed.seconds.append(step.collected - begin)
+            observed.plans.append(step.plan.now)
     return observed
 
 
@@ -239,9 +267,10 @@ def begin_of(step: RecordedStep) -> float:
     return step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
 
 
-def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps") -> Fit:
-    """Fit device times and host times. Raises ConfigError if there are too few steps."""
-    observed = observe(recorded)
+def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps", has_warm_up: bool = False) -> Fit:
+    """Fit device times and host times, without a warm-up if there is one. Raises ConfigError for too few steps."""
+    everything = observe(recorded)
+    observed = everything.without_warm_up() if has_warm_up else everything
     if len(observed.seconds) < MIN_STEPS:
         raise ConfigError(
             f"{source} has {len(observed.seconds)} steps to fit; at least {MIN_STEPS} are needed: record a longer run"
@@ -261,6 +290,7 @@ def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps") -> Fit:
         float(held.sum() / seconds[cut:].sum() - 1),
         float(np.mean(np.abs(held / seconds[cut:] - 1))),
         _spread(rows @ solution.values, seconds),
+        num_left_out=len(everything.rows) - len(observed.rows),
     )
 
 
@@ -285,7 +315,10 @@ def _spread(predicted: Array, seconds: Array) -> float:
 
 
 def fit_recording(path: Path | str) -> Fit:
-    """Fit the steps of a recording's folder. Raises RecordingError, or ConfigError if it is too short."""
+    """Fit the steps of a recording's folder, without the warm-up that one from an engine's start has.
+
+    Raises RecordingError, or ConfigError if it is too short.
+    """
     recording = open_recording(path)
     header = recording.header
     engine: dict[str, object] = {"model": header.model, "device": header.device, "depth": header.depth}
@@ -293,7 +326,8 @@ def fit_recording(path: Path | str) -> Fit:
         values = {entry.name: getattr(header.limits, entry.name) for entry in fields(header.limits)}
         del values["groups"]
         engine["limits"] = values
-    return replace(fit_steps(steps(recording), Path(path).name), engine=engine)
+    fit = fit_steps(steps(recording), Path(path).name, has_warm_up=not header.has_state)
+    return replace(fit, engine=engine)
 
 
 def load_fit(path: Path | str) -> Fit:
