@@ -36,9 +36,7 @@ def test_a_fit_on_a_hundred_requests_predicts_the_others(name: str) -> None:
     costs = run.table_costs()
     fit = run.fit(costs, slice(vllm_runs.FITTED))
     assert fit.correction.is_used
-    _, predicted = run.simulate(CorrectedCosts(costs, fit.correction))
-    rest = slice(vllm_runs.FITTED, None)
-    errors = vllm_runs.part(predicted, rest).errors(vllm_runs.part(run.measured, rest))
+    errors = run.errors(run.draws(CorrectedCosts(costs, fit.correction)), slice(vllm_runs.FITTED, None))
     assert all(abs(errors[time]["mean"].value) < 0.02 for time in ("ttft", "tpot", "e2e"))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from octavo.core.limits import Limits
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.closeness import KINDS, Column, Times
+from octavo.simulator.closeness import KINDS, Column, Error, Times
 from octavo.simulator.correction import CorrectionFit, MeasuredRequests, fit_correction
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
@@ -31,6 +32,10 @@ DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 # vLLM's sizes of captured graphs, where a run does not list them: 1, 2, 4, then every 8 and, from 256, every 16.
 CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 FITTED = 100  # requests that a fit uses
+# Where in a step requests arrive changes their times to the first token by up to a step, and no table knows it. So what
+# a correction predicts is the mean of several simulations, in which all but the first request arrive later by parts of
+# a step. (Shifts of single requests would also take bursts apart.)
+NUM_DRAWS, SHIFT_S = 8, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +145,25 @@ class MeasuredRun:
         router = "least_requests" if ranks > 1 else "round_robin"
         return Setup(self.limits, costs, depth=self.depth, router=router, ranks=ranks)
 
-    def simulate(self, costs: CostModel) -> tuple[SimulatedRun, Times]:
-        """Return the predicted run, and its times in the order of `workload`."""
-        run = simulate(self.workload, self.setup(costs))
+    def simulate(self, costs: CostModel, shift_s: float = 0.0) -> tuple[SimulatedRun, Times]:
+        """Return the predicted run, and its times in the order of `workload`; `shift_s` delays all but the first."""
+        workload = [self.workload[0], *(replace(one, time=one.time + shift_s) for one in self.workload[1:])]
+        run = simulate(workload, self.setup(costs))
         order = np.argsort(np.array(run.outcomes.indices))
         first, ends = (np.array(values)[order] for values in (run.outcomes.first_tokens, run.outcomes.ends))
-        arrivals = np.array([arrival.time for arrival in self.workload])
-        return run, self._times(arrivals, first, ends)
+        return run, self._times(np.array([arrival.time for arrival in workload]), first, ends)
+
+    def draws(self, costs: CostModel) -> list[Times]:
+        """Return what several simulations predict, each in the order of `workload`."""
+        return [self.simulate(costs, number * SHIFT_S / NUM_DRAWS)[1] for number in range(NUM_DRAWS)]
+
+    def errors(self, draws: Sequence[Times], chosen: slice) -> dict[str, dict[str, Error]]:
+        """Return the errors of some requests' times, and their intervals, each as its mean over the draws."""
+        every = [part(draw, chosen).errors(part(self.measured, chosen)) for draw in draws]
+        return {
+            kind: {name: Error(*np.mean([one[kind][name] for one in every], 0).tolist()) for name in every[0][kind]}
+            for kind in KINDS
+        }
 
     def _times(self, arrivals: Column, first: Column, last: Column) -> Times:
         """The times of the requests whose stamps are known."""
@@ -179,16 +196,15 @@ def fit_table(run: MeasuredRun, costs: CostModel) -> str:
         "| fit on, predicted | form | ttft | tpot | e2e | ttft p99 | tpot p99 | e2e p99 | e2e p50 |",
         "|---" * 9 + "|",
     ]
-    _, plain = run.simulate(costs)
+    plain = run.draws(costs)
     for name, (seen, others) in splits(len(run.measured.e2e)).items():
         fit = run.fit(costs, seen)
-        _, corrected = run.simulate(CorrectedCosts(costs, fit.correction))
+        corrected = run.draws(CorrectedCosts(costs, fit.correction))
         rows = [("no correction", plain)] + [(fit.correction.form, corrected)] * fit.correction.is_used
         for form, predicted in rows:
-            measured = part(run.measured, others)
-            errors = part(predicted, others).errors(measured)
+            errors = run.errors(predicted, others)
             cells = [errors[kind][word] for word in ("mean", "p99") for kind in KINDS] + [errors["e2e"]["p50"]]
-            count = len(measured.e2e)
+            count = len(part(run.measured, others).e2e)
             lines.append(f"| {name}, {count} others | {form} | {' | '.join(map(str, cells))} |")
         if not fit.correction.is_used:
             lines.append(f"| | not used: {fit.correction.reason} |" + " |" * 7)

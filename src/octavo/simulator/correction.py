@@ -4,9 +4,10 @@ Owns: reading the stamps; the forms; the choice among them; the test on requests
 Does not: price steps (costs.corrected), or solve (costs.least_squares).
 A simulation says which steps lie between two stamps of a request. The measured time between the stamps is then a sum of
 these steps' features, linear in a correction's terms (Gauss-Newton's method, with the schedule of the last simulation).
-Used are the times from the first token to the end, and to the first token of requests that waited for no place: other
-waits are made of the same steps. Requests that are preempted in the simulation are left out, because a real engine may
-preempt others. Times far from the prediction get less weight (Huber).
+Used are the times from the first token to the end, to the first token of requests that waited for no place, and of
+others from when their engine became busy to the first token: what they wait for is all the work since then. Left out
+are requests that are preempted in the simulation, because a real engine may preempt others, and the time of an engine's
+first step. Times far from the prediction get less weight (Huber).
 Choice: ten-fold cross-validation over neighbouring requests; of the forms within a standard error of the best one, that
 with the fewest terms (Breiman and others, "Classification and Regression Trees", 1984).
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -41,30 +41,22 @@ MIN_REQUESTS = 40
 MAX_REQUESTS = 1 << 20
 NUM_FOLDS = 10
 NUM_CHOICES = 2  # of a form
-NUM_PASSES = 4  # simulations of a fit
+NUM_PASSES = 8  # simulations of a fit
+NUM_SOLVES = 20  # of one system, for the weights of its equations and the factors' spread
 NUM_PARTS = 3  # each is predicted by a fit of the others
 TUNING = 1.345  # Huber's constant
+NOT_SEEN = 0.01  # share of the measured seconds below which a kind of step is reported as not seen
 LEAST_SPREAD = 0.003  # smaller relative deviations of a kind of time are taken as this
-# Standard deviations that are expected before a fit: of a factor from the others, of a constant in mean steps.
+# Standard deviations expected before a fit: of a kind's factor from the common one, of a constant in mean steps.
 FACTOR_PRIOR, CONSTANT_PRIOR = 0.03, 0.5
 STEP, LARGE = NUM_KINDS, NUM_KINDS + 1  # columns of the constants
-_ALL = tuple(range(NUM_KINDS))
-_BY_CHUNKS = (_ALL[0::2], _ALL[1::2])
-_BY_BAND = tuple(_ALL[at : at + 2] for at in range(0, NUM_KINDS, 2))
-_BY_BOTH = tuple((kind,) for kind in _ALL)
-# Groups of kinds of steps that share a factor, and the columns of constants; in order of their number of terms.
-FORMS: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]] = {
-    "none": ((), ()),
-    "one factor": ((_ALL,), ()),
-    "one factor, a constant per step": ((_ALL,), (STEP,)),
-    "one factor, a constant per large step": ((_ALL,), (LARGE,)),
-    "factors with and without chunks": (_BY_CHUNKS, ()),
-    "factors with and without chunks, a constant per step": (_BY_CHUNKS, (STEP,)),
-    "factors by batch size": (_BY_BAND, ()),
-    "factors by batch size, a constant per step": (_BY_BAND, (STEP,)),
-    "factors by batch size, a constant per large step": (_BY_BAND, (LARGE,)),
-    "factors by batch size, with and without chunks": (_BY_BOTH, ()),
-    "factors by batch size, with and without chunks, a constant per step": (_BY_BOTH, (STEP,)),
+DECODE, PROMPT, QUEUE = range(3)  # kinds of times: after the first token, and before it without and with a wait
+# Columns of constants beside the factors; in order of their number of terms.
+FORMS: dict[str, tuple[int, ...]] = {
+    "none": (),
+    "factors": (),
+    "factors, a constant per step": (STEP,),
+    "factors, a constant per large step": (LARGE,),
 }
 
 
@@ -118,31 +110,42 @@ class CorrectionFit:
     """A fitted correction, how its form was chosen, and its test.
 
     `held_out` has the errors of the cost model as it was, and of corrections that did not see the third of the requests
-    that they predict. `misses` are their mean relative misses of single requests, by kind of time.
+    that they predict. `misses` are their mean relative misses of single requests, by kind of time. `shares` are the
+    parts of the used seconds that each kind of step has. `first_step` is about measured requests that arrived before
+    the end of an engine's first step, whose first tokens no fit uses: by how many seconds these were later than
+    predicted, the standard error, and how many requests these are.
     """
 
     correction: Correction
     scores: tuple[FormScore, ...]
     held_out: tuple[dict[str, dict[str, Error]], dict[str, dict[str, Error]]]
     misses: tuple[dict[str, float], dict[str, float]]
+    shares: tuple[float, ...]
+    first_step: tuple[float, float, int]
 
     def report(self) -> str:
         """Return a text with the scores, the terms and the test."""
         made = self.correction
         lines = [f"correction of {made.costs} by {made.num_requests} requests of {made.source}", ""]
-        lines += [f"{'form':70}{'loss':>8}   more than the best"]
+        lines += [f"{'form':36}{'loss':>8}   more than the best"]
         for one in self.scores:
-            lines.append(f"{one.form:70}{one.loss:8.3f}   {one.excess:.3f} +- {one.error:.3f}")
+            lines.append(f"{one.form:36}{one.loss:8.3f}   {one.excess:.3f} +- {one.error:.3f}")
         lines += ["", f"{'used' if made.is_used else 'not used'}: {made.reason}"]
         if made.is_used:
             bands = [f"to {bound} rows" for bound in BANDS] + [f"over {BANDS[-1]} rows"]
+            shares = ["not seen" if share < NOT_SEEN else f"{share:.0%} of the time" for share in self.shares]
+            kinds = [f"{factor:.3f} ({share})" for factor, share in zip(made.factors, shares, strict=True)]
             lines += [
-                f"  {band:14} factor {plain:.3f} without chunks, {mixed:.3f} with chunks"
-                for band, plain, mixed in zip(bands, made.factors[0::2], made.factors[1::2], strict=True)
+                f"  {band:14} factor {plain} without chunks, {mixed} with chunks"
+                for band, plain, mixed in zip(bands, kinds[0::2], kinds[1::2], strict=True)
             ]
             lines.append(f"  each step      {made.step_s * 1e3:+.3f} ms")
             if made.large_tokens:
                 lines.append(f"  over {made.large_tokens} tokens {made.large_step_s * 1e3:+.3f} ms more")
+        if self.first_step[2]:
+            seconds, error, count = self.first_step
+            words = f"{seconds:+.3f} +- {error:.3f} s more than predicted (first tokens of requests in it: {count})"
+            lines.append(f"  left out: the first step of an engine took {words}")
         lines += ["", "held out: each third of the requests, by a fit of the others; errors (95 % of resamples)"]
         for kind in KINDS:
             for title, errors, misses in zip(("not corrected", "corrected"), self.held_out, self.misses, strict=True):
@@ -167,13 +170,16 @@ def fit_correction(workload: Sequence[Arrival], setup: Setup, measured: Measured
     actual = measured_times(measured, fitter.plain)
     predicted = simulated_times(measured, fitter.plain), Times.joined(tested)
     errors, misses = [one.errors(actual) for one in predicted], [one.misses(actual) for one in predicted]
-    made, _, scores = fitter.choose(everything)
+    made, run, scores = fitter.choose(everything)
+    shares = fitter.equations(run, made, everything).shares
+    first_step = _first_step(measured, run)
     if made.is_used:
         tests = change(misses[1], misses[0])
         reason = f"fits of the others change the misses of each third of the requests by {tests}"
         unused = replace(fitter.none, num_requests=made.num_requests)
         made = replace(unused if tests.value > tests.error else made, reason=reason)
-    return CorrectionFit(made, scores, (errors[0], errors[1]), (mean_misses(misses[0]), mean_misses(misses[1])))
+    both = (mean_misses(misses[0]), mean_misses(misses[1]))
+    return CorrectionFit(made, scores, (errors[0], errors[1]), both, shares, first_step)
 
 
 # --- simulated steps
@@ -252,6 +258,14 @@ class SimulatedStamps:
     preemptions: Column
     curves: Sequence[_Curve]
 
+    def waits(self, index: int) -> bool:
+        """Return True if a request waited for a place: for more than the step in which it arrived."""
+        return self.curves[index].num_ends(self.arrivals[index], self.starts[index]) > 1
+
+    def is_first(self, index: int) -> bool:
+        """Return True if a request arrived before the end of its engine's first step."""
+        return bool(self.arrivals[index] < self.curves[index].ends[0])
+
 
 def simulated_times(measured: MeasuredRequests, run: SimulatedStamps) -> Times:
     """Return the simulated Times of the measured requests."""
@@ -269,15 +283,26 @@ def measured_times(measured: MeasuredRequests, run: SimulatedStamps) -> Times:
 
 @dataclass(frozen=True, slots=True)
 class _Equations:
-    """For each used time: its steps' features, its measured seconds, its relative standard deviation, its request."""
+    """For each used time: its steps' features, its measured seconds, their standard deviation, its request.
+
+    So many as `repeats` says share their steps, and count as one.
+    """
 
     rows: Array
     seconds: Array
     spreads: Array
+    repeats: Array
     places: Array
 
     def part(self, chosen: Array) -> _Equations:
-        return _Equations(self.rows[chosen], self.seconds[chosen], self.spreads[chosen], self.places[chosen])
+        columns = (self.rows, self.seconds, self.spreads, self.repeats, self.places)
+        return _Equations(*(column[chosen] for column in columns))
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Return each kind of step's share of all the seconds."""
+        sums = self.rows[:, :NUM_KINDS].sum(0)
+        return tuple((sums / sums.sum()).tolist())
 
 
 class _Fitter:
@@ -336,7 +361,7 @@ class _Fitter:
         made, run = replace(self.none, num_requests=len(chosen), reason=reason), self.plain
         scores: tuple[FormScore, ...] = ()
         for _ in range(NUM_CHOICES):
-            equations = self._equations(run, made, chosen)
+            equations = self.equations(run, made, chosen)
             scores = _cross_validate(equations, self.none.large_tokens > 0)
             within = [one for one in scores if one.excess <= one.error]
             form = min(within, key=lambda one: (num_terms(one.form), one.loss)).form
@@ -351,60 +376,69 @@ class _Fitter:
         """Fit the terms of a form, beginning with the equations of another correction's simulation.
 
         Steps that get longer take in more prompts, so the schedule's own answer to a change is left out of the
-        equations. Therefore later passes go half of the way, and the pass that misses the requests least is kept.
+        equations; and where in a step a request arrives is another in each simulation. So the terms are an average of
+        the passes' solutions, in which later ones count more (Polyak and Juditsky, SIAM J. Control Optim. 30, 1992).
         """
         if not correction.is_used:
             return _with_terms(correction, np.array(self.none.terms)), self.plain
-        best, best_run, least, terms = correction, run, inf, np.array(correction.terms)
+        made, terms = correction, np.array(correction.terms)
         for number in range(NUM_PASSES):
-            terms += (_solve(equations, correction.form) - terms) * (1.0 if number == 0 else 0.5)
+            terms += (_solve(equations, correction.form) - terms) * min(1.0, 2 / max(1, number))
             made = _with_terms(correction, terms)
             run = self.simulate(made)
-            added = self.added_misses(run, chosen)
-            if added < least:
-                best, best_run, least = made, run, added
-            equations = self._equations(run, made, chosen)
-        return best, best_run
+            equations = self.equations(run, made, chosen)
+        return made, run
 
-    def added_misses(self, run: SimulatedStamps, chosen: Places) -> float:
-        """Return the change of a simulation's misses of some requests from those without a correction."""
-        measured = self._measured.part(chosen)
-        actual = measured_times(measured, run)
-        misses = [simulated_times(measured, one).misses(actual) for one in (run, self.plain)]
-        return change(misses[0], misses[1]).value
-
-    def _equations(self, run: SimulatedStamps, correction: Correction, chosen: Places) -> _Equations:
+    def equations(self, run: SimulatedStamps, correction: Correction, chosen: Places) -> _Equations:
         """Return the equations of some of the measured requests."""
         measured, terms = self._measured.part(chosen), np.array(correction.terms)
+        busy_from = _busy_from(run)
         found: list[tuple[Array, float, int, int]] = []
+        windows: dict[int, list[tuple[int, float, float]]] = {}
         for place, index in enumerate(measured.indices):
             if run.preemptions[index]:
                 continue
-            curve, first, end = run.curves[index], run.first_tokens[index], run.ends[index]
+            curve, arrival = run.curves[index], run.arrivals[index]
+            first, end = run.first_tokens[index], run.ends[index]
             stamps = (measured.arrivals[place], measured.first_tokens[place], measured.ends[place])
-            windows = []
+            times = []
             if end > first and stamps[2] > stamps[1]:
-                windows.append((first, end, stamps[2] - stamps[1], 0))
-            if curve.num_ends(run.arrivals[index], run.starts[index]) <= 1:  # waited for no place
-                windows.append((run.arrivals[index], first, stamps[1] - stamps[0], 1))
-            for begin, until, seconds, kind in windows:
+                times.append((DECODE, first, end, stamps[2] - stamps[1]))
+            if run.waits(index):
+                begin = busy_from[index]
+                times.append((QUEUE, begin, first, stamps[1] - stamps[0] + arrival - begin))
+            elif not run.is_first(index):
+                times.append((PROMPT, arrival, first, stamps[1] - stamps[0]))
+            for kind, begin, until, seconds in times:
                 row = curve.at(until) - curve.at(begin)
                 idle_s = until - begin - float(row @ terms)  # between steps: the host's, or without work
                 found.append((row, max(seconds - idle_s, seconds * 0.01), kind, place))
+                windows.setdefault(kind, []).append((id(curve), begin, until))
         if len(found) < MIN_REQUESTS // 2:
             raise ConfigError(
                 f"only {len(found)} times of {measured.source} can be compared: the other requests are preempted; "
                 "measure more requests"
             )
-        rows, seconds, kinds, places = zip(*found, strict=True)
-        spreads = _spreads(np.array(rows), np.array(seconds), np.array(kinds))
-        return _Equations(np.array(rows), np.array(seconds), spreads, np.array(places, float))
+        rows, seconds, kinds, places = (np.array(column) for column in zip(*found, strict=True))
+        overlaps = {kind: _overlap(some) for kind, some in windows.items()}
+        repeats = np.array([overlaps[kind] for kind in kinds.tolist()])
+        return _Equations(rows, seconds, _spreads(rows @ terms, seconds, kinds), repeats, places)
+
+
+def _busy_from(run: SimulatedStamps) -> Column:
+    """Return, for each request, since when its engine has had an open request without a break."""
+    found, busy = np.zeros(len(run.arrivals)), dict[int, tuple[float, float]]()
+    for index in np.argsort(run.arrivals, kind="stable").tolist():
+        arrival, engine = float(run.arrivals[index]), id(run.curves[index])
+        begin, end = busy.get(engine, (arrival, arrival))
+        begin = arrival if arrival > end else begin
+        busy[engine], found[index] = (begin, max(end, float(run.ends[index]))), begin
+    return found
 
 
 def num_terms(form: str) -> int:
     """Return the number of terms that a form fits."""
-    groups, constants = FORMS[form]
-    return len(groups) + len(constants)
+    return 0 if form == "none" else NUM_KINDS + len(FORMS[form])
 
 
 def _with_terms(correction: Correction, terms: Array) -> Correction:
@@ -412,48 +446,79 @@ def _with_terms(correction: Correction, terms: Array) -> Correction:
     return replace(correction, factors=tuple(values[:NUM_KINDS]), step_s=values[STEP], large_step_s=values[LARGE])
 
 
-def _spreads(rows: Array, seconds: Array, kinds: Places) -> Array:
-    """Return each equation's relative standard deviation: that of its kind of time, around one factor."""
-    predicted = rows[:, :NUM_KINDS].sum(1)
-    off = 1.0 - float(np.median(seconds / predicted)) * predicted / seconds
-    spreads = np.full(len(off), LEAST_SPREAD)
+def _overlap(windows: list[tuple[int, float, float]]) -> float:
+    """Return the sum of windows of engines (engine, begin, end), divided by the time that they cover."""
+    covered, reached = 0.0, dict[int, float]()
+    for engine, begin, end in sorted(windows):
+        covered += max(0.0, end - max(begin, reached.get(engine, begin)))
+        reached[engine] = max(end, reached.get(engine, end))
+    return max(1.0, sum(end - begin for _, begin, end in windows) / max(covered, 1e-9))
+
+
+def _spreads(predicted: Array, seconds: Array, kinds: Places) -> Array:
+    """Return each equation's standard deviation: a share of the prediction at its right level, for each kind of time.
+
+    A share of the measured seconds would give short times more weight, and so make predictions too short.
+    """
+    spreads = predicted * float(np.median(seconds / predicted))
+    off = seconds / spreads - 1.0
     for kind in np.unique(kinds):
         mine = off[kinds == kind]
         robust = 1.4826 * float(np.median(np.abs(mine - np.median(mine))))
-        spreads[kinds == kind] = max(LEAST_SPREAD, robust)
+        spreads[kinds == kind] *= max(LEAST_SPREAD, robust)
     return spreads
+
+
+def _first_step(measured: MeasuredRequests, run: SimulatedStamps) -> tuple[float, float, int]:
+    """Return what CorrectionFit.first_step is; its error is from how much other requests without a wait scatter."""
+    off = (measured.first_tokens - measured.arrivals) - (run.first_tokens - run.arrivals)[measured.indices]
+    at = measured.indices.tolist()
+    is_first = np.array([run.is_first(index) for index in at])
+    others = off[~is_first & ~np.array([run.waits(index) for index in at])]
+    count = int(is_first.sum())
+    if not count or len(others) < 2:
+        return 0.0, 0.0, 0
+    return float(off[is_first].mean()), float(others.std(ddof=1)) / count**0.5, count
 
 
 def _solve(equations: _Equations, form: str) -> Array:
     """Return the terms of a form by weighted least squares, none of them below 0.
 
-    Expectations are further equations: the factors of a form scatter around a common one, constants around 0.
+    Expectations are further equations: factors scatter around a common one, constants around 0. The factors' spread is
+    their own, found by expectation and maximisation from FACTOR_PRIOR. The common factor is expected at 1, which is the
+    cost model's own time, with a variance of what its square distance from 1 is beyond its own variance (empirical
+    Bayes: Efron and Morris, "Stein's estimation rule and its competitors", JASA 68, 1973). So a kind of step of which
+    the times hold nothing gets a factor between 1 and the others', by how far these agree.
     """
-    groups, constants = FORMS[form]
-    if not groups:
-        return np.array([1.0] * NUM_KINDS + [0.0] * (NUM_TERMS - NUM_KINDS))
-    columns = [equations.rows[:, list(group)].sum(1) for group in groups]
-    columns += [equations.rows[:, constant] for constant in constants]
+    terms = np.array([1.0] * NUM_KINDS + [0.0] * (NUM_TERMS - NUM_KINDS))
+    if form == "none":
+        return terms
+    columns = [*range(NUM_KINDS), *FORMS[form]]
     size = len(columns) + 1  # the common factor is the last unknown
-    scale = 1.0 / (equations.seconds * equations.spreads)
-    matrix = np.column_stack([*columns, np.zeros(len(scale))]) * scale[:, None]
+    rows = np.column_stack([equations.rows[:, columns], np.zeros(len(equations.rows))]) / equations.spreads[:, None]
+    wanted = equations.seconds / equations.spreads
     mean_step_s = equations.rows[:, :NUM_KINDS].sum() / max(1.0, equations.rows[:, STEP].sum())
-    expected = np.zeros((len(columns), size))
-    for at in range(len(groups)):
-        expected[at, at], expected[at, -1] = 1 / FACTOR_PRIOR, -1 / FACTOR_PRIOR
-    for at in range(len(groups), len(columns)):
-        expected[at, at] = 1 / (CONSTANT_PRIOR * mean_step_s)
-    wanted, weights = equations.seconds * scale, np.ones(len(scale))
-    values = np.zeros(size)
-    for _ in range(6):
-        weighted = np.vstack([matrix * weights[:, None], expected])
-        target = np.concatenate([wanted * weights, np.zeros(len(expected))])
-        values = non_negative(weighted.T @ weighted, weighted.T @ target)
-        off = np.abs(wanted - matrix @ values)
-        weights = np.sqrt(np.minimum(1.0, TUNING / np.maximum(off, 1e-9)))
-    terms = np.zeros(NUM_TERMS)
-    for group, value in zip((*groups, *((constant,) for constant in constants)), values, strict=False):
-        terms[list(group)] = value
+    from_common = np.eye(NUM_KINDS, size)
+    from_common[:, -1] = -1.0
+    expected, target, variance = np.zeros((size, size)), np.zeros(size), FACTOR_PRIOR**2
+    expected[range(NUM_KINDS, size - 1), range(NUM_KINDS, size - 1)] = 1 / (CONSTANT_PRIOR * mean_step_s)
+    values, whole = np.zeros(size), 1.0 / np.sqrt(equations.repeats)
+    weights = whole
+    for left in reversed(range(NUM_SOLVES)):
+        expected[:NUM_KINDS] = from_common / variance**0.5
+        matrix = np.vstack([rows * weights[:, None], expected])
+        gram = matrix.T @ matrix
+        values = non_negative(gram, matrix.T @ np.concatenate([wanted * weights, target]))
+        covariance = np.linalg.inv(gram)
+        if left > 2:
+            scatter = ((from_common @ values) ** 2).sum() + np.trace(from_common @ covariance @ from_common.T)
+            variance = (FACTOR_PRIOR**2 + float(scatter)) / (1 + NUM_KINDS)
+        elif left == 2:  # nothing has been expected of the common factor so far
+            beyond = (values[-1] - 1.0) ** 2 - float(covariance[-1, -1])
+            expected[-1, -1] = target[-1] = 1.0 / max(beyond, 1e-8) ** 0.5
+        off = np.abs(wanted - rows @ values)
+        weights = whole * np.sqrt(np.minimum(1.0, TUNING / np.maximum(off, 1e-9)))
+    terms[columns] = values[:-1]
     return terms
 
 
@@ -462,14 +527,14 @@ def _cross_validate(equations: _Equations, has_large: bool) -> tuple[FormScore, 
     _, order = np.unique(equations.places, return_inverse=True)
     folds = order * NUM_FOLDS // (order.max() + 1)
     losses: dict[str, Array] = {}
-    for form, (_, constants) in FORMS.items():
+    for form, constants in FORMS.items():
         if LARGE in constants and not has_large:
             continue
         found = []
         for fold in range(NUM_FOLDS):
             held = folds == fold
             terms = _solve(equations.part(~held), form)
-            off = np.abs(1.0 - equations.rows[held] @ terms / equations.seconds[held]) / equations.spreads[held]
+            off = np.abs(equations.seconds[held] - equations.rows[held] @ terms) / equations.spreads[held]
             huber = np.where(off < TUNING, off**2 / 2, TUNING * off - TUNING**2 / 2)
             found.append(float(huber.mean()))
         losses[form] = np.array(found)
