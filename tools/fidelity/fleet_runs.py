@@ -31,7 +31,6 @@ import numpy.typing as npt
 from tools.fidelity.neighbours import Neighbours
 from tools.fidelity.own_runs import (
     LEARNT,
-    WARM_UP_S,
     Noise,
     NoiseMeter,
     Prediction,
@@ -64,7 +63,7 @@ from octavo.observe.recording.reader import SUFFIX, RecordedStep, open_recording
 from octavo.observe.recording.replaying import RecordedRequest, arrivals
 from octavo.simulator.closeness import Times
 from octavo.simulator.cost_model import CostModel, ScaledCosts
-from octavo.simulator.costs.fitted import Fitted, begin_of, fit_steps
+from octavo.simulator.costs.fitted import WARM_UP_S, Fitted, begin_of, fit_steps
 from octavo.simulator.network_hop import NetworkHop
 from octavo.simulator.setup import ReplicaGroup, ReplicaSetup, Setup
 from octavo.simulator.workloads.traces import routed_arrival
