@@ -101,13 +101,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
     ("observe",): 3_944,
-    ("simulator",): 6_505,
+    ("simulator",): 6_565,
     ("server",): 12_058,
     ("cli",): 6_410,
     ("bench",): 2_911,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 72_999, 461  # of src
+ALL_CODE_LINES, ALL_FILES = 73_059, 461  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
