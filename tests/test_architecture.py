@@ -91,7 +91,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Corrections that use queued requests' waits, and warm-ups that fits leave out, raised simulator.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_724,
+    ("core",): 5_763,
     ("engine", "frontend"): 6_020,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_668,

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second [4]")
     parser.add_argument("--keep", metavar="DIR", help="record to DIR, or use the recording that is there")
-    parser.add_argument("--commands", default="fit,one,three,replay,changes", help="which to time [all]")
+    parser.add_argument("--commands", default="fit,one,three,replay,fair,changes", help="which to time [all]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder, fit = Path(args.keep or f"{scratch}/hour"), f"{scratch}/fit.json"
@@ -59,6 +59,7 @@ def main() -> None:
             "one": one,
             "three": [*one, "--policy", "fcfs,fair,shortest_prefill"],
             "replay": ["replay", str(folder)],
+            "fair": ["replay", str(folder), "--what-if", "policy=fair"],
             "changes": ["replay", str(folder), *[word for change in CHANGES for word in ("--what-if", change)]],
         }
         seconds = {name: timed(commands[name]) for name in args.commands.split(",")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
@@ -387,3 +388,35 @@ def test_plans_name_no_block_twice_for_writing() -> None:
         return [block for slot, _, index, block in quads(plan.edits) if index * 4 >= starts[slot]]
 
     assert all(len(set(appended(plan))) == len(appended(plan)) for plan in run.plans)
+
+
+# -- several blocks at once
+
+
+def state_of(pool: BlockPool) -> list[object]:
+    lists = pool.references, pool.plain, list(pool.cached), pool.key_of, pool.ids_of, pool.block_of, pool.pending
+    return [*lists, pool.num_free, pool.num_freed]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_taken_and_freed_together_are_those_of_single_calls(seed: int) -> None:
+    lots, together, single = random.Random(seed), BlockPool(24), BlockPool(24)
+    tables: list[list[int]] = []
+    for number in range(200):
+        count = lots.randrange(1, 9)
+        if tables and (count > single.num_free or lots.random() < 0.4):
+            table = tables.pop(lots.randrange(len(tables)))
+            for block in reversed(table):
+                single.release(block)
+            together.release_table(table)
+        elif count <= single.num_free:
+            table = [single.allocate() for _ in range(count)]
+            assert together.allocate_several(count) == table
+            for index, block in enumerate(table[: lots.randrange(count + 1)]):
+                key, step = b"%d/%d" % (number, index), lots.choice((None, number))
+                assert together.publish(block, key, None, step) and single.publish(block, key, None, step)
+                if step is not None and lots.random() < 0.8:  # else it is evicted while it is pending
+                    together.confirm(block, step)
+                    single.confirm(block, step)
+            tables.append(table)
+        assert state_of(together) == state_of(single)

@@ -32,7 +32,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_recording_of_a_real_engine_is_fitted(recording: Path) -> None:
-    fit = fit_recording(recording)
+    fit = fit_recording(open_recording(recording))
     assert fit.num_steps >= 9 * 29
     assert sum(one.value for one in fit.device) > 0
     assert sum(one.value for one in fit.host) > 0
@@ -40,7 +40,7 @@ def test_a_recording_of_a_real_engine_is_fitted(recording: Path) -> None:
 
 
 def test_a_fit_knows_whose_steps_it_saw_also_from_its_file(recording: Path, tmp_path: Path) -> None:
-    fit_recording(recording).save(tmp_path / "fit.json")
+    fit_recording(open_recording(recording)).save(tmp_path / "fit.json")
     fit = load_fit(tmp_path / "fit.json")
     limits = open_recording(recording).header.limits
     assert fit.limits == replace(limits, groups=(GroupSpec(),))

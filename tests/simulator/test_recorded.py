@@ -21,7 +21,7 @@ from octavo.observe.recording import arrivals, open_recording
 from octavo.observe.recording.format import Header
 from octavo.simulator.cost_model import StepShape
 from octavo.simulator.drafts import SimulatedDrafts
-from octavo.simulator.recorded import recorded_drafts, recorded_run
+from octavo.simulator.recorded import measure
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
 
@@ -96,7 +96,7 @@ def test_choices_of_a_request_are_simulated_each(depth: int, is_even: bool, tmp_
     }
     was = sorted(arrivals(recording), key=lambda one: one.taken)
     assert simulated == {index: (snap(one.first_token, 0.0), snap(one.end, 0.0)) for index, one in enumerate(was)}
-    ours = recorded_run(recording).outcomes
+    ours = measure(recording).run.outcomes
     assert list(ours.output_tokens) == list(run.outcomes.output_tokens)
     assert list(ours.longest) == list(run.outcomes.longest)
     assert sum(ours.output_tokens) == sum(sum(one.choices) for one in came) > 2 * sum(ours.longest)
@@ -105,7 +105,7 @@ def test_choices_of_a_request_are_simulated_each(depth: int, is_even: bool, tmp_
 def test_what_was_recorded_is_a_run_as_a_simulation_gives_it(tmp_path: Path) -> None:
     sizes = limits(num_blocks=14, max_sequences=4, max_batch_tokens=16)
     recording = open_recording(recorded(sizes, 1, tmp_path))
-    was, found = recorded_run(recording), arrivals(recording)
+    was, found = measure(recording).run, arrivals(recording)
     came, costs, _ = as_recorded(recording)
     run = simulate(came, Setup(sizes, costs))
     ours, theirs = was.replicas[0], run.replicas[0]
@@ -166,7 +166,7 @@ def test_recorded_drafts_are_simulated_with_their_share_length_and_acceptance(tm
     sizes = limits(num_blocks=200, max_sequences=4, max_batch_tokens=64, max_draft_tokens=4, max_draft_rows=8)
     run, folder = recorded_features(sizes, tmp_path, HABIT)
     recording = open_recording(folder)
-    drafts, totals = recorded_drafts(recording), run.scheduler.statistics()
+    drafts, totals = measure(recording).drafts, run.scheduler.statistics()
     assert drafts is not None and totals.num_accepted_tokens > 20
     assert 0 < drafts.share <= 1 and drafts.length is not None and drafts.cost < 1e-3
     # Drafts behind a rejected one count as rejected in the totals.
@@ -190,7 +190,7 @@ def test_recorded_drafts_are_simulated_with_their_share_length_and_acceptance(tm
 
 
 def test_a_recording_without_drafts_has_none_to_simulate(tmp_path: Path) -> None:
-    assert recorded_drafts(open_recording(recorded(limits(num_blocks=64), 1, tmp_path))) is None
+    assert measure(open_recording(recorded(limits(num_blocks=64), 1, tmp_path))).drafts is None
 
 
 class Fixed:

@@ -60,7 +60,7 @@ from octavo.fleet.routing_log import (
 )
 from octavo.observe.recording.format import Header, RecordingError
 from octavo.observe.recording.reader import SUFFIX, RecordedStep, open_recording, steps
-from octavo.observe.recording.replaying import RecordedRequest, arrivals
+from octavo.observe.recording.requests import RecordedRequest, arrivals
 from octavo.simulator.closeness import Times
 from octavo.simulator.cost_model import CostModel, ScaledCosts
 from octavo.simulator.costs.fitted import WARM_UP_S, Fitted, begin_of, fit_steps

@@ -29,7 +29,7 @@ from octavo.core.request import FinishReason, Request
 from octavo.observe.history import EventSink
 from octavo.observe.recording.format import Header
 from octavo.observe.recording.reader import RecordedStep, Recording, open_recording, steps
-from octavo.observe.recording.replaying import RecordedRequest, arrivals
+from octavo.observe.recording.requests import RecordedRequest, arrivals
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.closeness import KINDS, Column, Times
 from octavo.simulator.cost_model import CostModel, DecodeSeconds, ScaledCosts, StepShape, shape_of

@@ -27,12 +27,15 @@ from octavo.fleet.routing_log import replay_routing, routing_logs
 from octavo.observe.recording import Recording, ReplayReport, open_recording, replay
 from octavo.observe.recording.reader import CUT_OFF
 from octavo.simulator.costs import cost_model
-from octavo.simulator.recorded import check_policy, recorded_drafts, recorded_run
+from octavo.simulator.costs.fitted import Fitted, fit_recording
+from octavo.simulator.drafts import DraftSettings
+from octavo.simulator.recorded import MeasuredRecording, check_policy, measure
 from octavo.simulator.report import Case, comparison_table
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
 from octavo.simulator.summary import summarise
-from octavo.simulator.workloads import Shaping, open_workload
+from octavo.simulator.workloads.spec import Notes
+from octavo.simulator.workloads.traces import recorded_arrivals
 
 MAX_COLUMNS = 8
 _SECTIONS = ("cache", "scheduling")
@@ -82,12 +85,16 @@ def _replay(args: argparse.Namespace) -> int:
     for text in args.what_if:  # report errors before the replay, which may take minutes
         read_what_if(text, recording.header.limits)
     options = ViewOptions(args.page, args.perfetto)
-    if options.page is None and options.perfetto is None:
-        report, views = replay(recording), None
+    views = write_views(recording, options) if options.page or options.perfetto else None
+    measured = measure(recording) if args.what_if and (views is None or views.report.is_equal) else None
+    if measured is not None:
+        report = measured.report
     else:
-        views = write_views(recording, options)
-        report = views.report
-    cases, remarks = compare(recording, args.what_if, args.cost) if args.what_if and report.is_equal else ([], [])
+        report = replay(recording) if views is None else views.report
+    cases: list[Case] = []
+    remarks: list[str] = []
+    if measured is not None and report.is_equal:
+        cases, remarks = compare(recording, measured, args.what_if, args.cost)
     facts = _facts(recording, report, cases, remarks)
     if args.json == "-":
         print(json.dumps(facts, indent=1))
@@ -260,7 +267,9 @@ def _change_limits(recorded: Limits, values: dict[str, Any]) -> Limits:
     return replace(recorded, **values)
 
 
-def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list[Case], list[str]]:
+def compare(
+    recording: Recording, measured: MeasuredRecording, texts: Sequence[str], cost: str
+) -> tuple[list[Case], list[str]]:
     """Return the recorded run, its simulation and a simulation of each change, and remarks on what is not simulated.
 
     `cost` names a cost model; "fitted" fits one to this recording. Raises ConfigError, RecordingError.
@@ -270,11 +279,10 @@ def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list
     header = recording.header
     unchanged = WhatIf("simulated", header.limits)
     changes = [unchanged, *(read_what_if(text, header.limits) for text in texts)]
-    costs = cost_model(f"fitted:{recording.path}" if cost == "fitted" else cost)
-    recorded = recorded_run(recording)
-    cases = [Case.of("recorded", recorded, summarise(recorded))]
-    workload = open_workload([f"recording:{recording.path}"], Shaping())
-    arrivals, drafts = list(workload), recorded_drafts(recording)
+    costs = Fitted(fit_recording(recording, measured.columns)) if cost == "fitted" else cost_model(cost)
+    cases = [Case.of("recorded", measured.run, summarise(measured.run))]
+    notes, drafts = Notes(), measured.drafts
+    arrivals = list(recorded_arrivals(header.has_state, measured.requests, notes))
     for change in changes:
         scaled = [replace(one, time=one.time / change.rate_scale) for one in arrivals]
         # Their number and acceptance are the recorded ones, whatever the source of drafts was.
@@ -284,14 +292,13 @@ def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list
         setup = Setup(limits, costs, depth=min(header.depth, 2), sample_s=1.0, drafts=kept)
         result = simulate(scaled, replace(setup, **change.setup))
         cases.append(Case.of(change.label, result, summarise(result)))
-    counts = workload.notes.counts
-    remarks = [f"{count:,} requests {description}" for description, count in counts.items()]
-    return cases, [*_remarks(recording, changes), *remarks]
+    remarks = [f"{count:,} requests {description}" for description, count in notes.counts.items()]
+    return cases, [*_remarks(recording, drafts, changes), *remarks]
 
 
-def _remarks(recording: Recording, changes: Sequence[WhatIf]) -> Iterator[str]:
+def _remarks(recording: Recording, drafts: DraftSettings | None, changes: Sequence[WhatIf]) -> Iterator[str]:
     recorded = recording.header.limits
-    if recorded.max_draft_tokens and (drafts := recorded_drafts(recording)) is not None:
+    if recorded.max_draft_tokens and drafts is not None:
         yield (
             f"{100 * drafts.share:.0f} % of the decode rows had drafts, {drafts.length} on the mean, and "
             f"{100 * drafts.acceptance:.0f} % of those verified were accepted: simulations draw the same at random"

@@ -35,6 +35,7 @@ from octavo.errors import ConfigError
 from octavo.observe.frames import Frame, FrameSource, FrameSpool, FrameWriter
 from octavo.observe.history import History
 from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
+from octavo.observe.recording import open_recording
 from octavo.simulator.advice import advise
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.correction import MeasuredRequests, fit_correction
@@ -172,7 +173,7 @@ def _fit(args: argparse.Namespace) -> int:
     """Fit a cost model to the steps of a recording, and print the fit's errors."""
     if args.workload:
         raise UsageError("--fit looks at a recording alone; leave out --workload, and simulate with --cost fitted:FILE")
-    fit = fit_recording(args.fit)
+    fit = fit_recording(open_recording(args.fit))
     if args.json == "-":
         print(fit.as_json())
         return 0

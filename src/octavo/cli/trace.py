@@ -13,13 +13,14 @@ from pathlib import Path
 from octavo.cli.flags import UsageError, check_output
 from octavo.cli.terminal import say
 from octavo.config.setting import Number
+from octavo.core.plan import StepResult
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
 from octavo.observe.frames import MAX_WRITTEN, FrameSource, FrameSpool, FrameWriter, Window
 from octavo.observe.history import History
 from octavo.observe.perfetto import MAX_TRACKS, PerfettoWriter, TraceClip, TraceFile
-from octavo.observe.recording import Header, Recording, ReplayReport, open_recording, replay
+from octavo.observe.recording import Header, RecordedStep, Recording, ReplayReport, open_recording, replay
 from octavo.observe.series import StepTimes
 
 
@@ -113,7 +114,7 @@ def write_views(recording: Recording, options: ViewOptions) -> WrittenViews:
         if options.perfetto is not None:
             file = TraceFile(options.perfetto, {"source": "recording"})
         writers = _SegmentWriters(options, spool, file)
-        views.report = replay(recording, writers.start_segment, writers.step_times.add)
+        views.report = replay(recording, writers.start_segment, writers.add_times)
         writers.finish(views)
         if file is not None:
             file.about["requests not drawn"] = views.num_undrawn_requests
@@ -164,6 +165,11 @@ class _SegmentWriters:
             self._trace = PerfettoWriter(history, self._clip.write, segment_index=self._segment, origin=origin)
             history.add_reader(self._trace.read)
         return history
+
+    def add_times(self, step: RecordedStep) -> None:
+        """Add the seconds of a step that has a result."""
+        if isinstance(step.outcome, StepResult):
+            self.step_times.add(step.seconds(step.outcome))
 
     def _finish_segment(self) -> None:
         if self._frames is not None:

@@ -221,25 +221,23 @@ class StepPlan:
         Without ids the digest leaves out token ids, media keys and sampling parameters, so that a replay which knows
         only the requests' lengths and block keys has the same digest.
         """
-        state = blake2b(digest_size=16)
         columns = list(_COLUMNS(self))
         if not with_ids:
             columns[5], columns[-1] = array("i"), _without_every_third(self.id_edits)
-        for column in columns:
-            state.update(struct.pack("<q", len(column)))
-            state.update(column.tobytes())
+        parts = [struct.pack("<q", len(column)) + column.tobytes() if column else _NO_ENTRIES for column in columns]
         for new in self.new_sequences:
             ids = new.token_ids.tobytes() if new.token_ids is not None and with_ids else b"-"
             texts = (len(ids), new.params, new.eos_token_ids) if with_ids else ()
-            state.update(repr((new.slot, new.request_id, new.choice, new.num_prompt, *texts, new.adapter_id)).encode())
-            state.update(ids)
+            parts.append(repr((new.slot, new.request_id, new.choice, new.num_prompt, *texts, new.adapter_id)).encode())
+            parts.append(ids)
         jobs: tuple[object, ...] = (self.encode_jobs, self.encoder_frees)
         if not with_ids:
             jobs = (tuple((job.slot, job.span, job.num_tokens) for job in self.encode_jobs), len(self.encoder_frees))
-        state.update(repr((self.step, self.finished_ids, self.preempted_ids, *jobs)).encode())
-        return state.digest()
+        parts.append(repr((self.step, self.finished_ids, self.preempted_ids, *jobs)).encode())
+        return blake2b(b"".join(parts), digest_size=16).digest()
 
 
+_NO_ENTRIES = struct.pack("<q", 0)
 _COLUMNS = attrgetter(
     "slots", "starts", "counts", "flags", "num_drafts", "draft_token_ids", "edits", "copies", "swap_outs", "host_loads",
     "freed_slots", "id_edits",

@@ -412,9 +412,9 @@ class RepeatingRows:
         totals.num_computed_tokens += num_tokens
         totals.num_output_tokens += num_tokens
         if self._state.policy.tracks_service:
+            requests = [row.request for row in self._offsets]
             for _ in range(num_steps):
-                for row in self._offsets:
-                    self._state.policy.notify("served", row.request, 1)
+                self._state.policy.notify_each("served", requests, 1)
 
 
 # --- conditions

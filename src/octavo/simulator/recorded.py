@@ -1,22 +1,25 @@
-"""Converts a recording to a SimulatedRun, for comparison with simulations of the same requests.
+"""Measures a recording in one replay, for comparison with simulations of the same requests.
 
-Owns: recorded_run; how the recorded engine drafted; the check of a recording's policy. Does not: read files, fit a cost
+Owns: measure; how the recorded engine drafted; the check of a recording's policy. Does not: read files, fit a cost
 model (costs), or open a recording as a workload (workloads).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import mean, median
 
+from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
-from octavo.observe.recording import RecordedRequest, Recording, arrivals, steps
+from octavo.observe.recording import RecordedRequest, RecordedStep, Recording, ReplayReport, replay
+from octavo.observe.recording.columns import StepColumns
+from octavo.observe.recording.requests import RequestCollector
 from octavo.plugins import find_policy
-from octavo.simulator.costs.fitted import begin_of
+from octavo.simulator.costs.fitted import add_step, begin_of
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.outcomes import NEVER, Outcomes, ReplicaTotals, RequestTracker, SimulatedRun
 from octavo.simulator.workloads.traces import recorded_arrival
@@ -32,9 +35,23 @@ def check_policy(name: str) -> None:
         raise ConfigError(f"the engine ran under a policy that is not here: {error}; install its plug-in") from None
 
 
-def recorded_run(recording: Recording) -> SimulatedRun:
-    """Return a recording as a SimulatedRun of one replica. Raises the errors of reading the recording."""
-    totals = ReplicaTotals()
+@dataclass(frozen=True, slots=True)
+class MeasuredRecording:
+    """What one replay of a recording finds, for comparison with simulations of the same requests.
+
+    `columns` are those of a fit, `drafts` how the engine drafted (None if it never did).
+    """
+
+    report: ReplayReport
+    requests: list[RecordedRequest]
+    run: SimulatedRun
+    columns: StepColumns
+    drafts: DraftSettings | None
+
+
+def measure(recording: Recording) -> MeasuredRecording:
+    """Replay a recording once. If the report is not equal, the rest ends at the difference. Raises replay's errors."""
+    totals, columns, drafts = ReplicaTotals(), StepColumns(), _Drafts(recording.header.limits)
 
     def count(scheduler: Scheduler) -> None:
         counted = scheduler.statistics()
@@ -45,51 +62,69 @@ def recorded_run(recording: Recording) -> SimulatedRun:
         totals.queried_tokens += counted.prefix_queried_tokens
         totals.hit_tokens += counted.prefix_hit_tokens
 
-    requests = _merge_lives(arrivals(recording, count))
-    totals.requests = len(requests)
-    totals.failures = len(recording.segments) - 1
-    for step in steps(recording):
+    def add(step: RecordedStep) -> None:
         begin = begin_of(step)
         end = step.collected if uses_device(step.plan) else begin
         totals.busy_s += end - begin
         if step.next_plan is not None:
             totals.host_s += step.next_plan - end
-    outcomes = _outcomes(requests)
-    return SimulatedRun(outcomes, [totals], max(outcomes.ends, default=0.0))
+        add_step(columns, step)
+        drafts.add(step)
+
+    collector = RequestCollector(count)
+    report = replay(recording, collector.begin, add, collector.take)
+    requests = collector.requests()
+    merged = _merge_lives(requests)
+    totals.requests = len(merged)
+    totals.failures = len(recording.segments) - 1
+    outcomes = _outcomes(merged)
+    run = SimulatedRun(outcomes, [totals], max(outcomes.ends, default=0.0))
+    return MeasuredRecording(report, requests, run, columns, drafts.settings())
 
 
-def recorded_drafts(recording: Recording) -> DraftSettings | None:
-    """Return how a recording's engine drafted, for a simulation of it; None if it never did.
+class _Drafts:
+    """How a recording's engine drafted, collected by step.
 
     The cost is the median planning time of steps with drafts above that of others, for each pass of a draft model, in
     median steps without drafts; lookups cost next to nothing.
     """
-    most = recording.header.limits.max_draft_rows
-    num_rows, lengths, num_tried, num_accepted = 0, list[int](), 0, 0
-    planning: tuple[list[float], list[float]] = ([], [])
-    durations: list[float] = []
-    for step in steps(recording):
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._num_rows, self._num_tried, self._num_accepted = 0, 0, 0
+        self._lengths: list[int] = []
+        self._planning: tuple[list[float], list[float]] = ([], [])
+        self._durations: list[float] = []
+
+    def add(self, step: RecordedStep) -> None:
+        """Add a step of an engine that could draft."""
         plan, result = step.plan, step.outcome
+        if not self._limits.max_draft_tokens or not isinstance(result, StepResult):
+            return
         decoding = [count for count, drafts in zip(plan.counts, plan.num_drafts or (0,) * len(plan.counts), strict=True)
                     if count == 1 or drafts]  # fmt: skip
-        if not decoding or len(plan.slots) > most or not isinstance(result, StepResult):
-            continue
-        num_rows += len(decoding)
-        lengths += [count for count in plan.num_drafts if count]
+        if not decoding or len(plan.slots) > self._limits.max_draft_rows:
+            return
+        self._num_rows += len(decoding)
+        self._lengths += [count for count in plan.num_drafts if count]
         num_passes = max(plan.num_drafts, default=0)
-        planning[bool(num_passes)].append((step.planned - plan.now) / max(1, num_passes))
+        self._planning[bool(num_passes)].append((step.planned - plan.now) / max(1, num_passes))
         if not num_passes:
-            durations.append(step.collected - step.planned)
+            self._durations.append(step.collected - step.planned)
         for drafted, num_ids in _verified(plan, result):
-            num_accepted += num_ids - 1
-            num_tried += min(drafted, num_ids)  # the first rejected draft is the last one tried
-    if not lengths:
-        return None
-    cost = 0.0
-    if recording.header.limits.has_draft_model and planning[0] and durations:
-        cost = (median(planning[1]) - median(planning[0])) / max(1e-9, median(durations))
-    acceptance = num_accepted / max(1, num_tried)
-    return DraftSettings(acceptance, min(max(cost, 1e-6), 999.0), len(lengths) / num_rows, round(mean(lengths)))
+            self._num_accepted += num_ids - 1
+            self._num_tried += min(drafted, num_ids)  # the first rejected draft is the last one tried
+
+    def settings(self) -> DraftSettings | None:
+        """Return the settings of a simulation; None if the engine never drafted."""
+        if not self._lengths:
+            return None
+        cost = 0.0
+        if self._limits.has_draft_model and self._planning[0] and self._durations:
+            cost = (median(self._planning[1]) - median(self._planning[0])) / max(1e-9, median(self._durations))
+        acceptance = self._num_accepted / max(1, self._num_tried)
+        share = len(self._lengths) / self._num_rows
+        return DraftSettings(acceptance, min(max(cost, 1e-6), 999.0), share, round(mean(self._lengths)))
 
 
 def _verified(plan: StepPlan, result: StepResult) -> Iterator[tuple[int, int]]:

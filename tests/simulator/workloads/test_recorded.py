@@ -9,7 +9,7 @@ from tests.observe.recording.driving import RecordedDriver
 
 from octavo.core.limits import Limits
 from octavo.observe.recording import open_recording
-from octavo.observe.recording.replaying import arrivals
+from octavo.observe.recording.requests import arrivals
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup

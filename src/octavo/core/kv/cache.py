@@ -257,8 +257,12 @@ class KVCache:
                 self._write_copy(sequence, group, index, table[index])
             first, count = len(table), wanted - len(table)
             if count > 0:
-                is_plain = pool.num_plain >= count
-                table += pool.allocate_plain(count) if is_plain else [self.allocate(group) for _ in range(count)]
+                if pool.num_plain >= count:
+                    table += pool.allocate_plain(count)
+                elif self.host.pools:  # each evicted prefix is saved to the host
+                    table += [self.allocate(group) for _ in range(count)]
+                else:
+                    table += pool.allocate_several(count)
                 entry = [slot, group, 0, 0] * count
                 entry[2::4] = range(first, wanted)
                 entry[3::4] = table[first:]
@@ -404,13 +408,14 @@ class KVCache:
         if num_full <= sequence.num_published:
             return made
         self.extend_keys(sequence)
-        for index in range(sequence.num_published, min(num_full, len(sequence.keys))):
-            ids = block_ids(sequence, index, self.block_size)
+        keys, has_ids = sequence.keys, sequence.token_ids is not None
+        for index in range(sequence.num_published, min(num_full, len(keys))):
+            ids = block_ids(sequence, index, self.block_size) if has_ids else None
             for group, pool in enumerate(self.pools):
                 block = sequence.tables[group][index]
                 if block == NO_BLOCK:
                     continue
-                is_new = pool.publish(block, sequence.keys[index], ids, step)
+                is_new = pool.publish(block, keys[index], ids, step)
                 self.num_published += is_new
                 if step is not None or not is_new:
                     made.append(Publication(group, block, index, sequence, not is_new))
@@ -419,9 +424,12 @@ class KVCache:
 
     def confirm(self, effects: Effects) -> None:
         """Mark the blocks that a plan published or saved as written, because the plan ran."""
+        step = effects.step
         for entry in effects.published:
             if not entry.is_duplicate:
-                self.pools[entry.group].confirm(entry.block, effects.step)
+                pending = self.pools[entry.group].pending
+                if pending.get(entry.block) == step:  # as BlockPool.confirm: long prompts publish hundreds of blocks
+                    del pending[entry.block]
         for group, block in effects.saved:
             self.host.pools[group].confirm(block, effects.step)
 

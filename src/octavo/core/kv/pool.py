@@ -88,6 +88,24 @@ class BlockPool:
             blocks += self._name(count - len(blocks))
         return blocks
 
+    def allocate_several(self, count: int) -> list[int]:
+        """Take `count` free blocks in the order of `allocate`. The caller has checked that there are `count`."""
+        num_plain = min(count, max(0, self.num_plain))
+        blocks = self.allocate_plain(num_plain) if num_plain else []
+        cached, references, pending = self.cached, self.references, self.pending
+        block_of, key_of, ids_of = self.block_of, self.key_of, self.ids_of
+        for _ in range(count - num_plain):  # as _evict: prompts of hundreds of blocks displace as many
+            block = cached.popitem(last=False)[0]
+            key = key_of[block]
+            assert key is not None
+            del block_of[key]
+            key_of[block] = ids_of[block] = None
+            if pending:
+                pending.pop(block, None)
+            references[block] = 1
+            blocks.append(block)
+        return blocks
+
     def _name(self, count: int) -> range:
         """Return blocks that were never used, with one reference each."""
         first = len(self.references)
@@ -153,10 +171,21 @@ class BlockPool:
             self.plain += table
             table.clear()
             return
-        while table:
-            block = table.pop()
-            if block >= 0:
-                self.release(block)
+        key_of, plain, cached = self.key_of, self.plain, self.cached
+        for block in reversed(table):  # as `release`
+            if block < 0:
+                continue
+            count = references[block] - 1
+            if count < 0:
+                raise InvariantError(f"block {block} is released without a reference")
+            references[block] = count
+            if not count:
+                self.num_freed += 1
+                if key_of[block] is None:
+                    plain.append(block)
+                else:
+                    cached[block] = None
+        table.clear()
 
     def touch(self, block: int) -> None:
         """Mark a cached block as just used."""

@@ -10,7 +10,7 @@ running request that is never preempted again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from octavo.core.limits import Limits
@@ -236,6 +236,14 @@ class PolicyGuard:
             getattr(self.policy, hook)(*args)
         except Exception as error:
             self._count(f"{hook}: {type(error).__name__}: {_shown(error)}")
+
+    def notify_each(self, hook: str, requests: Iterable[RequestState], *args: Any) -> None:
+        """Call the policy's hook of that name for each request, in order."""
+        for request in requests if hook in self._hooks else ():
+            try:
+                getattr(self.policy, hook)(request, *args)
+            except Exception as error:
+                self._count(f"{hook}: {type(error).__name__}: {_shown(error)}")
 
     def save(self) -> Any:
         """Return the policy's state as plain data. Raises ConfigError if the policy cannot give it."""

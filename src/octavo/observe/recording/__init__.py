@@ -2,7 +2,8 @@
 
 from octavo.observe.recording.format import Header, RecordingError
 from octavo.observe.recording.reader import RecordedStep, Recording, Segment, open_recording, steps
-from octavo.observe.recording.replaying import Difference, MakeSink, RecordedRequest, ReplayReport, arrivals, replay
+from octavo.observe.recording.replaying import Difference, MakeSink, ReplayReport, replay
+from octavo.observe.recording.requests import RecordedRequest, arrivals
 
 __all__ = [
     "Difference",

@@ -118,9 +118,11 @@ class RecordedCall(NamedTuple):
     has_no_ids: bool = False
 
 
-ADMIT, PLAN, COMMIT = range(3)  # kinds of record; most others have the fields of their calls
-STATE = 7
-_PLAIN: dict[int, type[Call | EndMarker]] = {3: CancelCall, 4: EndChoiceCall, 5: ControlCall, 6: EndMarker, 8: KVCall}
+ADMIT, PLAN, COMMIT = range(3)  # kinds of records; most others have the fields of their calls
+CANCEL, END_CHOICE, CONTROL, END, STATE, KV = range(3, 9)
+_PLAIN: dict[int, type[Call | EndMarker]] = {
+    CANCEL: CancelCall, END_CHOICE: EndChoiceCall, CONTROL: ControlCall, END: EndMarker, KV: KVCall,
+}  # fmt: skip
 _KIND_OF = {kind: number for number, kind in _PLAIN.items()}
 
 _ints: Callable[[Any], array[int]] = partial(array, "i")
@@ -160,16 +162,20 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     **{name: partial(msgspec.convert, type=kind) for name, kind in _TYPES.items()},
     "wants": Want,
 }
-_DAMAGE = (
+DAMAGE = (
     AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, OctavoError, msgspec.MsgspecError,
 )  # fmt: skip
 _UNKNOWN = TokenLogprobs(ORDINARY, 0.0, 1)
 _STATE_TYPES = get_type_hints(SavedState)
+_KEY_RUNS = tuple[KeyRun, ...]
 
 
-def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record's fields by name, with their types."""
-    return {name: _DECODERS[name](value) if name in _DECODERS else value for name, value in values.items()}
+def _restored(values: dict[str, Any]) -> dict[str, Any]:
+    """Give a record's fields by name their types, and return them."""
+    for name, value in values.items():
+        if (decoder := _DECODERS.get(name)) is not None:
+            values[name] = decoder(value)
+    return values
 
 
 # --- masks ---------------------------------------------------------------------------------------------------
@@ -444,29 +450,27 @@ class CallDecoder:
         self._rows = RowDeltas()
 
     def decode(self, record: Any) -> RecordedCall:
-        """Return the call of one record. Raises RecordingError."""
-        try:
-            kind, *values = record
-            if kind in _PLAIN:
-                return RecordedCall(msgspec.convert(values, _PLAIN[kind]))
-            if kind == STATE:
-                return self._state(*values)
-            *values, keys = values
-            return (self._admit, self._plan, _commit)[kind](msgspec.convert(keys, tuple[KeyRun, ...]), *values)
-        except _DAMAGE as error:
-            raise RecordingError(f"a record that cannot be ({type(error).__name__}: {error})") from None
+        """Return the call of one record. Raises one of DAMAGE for a record that was not written by CallEncoder."""
+        kind = record[0]
+        if kind == PLAN:
+            return self._plan(*record)
+        if kind == COMMIT:
+            return _commit(*record)
+        if kind == ADMIT:
+            return self._admit(*record)
+        if kind == STATE:
+            return self._state(*record[1:])
+        return RecordedCall(msgspec.convert(record[1:], _PLAIN[kind]))
 
-    def _admit(self, keys: tuple[KeyRun, ...], now: float, values: dict[str, Any], has_no_ids: bool) -> RecordedCall:
-        num_blocks = values["num_prompt_tokens"] // self._block_size
-        request = _request(values, keys[0].keys[:num_blocks] if keys else ())
-        return RecordedCall(AdmitCall(now, request, keys), has_no_ids=has_no_ids)
+    def _admit(self, _: int, now: float, values: dict[str, Any], has_no_ids: bool, keys: Any) -> RecordedCall:
+        num_blocks, runs = values["num_prompt_tokens"] // self._block_size, _key_runs(keys)
+        request = _request(values, runs[0].keys[:num_blocks] if runs else ())
+        return RecordedCall(AdmitCall(now, request, runs), has_no_ids=has_no_ids)
 
-    def _plan(self, keys: tuple[KeyRun, ...], now: float, took_ns: int, step: int, *rest: Any) -> RecordedCall:
-        digest, rows, values, entering, only = rest
-        plan = _read_plan(step, now, values, entering)
-        if digest:
-            self._rows.decode(rows, plan)
-        call = PlanCall(now, plan, None if only is None else frozenset(only), keys)
+    def _plan(self, _: int, now: float, took_ns: int, step: int, digest: bytes, *rest: Any) -> RecordedCall:
+        rows, values, entering, only, keys = rest
+        plan = _read_plan(step, now, self._rows.decode(rows) if digest else _NO_ROWS, values, entering)
+        call = PlanCall(now, plan, None if only is None else frozenset(only), _key_runs(keys))
         return RecordedCall(call, now + took_ns * 1e-9, digest)
 
     def _state(self, now: float, values: dict[str, Any] | None) -> RecordedCall:
@@ -475,8 +479,7 @@ class CallDecoder:
             return RecordedCall(StateRecord(now))
         plans = []
         for step, planned, rows, columns, entering in values["plans"]:
-            plans.append(_read_plan(step, planned, columns, entering))
-            RowDeltas().decode(rows, plans[-1])
+            plans.append(_read_plan(step, planned, RowDeltas().decode(rows), columns, entering))
         fixed: dict[str, Any] = {"requests": [_request(each, ()) for each in values["requests"]], "plans": plans}
         typed: dict[str, Any] = {
             name: msgspec.convert(values[name], kind) for name, kind in _STATE_TYPES.items() if name not in fixed
@@ -488,54 +491,91 @@ def _request(values: dict[str, Any], block_keys: tuple[bytes, ...]) -> Request:
     return Request(**{"prompt_token_ids": None, **_restored(values)}, block_keys=block_keys)
 
 
-def _read_plan(step: int, now: float, values: dict[str, Any], entering: Iterable[Any]) -> StepPlan:
-    """Return a plan without rows."""
-    plan = StepPlan(step, now, **_restored(values))
-    plan.new_sequences = tuple(
-        NewSequence(slot, name, choice, num_prompt, None, SamplingParams(), (), adapter)
-        for slot, name, choice, num_prompt, adapter in entering
-    )
+def _key_runs(keys: Any) -> tuple[KeyRun, ...]:
+    return msgspec.convert(keys, _KEY_RUNS) if keys else ()
+
+
+def _read_plan(step: int, now: float, rows: PlanRows, values: dict[str, Any], entering: Iterable[Any]) -> StepPlan:
+    plan = StepPlan(step, now, *rows, **_restored(values))
+    if entering:
+        plan.new_sequences = tuple(
+            NewSequence(slot, name, choice, num_prompt, None, SamplingParams(), (), adapter)
+            for slot, name, choice, num_prompt, adapter in entering
+        )
     return plan
 
 
-def _commit(keys: tuple[KeyRun, ...], now: float, took_ns: int, step: int, *rest: Any) -> RecordedCall:
-    times, values, failure = rest
+def _commit(_: int, now: float, took_ns: int, step: int, times: Any, *rest: Any) -> RecordedCall:
+    values, failure, keys = rest
     if failure is not None:
         outcome: StepResult | StepFailure = msgspec.convert(failure, StepFailure)
     else:
-        timings = StepTimings(*(nanoseconds * 1e-9 for nanoseconds in times))
-        outcome = StepResult(**{"token_ids": None, **_restored(values)}, timings=timings)
-    return RecordedCall(CommitCall(now, step, outcome, keys), now + took_ns * 1e-9)
+        prepare_ns, forward_ns, sample_ns = times
+        timings = StepTimings(prepare_ns * 1e-9, forward_ns * 1e-9, sample_ns * 1e-9)
+        outcome = StepResult(_restored(values).pop("token_ids", None), timings=timings, **values)
+    return RecordedCall(CommitCall(now, step, outcome, _key_runs(keys)), now + took_ns * 1e-9)
+
+
+class PlanRows(NamedTuple):
+    """The columns of a plan's rows."""
+
+    slots: array[int]
+    starts: array[int]
+    counts: array[int]
+    flags: array[int]
+
+    def ends(self) -> array[int]:
+        """Return where each row ends."""
+        return _ints(map(add, self.starts, self.counts))
+
+
+_NO_ROWS = PlanRows(_ints(()), _ints(()), _ints(()), _ints(()))
 
 
 class RowDeltas:
     """Codec of a plan's rows as a difference to the plan before: usually the same slots, one token further."""
 
     def __init__(self) -> None:
-        self._slots, self._ends, self._flags = array("i"), array("i"), array("i")  # of the plan before
+        self._rows = _NO_ROWS  # of the last plan whose rows were asked for or given
+        self._ahead = 0  # plans since then in which every row continued by one token
+        self._ones = _ints(())  # the counts of such a plan
 
     def encode(self, plan: StepPlan) -> list[array[int]] | None:
         """Return a plan's columns, starts relative to the ends before; None if every row continues by one token."""
-        rows = None
-        is_same = plan.slots == self._slots and plan.starts == self._ends and plan.flags == self._flags
-        if not is_same or plan.counts.count(1) < len(plan.counts):
-            ends = dict(zip(self._slots, self._ends, strict=True))
-            starts = _ints([start - ends.get(slot, 0) for slot, start in zip(plan.slots, plan.starts, strict=True)])
-            rows = [plan.slots, starts, plan.counts, plan.flags]
-        self._keep(plan)
-        return rows
+        before, rows = self._rows, PlanRows(plan.slots, plan.starts, plan.counts, plan.flags)
+        self._rows = rows
+        ends = before.ends()
+        is_same = rows.slots == before.slots and rows.starts == ends and rows.flags == before.flags
+        if is_same and rows.counts.count(1) == len(rows.counts):
+            return None
+        end_of = dict(zip(before.slots, ends, strict=True))
+        starts = [start - end_of.get(slot, 0) for slot, start in zip(rows.slots, rows.starts, strict=True)]
+        return [rows.slots, _ints(starts), rows.counts, rows.flags]
 
-    def decode(self, rows: Iterable[Iterable[int]] | None, plan: StepPlan) -> None:
-        """Fill in a plan's rows."""
-        if rows is None:
-            plan.slots, plan.starts, plan.flags = self._slots, self._ends, self._flags
-            plan.counts = _ints([1]) * len(plan.slots)
-        else:
-            ends = dict(zip(self._slots, self._ends, strict=True))
-            plan.slots, ahead, plan.counts, plan.flags = map(_ints, rows)
-            plan.starts = _ints([ends.get(slot, 0) + start for slot, start in zip(plan.slots, ahead, strict=True)])
-        self._keep(plan)
+    def advance(self, columns: Iterable[Iterable[int]] | None) -> None:
+        """Go on to the next plan, whose columns `encode` returned. O(1) if its rows continue."""
+        if columns is None:
+            self._ahead += 1
+            return
+        before = self.rows()
+        slots, ahead, counts, flags = map(_ints, columns)
+        end_of = dict(zip(before.slots, before.ends(), strict=True))
+        starts = [end_of.get(slot, 0) + start for slot, start in zip(slots, ahead, strict=True)]
+        self._rows = PlanRows(slots, _ints(starts), counts, flags)
 
-    def _keep(self, plan: StepPlan) -> None:
-        self._slots, self._flags = plan.slots, plan.flags
-        self._ends = _ints(map(add, plan.starts, plan.counts))
+    def rows(self) -> PlanRows:
+        """Return the rows of the last plan. O(rows)."""
+        if self._ahead:
+            slots, starts, counts, flags = self._rows
+            ahead = self._ahead if counts is self._ones else self._ahead - 1
+            ends = starts if counts is self._ones else self._rows.ends()
+            if len(self._ones) != len(slots):
+                self._ones = _ints([1]) * len(slots)
+            self._rows = PlanRows(slots, _ints([end + ahead for end in ends]), self._ones, flags)
+            self._ahead = 0
+        return self._rows
+
+    def decode(self, columns: Iterable[Iterable[int]] | None) -> PlanRows:
+        """Return the next plan's rows."""
+        self.advance(columns)
+        return self.rows()

@@ -12,10 +12,10 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -23,10 +23,11 @@ from octavo.core.plan import StepFailure, StepPlan, StepResult
 from octavo.core.tap import CommitCall, PlanCall
 from octavo.errors import ConfigError
 from octavo.observe.recording.format import (
+    DAMAGE,
+    END,
     READABLE,
     VERSION,
     CallDecoder,
-    EndMarker,
     Header,
     RecordedCall,
     RecordingError,
@@ -40,6 +41,7 @@ CUT_OFF = "cut off"
 _FRAME = struct.Struct("<III")
 _VERSION = struct.Struct("<H")
 PREAMBLE_BYTES = len(MARK) + _VERSION.size
+T = TypeVar("T")
 
 
 def preamble() -> bytes:
@@ -150,21 +152,25 @@ class Segment:
     num_bytes: int = 0
     end_reason: str = ""
 
-    def calls(self) -> Iterator[RecordedCall]:
-        """Read the calls in order, without the end marker; each time from the start."""
+    def decoded(self, decode: Callable[[Any], T]) -> Iterator[T]:
+        """Read the records in order, without the end marker, each by `decode`. Raises RecordingError."""
         self.end_reason = CUT_OFF
-        decoder = CallDecoder(self.header)
         for record in read_records(self.path):
             try:
-                recorded = decoder.decode(record)
-            except RecordingError as error:
+                if record[0] == END:
+                    self.end_reason = str(record[2])
+                    return
+                made = decode(record)
+            except DAMAGE as error:
                 raise RecordingError(
-                    f"{self.path} holds {error}; its frames are whole, so it was written so: by another version?"
+                    f"{self.path} holds a record that cannot be ({type(error).__name__}: {error}); its frames are "
+                    "whole, so it was written so: by another version?"
                 ) from None
-            if isinstance(recorded.call, EndMarker):
-                self.end_reason = recorded.call.reason
-                return
-            yield recorded
+            yield made
+
+    def calls(self) -> Iterator[RecordedCall]:
+        """Read the calls in order, without the end marker; each time from the start."""
+        return self.decoded(CallDecoder(self.header).decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +204,7 @@ def open_recording(path: Path | str) -> Recording:
     return Recording(path, tuple(segments))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RecordedStep:
     """One step: `plan` has the columns but not the sequences' ids; `outcome` has the timings.
 
@@ -232,8 +238,8 @@ class StepPairs:
     """Matcher of a segment's plans with their outcomes; plans discarded after a failure are left out."""
 
     def __init__(self, segment_index: int = 0) -> None:
-        self.last: RecordedStep | None = None  # until it is known when the next plan was begun
         self._segment_index = segment_index
+        self._last: RecordedStep | None = None  # until it is known when the next plan was begun
         self._flight: deque[tuple[StepPlan, float]] = deque()
         self._free_from: float | None = None
         self._has_begun = False
@@ -241,23 +247,29 @@ class StepPairs:
     def take(self, recorded: RecordedCall) -> RecordedStep | None:
         """Add the next call; return the step that ended before it."""
         call, ended = recorded.call, None
-        if isinstance(call, StateRecord) and call.saved is not None and not self._has_begun:
-            self._flight.extend((plan, plan.now) for plan in call.saved.plans)
-        self._has_begun = True
         if isinstance(call, PlanCall):
-            if self.last is not None:
-                ended, self.last = replace(self.last, next_plan=call.now), None
+            ended = self.end(call.now)
             if recorded.digest:
                 self._flight.append((call.plan, recorded.done))
         elif isinstance(call, CommitCall) and self._flight:
-            ended = self.last
+            ended = self.end()
             plan, planned = self._flight.popleft()
             times = planned, call.now, recorded.done, self._free_from
-            self.last = RecordedStep(self._segment_index, plan, call.outcome, *times)
+            self._last = RecordedStep(self._segment_index, plan, call.outcome, *times)
             self._free_from = call.now
-            if self.last.has_failed:
+            if isinstance(call.outcome, StepFailure):
                 self._flight.clear()
+        elif isinstance(call, StateRecord) and call.saved is not None and not self._has_begun:
+            self._flight.extend((plan, plan.now) for plan in call.saved.plans)
+        self._has_begun = True
         return ended
+
+    def end(self, next_plan: float | None = None) -> RecordedStep | None:
+        """Return the last step, if it was not returned yet."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.next_plan = next_plan
+        return last
 
 
 def steps(recording: Recording) -> Iterator[RecordedStep]:
@@ -267,5 +279,5 @@ def steps(recording: Recording) -> Iterator[RecordedStep]:
         for recorded in segment.calls():
             if (ended := pairs.take(recorded)) is not None:
                 yield ended
-        if pairs.last is not None:
-            yield pairs.last
+        if (ended := pairs.end()) is not None:
+            yield ended

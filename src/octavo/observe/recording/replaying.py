@@ -1,8 +1,7 @@
 """Replay a recording: make the same calls on a new scheduler, whose plans must have the same digests.
 
-Owns: calling the scheduler, the comparison, its messages, reporting to sinks; RecordedRequest, and collecting the
-requests of a recording with their outcomes, as a workload.
-Does not: simulate other settings (octavo.simulator does).
+Owns: calling the scheduler, the comparison, its messages, reporting to sinks. Does not: collect requests
+(requests), or simulate other settings (octavo.simulator does).
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from octavo.core.plan import Event, EventKind, Events, NewSequence, StepFailure, StepPlan, StepResult
-from octavo.core.request import FinishReason, Request, Span
+from octavo.core.request import Request
 from octavo.core.request_state import Status
 from octavo.core.saved_state import SavedState
 from octavo.core.scheduler import Scheduler
 from octavo.core.tap import AdmitCall, CancelCall, CommitCall, ControlCall, EndChoiceCall, KeyRun, KVCall, PlanCall
 from octavo.errors import ConfigError, InvariantError, RequestError
-from octavo.observe.history import EventSink, History, RequestHistory
+from octavo.observe.history import EventSink
 from octavo.observe.recording.format import Header, RecordedCall, RecordingError, StateRecord
 from octavo.observe.recording.reader import RecordedStep, Recording, Segment, StepPairs
 
 MakeSink = Callable[[Scheduler, Header], EventSink]  # called for each segment, with its scheduler
-AddTimes = Callable[[tuple[float, ...]], object]  # as StepTimes.add
+AddStep = Callable[[RecordedStep], object]
 MAX_LINES = 12
 T = TypeVar("T")
 
@@ -214,12 +213,12 @@ class Replayed(NamedTuple):
 class Replayer:
     """Replays one segment's calls on a scheduler of its own, and compares each plan with the recorded one."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, segment_index: int = 0) -> None:
         self.step = 0  # of the last plan or commit
         self.began: float | None = None
         self.now = 0.0
         self.num_plans = 0  # that were not empty
-        self._segment = segment
+        self._segment, self._segment_index = segment, segment_index
         self._has_text = segment.header.has_text
         self._inputs = RecordedInputs(segment.header)
         self.scheduler = Scheduler(segment.header.limits, source=self._inputs)
@@ -227,13 +226,14 @@ class Replayer:
         self._owners: dict[int, str] = {}
         self._has_begun = False
 
-    def play(self, sink: EventSink | None = None, add_times: AddTimes | None = None) -> Iterator[Replayed]:
+    def play(self, sink: EventSink | None = None, add_step: AddStep | None = None) -> Iterator[Replayed]:
         """Replay all calls, reporting to a sink. Raises DivergenceError at the first whose outcome differs."""
-        pairs = StepPairs()
+        pairs = StepPairs(self._segment_index)
         for recorded in self._segment.calls():
             self.now = getattr(recorded.call, "now", self.now)
             self.began = self.now if self.began is None else self.began
-            _add_times(pairs.take(recorded), add_times)
+            if add_step is not None and (ended := pairs.take(recorded)) is not None:
+                add_step(ended)
             self._inputs.begin(recorded)
             try:
                 made = self._make(recorded)
@@ -244,7 +244,8 @@ class Replayer:
             if sink is not None:
                 made.report_to(sink)
             yield made
-        _add_times(pairs.last, add_times)
+        if add_step is not None and (ended := pairs.end()) is not None:
+            add_step(ended)
 
     def _make(self, recorded: RecordedCall) -> Replayed:
         scheduler, call = self.scheduler, recorded.call
@@ -320,25 +321,27 @@ class Replayer:
         return Replayed(recorded, events.decisions, plan=plan, events=events)
 
 
-def _add_times(step: RecordedStep | None, add_times: AddTimes | None) -> None:
-    if step is not None and add_times is not None and isinstance(step.outcome, StepResult):
-        add_times(step.seconds(step.outcome))
-
-
-def replay(recording: Recording, make_sink: MakeSink | None = None, add_times: AddTimes | None = None) -> ReplayReport:
+def replay(
+    recording: Recording,
+    make_sink: MakeSink | None = None,
+    add_step: AddStep | None = None,
+    add_call: Callable[[Replayed], object] | None = None,
+) -> ReplayReport:
     """Replay all segments, reporting to a sink as a live engine would; ends at the first difference.
 
-    `add_times` is called with each step's seconds by PARTS once they are known: after the sink's `stepped`, before the
-    next.
+    `add_step` is called with each step once its times are known: after the sink's `stepped`, before the next.
+    `add_call` is called with each call after the sink.
     Raises RecordingError; ConfigError for a policy that is not installed here.
     """
     report = ReplayReport()
     for index, segment in enumerate(recording.segments):
-        replayer = Replayer(segment)
+        replayer = Replayer(segment, index)
         sink = None if make_sink is None else make_sink(replayer.scheduler, segment.header)
         try:
-            for made in replayer.play(sink, add_times):
+            for made in replayer.play(sink, add_step):
                 report.count(made)
+                if add_call is not None:
+                    add_call(made)
         except DivergenceError as divergence:
             report.difference = Difference(index, replayer.step, replayer.now, divergence.lines)
         report.num_segments += 1
@@ -348,6 +351,16 @@ def replay(recording: Recording, make_sink: MakeSink | None = None, add_times: A
         if report.difference is not None:
             break
     return report
+
+
+def check_equal(recording: Recording, report: ReplayReport) -> None:
+    """Raise RecordingError if a replay of the recording differed."""
+    if report.difference is not None:
+        segment = recording.segments[report.difference.segment_index]
+        raise RecordingError(
+            f"{segment.path} does not replay to the same decisions from step {report.difference.step} on "
+            f"({report.difference.lines[0]}); use the Octavo that recorded it ({segment.header.octavo or 'unknown'})"
+        )
 
 
 # --- differences in words ------------------------------------------------------------------------------------
@@ -409,189 +422,3 @@ def _rows(plan: StepPlan, names: Mapping[int, str]) -> dict[str, str]:
 
 def _split(column: array[int], width: int) -> dict[int, list[int]]:
     return {at // width: column[at : at + width].tolist() for at in range(0, len(column), width)}
-
-
-MAX_ON_THE_WAY_S = 3600.0  # from the front end to the engine; a longer time means another clock
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRequest:
-    """One request. Times are seconds since the first arrival of all; None if the event did not happen.
-
-    `arrival` is its arrival at the server, `taken` its admission by the engine, between two steps. `output_tokens` has
-    one number for each choice. `keys` are those of the prompt's full blocks, `output_keys` the later ones of the first
-    choice, beginning with the block that holds the prompt's end; one for each `key_tokens` tokens. `segment_index` is
-    that of its segment. `is_resumed`: it was open in an earlier engine process, which generated its first
-    `emitted_tokens` outputs. `was_open`: it was open when the recording began in the middle of an engine's life; then
-    it is resumed if it had outputs, and `emitted_tokens` are those that every choice had.
-    """
-
-    name: str
-    segment_index: int
-    arrival: float
-    prompt_tokens: int
-    output_tokens: tuple[int, ...]
-    tenant: str = ""
-    priority: int = 0
-    keys: tuple[bytes, ...] = ()
-    output_keys: tuple[bytes, ...] = ()
-    key_tokens: int = 0
-    max_tokens: int = 0
-    cached_tokens: int = 0
-    num_preemptions: int = 0
-    ttft_objective: float | None = None
-    tpot_objective: float | None = None
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    end: float | None = None
-    finish_reason: FinishReason | None = None
-    taken: float = 0.0
-    emitted_tokens: int = 0
-    is_resumed: bool = False
-    was_open: bool = False
-    spans: tuple[Span, ...] = ()
-    adapter_id: int = 0
-
-    @property
-    def n(self) -> int:
-        """Choices, or beams."""
-        return len(self.output_tokens)
-
-    @property
-    def earlier_tokens(self) -> int:
-        """Outputs of each choice from before a recording that begins in the middle of an engine's life."""
-        return self.emitted_tokens if self.was_open and self.is_resumed else 0
-
-
-class _Gathered:
-    """The data of a request collected while its segment is replayed, beside its history."""
-
-    def __init__(self, call: AdmitCall, max_tokens: int, history: RequestHistory, was_open: bool = False) -> None:
-        params, emitted = call.request.params, len(call.request.emitted_token_ids or ())
-        self.call = call
-        self.max_tokens = max_tokens
-        self.history = history
-        self.keys: list[bytes] = []
-        self.was_open = was_open
-        self.num_emitted = emitted
-        self.num_outputs = [emitted] * (params.n if params.beam_width else params.num_sequences)
-
-    def request(self, segment_index: int, origin: float, key_tokens: int) -> RecordedRequest:
-        """Return the request, with times relative to `origin`."""
-        request, history, end = self.call.request, self.history, self.history.end
-        num_prompt_keys = request.num_prompt_tokens // key_tokens
-
-        def at(now: float | None) -> float | None:
-            return None if now is None else now - origin
-
-        return RecordedRequest(
-            request.request_id,
-            segment_index,
-            _arrival(self.call) - origin,
-            request.num_prompt_tokens,
-            tuple(self.num_outputs),
-            request.tenant,
-            request.priority,
-            tuple(self.keys[:num_prompt_keys]),
-            tuple(self.keys[num_prompt_keys:]),
-            key_tokens,
-            self.max_tokens,
-            history.cached_tokens,
-            history.num_preemptions,
-            request.ttft_objective,
-            request.tpot_objective,
-            first_scheduled=at(history.admitted_at),
-            first_token=at(history.first_token_at),
-            end=None if end is None else end.time - origin,
-            finish_reason=None if end is None else end.finish_reason,
-            taken=self.call.now - origin,
-            emitted_tokens=self.num_emitted,
-            is_resumed=request.emitted_token_ids is not None,
-            was_open=self.was_open,
-            spans=request.spans,
-            adapter_id=request.adapter_id,
-        )
-
-
-def _arrival(call: AdmitCall) -> float:
-    """Return when a request arrived at the server: its own time if that is plausible, else its admission's."""
-    arrival = call.request.arrival
-    return arrival if call.now - MAX_ON_THE_WAY_S <= arrival <= call.now else call.now
-
-
-def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None = None) -> list[RecordedRequest]:
-    """Return the requests of all segments in order of arrival; replays the recording to find their outcomes.
-
-    `at_end` is called with each segment's scheduler in its last state. Raises RecordingError if the replay differs,
-    and replay's errors.
-    """
-    found: list[RecordedRequest] = []
-    origin: float | None = None
-    for index, segment in enumerate(recording.segments):
-        if origin is None:
-            origin = _origin(segment)
-        replayer = Replayer(segment)
-        gathered = _gather(segment, replayer)
-        if at_end is not None:
-            at_end(replayer.scheduler)
-        found += [one.request(index, origin, segment.header.key_tokens) for one in gathered]
-    return sorted(found, key=lambda one: one.arrival)
-
-
-def _origin(segment: Segment) -> float:
-    """Return the time zero of a recording: its first arrival, or its begin in the middle of an engine's life."""
-    if segment.header.has_state:
-        return segment.header.start
-    first = next((one.call for one in segment.calls() if isinstance(one.call, AdmitCall)), None)
-    return segment.header.clock if first is None else _arrival(first)
-
-
-def _gather(segment: Segment, replayer: Replayer) -> list[_Gathered]:
-    """Replay a segment; return its requests in order of admission."""
-    history = History(replayer.scheduler, max_ended=0)
-    gathered: dict[int, _Gathered] = {}  # by order of arrival at the engine
-    newest: dict[str, _Gathered] = {}  # by id, which may be used again
-    next_order = 0
-    try:
-        for made in replayer.play(history):
-            call = made.recorded.call
-            if made.opened is not None:
-                gathered, next_order = _gather_open(made.opened, history)
-                newest = {one.call.request.request_id: one for one in gathered.values()}
-            elif isinstance(call, AdmitCall):
-                name = call.request.request_id
-                newest[name] = gathered[next_order] = _Gathered(call, made.max_tokens, history.open[name])
-                next_order += 1
-            for run in getattr(call, "keys", ()):
-                one = gathered.get(run.order)
-                if one is not None and not run.choice and run.first == len(one.keys):  # of the first choice, in order
-                    one.keys.extend(run.keys)
-            if made.events is not None:
-                for name, choice in zip(made.events.request_ids, made.events.choices, strict=True):
-                    newest[name].num_outputs[choice] += 1
-    except DivergenceError as divergence:
-        raise RecordingError(
-            f"{segment.path} does not replay to the same decisions from step {replayer.step} on "
-            f"({divergence.lines[0]}); use the Octavo that recorded it ({segment.header.octavo or 'unknown'})"
-        ) from None
-    return list(gathered.values())
-
-
-def _gather_open(opened: OpenedBefore, history: History) -> tuple[dict[int, _Gathered], int]:
-    """Return the requests that were open when a segment began, by order of arrival, and the next order."""
-    found, saved = {}, opened.saved
-    requests = {request.request_id: request for request in opened.requests}
-    for request, one in zip(saved.requests, saved.progress, strict=True):
-        if one.status == Status.FINISHED:
-            continue
-        call = AdmitCall(opened.now, requests[request.request_id])
-        entry = _Gathered(call, int(one.values["max_tokens"] or 0), history.open[request.request_id], was_open=True)
-        for number in one.sequences:
-            sequence, choice = saved.sequences[number], int(saved.sequences[number].values["choice"] or 0)
-            if one.beams is None:
-                entry.num_outputs[choice] = OpenedBefore.num_outputs(saved, number)
-                entry.num_emitted = min(entry.num_emitted, entry.num_outputs[choice])
-            if not choice:
-                entry.keys = list(sequence.keys)
-        found[int(one.values["order"] or 0)] = entry
-    return found, int(saved.values["next_order"] or 0)

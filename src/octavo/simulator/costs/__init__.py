@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
+from octavo.observe.recording.reader import open_recording
 from octavo.simulator.cost_model import CostModel, ScaledCosts
 from octavo.simulator.costs.corrected import CorrectedCosts, load_correction
 from octavo.simulator.costs.fitted import Fitted, fit_recording, load_fit
@@ -40,7 +41,7 @@ def cost_model(name: str = "roofline", hardware: Hardware | None = None) -> Cost
         files = read_table(path)
         return CostTable(files if hardware is None else files.completed(hardware))
     if kind == "fitted" and path:
-        return Fitted(load_fit(path) if path.endswith(".json") else fit_recording(path))
+        return Fitted(load_fit(path) if path.endswith(".json") else fit_recording(open_recording(path)))
     raise ConfigError(unknown("cost", name, KINDS))
 
 

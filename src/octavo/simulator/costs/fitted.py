@@ -11,10 +11,9 @@ almost nothing, while the time grows in proportion from the hundredth token on.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import log
+from math import log, nan
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.errors import ConfigError
-from octavo.observe.recording.reader import RecordedStep, open_recording, steps
+from octavo.observe.recording.columns import StepColumns, StepNumbers, read_columns
+from octavo.observe.recording.reader import RecordedStep, Recording
 from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape, TimeFloor, shape_of, token_floors
 from octavo.simulator.costs.least_squares import Array, solve
 
@@ -52,17 +52,20 @@ HOST_NAMES = ("step", "row", "sample")
 
 def features(shape: StepShape) -> list[float]:
     """Return the step's features, one for each of NAMES. The predicted time is their weighted sum."""
-    pairs = sum(count * before + count * (count + 1) // 2 for count, before in shape.prefills)
     return [
         *_tokens(shape.num_tokens),
         len(shape.decode_kv),
         sum(shape.decode_kv),
         len(shape.prefills),
-        pairs,
+        _pairs(shape),
         shape.num_samples,
         shape.copied_blocks,
         shape.swapped_out_blocks + shape.loaded_blocks,
     ]
+
+
+def _pairs(shape: StepShape) -> int:
+    return sum(count * before + count * (count + 1) // 2 for count, before in shape.prefills)
 
 
 def decode_features(num_rows: int, kv_sum: int) -> list[float]:
@@ -215,51 +218,32 @@ def _priced(numbers: Sequence[float], prices: Sequence[float]) -> float:
     return total
 
 
-@dataclass(slots=True)
-class Observations:
-    """Features and times of successful steps: device times of steps with rows, host times if another plan follows.
-
-    `plans` and `host_plans` have the times of their plans.
-    """
-
-    rows: list[list[float]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    plans: list[float] = field(default_factory=list)
-    host_rows: list[list[float]] = field(default_factory=list)
-    host_s: list[float] = field(default_factory=list)
-    host_plans: list[float] = field(default_factory=list)
-
-    def without_warm_up(self) -> Observations:
-        """Return the observations after the first WARM_UP_S; all of them if they are of a short time, or few."""
-        if not self.plans or self.plans[-1] - self.plans[0] < LONG_S:
-            return self
-        cut = bisect_left(self.plans, self.plans[0] + WARM_UP_S)
-        if len(self.plans) - cut < MANY_STEPS:
-            return self
-        of_host = slice(bisect_left(self.host_plans, self.plans[cut]), None)
-        return Observations(
-            self.rows[cut:], self.seconds[cut:], self.plans[cut:],
-            self.host_rows[of_host], self.host_s[of_host], self.host_plans[of_host],
-        )  # fmt: skip
-
-
-def observe(recorded: Iterable[RecordedStep]) -> Observations:
-    """Return the features, device seconds and host seconds of recorded steps."""
-    observed = Observations()
+def observe(recorded: Iterable[RecordedStep]) -> StepColumns:
+    """Return the numbers, device seconds and host seconds of successful steps; read_columns reads the same faster."""
+    columns = StepColumns()
     for step in recorded:
-        if step.has_failed:
-            continue
-        shape = shape_of(step.plan)
-        if step.next_plan is not None:
-            observed.host_rows.append(host_features(shape))
-            observed.host_s.append(max(step.next_plan - step.collected, 1e-9))
-            observed.host_plans.append(step.plan.now)
-        begin = begin_of(step)
-        if step.plan.slots and step.collected > begin:
-            observed.rows.append(features(shape))
-            observed.seconds.append(step.collected - begin)
-            observed.plans.append(step.plan.now)
-    return observed
+        add_step(columns, step)
+    return columns
+
+
+def add_step(columns: StepColumns, step: RecordedStep) -> None:
+    """Add a step if it has a result."""
+    if step.has_failed:
+        return
+    shape, begin = shape_of(step.plan), begin_of(step)
+    numbers = StepNumbers(
+        len(shape.decode_kv),
+        sum(shape.decode_kv),
+        len(shape.prefills),
+        sum([count for count, _ in shape.prefills]),
+        _pairs(shape),
+        shape.num_samples,
+        shape.copied_blocks,
+        shape.swapped_out_blocks + shape.loaded_blocks,
+    )
+    device_s = step.collected - begin if step.plan.slots and step.collected > begin else nan
+    host_s = nan if step.next_plan is None else max(step.next_plan - step.collected, 1e-9)
+    columns.add(numbers, step.plan.now, device_s, host_s)
 
 
 def begin_of(step: RecordedStep) -> float:
@@ -269,18 +253,22 @@ def begin_of(step: RecordedStep) -> float:
 
 def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps", has_warm_up: bool = False) -> Fit:
     """Fit device times and host times, without a warm-up if there is one. Raises ConfigError for too few steps."""
-    everything = observe(recorded)
-    observed = everything.without_warm_up() if has_warm_up else everything
-    if len(observed.seconds) < MIN_STEPS:
+    return fit_columns(observe(recorded), source, has_warm_up)
+
+
+def fit_columns(columns: StepColumns, source: str, has_warm_up: bool = False) -> Fit:
+    """Fit device times and host times, without a warm-up if there is one. Raises ConfigError for too few steps."""
+    everything = columns.arrays()
+    rows, seconds, host_rows, host_s = feature_rows(_after_warm_up(everything) if has_warm_up else everything)
+    if len(seconds) < MIN_STEPS:
         raise ConfigError(
-            f"{source} has {len(observed.seconds)} steps to fit; at least {MIN_STEPS} are needed: record a longer run"
+            f"{source} has {len(seconds)} steps to fit; at least {MIN_STEPS} are needed: record a longer run"
         )
-    rows, seconds = np.array(observed.rows, float), np.array(observed.seconds)
     cut = int(len(seconds) * (1 - HELD_OUT))
     held = rows[cut:] @ solve(rows[:cut], seconds[:cut], num_draws=0).values
     solution = solve(rows, seconds)
     values, low, high = (_extended(one, rows) for one in (solution.values, solution.low, solution.high))
-    host = solve(np.array(observed.host_rows, float), np.array(observed.host_s)) if len(observed.host_s) >= 8 else None
+    host = solve(host_rows, host_s) if len(host_s) >= 8 else None
     nothing = np.zeros(len(HOST_NAMES))
     return Fit(
         source,
@@ -290,8 +278,32 @@ def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps", has_warm_
         float(held.sum() / seconds[cut:].sum() - 1),
         float(np.mean(np.abs(held / seconds[cut:] - 1))),
         _spread(rows @ solution.values, seconds),
-        num_left_out=len(everything.rows) - len(observed.rows),
+        num_left_out=int(np.sum(~np.isnan(everything["device_s"]))) - len(seconds),
     )
+
+
+def _after_warm_up(of: Mapping[str, Array]) -> Mapping[str, Array]:
+    """Return the columns after the first WARM_UP_S; all of them if they are of a short time, or few."""
+    planned = of["planned"][~np.isnan(of["device_s"])]
+    if not len(planned) or planned[-1] - planned[0] < LONG_S:
+        return of
+    kept = planned[planned >= planned[0] + WARM_UP_S]
+    if len(kept) < MANY_STEPS:
+        return of
+    return {name: column[of["planned"] >= kept[0]] for name, column in of.items()}
+
+
+def feature_rows(of: Mapping[str, Array]) -> tuple[Array, Array, Array, Array]:
+    """Return the `features` and seconds of steps with device time, then `host_features` and seconds with host time."""
+    tokens, num_rows = of["decodes"] + of["chunk_tokens"], of["decodes"] + of["chunks"]
+    ones = np.ones(len(tokens))
+    ends = (*KNOTS[1:], np.inf)
+    ranges = [np.clip(tokens, low, end) - low for low, end in zip(KNOTS, ends, strict=True)]
+    others = ("decodes", "decode_kv", "chunks", "chunk_pairs", "samples", "copied", "moved")
+    rows = np.column_stack([ones, *ranges, *(of[name] for name in others)])
+    host_rows = np.column_stack([ones, num_rows, of["samples"]])
+    has_device, has_host = ~np.isnan(of["device_s"]), ~np.isnan(of["host_s"])
+    return rows[has_device], of["device_s"][has_device], host_rows[has_host], of["host_s"][has_host]
 
 
 def _extended(values: Array, rows: Array) -> Array:
@@ -314,19 +326,18 @@ def _spread(predicted: Array, seconds: Array) -> float:
     return float(np.std(ratios)) if len(ratios) > 1 else 0.0
 
 
-def fit_recording(path: Path | str) -> Fit:
-    """Fit the steps of a recording's folder, without the warm-up that one from an engine's start has.
+def fit_recording(recording: Recording, columns: StepColumns | None = None) -> Fit:
+    """Fit the steps of a recording, or these columns of them, without the warm-up that one from an engine's start has.
 
     Raises RecordingError, or ConfigError if it is too short.
     """
-    recording = open_recording(path)
     header = recording.header
     engine: dict[str, object] = {"model": header.model, "device": header.device, "depth": header.depth}
     if len(header.limits.num_blocks) == 1 and isinstance(header.limits.policy, str):
         values = {entry.name: getattr(header.limits, entry.name) for entry in fields(header.limits)}
         del values["groups"]
         engine["limits"] = values
-    fit = fit_steps(steps(recording), Path(path).name, has_warm_up=not header.has_state)
+    fit = fit_columns(columns or read_columns(recording), recording.path.name, has_warm_up=not header.has_state)
     return replace(fit, engine=engine)
 
 

@@ -51,24 +51,31 @@ def solve(columns: Array, wanted: Array, num_draws: int = NUM_DRAWS) -> Solution
         weighted, target = columns * (weights / expected)[:, None], target * weights
         values = non_negative(weighted.T @ weighted, weighted.T @ target)
     level = np.minimum(wanted, LEVEL_CUT * expected)
-    starts = range(0, len(wanted), BLOCK)
-    grams = np.array([weighted[at : at + BLOCK].T @ weighted[at : at + BLOCK] for at in starts])
-    moments = np.array([weighted[at : at + BLOCK].T @ target[at : at + BLOCK] for at in starts])
-    sums = np.array([columns[at : at + BLOCK].sum(0) for at in starts])
-    totals = np.array([level[at : at + BLOCK].sum() for at in starts])
-    draws = [_levelled(grams, moments, sums, totals)]
+    num_blocks = -(-len(wanted) // BLOCK)
+    blocks, targets = _blocks(weighted), _blocks(target[:, None])
+    grams, moments = blocks.transpose(0, 2, 1) @ blocks, (blocks.transpose(0, 2, 1) @ targets)[:, :, 0]
+    sums, totals = _blocks(columns).sum(1), _blocks(level[:, None]).sum((1, 2))
+    draws = [_levelled(grams.sum(0), moments.sum(0), sums.sum(0), float(totals.sum()))]
     random = np.random.default_rng(0)
     for _ in range(num_draws):
-        chosen = random.integers(0, len(grams), len(grams))
-        draws.append(_levelled(grams[chosen], moments[chosen], sums[chosen], totals[chosen]))
+        times = np.bincount(random.integers(0, num_blocks, num_blocks), minlength=num_blocks).astype(float)
+        gram = (times @ grams.reshape(num_blocks, -1)).reshape(grams.shape[1:])
+        draws.append(_levelled(gram, times @ moments, times @ sums, float(times @ totals)))
     low, high = np.percentile(np.array(draws), [2.5, 97.5], axis=0)
     return Solution(draws[0], low, high)
 
 
-def _levelled(grams: Array, moments: Array, sums: Array, totals: Array) -> Array:
-    values = non_negative(grams.sum(0), moments.sum(0))
-    predicted = float(sums.sum(0) @ values)
-    return values * (float(totals.sum()) / predicted) if predicted > 0 else values
+def _blocks(rows: Array) -> Array:
+    """Return rows as [blocks, rows, columns]; the last block is filled up with zeros."""
+    filled = np.zeros((-(-len(rows) // BLOCK) * BLOCK, rows.shape[1]))
+    filled[: len(rows)] = rows
+    return filled.reshape(-1, BLOCK, rows.shape[1])
+
+
+def _levelled(gram: Array, moment: Array, sums: Array, total: float) -> Array:
+    values = non_negative(gram, moment)
+    predicted = float(sums @ values)
+    return values * (total / predicted) if predicted > 0 else values
 
 
 def non_negative(gram: Array, moment: Array) -> Array:

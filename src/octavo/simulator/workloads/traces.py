@@ -25,7 +25,7 @@ import msgspec
 from octavo.errors import ConfigError
 from octavo.fleet.routing_log import ChoiceRecord, EndRecord, PromptRecord, read_routing_log, routing_logs
 from octavo.observe.recording.reader import open_recording
-from octavo.observe.recording.replaying import RecordedRequest, arrivals
+from octavo.observe.recording.requests import RecordedRequest, read_requests
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.rows import FileRow, csv_rows, json_rows
 from octavo.simulator.workloads.spec import BuildContext, Notes, Source, Spec
@@ -440,29 +440,30 @@ def recording(spec: Spec, context: BuildContext) -> Source:
 
     @cache
     def read() -> tuple[bool, list[RecordedRequest]]:
-        """Replay the recording, once for all policies."""
+        """Read the recording, once for all policies."""
         opened = open_recording(path)
-        return opened.header.has_state, arrivals(opened)
+        return opened.header.has_state, read_requests(opened)
 
-    def source(notes: Notes) -> Iterator[Arrival]:
-        has_state, requests = read()
-        counts: dict[str, tuple[int, ...]] = {}
-        for one in requests:  # after a crash, a request's last record has the whole answer
-            before = counts.get(one.name, ())
-            counts[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
-        first = 0.0 if has_state or not requests else requests[0].arrival
-        seen: set[str] = set()
-        for one in requests:
-            if one.is_resumed and one.name in seen:
-                continue
-            seen.add(one.name)
-            notes.add("not ended when the recording was, taken as far as they came", one.end is None)
-            notes.add("answers of no token, taken as one", not max(counts[one.name]))
-            if one.was_open:
-                notes.add("were open when the recording began, taken as new at time 0, with their tokens as prompt")
-            yield recorded_arrival(one, counts[one.name], max(0.0, one.arrival - first))
+    return lambda notes: recorded_arrivals(*read(), notes)
 
-    return source
+
+def recorded_arrivals(has_state: bool, requests: Sequence[RecordedRequest], notes: Notes) -> Iterator[Arrival]:
+    """Yield recorded requests, in order, as arrivals. `has_state`: as in the recording's header."""
+    counts: dict[str, tuple[int, ...]] = {}
+    for one in requests:  # after a crash, a request's last record has the whole answer
+        before = counts.get(one.name, ())
+        counts[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
+    first = 0.0 if has_state or not requests else requests[0].arrival
+    seen: set[str] = set()
+    for one in requests:
+        if one.is_resumed and one.name in seen:
+            continue
+        seen.add(one.name)
+        notes.add("not ended when the recording was, taken as far as they came", one.end is None)
+        notes.add("answers of no token, taken as one", not max(counts[one.name]))
+        if one.was_open:
+            notes.add("were open when the recording began, taken as new at time 0, with their tokens as prompt")
+        yield recorded_arrival(one, counts[one.name], max(0.0, one.arrival - first))
 
 
 def recorded_arrival(one: RecordedRequest, counts: Sequence[int], time: float) -> Arrival:
