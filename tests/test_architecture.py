@@ -100,14 +100,14 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("text",): 2_274,
     ("grammar", "sandbox"): 1_870,
     ("media",): 500,
-    ("observe",): 3_944,
-    ("simulator",): 6_565,
+    ("observe",): 4_345,
+    ("simulator",): 6_597,
     ("server",): 12_058,
-    ("cli",): 6_410,
+    ("cli",): 6_422,
     ("bench",): 2_911,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 73_059, 461  # of src
+ALL_CODE_LINES, ALL_FILES = 73_543, 463  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
