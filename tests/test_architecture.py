@@ -91,7 +91,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Corrections that use queued requests' waits, and warm-ups that fits leave out, raised simulator.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_763,
+    ("core",): 5_760,
     ("engine", "frontend"): 6_020,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_668,
@@ -107,7 +107,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("bench",): 2_911,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 73_543, 463  # of src
+ALL_CODE_LINES, ALL_FILES = 73_540, 463  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -240,10 +240,7 @@ class PolicyGuard:
     def notify_each(self, hook: str, requests: Iterable[RequestState], *args: Any) -> None:
         """Call the policy's hook of that name for each request, in order."""
         for request in requests if hook in self._hooks else ():
-            try:
-                getattr(self.policy, hook)(request, *args)
-            except Exception as error:
-                self._count(f"{hook}: {type(error).__name__}: {_shown(error)}")
+            self.notify(hook, request, *args)
 
     def save(self) -> Any:
         """Return the policy's state as plain data. Raises ConfigError if the policy cannot give it."""
