@@ -167,7 +167,7 @@ async def _wait_for_engines(url: str, started: Sequence[ProcessTree], count: int
         with suppress(OSError, ProtocolError, TimeoutError):
             status, body = await client.get("/health")
             if status == HTTPStatus.OK:
-                states = [replica["state"] for replica in json.loads(body)["replicas"]]
+                states = [replica["state"] for replica in json.loads(body).get("replicas", ())]
                 if states.count("ready") == count:
                     return
         await asyncio.sleep(0.1)
