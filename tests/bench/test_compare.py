@@ -113,12 +113,14 @@ def test_peers_take_turns_and_only_one_runs() -> None:
 def test_servers_are_compared_with_the_server() -> None:
     log = []
     ours = [FakePeer("octavo", 4.0, log), FakePeer("octavo server", 3.0, log, is_server=True)]
+    ours[0].facts |= {"quantization": "q4_1"}
     report, _, _ = _compare([*ours, FakePeer("llama.cpp", 1.0, log, is_server=True)])
     result = report["peers"][2]["workloads"]["random-5x6+4-seed0@3"]
     assert result["ratios"]["output_tokens_per_s"]["median"] == 3.0
     out = io.StringIO()
     show_comparison(Console(file=out, width=120), report)
-    assert "llama.cpp" in out.getvalue()
+    weights = [line.split()[-3] for line in out.getvalue().splitlines()[-3:]]
+    assert weights == ["q4_1", "bf16", "bf16"], "the code of weights, or else their type"
 
 
 def test_a_peer_that_fails_is_left_out_and_ended() -> None:

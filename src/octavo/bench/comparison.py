@@ -165,10 +165,16 @@ def show_comparison(console: Console, report: Report) -> None:
         show_rows(console, f"{name}, medians of {report['rounds']}; ratios above 1: octavo is ahead", _COLUMNS, rows)
         console.print()
     starts = [
-        (peer["name"], str(peer.get("dtype", "")), peer["startup_s"], round(peer["peak_memory_bytes"] / 2**30, 2))
+        (peer["name"], _weights(peer), peer["startup_s"], round(peer["peak_memory_bytes"] / 2**30, 2))
         for peer in report["peers"]
     ]
     show_rows(console, "Processes", ("", "weights", "start-up s", "peak GiB"), starts)
+
+
+def _weights(peer: Mapping[str, Any]) -> str:
+    """Return the code of a peer's weights, or their type."""
+    code = peer.get("quantization")
+    return str(peer.get("dtype", "")) if code in (None, "none") else str(code)
 
 
 def _row(peer: dict[str, Any], result: dict[str, Any]) -> tuple[object, ...]:
