@@ -1,4 +1,4 @@
-"""Everything that only a CUDA device can show, in under ten minutes: run it, and paste the table and the JSON object.
+"""Everything that only a CUDA device can show, in ten minutes at most: run it, and paste the table and the JSON object.
 
     python -m tools.gpu_check [MODEL] [--minutes 10] [--batches 1 8 64 256] [--context 1024] [--vllm-python PYTHON]
 
@@ -6,27 +6,28 @@ Parts: the device's facts; the self-check (kernels against references, bits); th
 device; bandwidth and matrix products; then MODEL: ids of captured steps against eager ones, ids alone against ids in a
 batch (--numerics invariant), first tokens against the CPU's if the model is small, tokens/s at each batch size beside
 the floor that bandwidth sets, and vLLM's beside it if PYTHON (this one if not given) has it. A model of any size with
-random weights: `python -m tools.model_folder`. A part that fails is reported with its trace, and the others still run.
-Each result is printed to stderr at once, in case the process ends.
-Exit status: 0 all right, 1 a part failed, 2 there is no CUDA device.
+random weights: `python -m tools.model_folder`. Each part is a process of its own, and this one never asks for the
+device: a part that fails, crashes or hangs is reported with its trace, its memory is free again, and the others run.
+Each result is printed to stderr at once. Exit status: 0 all right, 1 a part failed, 2 there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ SMALL_BYTES = 1 << 30  # of weights: such a model is compared with the CPU
 OUTPUTS = 64  # tokens of each answer
 TRACE = 4000  # characters of a failed part's output that the JSON object has
 Facts = dict[str, Any]
+CHILD = (sys.executable, "-m", "tools.gpu_check", "--part")  # what runs a part; its description follows
+LIMITS_S = {
+    "device": 60, "self-check": 150, "conformance": 240, "speed": 90, "answers": 150, "cpu": 150, "serving": 240,
+    "vllm": 240,
+}  # fmt: skip
+LEAST_S = 5  # no part begins with less time left
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,36 +74,75 @@ class Sizes:
 
 @dataclass(slots=True)
 class Check:
-    """The parts' results by name; a part begins only while there is time."""
+    """The parts' results by name. A part ends at its limit, and all of them at `ends_at`."""
 
-    device: torch.device
     ends_at: float
     results: dict[str, Facts] = field(default_factory=dict)
 
-    def part(self, name: str, run: Callable[[], Facts]) -> Facts:
-        """Run a part; a result with `ok` false, and an error, are failures."""
+    def part(self, name: str, run: Callable[[float], Facts]) -> Facts:
+        """Run a part, which gets the number of seconds that it has; a result with `ok` false is a failure."""
         started_at = time.monotonic()
-        if started_at > self.ends_at:
+        if (left_s := self.ends_at - started_at) < LEAST_S:
             self.results[name] = {"ok": None, "why": "no time was left"}
             return self.results[name]
         print(f"{name} ...", file=sys.stderr, flush=True)
-        try:
-            found = {"ok": True, **run()}
-        except Exception as error:  # the shell: whatever a device raises is this part's result
-            found = {"ok": False, "why": reason_of(error)[:300], "trace": traceback.format_exc()[-TRACE:]}
+        found = attempt(lambda: run(min(left_s, LIMITS_S[name])))
         self.results[name] = {**found, "seconds": round(time.monotonic() - started_at, 1)}
-        # a later part may end or block this process, and the report with it
-        print(json.dumps({name: self.results[name]}, default=str), file=sys.stderr, flush=True)
+        print(json.dumps({name: self.results[name]}), file=sys.stderr, flush=True)
         return self.results[name]
 
 
+def attempt(run: Callable[[], Facts]) -> Facts:
+    """Return a part's result; an error is a failure of the part."""
+    try:
+        return {"ok": True, **run()}
+    except Exception as error:  # the shell: whatever a device raises is the part's result
+        return {"ok": False, "why": reason_of(error)[:300], "trace": traceback.format_exc()[-TRACE:]}
+
+
+def run_child(name: str, words: Sequence[str], limit_s: float) -> Facts:
+    """Return the JSON object that a process prints as its last line, or how the process failed."""
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    ) as child:
+        try:
+            out, errors = child.communicate(timeout=limit_s)
+            how = f"ended with status {child.returncode}" if child.returncode else ""
+        except subprocess.TimeoutExpired:
+            _kill(child)
+            out, errors = child.communicate()
+            how = f"took more than {limit_s:.3g} s"
+        except BaseException:
+            _kill(child)
+            raise
+    if how:
+        _kill(child)  # what it started
+    elif result := next((line for line in reversed(out.splitlines()) if line.startswith("{")), ""):
+        with suppress(ValueError):
+            found: Facts = json.loads(result)
+            return found
+    how = how or "printed no result"
+    lines = [line.strip() for line in (errors.strip() or out.strip()).splitlines() if line.strip()]
+    last = lines[-1][:300] if lines else "no output"
+    return {"ok": False, "why": f"{name} {how}: {last}", "trace": (errors or out)[-TRACE:]}
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
 def describe_device(device: torch.device) -> Facts:
-    """Return the facts that every other figure depends on."""
+    """Return the facts that every other figure depends on, and the share of the memory that a process can have."""
     facts: Facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": _version("triton")}
     if device.type == "cuda":
+        if (obstacle := look_for_cuda().obstacle) is not None:
+            return {"ok": None, "why": obstacle}
         properties = torch.cuda.get_device_properties(device)
         facts |= {"name": properties.name, "capability": f"{properties.major}.{properties.minor}"}
         facts |= {"memory_gib": round(properties.total_memory / 2**30, 1), "sms": properties.multi_processor_count}
+        free, total = torch.cuda.mem_get_info(device)
+        facts["free_share"] = round(min(0.9, free / total - 0.02), 3)
     return facts
 
 
@@ -115,15 +161,19 @@ def check_conformance(device: torch.device) -> Facts:
     if missing:
         return {"ok": None, "why": f"{' and '.join(missing)} not installed (pip install -e '.[test]')"}
     compiled = {**os.environ, "TRITON_INTERPRET": "0"}  # without it, tests interpret kernels
-    done = subprocess.run(words, cwd=ROOT, env=compiled, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=ROOT, env=compiled, capture_output=True, text=True)
     found: Facts = {"ok": done.returncode == 0, "tests": (done.stdout.splitlines() or ["none ran"])[-1]}
     return found if found["ok"] else found | {"trace": (done.stdout + done.stderr)[-TRACE:]}
 
 
 def sheet_of(name: str) -> DeviceFacts | None:
     """Return the facts by which `octavo plan` and the simulator know a device of this name, if they do."""
-    plain = name.lower().replace(" ", "")
-    fitting = [facts for facts in DEVICES.values() if all(part in plain for part in facts.name.split("-"))]
+    plain = re.sub(r"\b(rtx|pro) ", r"\1", name.lower())
+    fitting = [
+        facts
+        for facts in DEVICES.values()
+        if all(re.search(rf"\b{part}(?!\d)", plain) for part in facts.name.split("-"))
+    ]
     return max(fitting, key=lambda facts: len(facts.name), default=None)
 
 
@@ -217,43 +267,19 @@ def measure_serving(model: str, device: torch.device, sizes: Sizes, copy_gb_s: f
                 "floor_ms": round(1000 * floor_s, 3),
                 "of_floor": round(floor_s / step_s, 3),
             }
+            print(batch, facts[str(batch)], file=sys.stderr, flush=True)  # for the trace, if a later one fails
     return {"batches": facts, "notes": list(capacity.notes)}
 
 
-def measure_vllm(
-    model: str, sizes: Sizes, share: float, python: str = sys.executable, timeout_s: float = 300.0
-) -> Facts:
+def measure_vllm(model: str, sizes: Sizes, share: float, python: str, limit_s: float) -> Facts:
     """Measure vLLM in a process of its own with `share` of the device's memory; say so if it is not installed."""
     files = resolve_model(model)
     if files.kind != "hf":
         return {"ok": None, "why": f"{files.name} is no folder of safetensors, which vLLM would read"}
     asked = {"model": str(files.root), "batches": list(sizes.batches), "context": sizes.context}
-    asked |= {"outputs": sizes.outputs, "share": round(share, 3)}
-    words = [python, str(ROOT / "tools" / "vllm_speed.py"), json.dumps(asked)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, start_new_session=True, **pipes) as child:  # type: ignore[call-overload]
-        try:
-            out, errors = child.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # with the processes that vLLM started
-            child.communicate()
-            return {"ok": False, "why": f"vLLM took more than {timeout_s:g} s"}
-    lines = [line for line in out.splitlines() if line.startswith("{")]
-    if child.returncode or not lines:
-        reasons = [line.strip() for line in errors.splitlines() if line.strip()] or ["it printed nothing"]
-        return {"ok": False, "why": f"vLLM ended with status {child.returncode}: {reasons[-1][:300]}"}
-    found: Facts = json.loads(lines[-1])
+    asked |= {"outputs": sizes.outputs, "share": share}
+    found = run_child("vLLM", [python, str(ROOT / "tools" / "vllm_speed.py"), json.dumps(asked)], limit_s)
     return {"ok": None, "why": f"vllm is not installed ({found['missing']})"} if "missing" in found else found
-
-
-def free_share(device: torch.device) -> float:
-    """Return the share of the device's memory for another process: at most 0.9, and 0.02 less than is free."""
-    if device.type != "cuda":
-        return 0.9
-    gc.collect()
-    torch.cuda.empty_cache()  # what this process keeps, the other cannot have
-    free, total = torch.cuda.mem_get_info(device)
-    return min(0.9, free / total - 0.02)
 
 
 def compare(serving: Facts, vllm: Facts) -> None:
@@ -264,20 +290,66 @@ def compare(serving: Facts, vllm: Facts) -> None:
             row["octavo_of_it"] = round(ours[batch]["tokens_s"] / row["tokens_s"], 3)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a part's process is to do; `copy_gb_s` is the speed that the part before it measured."""
+
+    name: str
+    model: str
+    device: str
+    sizes: Sizes
+    copy_gb_s: float = 1.0
+
+    @classmethod
+    def read(cls, text: str) -> Part:
+        """Return the part that a description describes."""
+        asked = json.loads(text)
+        return cls(**{**asked, "sizes": Sizes(**asked["sizes"])})
+
+    def describe(self) -> str:
+        """Return a description for `read`."""
+        return json.dumps(asdict(self))
+
+    def run(self) -> Facts:
+        """Run the part in this process."""
+        device = torch.device(self.device)
+        parts: dict[str, Callable[[], Facts]] = {
+            "device": lambda: describe_device(device),
+            "self-check": lambda: check_kernels(device),
+            "conformance": lambda: check_conformance(device),
+            "speed": lambda: measure_device(device, self.sizes),
+            "answers": lambda: check_answers(self.model, device, self.sizes),
+            "cpu": lambda: compare_with_cpu(self.model, device),
+            "serving": lambda: measure_serving(self.model, device, self.sizes, self.copy_gb_s),
+        }
+        return attempt(parts[self.name])
+
+    def start(self, limit_s: float) -> Facts:
+        """Run the part in a process of its own."""
+        return run_child(self.name, [*CHILD, self.describe()], limit_s)
+
+
 def run_checks(
-    model: str, device: torch.device, sizes: Sizes, minutes: float, vllm_python: str = sys.executable
+    model: str, device: str, sizes: Sizes, minutes: float, vllm_python: str = sys.executable
 ) -> dict[str, Facts]:
-    """Run all parts; return their results by name."""
-    check = Check(device, time.monotonic() + 60 * minutes)
-    facts = check.part("device", lambda: describe_device(device))
-    check.part("self-check", lambda: check_kernels(device))
-    check.part("conformance", lambda: check_conformance(device))
-    speed = check.part("speed", lambda: measure_device(device, sizes))
+    """Run all parts, one after the other; return their results by name. Without a device, only the first one runs."""
+    check = Check(time.monotonic() + 60 * minutes)
+
+    def part(name: str, copy_gb_s: float = 1.0) -> Facts:
+        return check.part(name, Part(name, model, device, sizes, copy_gb_s).start)
+
+    facts = part("device")
+    if facts["ok"] is None:
+        return check.results
+    part("self-check")
+    part("conformance")
+    speed = part("speed")
     compare_with_sheet(speed, facts)
-    check.part("answers", lambda: check_answers(model, device, sizes))
-    check.part("cpu", lambda: compare_with_cpu(model, device))
-    serving = check.part("serving", lambda: measure_serving(model, device, sizes, speed.get("copy_gb_s", 1.0)))
-    compare(serving, check.part("vllm", lambda: measure_vllm(model, sizes, free_share(device), vllm_python)))
+    part("answers")
+    part("cpu")
+    serving = part("serving", speed.get("copy_gb_s", 1.0))
+    share = facts.get("free_share", 0.9)
+    compare(serving, check.part("vllm", partial(measure_vllm, model, sizes, share, vllm_python)))
     return check.results
 
 
@@ -328,19 +400,22 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the parts that there is time for; print the table and one JSON object."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2", help="what is served [smollm2]")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no part begins after this time [9]")
+    parser.add_argument("--minutes", type=float, default=10.0, help="all parts end by then [10]")
     parser.add_argument("--batches", type=int, nargs="+", default=list(Sizes().batches), help="batch sizes")
     parser.add_argument("--context", type=int, default=Sizes().context, help="tokens of a prompt [1024]")
     parser.add_argument("--vllm-python", default=sys.executable, help="a Python that has vLLM [this one]")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # what this process, one of a check's, is to do
     args = parser.parse_args(arguments)
-    facts = look_for_cuda()
-    if facts.obstacle is not None:
-        print(f"nothing was checked: {facts.obstacle}; this tool needs a CUDA device", file=sys.stderr)
-        return NO_DEVICE
+    if args.part is not None:
+        print(json.dumps(Part.read(args.part).run(), default=str), flush=True)
+        os._exit(0)  # a context that is lost may block an ordinary exit
     sizes = Sizes(batches=args.batches, context=args.context)
-    results = run_checks(args.model, torch.device("cuda"), sizes, args.minutes, args.vllm_python)
+    results = run_checks(args.model, "cuda", sizes, args.minutes, args.vllm_python)
+    if results["device"]["ok"] is None:
+        print(f"nothing was checked: {results['device']['why']}; this tool needs a CUDA device", file=sys.stderr)
+        return NO_DEVICE
     print("\n".join(table(results)))
-    print(json.dumps(results, default=str))
+    print(json.dumps(results))
     return int(any(found["ok"] is False for found in results.values()))
 
 
