@@ -18,7 +18,9 @@ from octavo.cli import main
 from octavo.config import Config
 from octavo.config.sources import config_from_keywords
 from octavo.executors.protocol import Capacity
+from octavo.ops.triton import available
 from octavo.planning import plan_memory
+from octavo.simulator.costs.hardware import device_facts
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,25 @@ def test_I05_the_plan_is_what_opening_gives(tiny: Path, settings: dict[str, Any]
         has.kv_bytes_per_token,
     )
     assert plan.num_slots == has.num_slots and plan.shortfall is None
+
+
+def test_a_device_that_is_not_here_is_planned_with_its_data_sheet(
+    tiny: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Triton here and without, as a machine without a GPU may be."""
+    plans = []
+    for has_triton in (True, False):
+        monkeypatch.setattr(available, "is_available", lambda has_triton=has_triton: has_triton)
+        assert main(["plan", str(tiny), "--device", "h100", "--quantization", "int4", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    plan, memory = plans[0], int(device_facts("h100").memory_bytes)
+    assert plans[1] == plan and plan["free_bytes"] == memory and plan["step_bytes"] > 0
+    assert (plan["device"], plan["decoder"], plan["quantization"]) == ("h100", "torch", "int4")
+    left = int(0.9 * memory) - plan["weight_bytes"] - plan["step_bytes"] - plan["kv_pool_bytes"]
+    assert 0 <= left < plan["block_size"] * plan["kv_bytes_per_token"]
+    for name, why in (("t4", "7.5, and 8.0 is needed"), ("mi300x", "is no CUDA device")):
+        assert main(["plan", str(tiny), "--device", name]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_windows_have_groups_of_their_own(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ class Emulator(TorchDispatchMode):
 
     def _upload(self, source: torch.Tensor, is_async: bool, name: str) -> None:
         self.now.uploads += 1
+        assert self.tape is None, f"a graph would copy from where the host's memory was when it was captured: {name}"
         if self._is_pinned(source) and is_async:
             self._uploads.append(_Upload(self.clock, source, source.clone()))
         else:

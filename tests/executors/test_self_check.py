@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,14 +44,19 @@ def spoil(monkeypatch: pytest.MonkeyPatch, path: str, change: Callable[..., Any]
 
 def test_right_kernels_pass_on_the_emulated_device() -> None:
     report = check()
-    assert report.faults == () and report.num_trials == len(make_trials(True)) == 13
+    assert report.faults == () and report.num_trials == len(make_trials(True)) == 14
     assert report.differing == () and "passed in" in report.text and "same bits" in report.text
 
 
 FAULTS = {
     "norm": ("add_rms_norm", lambda result, _: (result[0] * 1.1, result[1])),
     "norm of a missing residual": ("add_rms_norm", lambda result, x: (result[0], x)),
-    "rotation": ("apply_rope", lambda result, x: 2 * x - result),
+    "rotation": ("Rotation.apply_and_write", lambda result, x: 2 * x[:, :4] - result),
+    "rotation that writes values over keys": ("KVPlace", lambda place, _: replace(place, values=place.keys)),
+    "log-probabilities": (
+        "Sampler.distribution",
+        lambda result, _: replace(result, log_probs_RV=result.log_probs_RV * 1.1),
+    ),
     "linear": ("Linear.__call__", lambda result, _: result * (torch.arange(384) != 17).to(EMULATED)),
     "experts": ("Mixture.mix", lambda result, _: result.roll(1, dims=1)),
     "attention": (ATTEND, lambda result, _: result.roll(1, dims=1)),

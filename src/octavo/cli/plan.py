@@ -10,9 +10,12 @@ from typing import Any
 
 from octavo.cli.flags import add_settings, config_from
 from octavo.config.setting import Number
+from octavo.errors import ConfigError
 from octavo.executors.protocol import TYPICAL_IMAGE, MemoryPlan
 from octavo.planning import plan_memory
 from octavo.simulator.costs.hardware import device_facts
+
+REFUSED = {"t4": "whose compute capability is 7.5, and 8.0 is needed", "mi300x": "which is no CUDA device"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
     config, total = config_from(args, model=args.model), 0
     if args.device is not None:
         if args.device not in ("auto", "cpu", "cuda", "this"):
-            total = int(device_facts(args.device).memory_bytes)
+            sheet = device_facts(args.device)
+            if sheet.name in REFUSED:
+                raise ConfigError(f"device is {args.device!r}, {REFUSED[sheet.name]}; octavo simulate knows it alone")
+            total = int(sheet.memory_bytes)
         config = replace(config, execution=replace(config.execution, device=args.device))
     plan = plan_memory(config, total)
     if args.json:

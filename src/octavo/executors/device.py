@@ -126,6 +126,7 @@ class CudaDevice:
         self.torch_device = torch_device
         self._cuda: Any = torch.cuda  # parts of it have no types
         self._pool: Callable[[], _GraphPool | None] = lambda: None
+        self._stream: Any = None  # of all captures: cuBLAS keeps a work space, 32 MiB on sm_90, for each stream it saw
 
     def memory(self) -> tuple[int, int]:
         """Return the device's bytes, and those that no process uses."""
@@ -156,7 +157,8 @@ class CudaDevice:
         if pool is None:
             pool = _GraphPool(self._cuda.graph_pool_handle())
             self._pool = weakref.ref(pool)
-        return CudaGraph(self._cuda, pool)
+        self._stream = self._stream or self._cuda.Stream()
+        return CudaGraph(self._cuda, pool, self._stream)
 
     def wait(self) -> None:
         """Wait until all work is done."""
@@ -192,19 +194,20 @@ class _GraphPool:
 class CudaGraph:
     """A CUDA graph in the memory pool that all graphs of the device share."""
 
-    def __init__(self, cuda: Any, pool: _GraphPool) -> None:
+    def __init__(self, cuda: Any, pool: _GraphPool, stream: Any) -> None:
         self._cuda = cuda
         self._pool = pool
+        self._stream = stream
         self._graph = cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], object]) -> None:
-        """Call `run` on a stream of its own, which compiles kernels and allocates work spaces; then capture it."""
-        stream = self._cuda.Stream()
+        """Call `run` on the captures' stream, which compiles kernels and allocates work spaces; then capture it."""
+        stream, how = self._stream, {"pool": self._pool.handle, "capture_error_mode": "thread_local"}
         stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(stream):
             run()
         self._cuda.current_stream().wait_stream(stream)
-        with self._cuda.graph(self._graph, pool=self._pool.handle, capture_error_mode="thread_local"):
+        with self._cuda.graph(self._graph, stream=stream, **how):
             run()
 
     def replay(self) -> None:

@@ -17,7 +17,7 @@ from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import ConfigError
-from octavo.executors.device_choice import DTYPES, check_invariant, choose_device, choose_dtype, dtype_named
+from octavo.executors.device_choice import ABSENT, DTYPES, check_invariant, choose_device, choose_dtype, dtype_named
 from octavo.executors.loading_progress import loading_progress
 from octavo.models import native_decoder
 from octavo.models.decoder import Decoder
@@ -98,7 +98,8 @@ class DecoderChoice:
         self.is_transformers = _is_transformers(files, spec, execution, parallel)
         self._obstacle = _obstacle(self.device, execution, model, spec)
         # of a device whose kernels keep codes, and a row's bits whatever the company
-        self.has_device_kernels = self.device.type != "cpu" and not self.is_transformers and available.is_available()
+        has_triton = execution.device in ABSENT or available.is_available()  # the machine that is planned for has it
+        self.has_device_kernels = self.device.type != "cpu" and not self.is_transformers and has_triton
         self.is_invariant = execution.numerics == "invariant"
         if self.is_invariant:
             check_invariant(execution.device)

@@ -31,6 +31,7 @@ from octavo.ops.attention import (
     AttentionBackend,
     AttentionBatch,
     HostTables,
+    KVPlace,
     KVPool,
     LayerAttention,
     PoolShape,
@@ -40,7 +41,7 @@ from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_triton import SPLIT, TritonAttention
 from octavo.ops.gated_mul import activation_of
 from octavo.ops.rms_norm import add_rms_norm
-from octavo.ops.rope import apply_rope
+from octavo.ops.rope import Rotation
 from octavo.ops.triton import available
 from octavo.sampling.columns import SamplingRows, SequenceIds
 from octavo.sampling.sampler import Sampler
@@ -121,7 +122,7 @@ def make_trials(is_interpreted: bool) -> list[Trial]:
     odd = replace(plain, window=33, soft_cap=20.0, sinks_H=torch.linspace(-1.0, 1.0, 8))
     return [
         Trial("norm", _norm(), 40),
-        Trial("rotation", _rotation(), 40),
+        Trial("rotation and write", _rotation(), 40),
         Trial("activation", _activation(), 40),
         Trial("linear", _linear(Linear), 150, has_bits=False),
         Trial("invariant linear", _linear(_invariant_linear), 150, has_bits=has_bits),
@@ -133,6 +134,7 @@ def make_trials(is_interpreted: bool) -> list[Trial]:
         Trial("attention over int8", _attention(plain, torch.int8, SHORT), SHORT),
         Trial("attention over fp8", _attention(plain, torch.float8_e4m3fn, SHORT), SHORT),
         Trial("sampler", _sampler(), 40, error=0.0),
+        Trial("log-probabilities", _log_probabilities(), 40, error=1e-5),
     ]
 
 
@@ -152,12 +154,23 @@ def _norm() -> Compute:
 
 
 def _rotation() -> Compute:
-    x_THD, angle_T1R = _random(4, 40, 6, 64), torch.randn(40, 1, 64, generator=torch.Generator().manual_seed(5))
+    """Norm and rotation of four query and two key heads, and the write of keys and values into a pool."""
+    qk_TJD, v_TKD, norm_JD = _random(4, 40, 6, 64), _random(20, 40, 2, 64), _random(21, 6, 64)
+    angle_T1R = torch.randn(40, 1, 64, generator=torch.Generator().manual_seed(5))
     cos_T1R, sin_T1R = angle_T1R.cos().bfloat16(), angle_T1R.sin().bfloat16()
 
     def compute(device: torch.device, begin: int, end: int) -> Tensor:
-        x, cos, sin = (part[begin:end].to(device) for part in (x_THD, cos_T1R, sin_T1R))
-        return apply_rope(x, cos, sin).cpu().clone()
+        qk, v, cos, sin = (part[begin:end].to(device) for part in (qk_TJD, v_TKD, cos_T1R, sin_T1R))
+        rotation = Rotation(norm_JD.to(device), 1e-5, (cos, sin), is_interleaved=False)
+        pool, slots = KVPool(PoolShape(1, 3, BLOCK, 2, 64, 64, qk.dtype), device), torch.arange(len(qk)).to(device)
+        if available.uses_kernels(qk):
+            q = rotation.apply_and_write(qk, v, KVPlace(pool.keys[0], pool.values[0], qk.dtype, slots))
+        else:
+            rotated = rotation.apply(qk)
+            q = rotated[:, :4]
+            pool.write(0, slots, rotated[:, 4:], v)
+        written = (plane[0].flatten(0, 1)[: len(qk)] for plane in (pool.keys, pool.values))
+        return torch.cat((q, *written), dim=1).cpu().clone()
 
     return compute
 
@@ -312,5 +325,16 @@ def _sampler() -> Compute:
         slots = np.arange(begin, end)
         sampled = sampler.sample(logits_RV[begin:end].to(device, copy=True), SamplingRows(slots, slots % 7))
         return torch.stack([sampled.ids_R.cpu().double(), sampled.best_R.cpu().double()], dim=1)
+
+    return compute
+
+
+def _log_probabilities() -> Compute:
+    logits_RV = 4 * _random(22, 40, 5000, dtype=torch.float32)
+
+    def compute(device: torch.device, begin: int, end: int) -> Tensor:
+        sampler = Sampler(1, torch.zeros((1, 8), dtype=torch.int32, device=device), logits_RV.shape[1])
+        found = sampler.distribution(logits_RV[begin:end].to(device), np.zeros(end - begin, dtype=np.int64))
+        return found.log_probs_RV.cpu().clone()
 
     return compute

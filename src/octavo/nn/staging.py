@@ -75,12 +75,13 @@ class Stage:
     def _submit(
         self, reader: Executor, read: Callable[[int, Tensor], object], first: int, piece: Tensor
     ) -> Future[tuple[int, Tensor]]:
-        """Let a thread read a piece into the next buffer, which this thread allocates."""
+        """Let a thread read a piece into the next buffer. This thread allocates it and waits for its last copy, since
+        CUDA takes another thread's device to be the first one, and would open a context there."""
         turn, host = self._take(piece.nbytes)
         host = host.view(piece.dtype).view(piece.shape)
+        self._wait(turn)
 
         def run() -> tuple[int, Tensor]:
-            self._wait(turn)
             read(first, host)
             return turn, host
 
