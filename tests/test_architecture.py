@@ -95,7 +95,7 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("engine", "frontend"): 6_020,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_668,
-    ("executors",): 4_643,
+    ("executors",): 4_666,
     ("artifacts",): 3_619,
     ("text",): 2_274,
     ("grammar", "sandbox"): 1_856,
@@ -103,11 +103,11 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("observe",): 4_345,
     ("simulator",): 6_597,
     ("server",): 12_058,
-    ("cli",): 6_422,
-    ("bench",): 2_911,
+    ("cli",): 6_427,
+    ("bench",): 2_914,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 73_540, 463  # of src
+ALL_CODE_LINES, ALL_FILES = 73_571, 463  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
