@@ -358,7 +358,7 @@ def test_K08_a_shared_prefix_changes_no_bit(seed: int) -> None:
         assert torch.equal(together.signbit(), alone[: len(together)].signbit())
 
 
-def test_heights_of_tiles_fit_a_device() -> None:
+def test_heights_of_tiles_fit_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = PoolShape(1, 1, 16, 2, 128, 128, torch.bfloat16)
     cpu = torch.device("cpu")
     assert Tiles.of(shape, 4, cpu) == Tiles(256, 256, 16, 32)  # one tile is a split: the interpreter counts by tiles
@@ -366,5 +366,9 @@ def test_heights_of_tiles_fit_a_device() -> None:
     assert Tiles.of(replace(shape, head_dim=192), 71, cpu) == Tiles(256, 256, 32, 32)
     assert Tiles.of(replace(shape, dtype=INT8), 20, cpu) == Tiles(256, 256, 32, 32)
     assert Tiles.of(replace(shape, dtype=torch.float32), 3, cpu) == Tiles(256, 256, 16, 16)
+    narrow, cuda = replace(shape, head_dim=64, value_dim=64), torch.device("cuda")
+    for capability, tall in (((8, 6), 64), ((9, 0), 32), ((10, 3), 32), ((11, 0), 32), ((12, 0), 64)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert Tiles.of(narrow, 4, cuda) == Tiles(256, 64, 16, tall)
     assert fits_kernels(replace(shape, value_dim=512)) and not fits_kernels(replace(shape, value_dim=513))
     assert not fits_kernels(replace(shape, value_dim=129, dtype=torch.float32))

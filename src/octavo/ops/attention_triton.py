@@ -62,9 +62,9 @@ class Tiles:
     def of(cls, shape: PoolShape, group: int, device: torch.device) -> Tiles:
         """Return what compiles for every device without local memory, for `group` query heads of a KV head.
 
-        The products of all tiles are the same instruction: sm_90 and sm_100 take another one from 64 queries on.
+        The products of all tiles are the same instruction: sm_90, sm_100 and sm_110 take another from 64 queries on.
         """
-        has_groups = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+        has_groups = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (8, 12)
         heights = [height for height in _heights(shape) if height < 64 or not has_groups]
         short = next((height for height in heights if height >= group), heights[-1])
         tile = tile_positions(max(shape.head_dim, shape.value_dim), shape.dtype.itemsize)
