@@ -141,8 +141,8 @@ class ApiProcess:
         """Return a context in which a fleet of engines that join, which waits for the first one, answers 503."""
         if self.front is None or num_started(self.task.config.fleet) > 0:
             return contextlib.nullcontext()
-        unready = importlib.import_module("octavo.server.http.unready")
-        answering: AbstractAsyncContextManager[None] = unready.answering_unready(
+        lifecycle = importlib.import_module("octavo.server.http.lifecycle")
+        answering: AbstractAsyncContextManager[None] = lifecycle.answering_unready(
             self.listener, "no_replica", "no replica has joined yet"
         )
         return answering

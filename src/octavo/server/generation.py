@@ -35,8 +35,8 @@ from octavo.server.encoding import REASONS, AnswerEncoder, AnswerSpec, Choice, I
 from octavo.server.http.auth import KEY
 from octavo.server.http.errors import ApiError, cancelled_error, from_exception
 from octavo.server.http.keys import KeyInfo
-from octavo.server.http.lifecycle import MARK, ClientGoneError
-from octavo.server.http.middleware import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
+from octavo.server.http.lifecycle import MARK
+from octavo.server.http.middleware import ARRIVAL, GIVEN_ID, REQUEST_ID
 
 if TYPE_CHECKING:
     from octavo.fleet.served_models import OnDemandModel
@@ -221,8 +221,6 @@ async def _loaded(
     except TimeoutError:
         message = f"model {model.name} was not loaded within the request's time"
         raise ApiError(408, message, code="queue_timeout") from None
-    except ClientGoneError:
-        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left", code="client_disconnected") from None
 
 
 def options_of(key: KeyInfo, context: Context, wanted: GenerationRequest) -> RequestOptions:

@@ -40,13 +40,12 @@ from octavo.server.encoding import ENCODERS, REASONS, AnswerEncoder, AnswerSpec,
 from octavo.server.feed import Feed, Watcher
 from octavo.server.generation import Generation, GenerationRequest, failure_of, start
 from octavo.server.http.auth import KEY
-from octavo.server.http.body import OFF_LOOP_BYTES, off_loop
+from octavo.server.http.body import OFF_LOOP_BYTES, json_response, off_loop
 from octavo.server.http.connection import CUT
 from octavo.server.http.errors import ApiError, bad_field, from_exception
 from octavo.server.http.keys import KeyInfo
 from octavo.server.http.lifecycle import MARK, ClientGoneError, Lifecycle, ServerStoppingError
 from octavo.server.http.limits import HttpLimits
-from octavo.server.http.middleware import CLIENT_CLOSED_REQUEST
 from octavo.server.idempotency import GenerationSource, IdempotentRequest, RetryKey, StartedRun, key_of
 from octavo.server.resumable_stream import ResumableStream
 
@@ -150,14 +149,11 @@ async def body_hash(wanted: GenerationRequest) -> bytes:
 async def _whole(request: Request, context: Context, source: DeltaSource, encoder: AnswerEncoder) -> Response:
     try:
         choices = await context.lifecycle.supervise(source.collect(), request.receive)
-    except ClientGoneError:
-        context.metrics.failed("client_disconnected")
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
     except (ApiError, OctavoError) as error:
         raise from_exception(error) from None
     finally:
         await source.close()
-    return Response(await _encoded(encoder, choices), media_type="application/json")
+    return json_response(await _encoded(encoder, choices))
 
 
 async def _encoded(encoder: AnswerEncoder, choices: Sequence[Choice]) -> bytes:

@@ -31,10 +31,9 @@ from octavo.server.api.sampling import ServedFields
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerSpec, Choice, Identity
 from octavo.server.generation import GenerationRequest, start
-from octavo.server.http.body import off_loop, read_json
+from octavo.server.http.body import json_response, off_loop, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError, bad_field, from_exception, too_long
-from octavo.server.http.lifecycle import ClientGoneError
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
@@ -251,7 +250,6 @@ def _check_characters(tokenizer: Tokenizer, given: TextInput, param: str, max_le
 
 HERE_NUMBERS = 4096  # this many numbers are compared or encoded in 0.5 ms
 _PARAMS = SamplingParams(seed=0)  # nothing is sampled; a seed of its own does not change other requests' seeds
-_CLIENT_LEFT = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +303,6 @@ async def embed(
     generation, spec = await start(request, wanted)
     try:
         choices = await context.lifecycle.supervise(generation.collect(), request.receive)
-    except ClientGoneError:
-        raise ApiError(_CLIENT_LEFT, "the client left", code="client_disconnected") from None
     except (ApiError, OctavoError) as error:
         raise from_exception(error) from None
     finally:
@@ -464,7 +460,7 @@ def _prompt(context: Context, name: str) -> str:
 
 
 async def _respond(answer: Callable[[], bytes], found: Embedded) -> Response:
-    return Response(await compute(answer, sum(map(len, found.vectors))), media_type="application/json")
+    return json_response(await compute(answer, sum(map(len, found.vectors))))
 
 
 def _usage(found: Embedded) -> Json:

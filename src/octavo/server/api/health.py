@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import cast
 
-import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -18,6 +17,7 @@ from octavo.observe.log import num_dropped_lines
 from octavo.observe.metrics.prometheus import MergedMetrics, SnapshotMetrics, engine_snapshot, retry_snapshot
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY
+from octavo.server.http.body import json_response
 from octavo.server.http.endpoints import Access, Endpoint, Limit
 from octavo.server.http.errors import RETRY_ENGINE_S, ApiError
 from octavo.server.http.keys import ANONYMOUS, KeyInfo
@@ -29,13 +29,13 @@ _REPLICA_FIELDS = ("number", "where", "state", "restarts", "open_requests")
 
 async def live(request: Request) -> Response:
     """Answer 200 while this process runs, whatever the engine's state is."""
-    return _json({"status": "alive"})
+    return json_response({"status": "alive"}, is_private=True)
 
 
 async def ready(request: Request) -> Response:
     """Answer 200 if new requests are accepted, or else 503 with the reason."""
     await _check_ready(context_of(request))
-    return _json({"status": "ready"})
+    return json_response({"status": "ready"}, is_private=True)
 
 
 async def health(request: Request) -> Response:
@@ -52,13 +52,13 @@ async def health(request: Request) -> Response:
         await _check_ready(context)
     except ApiError as error:
         body = {"status": error.code, **(error.body() if has_details else {})}
-        return _json(body, error.status, error.headers())
+        return json_response(body, True, error.status, error.headers())
     if not has_details:
-        return _json({"status": "ready"})
+        return json_response({"status": "ready"}, is_private=True)
     states = {each.model: each.served.state.value for each in context.each_model if each.served is not None}
     rows = cast(Mapping[str, Mapping[str, object]], (await _statistics(context) or {}).get("replicas", {}))
     replicas = [{name: row[name] for name in _REPLICA_FIELDS} for row in rows.values()]
-    return _json(
+    return json_response(
         {
             "status": "ready",
             "model": context.model,
@@ -66,7 +66,8 @@ async def health(request: Request) -> Response:
             "open_requests": sum(each.queue.num_requests for each in context.each_model),
             "journal": context.runs.report()["journal"],
             **({"replicas": replicas} if replicas else {}),
-        }
+        },
+        is_private=True,
     )
 
 
@@ -85,11 +86,6 @@ async def _check_ready(context: Context) -> None:
     except (EngineError, TimeoutError):
         message = "the engine does not answer"
         raise ApiError(503, message, code="engine_unavailable", retry_after_s=RETRY_ENGINE_S) from None
-
-
-def _json(body: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    sent = {"cache-control": "no-store", **(headers or {})}
-    return Response(msgspec.json.encode(body), status, sent, media_type="application/json")
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -86,7 +86,7 @@ async def tokenize(request: Request) -> Response:
     size = len(text) + len(known or ())
     data, num_tokens = answer() if size <= INLINE_CHARACTERS else await off_loop(answer, size)
     context.admission.charge(request.scope[KEY], num_tokens)
-    return Response(data, media_type="application/json")
+    return json_response(data)
 
 
 async def detokenize(request: Request) -> Response:
@@ -104,9 +104,7 @@ async def detokenize(request: Request) -> Response:
 
     count = len(body.tokens)
     context.admission.charge(request.scope[KEY], count)
-    return Response(
-        answer() if count <= _OFF_LOOP_IDS else await off_loop(answer, count), media_type="application/json"
-    )
+    return json_response(answer() if count <= _OFF_LOOP_IDS else await off_loop(answer, count))
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -200,7 +200,10 @@ async def off_loop(work: Callable[[], T], num_characters: int = 0) -> T:
     return await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
-def json_response(value: object, is_private: bool = False) -> Response:
-    """Return a value as a JSON response. With `is_private`, caches may not store it."""
-    headers = {"cache-control": "no-store"} if is_private else None
-    return Response(msgspec.json.encode(value), media_type="application/json", headers=headers)
+def json_response(
+    value: object, is_private: bool = False, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a value, or bytes that are JSON, as a JSON response. With `is_private`, caches may not store it."""
+    data = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    headers = {"cache-control": "no-store", **(headers or {})} if is_private else headers
+    return Response(data, status, headers, media_type="application/json")

@@ -11,7 +11,8 @@ from __future__ import annotations
 import errno
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -340,14 +341,15 @@ CODES: Mapping[str, Code] = {
 Spelling = Sequence[tuple[str, str]]  # (pattern of a part of a field's path, the client's name)
 
 
-def rename_field(error: ApiError, spelling: Spelling) -> ApiError:
-    """Replace the internal field name in a refusal by the client's name; return the refusal."""
-    if error.param is None:
-        return error
-    param = error.param
-    for ours, theirs in spelling:
-        param = re.sub(ours, theirs, param)
-    is_word = error.param.isidentifier()  # a word may occur in other words: replace only its first occurrence
-    error.message = error.message.replace(error.param, param, 1 if is_word else -1)
-    error.param = param
-    return error
+@contextmanager
+def renamed_fields(spelling: Spelling) -> Iterator[None]:
+    """Replace the internal field name in a refusal that the block raises by the client's name."""
+    try:
+        yield
+    except ApiError as error:
+        if (own := error.param) is not None:
+            for ours, theirs in spelling:
+                error.param = re.sub(ours, theirs, error.param)
+            # A word may occur in other words: replace only its first occurrence.
+            error.message = error.message.replace(own, error.param, 1 if own.isidentifier() else -1)
+        raise

@@ -1,7 +1,8 @@
 """Lifecycle: the server's phase and open requests; RequestIndex: finds requests by the names that clients gave them.
 
-Owns: the phase, the count of open requests, the signal that ends them; the table from (tenant, client's name) to the
-engine's ids. Does not: know HTTP or the engine, or cancel or explain a single request.
+Owns: the phase, the count of open requests, the signal that ends them; the answers of a socket before the application
+serves on it; the table from (tenant, client's name) to the engine's ids. Does not: know the engine, or cancel or
+explain a single request.
 A failed server stays failed: draining it would change nothing for its clients.
 Invariants: a tenant finds only its own requests. A name that two open requests share finds both. The index keeps as
 many ended requests as the engine can explain. Work under `supervise` ends in one of four ways (done, its own error,
@@ -11,9 +12,11 @@ ClientGoneError, ServerStoppingError), and its task has ended before `supervise`
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import socket
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from enum import Enum
 from typing import TypeVar
 
@@ -23,6 +26,8 @@ from octavo.server.http.errors import RETRY_ENGINE_S, ApiError, draining_error
 from octavo.server.http.limits import largest_user
 
 T = TypeVar("T")
+_HEAD_LIMIT_S = 5.0
+_MAX_HEAD_BYTES = 16 << 10
 MARK = "~"  # not allowed in client ids, so that no client can send the engine id of another's request
 
 
@@ -35,8 +40,11 @@ class ServerPhase(Enum):
     FAILED = "failed"
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection."""
+class ClientGoneError(ApiError):
+    """The client closed the connection. No answer is sent; the code is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client left", code="client_disconnected")
 
 
 class ServerStoppingError(ApiError):
@@ -55,12 +63,11 @@ class Lifecycle:
 
     def __init__(
         self,
-        phase: ServerPhase = ServerPhase.READY,
         *,
         engine_trouble: Callable[[], str | None] | None = None,
         on_answered: Callable[[], object] | None = None,
     ) -> None:
-        self.phase = phase
+        self.phase = ServerPhase.READY
         self.num_open = 0
         self.engine_trouble = engine_trouble
         self._on_answered = on_answered
@@ -79,7 +86,7 @@ class Lifecycle:
             raise draining_error()
         raise ApiError(503, "the engine failed", code="engine_unavailable", retry_after_s=RETRY_ENGINE_S)
 
-    @contextmanager
+    @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Count one request as open while the block runs."""
         self.num_open += 1
@@ -153,6 +160,34 @@ class Lifecycle:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+@contextlib.asynccontextmanager
+async def answering_unready(listener: socket.socket, code: str, why: str) -> AsyncIterator[None]:
+    """Answer 503 with this reason on an open socket while the block runs; /livez gets 200. The socket stays open."""
+    error = ApiError(503, why, code=code, retry_after_s=RETRY_ENGINE_S)
+    refusal = _response("503 Service Unavailable", error.body(), f"Retry-After: {RETRY_ENGINE_S}\r\n")
+    alive = _response("200 OK", {"status": "ok"})
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(_HEAD_LIMIT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(alive if head.startswith((b"GET /livez ", b"HEAD /livez ")) else refusal)
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, sock=listener.dup(), limit=_MAX_HEAD_BYTES)
+    try:
+        yield
+    finally:
+        server.close()
+
+
+def _response(status: str, body: object, headers: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n{headers}"
+    return f"{head}Connection: close\r\n\r\n".encode() + data
 
 
 class RequestIndex:

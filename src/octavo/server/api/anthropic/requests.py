@@ -39,7 +39,7 @@ from octavo.server.context import context_of
 from octavo.server.http.auth import KEY
 from octavo.server.http.body import json_response, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_field
+from octavo.server.http.errors import Spelling, bad_field, renamed_fields
 from octavo.server.http.middleware import REQUEST_ID
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.text.dialect import Dialect
@@ -79,10 +79,8 @@ def chat_of(body: MessagesBody, dialect: Dialect) -> ChatBody:
     if body.output_config is not None and body.output_config.format is not None:
         schema = {"name": "output", "schema": body.output_config.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    try:
+    with renamed_fields(SPELLING):
         return read_chat(fields, dialect.takes_images)
-    except ApiError as error:
-        raise rename_field(error, SPELLING) from None
 
 
 def _system(body: MessagesBody) -> list[Message]:
@@ -213,11 +211,9 @@ async def messages(request: Request) -> Response:
     context = context.for_model(body.model)
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     facts: dict[str, object] = {"max_tokens": body.max_tokens, "shows_thinking": shows_thinking}
-    try:
+    with renamed_fields(SPELLING):
         wanted = await ChatRequest.of(context, chat, "anthropic", "msg", facts=facts, can_continue=False)
         response = await reply(request, wanted)
-    except ApiError as error:
-        raise rename_field(error, SPELLING) from None
     response.headers["request-id"] = request.scope[REQUEST_ID]  # Anthropic's clients read this header
     return response
 
@@ -229,10 +225,8 @@ async def count_tokens(request: Request) -> Response:
         request, context.limits, lambda fields: chat_of(read_count(fields), context.dialect_of(fields))
     )
     context = context.for_model(chat.model)
-    try:
+    with renamed_fields(SPELLING):
         count = len((await context.prompts.chat(chat)).ids)
-    except ApiError as error:
-        raise rename_field(error, SPELLING) from None
     context.admission.charge(request.scope[KEY], count)
     return json_response({"input_tokens": count})
 

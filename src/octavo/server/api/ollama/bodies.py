@@ -18,7 +18,7 @@ from octavo.server.api.completions.bodies import MAX_MESSAGES, ChatBody, Complet
 from octavo.server.api.embeddings import MAX_INPUTS
 from octavo.server.api.fields import Body, Refused, ignore, read, reject_unsupported, reject_unsupported_in, validate
 from octavo.server.api.sampling import OLLAMA_NAMES, ServedFields, Stops, with_numbers
-from octavo.server.http.errors import ApiError, Spelling, bad_field, rename_field
+from octavo.server.http.errors import Spelling, bad_field, renamed_fields
 from octavo.text.dialect import Dialect
 
 MAX_TOOL_ID_CHARACTERS = 256
@@ -251,10 +251,8 @@ def chat_of(body: OllamaChatBody, dialect: Dialect) -> ChatBody:
         fields["tools"] = body.tools
     if body.messages[-1].role == "assistant" and not body.messages[-1].tool_calls:
         fields["continue_final_message"] = True
-    try:
+    with renamed_fields(SPELLING):
         return read_chat(fields, dialect.takes_images)
-    except ApiError as error:
-        raise rename_field(error, SPELLING) from None
 
 
 def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
@@ -262,10 +260,8 @@ def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
     system = [{"role": "system", "content": body.system}] if body.system else []
     fields = _fields(body) | _conversation_fields(body, dialect)
     fields["messages"] = [*system, {"role": "user", "content": _content(body.prompt, body.images)}]
-    try:
+    with renamed_fields(GENERATE_SPELLING):
         return read_chat(fields, dialect.takes_images)
-    except ApiError as error:
-        raise rename_field(error, GENERATE_SPELLING) from None
 
 
 def raw_of(body: OllamaGenerateBody) -> CompletionBody:
@@ -276,10 +272,8 @@ def raw_of(body: OllamaGenerateBody) -> CompletionBody:
     fields: dict[str, object] = {"n_predict": -1, **_fields(body), "prompt": body.prompt}  # any length by default
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
-    try:
+    with renamed_fields(GENERATE_SPELLING):
         return read_completion(fields)
-    except ApiError as error:
-        raise rename_field(error, GENERATE_SPELLING) from None
 
 
 def with_ollama_names(fields: dict[str, object], dialect: Dialect) -> dict[str, object]:

@@ -49,7 +49,7 @@ from octavo.server.encoding import Json
 from octavo.server.http.auth import wants_html
 from octavo.server.http.body import json_response, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.http.errors import ApiError, bad_field, rename_field
+from octavo.server.http.errors import ApiError, bad_field, renamed_fields
 from octavo.server.http.middleware import ARRIVAL
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.text.dialect import Dialect
@@ -66,11 +66,9 @@ async def chat(request: Request) -> Response:
     keep_alive.apply(context)
     if chat_body is None:
         return await _loaded(context, body, keep_alive, {"message": {"role": "assistant", "content": ""}})
-    try:
+    with renamed_fields(SPELLING):
         made = await ChatRequest.of(context, chat_body, "ollama", "chat", facts={"is_chat": True}, can_continue=False)
         return await reply(request, made)
-    except ApiError as error:
-        raise rename_field(error, SPELLING) from None
 
 
 async def generate(request: Request) -> Response:
@@ -84,13 +82,11 @@ async def generate(request: Request) -> Response:
     keep_alive.apply(context)
     if text_body is None:
         return await _loaded(context, body, keep_alive, {"response": ""})
-    try:
+    with renamed_fields(GENERATE_SPELLING):
         options: dict[str, Any] = {"facts": {"is_chat": False}, "can_continue": False}
         if isinstance(text_body, CompletionBody):
             return await reply(request, await CompletionRequest.of(context, text_body, "ollama", "gen", **options))
         return await reply(request, await ChatRequest.of(context, text_body, "ollama", "gen", **options))
-    except ApiError as error:
-        raise rename_field(error, GENERATE_SPELLING) from None
 
 
 def _read_chat(fields: dict[str, object], dialect: Dialect) -> tuple[OllamaChatBody, ChatBody | None]:

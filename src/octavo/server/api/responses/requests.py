@@ -49,12 +49,10 @@ from octavo.server.api.responses.store import InputItems, Stored, StoredTurn
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
 from octavo.server.http.auth import KEY
-from octavo.server.http.body import OFF_LOOP_BYTES, parse_off_loop, read_json
+from octavo.server.http.body import OFF_LOOP_BYTES, json_response, parse_off_loop, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.http.errors import ApiError, bad_field, rename_field
+from octavo.server.http.errors import ApiError, bad_field, renamed_fields
 from octavo.server.http.keys import KeyInfo
-from octavo.server.http.lifecycle import ClientGoneError
-from octavo.server.http.middleware import CLIENT_CLOSED_REQUEST
 from octavo.server.idempotency import IdempotentRequest, RetryKey, StartedRun, key_of
 from octavo.server.reply import EventStream, body_hash, open_run, reply
 
@@ -139,17 +137,13 @@ class ResponseRequest(ChatRequest):
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
         """Return the token ids of the rendered conversation."""
-        try:
+        with renamed_fields(SPELLING):
             return await super().read_prompts()
-        except ApiError as error:
-            raise rename_field(error, SPELLING) from None
 
     async def read_grammar(self) -> str:
         """Return the answer's grammar. Errors have the Responses API's field names."""
-        try:
+        with renamed_fields(SPELLING):
             return await super().read_grammar()
-        except ApiError as error:
-            raise rename_field(error, SPELLING) from None
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
         """Return the spec, including the fields of the request that the response repeats."""
@@ -178,7 +172,7 @@ async def response_request(context: Context, tenant: str, body: ResponsesBody) -
         encoder.keep = keep
 
     async def request_of(chat: ChatBody, name: str) -> ResponseRequest:
-        try:
+        with renamed_fields(SPELLING):
             return await ResponseRequest.of(
                 context,
                 await fitted(context, chat) if body.truncation == "auto" else chat,
@@ -194,8 +188,6 @@ async def response_request(context: Context, tenant: str, body: ResponsesBody) -
                 is_kept=is_kept,
                 prepare=keep_answer if is_kept and not body.background else None,
             )
-        except ApiError as error:
-            raise rename_field(error, SPELLING) from None
 
     first = await request_of(conversation.chat, response_id)
     if not fields:
@@ -222,10 +214,8 @@ async def response_request(context: Context, tenant: str, body: ResponsesBody) -
 
 def _read_chat(context: Context, body: ResponsesBody, items: Sequence[Item], servers: ServerTools) -> ChatBody:
     """Return the ChatBody of a conversation. Raises ApiError."""
-    try:
+    with renamed_fields(SPELLING):
         return read_chat(chat_fields(body, items, servers), context.dialect.takes_images)
-    except ApiError as error:
-        raise rename_field(error, SPELLING) from None
 
 
 def _is_kept(context: Context, body: ResponsesBody) -> bool:
@@ -385,16 +375,13 @@ async def _with_servers(request: Request, wanted: ResponseRequest, plan: McpPlan
     if is_background:
         run.is_detached = True
         context.background.start_calls(tenant, run, _kept_while_stored(context, tenant, wanted))
-        return RunStream(run, context) if wanted.stream else _json(msgspec.json.encode(run.encoder.in_progress()))
+        return RunStream(run, context) if wanted.stream else json_response(run.encoder.in_progress(), is_private=True)
     if wanted.is_kept:
         run.encoder.keep = wanted.keep
     if wanted.stream:
         return RunStream(run, context)
     try:
-        return _json(msgspec.json.encode(await context.lifecycle.supervise(run.finished(), request.receive)))
-    except ClientGoneError:
-        context.metrics.failed("client_disconnected")
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return json_response(await context.lifecycle.supervise(run.finished(), request.receive), is_private=True)
     finally:
         await run.close()
 
@@ -430,8 +417,8 @@ async def _in_background(request: Request, wanted: ResponseRequest) -> Response:
     if wanted.stream:
         return await _events(context, retry, -1)
     if context.responses.has(tenant, encoder.response_id):
-        return _json(context.responses.get(tenant, encoder.response_id).response())
-    return _json(msgspec.json.encode(in_progress))
+        return json_response(context.responses.get(tenant, encoder.response_id).response(), is_private=True)
+    return json_response(in_progress, is_private=True)
 
 
 async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
@@ -451,7 +438,7 @@ async def count(request: Request) -> Response:
     wanted, _ = await _read(request)
     num_tokens = sum(map(len, await wanted.read_prompts()))
     wanted.context.admission.charge(request.scope[KEY], num_tokens)
-    return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": num_tokens}))
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens}, is_private=True)
 
 
 async def retrieve(request: Request) -> Response:
@@ -468,7 +455,7 @@ async def retrieve(request: Request) -> Response:
         raise bad_field("include_obfuscation", message, "unsupported_field")
     context, stored = _found(request)
     if stream == "false":
-        return _json(stored.response())
+        return json_response(stored.response(), is_private=True)
     if (run := context.background.run_of(_tenant(request), stored.response_id)) is not None:
         return RunStream(run, context, int(behind or -1))
     retry = context.background.key_of(_tenant(request), stored.response_id)
@@ -482,7 +469,7 @@ async def delete(request: Request) -> Response:
     context, stored = _found(request)
     await context.background.cancel(_tenant(request), stored.response_id)
     context.responses.delete(_tenant(request), stored.response_id)
-    return _json(msgspec.json.encode({"id": stored.response_id, "object": "response", "deleted": True}))
+    return json_response({"id": stored.response_id, "object": "response", "deleted": True}, is_private=True)
 
 
 async def list_input_items(request: Request) -> Response:
@@ -502,7 +489,7 @@ async def list_input_items(request: Request) -> Response:
         return msgspec.json.encode(_page(items if order == "asc" else items[::-1], int(limit), after))
 
     size = sum(map(len, lists))
-    return _json(page() if size <= OFF_LOOP_BYTES else await parse_off_loop(page, size))
+    return json_response(page() if size <= OFF_LOOP_BYTES else await parse_off_loop(page, size), is_private=True)
 
 
 async def cancel(request: Request) -> Response:
@@ -512,7 +499,7 @@ async def cancel(request: Request) -> Response:
         message = "only a response that runs in the background can be cancelled; end others by closing their connection"
         raise ApiError(400, message, code="invalid_request")
     await context.background.cancel(_tenant(request), stored.response_id)
-    return _json(context.responses.get(_tenant(request), stored.response_id).response())
+    return json_response(context.responses.get(_tenant(request), stored.response_id).response(), is_private=True)
 
 
 def _page(items: list[dict[str, object]], limit: int, after: str | None) -> dict[str, object]:
@@ -552,10 +539,6 @@ async def compact(request: Request) -> Response:
 def _found(request: Request) -> tuple[Context, Stored]:
     context = context_of(request)
     return context, context.responses.get(_tenant(request), request.path_params["response_id"])
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
 
 def _notes() -> str:
