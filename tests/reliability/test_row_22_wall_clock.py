@@ -29,7 +29,7 @@ LATE_S = 5.0  # on a busy machine; a time-out by the wall clock would be an hour
 SHOWN = {
     "octavo.artifacts.cache_folder", "octavo.frontend.journal_files", "octavo.server.context",
     "octavo.server.generation",
-    "octavo.server.api.embeddings", "octavo.server.api.ollama.requests", "octavo.server.api.responses.mcp",
+    "octavo.server.api.embeddings", "octavo.server.api.ollama.endpoints", "octavo.server.api.responses.mcp",
     "octavo.text.chat_template",
     # files and batches outlive a server, and their clients are told when they expire, by the calendar
     "octavo.server.api.batches.service", "octavo.server.api.batches.store", "octavo.server.api.batches.endpoints",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta, Usage
-from octavo.server.api.anthropic.answers import SIGNATURE
+from octavo.server.api.anthropic.endpoints import SIGNATURE
 from octavo.server.encoding import ENCODERS, AnswerSpec, Choice
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text

@@ -170,6 +170,11 @@ def reader_of(spec: AnswerSpec) -> AnswerReader:
     return AnswerReader(msgspec.convert(spec.facts.get("format"), AnswerFormat | None), f"{spec.identity[0]}:0")
 
 
+def sse_event(kind: str, data: object) -> bytes:
+    """Return one named event of a text/event-stream."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(data))
+
+
 def call_input(text: str) -> Json:
     """Return a call's arguments. Text that is no JSON object is put under INVALID_JSON, as Anthropic advises."""
     try:

@@ -20,6 +20,7 @@ import msgspec
 
 from octavo.engine.client import EngineClient
 from octavo.errors import OctavoError
+from octavo.server.encoding import sse_event
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import KeyInfo, KeyRing
 from octavo.server.http.lifecycle import Lifecycle, ServerPhase
@@ -171,6 +172,6 @@ class Feed:
                 watcher.end()
 
     def _send_all(self, kind: str, data: object) -> None:
-        event = b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(data))
+        event = sse_event(kind, data)
         for watcher in self._watchers:
             watcher.put(event)

@@ -347,9 +347,11 @@ def renamed_fields(spelling: Spelling) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        if (own := error.param) is not None:
+        if error.param is not None:
+            param = error.param
             for ours, theirs in spelling:
-                error.param = re.sub(ours, theirs, error.param)
-            # A word may occur in other words: replace only its first occurrence.
-            error.message = error.message.replace(own, error.param, 1 if own.isidentifier() else -1)
+                param = re.sub(ours, theirs, param)
+            is_word = error.param.isidentifier()  # it may occur in other words: replace only its first occurrence
+            error.message = error.message.replace(error.param, param, 1 if is_word else -1)
+            error.param = param
         raise

@@ -25,6 +25,7 @@ from octavo.server.encoding import (
     StreamFormat,
     chat_logprobs,
     encodes,
+    sse_event,
 )
 from octavo.text.answer_format import AnswerFormat, CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.dialect import AnswerReader
@@ -397,5 +398,4 @@ class ResponseEncoder:
 
 
 def _event(kind: str, number: int, **facts: object) -> bytes:
-    data = {"type": kind, "sequence_number": number, **facts}
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(data))
+    return sse_event(kind, {"type": kind, "sequence_number": number, **facts})

@@ -1,13 +1,17 @@
 """Ollama's API: /api/chat, /api/generate, /api/embed, /api/embeddings, its endpoints for models, and `/`.
 
-Browsers get a page at `/`. Models can be listed and described, but not fetched, made or removed over HTTP.
+Owns: the routes; the lines, durations and finish reasons of answers. Does not: translate bodies (bodies does), or
+separate thinking and calls from text (AnswerReader does).
+Invariants: each delta makes at most one line. A call is sent when it is complete. Durations add up to the total.
+The lines follow Ollama's public API description and the types of its Python package. Browsers get a page at `/`. Models
+can be listed and described, but not fetched, made or removed over HTTP.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,8 +21,7 @@ from octavo.server.api.completions.bodies import ChatBody, CompletionBody
 from octavo.server.api.completions.requests import ChatRequest, CompletionRequest
 from octavo.server.api.embeddings import Embedded, Inputs, check_dimensions, compute, embed, shortened
 from octavo.server.api.fields import Body, Refused, field_notes, read
-from octavo.server.api.models import ollama_card, ollama_running, ollama_show
-from octavo.server.api.ollama.answers import line_begin
+from octavo.server.api.models import moment, ollama_card, ollama_running, ollama_show
 from octavo.server.api.ollama.bodies import (
     GENERATE_SPELLING,
     IGNORED_EMBED,
@@ -45,27 +48,39 @@ from octavo.server.api.ollama.bodies import (
 from octavo.server.api.pages import file_response
 from octavo.server.api.sampling import ServedFields
 from octavo.server.context import Context, context_of
-from octavo.server.encoding import Json
+from octavo.server.encoding import (
+    REASONS,
+    AnswerSpec,
+    Choice,
+    Json,
+    Pieces,
+    StreamFormat,
+    call_input,
+    chat_logprobs,
+    encodes,
+    reader_of,
+)
 from octavo.server.http.auth import wants_html
 from octavo.server.http.body import json_response, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.http.errors import ApiError, bad_field, renamed_fields
+from octavo.server.http.errors import ApiError, bad_field, ollama_error, renamed_fields
 from octavo.server.http.middleware import ARRIVAL
 from octavo.server.reply import RETRY_NOTE, reply
+from octavo.text.answer_format import CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.dialect import Dialect
+
+if TYPE_CHECKING:
+    from octavo.frontend.outputs import TextDelta, Usage
+
+_B = TypeVar("_B", bound=ServedFields)
+_T = TypeVar("_T")
 
 
 async def chat(request: Request) -> Response:
     """Answer a conversation. One without messages requests loading the model, or unloading it with keep_alive 0."""
-    context = context_of(request)
-    keep_alive = KeepAlive(context)
-    body, chat_body = await read_json(
-        request, context.limits, lambda fields: _read_chat(keep_alive.take(fields), context.dialect_of(fields))
-    )
-    context = context.for_model(model_of(body))
-    keep_alive.apply(context)
+    context, body, chat_body, keep_alive_s = await _read(request, _read_chat)
     if chat_body is None:
-        return await _loaded(context, body, keep_alive, {"message": {"role": "assistant", "content": ""}})
+        return await _loaded(context, body, keep_alive_s, {"message": {"role": "assistant", "content": ""}})
     with renamed_fields(SPELLING):
         made = await ChatRequest.of(context, chat_body, "ollama", "chat", facts={"is_chat": True}, can_continue=False)
         return await reply(request, made)
@@ -73,20 +88,38 @@ async def chat(request: Request) -> Response:
 
 async def generate(request: Request) -> Response:
     """Answer a prompt. An empty one requests loading the model, or unloading it with keep_alive 0."""
-    context = context_of(request)
-    keep_alive = KeepAlive(context)
-    body, text_body = await read_json(
-        request, context.limits, lambda fields: _read_generate(keep_alive.take(fields), context.dialect_of(fields))
-    )
-    context = context.for_model(model_of(body))
-    keep_alive.apply(context)
+    context, body, text_body, keep_alive_s = await _read(request, _read_generate)
     if text_body is None:
-        return await _loaded(context, body, keep_alive, {"response": ""})
+        return await _loaded(context, body, keep_alive_s, {"response": ""})
     with renamed_fields(GENERATE_SPELLING):
         options: dict[str, Any] = {"facts": {"is_chat": False}, "can_continue": False}
         if isinstance(text_body, CompletionBody):
             return await reply(request, await CompletionRequest.of(context, text_body, "ollama", "gen", **options))
         return await reply(request, await ChatRequest.of(context, text_body, "ollama", "gen", **options))
+
+
+async def _read(
+    request: Request, reader: Callable[[dict[str, object], Dialect], tuple[_B, _T]]
+) -> tuple[Context, _B, _T, float | None]:
+    """Return the Context of the model that a body names, what `reader` makes of the body, and keep_alive in seconds.
+
+    keep_alive replaces --keep-alive for the model until that is unloaded. Where the only model is always loaded, or
+    --no-client-keep-alive is given, the field is ignored.
+    """
+    context, served = context_of(request), context_of(request).served
+    seconds: float | None = None
+
+    def read(fields: dict[str, object]) -> tuple[_B, _T]:
+        nonlocal seconds
+        if served is not None and served.config.models.client_keep_alive and "keep_alive" in fields:
+            seconds = read_keep_alive(fields.pop("keep_alive"))
+        return reader(fields, context.dialect_of(fields))
+
+    body, made = await read_json(request, context.limits, read)
+    context = context.for_model(model_of(body))
+    if seconds is not None and context.served is not None:
+        context.served.set_keep_alive(seconds)
+    return context, body, made, seconds
 
 
 def _read_chat(fields: dict[str, object], dialect: Dialect) -> tuple[OllamaChatBody, ChatBody | None]:
@@ -103,32 +136,9 @@ def _read_generate(
     return body, raw_of(body) if body.raw else generate_of(body, dialect)
 
 
-class KeepAlive:
-    """The field keep_alive of one request, which replaces --keep-alive for its model until that is unloaded.
-
-    Where the only model is always loaded, or --no-client-keep-alive is given, the field is ignored.
-    """
-
-    def __init__(self, context: Context) -> None:
-        served = context.served
-        self._is_used = served is not None and served.config.models.client_keep_alive
-        self.seconds: float | None = None
-
-    def take(self, fields: dict[str, object]) -> dict[str, object]:
-        """Remove the field from a body, if it is used; return the body. Raises ApiError."""
-        if self._is_used and "keep_alive" in fields:
-            self.seconds = read_keep_alive(fields.pop("keep_alive"))
-        return fields
-
-    def apply(self, context: Context) -> None:
-        """Set the time for the request's model."""
-        if self.seconds is not None and context.served is not None:
-            context.served.set_keep_alive(self.seconds)
-
-
-async def _loaded(context: Context, body: ServedFields, keep_alive: KeepAlive, members: Json) -> Response:
+async def _loaded(context: Context, body: ServedFields, keep_alive_s: float | None, members: Json) -> Response:
     """Load the request's model, or leave it to be unloaded, and say which. Raises ModelLoadError."""
-    reason = "unload" if keep_alive.seconds == 0 else "load"
+    reason = "unload" if keep_alive_s == 0 else "load"
     if context.served is not None and reason == "load":
         (await context.served.acquire())()
     head = line_begin(model_of(body) or context.model, int(time.time()))
@@ -140,15 +150,11 @@ _OPTIONS = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
 
 async def embed_texts(request: Request) -> Response:
     """Return each text's vector, as /v1/embeddings does."""
-    context = context_of(request)
-    keep_alive = KeepAlive(context)
-    body = await read_json(request, context.limits, lambda fields: read_embed(keep_alive.take(fields)))
-    context = context.for_model(model_of(body))
-    keep_alive.apply(context)
+    context, body, _, keep_alive_s = await _read(request, lambda fields, _: (read_embed(fields), None))
     model = model_of(body) or context.model
     check_dimensions(context, body.dimensions)
     if not body.input:  # an empty input requests loading the model
-        await _loaded(context, body, keep_alive, {})
+        await _loaded(context, body, keep_alive_s, {})
         return json_response({"model": model, "embeddings": []})
     params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
     keep = context.max_model_len if body.truncate else None
@@ -169,22 +175,17 @@ async def embed_texts(request: Request) -> Response:
 
 async def embed_prompt(request: Request) -> Response:
     """Return the vector of one text, as /v1/embeddings does."""
-    context = context_of(request)
-    keep_alive = KeepAlive(context)
-    body = await read_json(request, context.limits, lambda fields: read_embeddings(keep_alive.take(fields)))
-    context = context.for_model(model_of(body))
-    keep_alive.apply(context)
+    context, body, _, keep_alive_s = await _read(request, lambda fields, _: (read_embeddings(fields), None))
     if not body.prompt:
-        await _loaded(context, body, keep_alive, {})
-        return Response(b'{"embedding":[]}', media_type="application/json")
+        await _loaded(context, body, keep_alive_s, {})
+        return json_response({"embedding": []})
     inputs = Inputs([body.prompt], ["prompt"], keep=context.max_model_len, keeps_start=True)
     found = await embed(request, context, "embed", body, inputs)
     return await _vectors(lambda: {"embedding": found.vectors[0].tolist()}, found)
 
 
 async def _vectors(answer: Callable[[], Json], found: Embedded) -> Response:
-    content = await compute(lambda: msgspec.json.encode(answer()), sum(map(len, found.vectors)))
-    return Response(content, media_type="application/json")
+    return json_response(await compute(lambda: msgspec.json.encode(answer()), sum(map(len, found.vectors))))
 
 
 _NOTES = field_notes(REFUSED_EMBED, IGNORED_EMBED)
@@ -272,6 +273,123 @@ async def _read_name(request: Request) -> ModelNameBody:
 
 
 _READ = (("/api/version", version), ("/api/tags", tags), ("/api/ps", running))
+
+
+def line(body: Json) -> bytes:
+    """Return one line of a stream."""
+    return msgspec.json.encode(body) + b"\n"
+
+
+OLLAMA = StreamFormat("application/x-ndjson", b"", b"", lambda error: line(ollama_error(error, {})), has_ids=False)
+
+
+@encodes("ollama")
+class OllamaEncoder:
+    """The encoder of /api/chat and /api/generate. It uses the facts is_chat and format."""
+
+    stream_format = OLLAMA
+    head = b""
+
+    def __init__(self, spec: AnswerSpec, pieces: Pieces) -> None:
+        self._spec = spec
+        self._pieces = pieces
+        self._head = line_begin(spec.identity[2], spec.identity[1])
+        self._reader = reader_of(spec)
+        self._calls = Calls()
+        self._end: TextDelta | None = None
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """Return the answer as one object."""
+        reader, calls = reader_of(self._spec), Calls()
+        deltas = choices[0].deltas
+        parts = [*reader.push(choices[0].text), *reader.finish()]
+        whole = [*calls.take(parts), *calls.finish()]
+        body = {**self._head, **self._members(parts, whole), **ending(deltas[-1], choices[0].usage)}
+        logprobs = chat_logprobs(deltas, self._pieces)
+        return body if logprobs is None else {**body, "logprobs": logprobs["content"]}
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """Return a line with the delta's text and completed calls; b"" if it has neither."""
+        parts = self._reader.push(delta.text)
+        if delta.finish_reason is not None:
+            self._end = delta
+            parts = [*parts, *self._reader.finish()]
+        whole = self._calls.take(parts)
+        if delta.finish_reason is not None:
+            whole += self._calls.finish()
+        logprobs = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
+        if not whole and logprobs is None and not any(isinstance(part, Text | Reasoning) for part in parts):
+            return b""
+        body = {**self._head, **self._members(parts, whole), "done": False}
+        return line(body if logprobs is None else {**body, "logprobs": logprobs["content"]})
+
+    def last(self) -> bytes:
+        """Return the line with the finish reason and the durations."""
+        assert self._end is not None
+        return line({**self._head, **self._members([], []), **ending(self._end, self._end.usage)})
+
+    def _members(self, parts: Iterable[Part], calls: list[Json]) -> Json:
+        text = "".join(part.text for part in parts if isinstance(part, Text))
+        thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        thought: Json = {"thinking": thinking} if thinking else {}
+        if not self._spec.facts["is_chat"]:
+            return {"response": text, **thought}
+        return {
+            "message": {"role": "assistant", "content": text, **thought, **({"tool_calls": calls} if calls else {})}
+        }
+
+
+class Calls:
+    """The calls of an answer. It collects each call's arguments until the call is complete."""
+
+    def __init__(self) -> None:
+        self._open_call: CallBegin | None = None
+        self._arguments: list[str] = []
+
+    def take(self, parts: Iterable[Part]) -> list[Json]:
+        """Add parts; return the calls that these parts complete."""
+        done: list[Json] = []
+        for part in parts:
+            if isinstance(part, CallArguments):
+                self._arguments.append(part.text)
+                continue
+            done += self.finish()
+            if isinstance(part, CallBegin):
+                self._open_call = part
+        return done
+
+    def finish(self) -> list[Json]:
+        """Return the open call as a list; empty if there is none."""
+        open_call, text = self._open_call, "".join(self._arguments)
+        self._open_call, self._arguments = None, []
+        if open_call is None:
+            return []
+        function = {"index": open_call.index, "name": open_call.name, "arguments": call_input(text)}
+        return [{"id": open_call.call_id, "function": function}]
+
+
+def line_begin(model: str, created: int) -> Json:
+    """Return the fields that begin every line. `created` is in Unix seconds."""
+    return {"model": model, "created_at": moment(created)}
+
+
+def ending(end: TextDelta, usage: Usage | None) -> Json:
+    """Return the finish reason, the counts and the durations in nanoseconds. load_duration is the time in the queue."""
+    assert end.finish_reason is not None
+    over: Json = {"done": True, "done_reason": REASONS[end.finish_reason]}
+    if usage is None:
+        return over
+    queued, first, total = (round(seconds * 1e9) for seconds in (usage.queue_s, usage.ttft_s, usage.e2e_s))
+    first = min(max(first, queued), total) if usage.completion_tokens else total
+    return {
+        **over,
+        "total_duration": total,
+        "load_duration": queued,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": max(0, first - queued),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": total - first,
+    }
 
 
 ENDPOINTS = [
