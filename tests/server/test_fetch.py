@@ -11,7 +11,7 @@ import pytest
 
 from octavo.config import MediaConfig
 from octavo.errors import InvalidRequestError
-from octavo.server.fetch import MAX_REDIRECTS, ImageFetcher, is_public
+from octavo.server.images import MAX_REDIRECTS, ImageFetcher, is_public
 
 BODY = b"an image" * 100
 _OK = b"HTTP/1.1 200 OK\r\n"
