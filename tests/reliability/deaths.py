@@ -17,6 +17,7 @@ from typing import Any
 
 from octavo.config import Config, ModelConfig, ServingConfig
 from octavo.core.request import FinishError, FinishReason, Request
+from octavo.fleet.replicas import LocalReplicas, share_machine
 from octavo.frontend.engine_process import COMMAND
 from octavo.frontend.engine_supervisor import EngineSupervisor
 
@@ -121,3 +122,17 @@ class Load:
 def quantile(values: Iterable[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+async def start_fleet(
+    supervisor: EngineSupervisor, config: Config, count: int, command: Sequence[str] = COMMAND
+) -> LocalReplicas:
+    """Start `count` replicas on this machine. Raises the error of an opening, and leaves no process then."""
+    shared = share_machine(config, max(1, count))
+    local = LocalReplicas(supervisor, lambda: supervisor.spawner(shared, command))
+    try:
+        await local.scale(count)
+    except BaseException:
+        await supervisor.close()
+        raise
+    return local

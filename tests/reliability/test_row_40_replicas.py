@@ -21,9 +21,9 @@ from octavo.artifacts.script import END_ID, encode
 from octavo.config.sources import config_from_keywords
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.fleet.fleet_router import FleetRouter
-from octavo.fleet.replicas import LocalReplicas, start_fleet
+from octavo.fleet.replicas import LocalReplicas
 from octavo.frontend.engine_supervisor import EngineSupervisor
-from tests.reliability.deaths import Load, quantile, until
+from tests.reliability.deaths import Load, quantile, start_fleet, until
 from tests.reliability.scorecard import Score
 
 WIDTH = 64

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol, cast
 
 import msgspec
@@ -221,33 +221,30 @@ class Link(asyncio.Protocol):
     async def run_pings(self, oldest_call_at: Callable[[], float | None]) -> None:
         """Send pings; end the connection after LOST_S of silence. For the front."""
         number = 0
-        looked_at = self.received_at = time.monotonic()
-        while self.is_open:
-            now = time.monotonic()
-            if now - looked_at > LATE_S + PING_S:
-                self.received_at = now
-            looked_at = now
-            if now - self.received_at > LOST_S:
-                self.abort(f"no answer for {now - self.received_at:.1f} s")
-                return
+        async for now in self._until_silent(LOST_S, PING_S / 2, "answer"):  # seen sooner than a ping later
             if number % 2 == 0:
                 at = oldest_call_at()
                 self.send(Ping(number // 2, None if at is None else now - at))
             number += 1
-            await asyncio.sleep(PING_S / 2)  # the end of the limit is seen sooner than a ping later
 
     async def watch_pings(self) -> None:
         """End the connection after LEASE_S of silence. For the agent."""
+        async for _ in self._until_silent(LEASE_S, PING_S, "ping"):
+            pass
+
+    async def _until_silent(self, limit_s: float, pause_s: float, lack: str) -> AsyncIterator[float]:
+        """Yield the time every `pause_s` while the connection is open; end it after `limit_s` of silence."""
         looked_at = self.received_at = time.monotonic()
         while self.is_open:
             now = time.monotonic()
             if now - looked_at > LATE_S + PING_S:
                 self.received_at = now
             looked_at = now
-            if now - self.received_at > LEASE_S:
-                self.abort(f"no ping for {now - self.received_at:.1f} s")
+            if now - self.received_at > limit_s:
+                self.abort(f"no {lack} for {now - self.received_at:.1f} s")
                 return
-            await asyncio.sleep(PING_S)
+            yield now
+            await asyncio.sleep(pause_s)
 
     # --- asyncio.Protocol
 

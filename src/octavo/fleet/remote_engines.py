@@ -114,11 +114,6 @@ class RemoteEngine:
         """The number under which this front bound it."""
         return self.client.epoch
 
-    @property
-    def fingerprint(self) -> str | None:
-        """See RunningEngine."""
-        return self.capacity.fingerprint.text or None
-
     def trouble(self) -> str | None:
         """Return why the engine makes no progress now, as of the last pong."""
         return "its connection ended" if self._why else self._trouble

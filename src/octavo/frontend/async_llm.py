@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from octavo.core.request import FinishError, FinishReason, SamplingParams, Want, sampling_defaults
 from octavo.errors import ErrorKind, InvalidRequestError
@@ -31,6 +31,7 @@ from octavo.frontend.scoring import TextPairs, likeliest
 from octavo.frontend.sessions import Prompt, Session, Sessions, TextDelta, check_stream
 from octavo.observe.metrics.export import Table, save_json_lines
 
+_T = TypeVar("_T")
 _IMAGES = "images"  # of a prompt that chat_prompt returns
 AnyPrompt = Prompt | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -116,14 +117,7 @@ class AsyncEngine:
         text = self.sessions.text
         text.check_output("scores")
         wanted = [text.encode_input(each) for each in comparison.texts(text.spec.encoder)]
-        tasks = [asyncio.ensure_future(self._pool(ids)) for ids in wanted]
-        try:
-            outputs = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        outputs = await gather_all(self._pool(ids) for ids in wanted)
         scores = comparison.scores(text.spec.encoder, [array("f", output.embedding) for output in outputs])
         return [
             ScoreOutput(index, score, comparison.firsts[one], comparison.seconds[other])
@@ -287,6 +281,18 @@ class AsyncEngine:
         if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)):
             return None, prompt
         raise InvalidRequestError(f"a prompt is a {type(prompt).__name__}; give a text or token ids", "prompt")
+
+
+async def gather_all(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Run all concurrently and return their results, in order. The first error cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _builder(session: Session, prompt: str | None) -> OutputBuilder:

@@ -174,11 +174,6 @@ class EngineProcess:
         return self._process.pid
 
     @property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of model, tokenizer and numerics; None if it is unknown."""
-        return self.capacity.fingerprint.text or None
-
-    @property
     def returncode(self) -> int | None:
         """Exit status; negative for a signal; None while it runs."""
         return self._process.returncode

@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from octavo.config import Config
@@ -42,8 +42,7 @@ class EngineSupervisor:
 
     `failed` is set when no engine runs and none will be started, unless `awaits_replicas` is set: another may be added.
     `failure` is the reason. `on_capacity` is called with the slots and KV tokens of all ready replicas when they
-    change; `start_first`, if given, when a request is submitted and there is no replica. `term` is greater than that of
-    every former supervisor of the same engines.
+    change. `term` is greater than that of every former supervisor of the same engines.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class EngineSupervisor:
         self.epochs = itertools.count((term << 32) + 1)
         self.awaits_replicas = awaits_replicas
         self.on_capacity: Callable[[int, int], object] | None = None
-        self.start_first: Callable[[], Awaitable[object]] | None = None
         self._replicas: dict[int, EngineReplica] = {}
         self._next_number = 0
         self._ticking: asyncio.Task[None] | None = None
@@ -192,22 +190,15 @@ class EngineSupervisor:
         replica.running = asyncio.create_task(self._run(replica), name=f"octavo-{replica.name}")
         return number
 
-    async def drain(self, number: int, limit_s: float | None = None) -> None:
-        """Send no new request to a replica, wait until its requests have ended, and stop it.
-
-        After `limit_s` the rest is moved to other replicas, if one can take them. Raises ConfigError for no replica.
-        """
+    async def drain(self, number: int) -> None:
+        """Send no new request to a replica, wait until its requests have ended, and stop it. Raises ConfigError."""
         replica = self.replica(number)
-        until = None if limit_s is None else time.monotonic() + limit_s
         if replica.state is EngineState.READY:
             replica.state = EngineState.DRAINING
             self._capacity_changed()
         while replica.bound is not None and replica.bound.requests:
             if replica.bound.is_open:
                 self.requests.set_open(replica.bound, False)
-            if until is not None and time.monotonic() >= until and self._ready():
-                self.requests.move_requests(replica.bound)
-                break
             await asyncio.sleep(LOOK_S / 2)
         await self._stop(replica)
 
@@ -245,8 +236,6 @@ class EngineSupervisor:
         self._check_usable()
         if "drain" in self._orders:
             raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
-        if not self._replicas and self.start_first is not None:
-            await self.start_first()
         return await self.requests.submit(request, media)
 
     async def statistics(self) -> Mapping[str, object]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from typing import Any, Self, TypeVar
@@ -19,7 +20,7 @@ from typing import Any, Self, TypeVar
 from octavo.core.request import SamplingParams
 from octavo.errors import InvalidRequestError, RequestError
 from octavo.frontend.adapters import AdapterRegistry
-from octavo.frontend.async_llm import AnyParams, AnyPrompt, AsyncEngine, Messages
+from octavo.frontend.async_llm import AnyParams, AnyPrompt, AsyncEngine, Messages, gather_all
 from octavo.frontend.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoreOutput
 from octavo.frontend.scoring import TextPairs, ranked
 from octavo.frontend.sessions import Sessions, TextDelta
@@ -212,7 +213,7 @@ class OfflineEngine:
     ) -> list[_Answer]:
         if not prompts:
             return []
-        with _bar(len(prompts), is_shown) as advance:
+        with progress_bar(len(prompts), is_shown) as advance:
             return self._wait(_all(answer, prompts, advance))
 
     def _run_all(
@@ -232,7 +233,7 @@ class OfflineEngine:
             options = {} if adapters[index] is None else {"lora_request": adapters[index]}
             return self._engine.complete(prompts[index], each[index], on_delta=watch, **options)
 
-        with _bar(len(prompts), is_shown) as advance:
+        with progress_bar(len(prompts), is_shown) as advance:
             return self._wait(_all(answer, range(len(prompts)), advance))
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -275,14 +276,7 @@ async def _all(answer: Callable[[_P], Awaitable[_Answer]], prompts: Sequence[_P]
         advance(output)
         return output
 
-    tasks = [asyncio.ensure_future(one(index)) for index in range(len(prompts))]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    return await gather_all(one(index) for index in range(len(prompts)))
 
 
 def _named(method: str, params: Params, use_tqdm: object, others: dict[str, Any]) -> tuple[Params, bool]:
@@ -349,9 +343,26 @@ async def _close_all(engine: AsyncEngine) -> None:
     await loop.shutdown_default_executor()
 
 
-def _bar(total: int, is_shown: bool) -> AbstractContextManager[Advance]:
+@contextmanager
+def progress_bar(total: int, is_shown: bool = True) -> Iterator[Advance]:
+    """Show finished answers, remaining time and tokens per second, on a terminal; yield a function for answers."""
     if not (is_shown and sys.stderr.isatty()):
-        return nullcontext(lambda _: None)
-    from octavo.frontend.progress import batch_bar  # rich takes 50 ms to import: only if a bar is shown
+        yield lambda _: None
+        return
+    from rich.console import Console  # takes 50 ms to import: only if a bar is shown
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return batch_bar(total)
+    started_at, num_in, num_out = time.monotonic(), 0, 0
+    columns = "generating", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
+
+    def advance(output: RequestOutput | EmbeddingOutput | ClassificationOutput) -> None:
+        nonlocal num_in, num_out
+        num_in += len(output.prompt_token_ids)
+        if isinstance(output, RequestOutput):
+            num_out += sum(len(choice.token_ids) for choice in output.outputs)
+        seconds = max(time.monotonic() - started_at, 1e-6)
+        progress.update(task, advance=1, rate=f"{num_in / seconds:.0f} in, {num_out / seconds:.0f} out tokens/s")
+
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total, rate="")
+        yield advance

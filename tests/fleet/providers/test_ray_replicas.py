@@ -108,7 +108,7 @@ async def test_replicas_of_a_local_ray_serve_and_lose_nothing_when_an_actor_is_k
             await until(lambda: not front.engines.report() or len(front.engines.report()) == 1)
             before = supervisor.replicas[0].name
             work = asyncio.gather(*(follow(supervisor, make_request(number)) for number in range(200, 220)))
-            await replicas.roll(replicas.spec)
+            await replicas.roll(replicas.template)
             assert {stream.reason for stream in await work} == {FinishReason.LENGTH}
             assert [replica.name for replica in supervisor.replicas] != [before] and replicas.numbers == [1]
             await replicas.scale(0)

@@ -16,6 +16,7 @@ from octavo.config import ENGINE_SECTIONS, SETTINGS, Config
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.fleet.providers.ray import RayProvider
 from octavo.fleet.providers.ray_agent import ReplicaSpec
+from octavo.fleet.replicas import Replicas
 from octavo.frontend.engine_supervisor import EngineSupervisor
 
 JOIN_LIMIT_S = 600.0  # how long a replica may take from its placement to its first offer: it loads a model
@@ -47,52 +48,26 @@ def _flags(flag: str, value: object) -> list[str]:
     return [f"{flag}={each}" for each in values]
 
 
-class RayReplicas:
-    """The replicas of a supervisor that Ray places, oldest first. Others may join beside them."""
+class RayReplicas(Replicas[ReplicaSpec]):
+    """Replicas that Ray places. A new one is ready once it has joined the front."""
 
+    # `numbers` are Ray's, not the supervisor's: a replica that is started again gets another there.
     def __init__(self, supervisor: EngineSupervisor, provider: RayProvider, spec: ReplicaSpec) -> None:
-        self.supervisor = supervisor
+        super().__init__(supervisor, spec)
         self.provider = provider
-        self.spec = spec
-        self.numbers: list[int] = []  # Ray's, not the supervisor's: a replica that is started again gets another there
-        self._changes = asyncio.Lock()  # held while replicas are scaled or rolled
 
-    async def scale(self, count: int, limit_s: float | None = None) -> None:
-        """Have `count` replicas: add some, or drain the newest ones, whose requests are moved after `limit_s`.
-
-        Raises EngineDeadError naming what is missing; the replicas that could be started stay.
-        """
-        async with self._changes:
-            missing = count - len(self.numbers)
-            added = await asyncio.gather(*(self._add() for _ in range(missing)), return_exceptions=True)
-            if failed := next((error for error in added if isinstance(error, BaseException)), None):
-                raise failed
-            await asyncio.gather(*(self._drain(number, limit_s) for number in reversed(self.numbers[count:])))
-
-    async def roll(self, spec: ReplicaSpec, *, limit_s: float | None = None, is_one_more: bool = True) -> None:
-        """Replace the replicas one after another by those of another spec; no request is lost.
-
-        Each new replica has joined before the old one is drained. With `is_one_more` False the old one is drained
-        first, for clusters without room for another. Raises EngineDeadError, and leaves the other replicas as they are.
-        """
-        async with self._changes:
-            before, self.spec = self.spec, spec
-            for number in tuple(self.numbers):
-                try:
-                    if is_one_more:
-                        await self._add()
-                    await self._drain(number, limit_s)
-                    if not is_one_more:
-                        await self._add()
-                except BaseException:
-                    self.spec = before
-                    raise
+    async def _scale(self, count: int) -> None:
+        missing = count - len(self.numbers)
+        added = await asyncio.gather(*(self._add() for _ in range(missing)), return_exceptions=True)
+        if failed := next((error for error in added if isinstance(error, BaseException)), None):
+            raise failed
+        await asyncio.gather(*(self._drain(number) for number in reversed(self.numbers[count:])))
 
     async def _add(self) -> None:
         number = self.provider.free_number()
         self.numbers.append(number)
         try:
-            await self.provider.start(number, self.spec)
+            await self.provider.start(number, self.template)
             async with asyncio.timeout(JOIN_LIMIT_S):
                 while await self._replica_of(number) is None:
                     await asyncio.sleep(LOOK_S)
@@ -105,12 +80,12 @@ class RayReplicas:
                 ) from None
             raise
 
-    async def _drain(self, number: int, limit_s: float | None) -> None:
+    async def _drain(self, number: int) -> None:
         self.numbers.remove(number)
         try:
             replica = await self._replica_of(number)
             if replica is not None:
-                await self.supervisor.drain(replica, limit_s)
+                await self.supervisor.drain(replica)
         except (ConfigError, EngineDeadError):
             pass  # it is lost, and its requests are elsewhere
         await self.provider.stop(number)
