@@ -116,11 +116,9 @@ class Answerer(Protocol):
 
     def stream(self, messages: Messages, params: Mapping[str, float | int]) -> AsyncGenerator[str, None]:
         """Yield the answer's text as it arrives. Closing the generator cancels the request. Raises OctavoError."""
-        ...
 
     async def close(self) -> None:
         """Release the engine or the connection."""
-        ...
 
 
 async def print_text(texts: AsyncGenerator[str, None], parts: list[str]) -> None:

@@ -26,15 +26,12 @@ class Gate(Protocol):
 
     def lack(self, request: RequestState) -> tuple[int, int] | None:
         """Return (needed, available) if the request cannot have its share now, else None."""
-        ...
 
     def take(self, request: RequestState) -> None:
         """Take the share of a request that starts to run."""
-        ...
 
     def give_back(self, request: RequestState) -> None:
         """Give back the share of a request that no longer runs."""
-        ...
 
 
 class AdapterSlots:

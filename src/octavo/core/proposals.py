@@ -43,7 +43,6 @@ class DraftSource(Protocol):
 
         Called for each plan that may have drafts.
         """
-        ...
 
 
 def may_reject(params: SamplingParams) -> bool:

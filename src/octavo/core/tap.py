@@ -97,7 +97,6 @@ class CallTap(Protocol):
 
     def called(self, call: Call) -> None:
         """Handle a call."""
-        ...
 
 
 class FanOutTap:
@@ -119,15 +118,12 @@ class InputSource(Protocol):
 
     def keys(self, order: int, choice: int, first: int) -> Iterable[bytes]:
         """Return the block keys that the sequence has now, from block `first` on."""
-        ...
 
     def can_draft(self, request: Request) -> bool:
         """Return True if the source may have drafts for a request."""
-        ...
 
     def drafts(self, request_id: str, slot: int, most: int) -> array[int]:
         """Return up to `most` drafts for the sequence in a slot, for the plan being made."""
-        ...
 
 
 class NotedKeys(KeyMaker):

@@ -28,11 +28,9 @@ class AdaptedExecutor(Protocol):
 
     def load_adapter(self, adapter_id: int, path: str, max_rank: int) -> None:
         """Load an adapter, between steps. Raises ModelFileError, EngineError."""
-        ...
 
     def unload_adapter(self, adapter_id: int) -> None:
         """Free an adapter that no sequence uses. Idempotent."""
-        ...
 
 
 class LoadOrder(msgspec.Struct, frozen=True):

@@ -89,7 +89,6 @@ class EngineClient(Protocol):
 
     async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:
         """Submit a request with its media. Raises AdmissionError, DuplicateRequestError, EngineDeadError."""
-        ...
 
     def outputs(
         self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
@@ -99,17 +98,14 @@ class EngineClient(Protocol):
         A slow reader gets the ids of several steps in one output. An output has at most `max_ids` ids. With
         `final_only` the reader is woken only at the end.
         """
-        ...
 
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> int:
         """End waiting or running requests, or only one choice of each; return how many requests were open."""
-        ...
 
     async def statistics(self) -> Mapping[str, object]:
         """Return engine counters and gauges as plain JSON values."""
-        ...
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """Run a verb and return its result.
@@ -119,8 +115,6 @@ class EngineClient(Protocol):
         forecast the wait of a new request; frames the frames after the cursor `argument` (docs/statistics.md). All
         other verbs return a bool. The arguments of load_adapter and unload_adapter are those of engine.adapters.
         """
-        ...
 
     async def close(self) -> None:
         """Stop: every open request is answered first. Idempotent."""
-        ...

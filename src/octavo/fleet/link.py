@@ -170,11 +170,9 @@ class LinkGate(Protocol):
 
     def may_begin(self, peer: str) -> bool:
         """Return False to refuse an address."""
-        ...
 
     def refused(self, peer: str, why: str) -> None:
         """Handle a side that failed to prove the token."""
-        ...
 
 
 class Link(asyncio.Protocol):

@@ -54,15 +54,12 @@ class EngineHost(Protocol):
     @property
     def epochs(self) -> Iterator[int]:
         """The numbers of the next engines."""
-        ...
 
     def receive(self, epoch: int, events: Events) -> None:
         """Handle events of an engine."""
-        ...
 
     async def add(self, source: EngineSource, name: str = "") -> int:
         """Run the engine of a source until it is lost. Raises OctavoError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

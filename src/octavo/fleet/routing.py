@@ -31,22 +31,18 @@ class RoutedRequest(Protocol):
     @property
     def keys(self) -> Sequence[int] | Sequence[bytes]:
         """One key for each full block of the prompt."""
-        ...
 
     @property
     def prompt_tokens(self) -> int:
         """The length of the prompt."""
-        ...
 
     @property
     def session(self) -> str:
         """The conversation of the request."""
-        ...
 
     @property
     def tenant(self) -> str:
         """The tenant of the request."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +61,14 @@ class RouterTarget(Protocol):
     @property
     def number(self) -> int:
         """The number of the replica."""
-        ...
 
     @property
     def load(self) -> int:
         """The prompt tokens of its open requests."""
-        ...
 
     @property
     def num_open(self) -> int:
         """Its open requests."""
-        ...
 
 
 _load: Callable[[RouterTarget], int] = attrgetter("load")
@@ -86,7 +79,6 @@ class Router(Protocol):
 
     def choose(self, request: RoutedRequest, targets: Sequence[RouterTarget]) -> RouterTarget:
         """Return the replica for a request."""
-        ...
 
 
 class Spread:

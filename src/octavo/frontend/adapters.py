@@ -59,7 +59,6 @@ class AdapterClient(Protocol):
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient."""
-        ...
 
 
 class AdapterRegistry:

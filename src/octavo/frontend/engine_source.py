@@ -51,15 +51,12 @@ class EngineConnection(EngineLink, Protocol):
     @property
     def is_alive(self) -> bool:
         """True until the connection has ended."""
-        ...
 
     def post_control(self, verb: Verb, argument: str = "") -> None:
         """Send a verb whose answer is not needed, without waiting."""
-        ...
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient. Raises EngineDeadError."""
-        ...
 
 
 class RunningEngine(Protocol):
@@ -68,38 +65,30 @@ class RunningEngine(Protocol):
     @property
     def capacity(self) -> Capacity:
         """The sizes and the fingerprint of the engine."""
-        ...
 
     @property
     def client(self) -> EngineConnection:
         """The connection to it; `client.epoch` is its number."""
-        ...
 
     @property
     def pid(self) -> int:
         """The process id, on its own machine."""
-        ...
 
     def trouble(self) -> str | None:
         """Return why the engine makes no progress now; None if it is idle or its steps are in time."""
-        ...
 
     @property
     def flight(self) -> FlightRecordings | None:
         """What its flight recorder keeps; None if it has none on this machine."""
-        ...
 
     async def watch(self) -> EngineDeath:
         """Wait until the engine has ended; kill it if it stalls. Call this once."""
-        ...
 
     def kill(self) -> None:
         """Kill the engine at once; `watch` returns soon after."""
-        ...
 
     async def close(self) -> None:
         """Let the engine end its requests and itself. Idempotent."""
-        ...
 
 
 class EngineSource(Protocol):
@@ -112,27 +101,22 @@ class EngineSource(Protocol):
 
     async def next(self) -> RunningEngine:
         """Return the first engine once it is ready. Raises the error of its opening, or EngineDeadError."""
-        ...
 
     async def replace(self, was_useful: bool) -> RunningEngine:
         """Return the next engine after one died. Raises EngineDeadError if there will be none."""
-        ...
 
     def prepare(self, is_settled: Callable[[], bool]) -> None:
         """Handle the begin of an engine; `is_settled` returns True once the requests that it resumes have progress.
 
         A source may then start a standby.
         """
-        ...
 
     @property
     def standby(self) -> RunningEngine | None:
         """An engine that is ready and not used, or None."""
-        ...
 
     async def close(self) -> None:
         """End what was started and not returned. Idempotent."""
-        ...
 
 
 class EngineState(Enum):

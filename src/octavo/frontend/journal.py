@@ -77,19 +77,15 @@ class JournalFollower(Protocol):
 
     def copy_starts(self) -> None:
         """Drop what is left of an earlier copy."""
-        ...
 
     def take(self, data: bytes) -> None:
         """Take whole records, without waiting."""
-        ...
 
     def copy_complete(self) -> None:
         """Handle that all runs were sent."""
-        ...
 
     async def held(self) -> None:
         """Wait until everything taken so far is held elsewhere, or this follower has given up."""
-        ...
 
 
 class Journal:

@@ -286,13 +286,11 @@ class EngineLink(Protocol):
 
         Raises InvalidRequestError if the request is too large to be sent, or EngineDeadError.
         """
-        ...
 
     def post_cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
         """End requests, or one choice of them, without waiting."""
-        ...
 
 
 class BoundEngine:
@@ -363,15 +361,12 @@ class LedgerObserver(Protocol):
 
     def opened(self, state: OpenRequest) -> None:
         """Handle a new request, before it is sent to an engine."""
-        ...
 
     def appended(self, events: Events) -> None:
         """Handle accepted events: those of an engine without the rejected parts, and ends made by the front end."""
-        ...
 
     def forgotten(self, request_id: str) -> None:
         """Handle a dropped request: refused by the engine, or read to its end."""
-        ...
 
 
 class EngineRouter(Protocol):
@@ -379,11 +374,9 @@ class EngineRouter(Protocol):
 
     def choose(self, request: Request, targets: Sequence[BoundEngine]) -> BoundEngine:
         """Return one of these engines, of which there is at least one, for a new, moved or resumed request."""
-        ...
 
     def ended(self, request_id: str, num_output_tokens: int, first_at: float | None) -> None:
         """Handle the end of a request; `first_at` is when this front received its first token."""
-        ...
 
 
 def settle(answer: Future[Any] | None, value: object) -> None:

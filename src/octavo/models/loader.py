@@ -34,16 +34,13 @@ class Multiplication(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of the weight."""
-        ...
 
     @property
     def num_weights(self) -> int:
         """Number of weights, each of which costs a multiplication and an addition per token."""
-        ...
 
     def __call__(self, x_TE: Tensor, /) -> Tensor:
         """Return a new tensor [T, F]."""
-        ...
 
 
 Norm = RMSNorm | LayerNorm | NoNorm

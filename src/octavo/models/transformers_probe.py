@@ -44,7 +44,6 @@ class CallRecorder(Protocol):
 
     def leaf(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run a call and record it as one operation."""
-        ...
 
 
 class _Running(threading.local):
@@ -61,7 +60,6 @@ class StepAttention(Protocol):
         self, module: nn.Module, states: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: Mapping[str, Any]
     ) -> Tensor:
         """Return the attended heads [1, T, H, V] of queries, keys and values [1, heads, T, size]."""
-        ...
 
 
 running = _Running()

@@ -40,15 +40,12 @@ class EventSink(Protocol):
 
     def admitted(self, request: Request) -> None:
         """Handle an admitted request."""
-        ...
 
     def decided(self, decisions: tuple[Event, ...]) -> None:
         """Handle decisions of plans and commits, each reported exactly once."""
-        ...
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
         """Handle a committed plan."""
-        ...
 
 
 class RequestHistory:

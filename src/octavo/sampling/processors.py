@@ -33,15 +33,12 @@ class LogitsProcessor(Protocol):
 
         The slot was released before. A slot whose parameters are neutral holds no state and costs nothing.
         """
-        ...
 
     def release(self, slot: int) -> None:
         """Drop a slot's state. Idempotent."""
-        ...
 
     def apply(self, logits_RV: Tensor, rows: SamplingRows, chosen: Ints) -> None:
         """Edit the chosen rows in place. A banned id gets -inf."""
-        ...
 
 
 class Penalties:

@@ -34,7 +34,6 @@ class Pieces(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text."""
-        ...
 
 
 @dataclass(slots=True)
@@ -92,24 +91,19 @@ class AnswerEncoder(Protocol):
     @property
     def stream_format(self) -> StreamFormat:
         """The bytes around the events."""
-        ...
 
     @property
     def head(self) -> bytes:
         """The events before the first delta; b"" for none. Read once."""
-        ...
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """Return the answer as one object."""
-        ...
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the events of a delta; b"" if this delta completes no event."""
-        ...
 
     def last(self) -> bytes:
         """Return the events after the last delta: the usage, if requested."""
-        ...
 
 
 ENCODERS: dict[str, Callable[[AnswerSpec, Pieces], AnswerEncoder]] = {}  # by AnswerSpec.kind

@@ -87,11 +87,9 @@ class GenerationSource(Protocol):
 
     def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
         """Yield (choice index, delta) until every choice has ended. Raises ApiError."""
-        ...
 
     async def close(self) -> None:
         """Cancel the requests that have not ended. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

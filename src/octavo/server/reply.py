@@ -62,16 +62,13 @@ class Readable(Protocol):
     @property
     def name(self) -> str:
         """The request's name in log messages."""
-        ...
 
     @property
     def unread_bytes(self) -> int:
         """The approximate bytes that wait for this reader."""
-        ...
 
     async def close(self) -> None:
         """Stop reading. Idempotent."""
-        ...
 
 
 class DeltaSource(Readable, Protocol):
@@ -79,11 +76,9 @@ class DeltaSource(Readable, Protocol):
 
     def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield (choice index, delta) until every choice has ended. Raises ApiError."""
-        ...
 
     async def collect(self) -> list[Choice]:
         """Wait for the end and return all choices. Raises ApiError."""
-        ...
 
 
 async def reply(request: Request, wanted: GenerationRequest) -> Response:

@@ -145,12 +145,10 @@ class Decodable(Protocol):
     @property
     def pieces(self) -> TokenBytes:
         """The bytes of each id."""
-        ...
 
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids that stand for no text."""
-        ...
 
 
 class Detokenizer:

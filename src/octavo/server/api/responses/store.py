@@ -270,19 +270,15 @@ class DetachedRun(Protocol):
 
     def read(self, behind: int, quiet_s: float) -> AsyncGenerator[bytes, None]:
         """Yield the events after event number `behind` until the end, and b"" after `quiet_s` without any."""
-        ...
 
     async def finished(self) -> Json:
         """Wait for the end and return the response. Raises ApiError."""
-        ...
 
     def cancel(self, why: ApiError) -> None:
         """End it with this error."""
-        ...
 
     async def close(self) -> None:
         """Stop reading."""
-        ...
 
 
 @dataclass(slots=True)
