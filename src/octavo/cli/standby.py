@@ -17,8 +17,8 @@ from octavo.fleet.standby import StandbyFront
 from octavo.frontend.api_supervisor import READY
 from octavo.frontend.journal import journal_name
 from octavo.frontend.journal_files import lock_folder
-from octavo.server.http.listener import url_of
 from octavo.server.http.lifecycle import answering_unready
+from octavo.server.http.listener import url_of
 
 if TYPE_CHECKING:
     from octavo.cli.api_process import ApiProcess

@@ -26,13 +26,13 @@ from octavo.core.request import SamplingParams, Want
 from octavo.errors import EngineError, OctavoError, RequestError
 from octavo.frontend.scoring import TextPairs, Vector, likeliest, pair_indices, ranked, unit
 from octavo.server.api.completions.bodies import Prompts
-from octavo.server.api.fields import Refused, field_notes, read
+from octavo.server.api.fields import TEXT_OR_TEXTS, Refused, field_notes, read
 from octavo.server.api.sampling import ServedFields
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerSpec, Choice, Identity
 from octavo.server.generation import GenerationRequest, start
 from octavo.server.http.body import json_response, off_loop, read_json
-from octavo.server.http.endpoints import Endpoint, Limit
+from octavo.server.http.endpoints import queued
 from octavo.server.http.errors import ApiError, bad_field, from_exception, too_long
 
 if TYPE_CHECKING:
@@ -105,10 +105,6 @@ REFUSED_SCORE: Refused = {"use_activation": (), "activation": (), "encoding_form
 REFUSED_RERANK: Refused = {**REFUSED_SCORE, "rank_fields": (), "max_chunks_per_doc": (), "return_embeddings": (False,)}
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _documents(value: object) -> object:
     """Replace each document of the form {"text": ...} by its text."""
     if not isinstance(value, list):
@@ -116,9 +112,7 @@ def _documents(value: object) -> object:
     return [item["text"] if isinstance(item, dict) and set(item) == {"text"} else item for item in value]
 
 
-TextList = Annotated[
-    list[str], FailFast(), Field(min_length=1), BeforeValidator(_listed, json_schema_input_type=str | list[str])
-]
+TextList = Annotated[list[str], FailFast(), Field(min_length=1), TEXT_OR_TEXTS]
 
 
 class ScoreBody(PooledFields):
@@ -500,16 +494,8 @@ _ABOUT_SCORE = _description(f"Compare texts. {_SCORES}", [*REFUSED_SCORE])
 _ABOUT_RERANK = _description(f"Order documents by a query. {_SCORES}", [*REFUSED_RERANK])
 _ABOUT_CLASSIFY = _description("Classify texts, by a sequence classifier.", [*REFUSED_CLASSIFY])
 ENDPOINTS = [
-    Endpoint("POST", "/classify", classify, limit=Limit.QUEUE, body=ClassifyBody, description=_ABOUT_CLASSIFY),
-    Endpoint(
-        "POST", "/v1/embeddings", embeddings, limit=Limit.QUEUE, body=EmbeddingBody, description=_ABOUT_EMBEDDINGS
-    ),
-    *(
-        Endpoint("POST", path, score, limit=Limit.QUEUE, body=ScoreBody, description=_ABOUT_SCORE)
-        for path in ("/score", "/v1/score")
-    ),
-    *(
-        Endpoint("POST", path, rerank, limit=Limit.QUEUE, body=RerankBody, description=_ABOUT_RERANK)
-        for path in ("/rerank", "/v1/rerank", _V2)
-    ),
+    queued("/classify", classify, ClassifyBody, _ABOUT_CLASSIFY),
+    queued("/v1/embeddings", embeddings, EmbeddingBody, _ABOUT_EMBEDDINGS),
+    *(queued(path, score, ScoreBody, _ABOUT_SCORE) for path in ("/score", "/v1/score")),
+    *(queued(path, rerank, RerankBody, _ABOUT_RERANK) for path in ("/rerank", "/v1/rerank", _V2)),
 ]

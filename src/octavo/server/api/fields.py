@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from octavo.server.http.errors import ApiError, bad_field
 
@@ -251,6 +251,11 @@ def are_unknown_refused() -> bool:
     return current is None or current.is_strict
 
 
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+TEXT_OR_TEXTS = BeforeValidator(_listed, json_schema_input_type=str | list[str])  # of a list of texts
 Refused = Mapping[str, tuple[object, ...]]  # field -> accepted values without an effect; null is always accepted
 IGNORED: Mapping[str, str] = {
     "user": "kept for the caller's own records; nothing here depends on it",

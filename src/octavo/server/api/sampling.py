@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, create_mo
 from octavo.core.request import NUMBER_FIELDS, SamplingParams
 from octavo.errors import InvalidRequestError
 from octavo.frontend.sessions import check_stream
-from octavo.server.api.fields import Body, reject_unsupported
+from octavo.server.api.fields import TEXT_OR_TEXTS, Body, reject_unsupported
 from octavo.server.api.structured_output import StructureFields, given_structures
 from octavo.server.api.tools import ToolFields
 from octavo.server.http.body import off_loop
@@ -68,10 +68,6 @@ N_PREDICT = "llama.cpp's name for max_tokens; below 0 for as many as fit"
 MAX_PROMPT_SCORES = 1_048_576  # log-probabilities of prompt tokens in one answer: 50 MB of JSON
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _early_stopping(value: object) -> object:
     if value is not None and not isinstance(value, bool) and value != "never":
         raise ValueError('give true, false or "never"')
@@ -81,7 +77,7 @@ def _early_stopping(value: object) -> object:
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
     Field(max_length=MAX_STOPS),
-    BeforeValidator(_listed, json_schema_input_type=str | list[str]),
+    TEXT_OR_TEXTS,
 ]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARACTERS)]
 EarlyStopping = Annotated[

@@ -87,6 +87,11 @@ class Endpoint:
         return re.sub(r":\w+}", "}", self.path)
 
 
+def queued(path: str, handler: Handler, body: type[BaseModel] | Mapping[str, object], *about: str) -> Endpoint:
+    """Return the endpoint of a POST that takes room in the queue. `about` are the paragraphs of its description."""
+    return Endpoint("POST", path, handler, limit=Limit.QUEUE, body=body, description="\n\n".join(about))
+
+
 class Endpoints:
     """The endpoints of one application."""
 

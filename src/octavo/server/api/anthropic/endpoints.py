@@ -54,7 +54,7 @@ from octavo.server.encoding import (
 )
 from octavo.server.http.auth import KEY
 from octavo.server.http.body import json_response, read_json
-from octavo.server.http.endpoints import Endpoint, Limit
+from octavo.server.http.endpoints import Endpoint, queued
 from octavo.server.http.errors import Spelling, anthropic_error, bad_field, renamed_fields
 from octavo.server.http.middleware import REQUEST_ID
 from octavo.server.reply import RETRY_NOTE, reply
@@ -417,20 +417,8 @@ def _read_bodies(fields: dict[str, object], dialect: Dialect) -> tuple[MessagesB
 
 
 _NOTES = field_notes(REFUSED_MESSAGES, IGNORED_MESSAGES)
+_ABOUT_COUNT = f"Count the tokens of a prompt in Anthropic's form.\n\n{_NOTES}"
 ENDPOINTS = [
-    Endpoint(
-        "POST",
-        "/v1/messages",
-        messages,
-        limit=Limit.QUEUE,
-        body=MessagesBody,
-        description=f"Answer a conversation in Anthropic's form.\n\n{RETRY_NOTE}\n\n{_NOTES}",
-    ),
-    Endpoint(
-        "POST",
-        "/v1/messages/count_tokens",
-        count_tokens,
-        body=CountBody,
-        description=f"Count the tokens of a prompt in Anthropic's form.\n\n{_NOTES}",
-    ),
+    queued("/v1/messages", messages, MessagesBody, "Answer a conversation in Anthropic's form.", RETRY_NOTE, _NOTES),
+    Endpoint("POST", "/v1/messages/count_tokens", count_tokens, body=CountBody, description=_ABOUT_COUNT),
 ]

@@ -13,7 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
-from octavo.server.api.batches.service import BatchService, UploadPace
+from octavo.server.api.batches.service import BatchService
 from octavo.server.api.batches.store import BatchRecord, FileRecord, new_id
 from octavo.server.api.fields import IGNORED_FIELDS, Body, collect_ignored, ignore, read
 from octavo.server.api.responses.bodies import MAX_METADATA, MAX_METADATA_CHARACTERS, MAX_METADATA_KEY_CHARACTERS
@@ -107,17 +107,15 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
             "file", "send the file as multipart/form-data, with the fields file and purpose", "invalid_form"
         )
     check_coding(request)
-    max_bytes = service.config.max_upload_bytes
-
-    deadline = asyncio.timeout(None)
+    max_bytes, limits, deadline = service.config.max_upload_bytes, context.limits, asyncio.timeout(None)
 
     async def stream() -> AsyncGenerator[bytes, None]:
-        size = 0
-        pace = UploadPace(context.limits, asyncio.get_running_loop().time())
-        deadline.reschedule(pace.deadline(size))
+        size, began = 0, asyncio.get_running_loop().time()
+        deadline.reschedule(began + min(limits.body_timeout_s, limits.upload_grace_s))
         async for part in request.stream():
             size += len(part)
-            deadline.reschedule(pace.deadline(size))
+            allowed_s = limits.upload_grace_s + size / limits.min_upload_bytes_per_s
+            deadline.reschedule(began + min(limits.body_timeout_s, allowed_s))
             if size > max_bytes + _AROUND_FILE:
                 message = (
                     f"the upload is larger than {max_bytes} bytes, the most this server takes (--max-upload-bytes)"
@@ -132,7 +130,6 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
         async with deadline:
             return await parser.parse()
     except TimeoutError:
-        limits = context.limits
         message = (
             f"the body did not arrive within {limits.body_timeout_s:g} s, or came at less than "
             f"{limits.min_upload_bytes_per_s} bytes a second after the first {limits.upload_grace_s:g} s"

@@ -42,11 +42,7 @@ InnerCall = Callable[[str, bytes], Awaitable[InnerResponse]]  # (path, JSON body
 
 def inner_call(app: ASGIApp, holder: KeyInfo) -> InnerCall:
     """Return a function that sends POST requests to the app with the rights of a key."""
-
-    async def call(path: str, body: bytes) -> InnerResponse:
-        return await _post(app, holder, path, body)
-
-    return call
+    return partial(_post, app, holder)
 
 
 async def _post(app: ASGIApp, holder: KeyInfo, path: str, body: bytes) -> InnerResponse:

@@ -1,7 +1,7 @@
 """Batches of a server: accepted, run beside interactive requests, and ended; and the slots for uploads.
 
 Owns: which batches run (one per tenant, oldest first); their states; their end by cancellation, expiry or a failure;
-how many uploads of a tenant are read at once, and their minimum speed.
+how many uploads of a tenant are read at once.
 Does not: write files (store does) or send requests (run does).
 Invariants: a batch that is pending when the server ends continues at the next start, with the answers that it has. An
 upload of one tenant never waits for another tenant's upload.
@@ -38,7 +38,7 @@ from octavo.server.api.batches.run import (
 from octavo.server.api.batches.store import BatchRecord, BatchStore, LineError
 from octavo.server.http.errors import ApiError, is_disk_full
 from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
-from octavo.server.http.limits import HttpLimits, Shares
+from octavo.server.http.limits import Shares
 
 MAX_UPLOADS = 4  # per tenant, read at once: their bodies are in temporary files
 MAX_WAITING_UPLOADS = 16  # per tenant, each with an unread body
@@ -85,20 +85,6 @@ class UploadSlots:
 def _refusal() -> ApiError:
     message = f"{MAX_UPLOADS} of your uploads are open, the most there may be, and others wait; finish one first"
     return ApiError(429, message, code="too_many_uploads", retry_after_s=1)
-
-
-@dataclass(frozen=True, slots=True)
-class UploadPace:
-    """The minimum speed of an upload that started at `began`, on the event loop's clock."""
-
-    limits: HttpLimits
-    began: float
-
-    def deadline(self, num_bytes: int) -> float:
-        """Return the time at which the next part must have arrived, after `num_bytes`."""
-        limits = self.limits
-        allowed_s = limits.upload_grace_s + num_bytes / limits.min_upload_bytes_per_s
-        return self.began + min(limits.body_timeout_s, allowed_s)
 
 
 BATCH_PRIORITY = 10  # below interactive requests: refused first in a busy queue, run later under --policy priority

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from msgspec import convert
+from msgspec import Struct, convert
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
@@ -306,7 +305,7 @@ class CompletionEncoder:
         return {
             "index": index,
             "text": self._texts[index] + choice.text,
-            "logprobs": columns.json() if columns.tokens else None,
+            "logprobs": columns if columns.tokens else None,
             "finish_reason": REASONS[end.finish_reason] if end.finish_reason is not None else None,
             "stop_reason": end.stop_reason,
             **self._prompt_member(scores),
@@ -339,7 +338,7 @@ class CompletionEncoder:
         if echo is not None and not echo.has_started:
             echo.add((), columns)
         self._offsets[index] = add_logprobs(columns, (delta,), self._pieces, self._offsets[index])
-        logprobs = columns.json() if columns.tokens else None
+        logprobs = columns if columns.tokens else None
         if not text and not logprobs and delta.finish_reason is None:
             return b""
         ids = stream.take_ids(index) if stream.has_ids else b""
@@ -361,7 +360,7 @@ class CompletionEncoder:
         member = self._prompt_member([scores])
         if not columns.tokens and not member:
             return b""
-        choice = {"index": index, "text": text, "logprobs": columns.json() if columns.tokens else None}
+        choice = {"index": index, "text": text, "logprobs": columns if columns.tokens else None}
         return self._stream.chunk(encode({**choice, "finish_reason": None, **member}))
 
     def last(self) -> bytes:
@@ -421,14 +420,13 @@ def usage_json(usages: Iterable[Usage | None], reasoning_share: float | None = N
     return counts
 
 
-@dataclass(slots=True)
-class LogprobColumns:
+class LogprobColumns(Struct):
     """OpenAI's `logprobs` of a text completion: one list per field, with an entry per token."""
 
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
 
     def add(self, token_id: int, entry: TokenLogprobs | None, offset: int, pieces: Pieces) -> None:
         """Add a token. A prompt's first token has no entry."""
@@ -436,15 +434,6 @@ class LogprobColumns:
         self.token_logprobs.append(None if entry is None else finite(entry.logprob))
         self.top_logprobs.append(None if entry is None else top_logprobs(entry, pieces))
         self.text_offset.append(offset)
-
-    def json(self) -> Json:
-        """Return the lists as one object."""
-        return {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "text_offset": self.text_offset,
-        }
 
 
 class EchoedPrompt:

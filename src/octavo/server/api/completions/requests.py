@@ -32,7 +32,7 @@ from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerSpec, Identity
 from octavo.server.generation import GenerationRequest
 from octavo.server.http.body import read_json
-from octavo.server.http.endpoints import Endpoint, Limit
+from octavo.server.http.endpoints import queued
 from octavo.server.http.errors import bad_field, from_exception, with_field
 from octavo.server.reply import RESUME_NOTE, reply
 from octavo.text.answer_format import AnswerFormat
@@ -292,22 +292,9 @@ def _check_ids_in_all(body: CompletionBody) -> None:
             raise bad_field(name, f"{message}{MAX_ALLOWED_IDS} together")
 
 
+_ABOUT_CHAT = ("Answer a conversation.", RESUME_NOTE, field_notes(REFUSED_CHAT))
+_ABOUT = ("Go on with one or several texts, n choices each.", RESUME_NOTE, field_notes(REFUSED_COMPLETION))
 ENDPOINTS = [
-    Endpoint(
-        "POST",
-        "/v1/chat/completions",
-        chat_completions,
-        limit=Limit.QUEUE,
-        body=ChatBody,
-        description=f"Answer a conversation.\n\n{RESUME_NOTE}\n\n{field_notes(REFUSED_CHAT)}",
-    ),
-    Endpoint(
-        "POST",
-        "/v1/completions",
-        completions,
-        limit=Limit.QUEUE,
-        body=CompletionBody,
-        description="Go on with one or several texts, n choices each."
-        f"\n\n{RESUME_NOTE}\n\n{field_notes(REFUSED_COMPLETION)}",
-    ),
+    queued("/v1/chat/completions", chat_completions, ChatBody, *_ABOUT_CHAT),
+    queued("/v1/completions", completions, CompletionBody, *_ABOUT),
 ]

@@ -16,7 +16,16 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.api.completions.bodies import MAX_MESSAGES, ChatBody, CompletionBody, read_chat, read_completion
 from octavo.server.api.embeddings import MAX_INPUTS
-from octavo.server.api.fields import Body, Refused, ignore, read, reject_unsupported, reject_unsupported_in, validate
+from octavo.server.api.fields import (
+    TEXT_OR_TEXTS,
+    Body,
+    Refused,
+    ignore,
+    read,
+    reject_unsupported,
+    reject_unsupported_in,
+    validate,
+)
 from octavo.server.api.sampling import OLLAMA_NAMES, ServedFields, Stops, with_numbers
 from octavo.server.http.errors import Spelling, bad_field, renamed_fields
 from octavo.text.dialect import Dialect
@@ -393,16 +402,10 @@ IGNORED_EMBED: Mapping[str, str] = {
 REFUSED_EMBED: Refused = {}
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 class OllamaEmbedBody(ServedFields):
     """POST /api/embed."""
 
-    input: Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])] = Field(
-        [], max_length=MAX_INPUTS
-    )
+    input: Annotated[list[str], TEXT_OR_TEXTS] = Field([], max_length=MAX_INPUTS)
     truncate: bool = Field(True, description="cut a text's end that does not fit; false: it is refused")
     dimensions: int | None = Field(
         None, ge=1, lt=2**31, description="how many numbers of each vector to return, scaled to length 1 again"

@@ -62,7 +62,7 @@ from octavo.server.encoding import (
 )
 from octavo.server.http.auth import wants_html
 from octavo.server.http.body import json_response, read_json
-from octavo.server.http.endpoints import Endpoint, Limit
+from octavo.server.http.endpoints import Endpoint, Limit, queued
 from octavo.server.http.errors import ApiError, bad_field, ollama_error, renamed_fields
 from octavo.server.http.middleware import ARRIVAL
 from octavo.server.reply import RETRY_NOTE, reply
@@ -392,40 +392,13 @@ def ending(end: TextDelta, usage: Usage | None) -> Json:
     }
 
 
+_ABOUT_CHAT = (str(chat.__doc__), RETRY_NOTE, field_notes(REFUSED_CHAT, IGNORED_OLLAMA), _OPTIONS)
+_ABOUT_GENERATE = (str(generate.__doc__), RETRY_NOTE, field_notes(REFUSED_GENERATE, IGNORED_OLLAMA), _OPTIONS)
 ENDPOINTS = [
-    Endpoint(
-        "POST",
-        "/api/chat",
-        chat,
-        limit=Limit.QUEUE,
-        body=OllamaChatBody,
-        description=f"{chat.__doc__}\n\n{RETRY_NOTE}\n\n{field_notes(REFUSED_CHAT, IGNORED_OLLAMA)}\n\n{_OPTIONS}",
-    ),
-    Endpoint(
-        "POST",
-        "/api/generate",
-        generate,
-        limit=Limit.QUEUE,
-        body=OllamaGenerateBody,
-        description=f"{generate.__doc__}\n\n{RETRY_NOTE}\n\n{field_notes(REFUSED_GENERATE, IGNORED_OLLAMA)}"
-        f"\n\n{_OPTIONS}",
-    ),
-    Endpoint(
-        "POST",
-        "/api/embed",
-        embed_texts,
-        limit=Limit.QUEUE,
-        body=OllamaEmbedBody,
-        description=f"{embed_texts.__doc__}\n\n{_NOTES}",
-    ),
-    Endpoint(
-        "POST",
-        "/api/embeddings",
-        embed_prompt,
-        limit=Limit.QUEUE,
-        body=OllamaEmbeddingsBody,
-        description=f"{embed_prompt.__doc__}\n\n{_NOTES}",
-    ),
+    queued("/api/chat", chat, OllamaChatBody, *_ABOUT_CHAT),
+    queued("/api/generate", generate, OllamaGenerateBody, *_ABOUT_GENERATE),
+    queued("/api/embed", embed_texts, OllamaEmbedBody, str(embed_texts.__doc__), _NOTES),
+    queued("/api/embeddings", embed_prompt, OllamaEmbeddingsBody, str(embed_prompt.__doc__), _NOTES),
     *(Endpoint("GET", path, handler, limit=Limit.NONE) for path, handler in _READ),
     *(Endpoint("HEAD", path, handler, limit=Limit.NONE, is_documented=False) for path, handler in _READ),
     Endpoint("POST", "/api/show", show),

@@ -50,7 +50,7 @@ from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
 from octavo.server.http.auth import KEY
 from octavo.server.http.body import OFF_LOOP_BYTES, json_response, parse_off_loop, read_json
-from octavo.server.http.endpoints import Endpoint, Limit
+from octavo.server.http.endpoints import Endpoint, Limit, queued
 from octavo.server.http.errors import ApiError, bad_field, renamed_fields
 from octavo.server.http.keys import KeyInfo
 from octavo.server.idempotency import IdempotentRequest, RetryKey, StartedRun, key_of
@@ -541,10 +541,6 @@ def _found(request: Request) -> tuple[Context, Stored]:
     return context, context.responses.get(_tenant(request), request.path_params["response_id"])
 
 
-def _notes() -> str:
-    return field_notes({**REFUSED_RESPONSES, **NOT_HERE}, IGNORED_RESPONSES)
-
-
 def _schema() -> dict[str, object]:
     """Return the body's schema, without the inherited fields that this endpoint does not accept."""
     schema = inline_schema(ResponsesBody)
@@ -554,17 +550,11 @@ def _schema() -> dict[str, object]:
     return {**schema, "properties": {name: each for name, each in properties.items() if name not in left_out}}
 
 
+_NOTES = field_notes({**REFUSED_RESPONSES, **NOT_HERE}, IGNORED_RESPONSES)
 _PATH = "/v1/responses"
 _ONE = "/v1/responses/{response_id}"
 ENDPOINTS = [
-    Endpoint(
-        "POST",
-        _PATH,
-        create,
-        limit=Limit.QUEUE,
-        body=_schema(),
-        description=f"Answer a conversation of items.\n\n{_RETRIES}\n\n{_notes()}",
-    ),
+    queued(_PATH, create, _schema(), "Answer a conversation of items.", _RETRIES, _NOTES),
     Endpoint("POST", f"{_PATH}/input_tokens", count, body=_schema()),
     Endpoint("POST", f"{_PATH}/compact", compact, is_documented=False),
     Endpoint("GET", _ONE, retrieve, limit=Limit.RATE_WITH_QUERY),  # a poll has no query; a stream has one
