@@ -443,10 +443,6 @@ def _requests(journaled: JournaledRun) -> list[JournaledRequest]:
     return [journaled.requests[index] for index in sorted(journaled.requests)]
 
 
-def _num_choices(journaled: JournaledRun) -> int:
-    return sum(each.request.params.n for each in journaled.requests.values())
-
-
 def _is_worth_keeping(journaled: JournaledRun) -> bool:
     """Return True unless a request of the run failed in a way that may be retried."""
     for request in journaled.requests.values():
@@ -474,17 +470,17 @@ def _ended_run(context: Context, journaled: JournaledRun, spec: AnswerSpec) -> I
 
 
 def _started(context: Context, source: GenerationSource, journaled: JournaledRun, spec: AnswerSpec) -> StartedRun:
-    return StartedRun(source, spec, _num_choices(journaled), context.text.tokenizer)
+    num_choices = sum(each.request.params.n for each in journaled.requests.values())
+    return StartedRun(source, spec, num_choices, context.text.tokenizer)
 
 
 def _sessions(context: Context, journaled: JournaledRun, client: OutputClient) -> list[Session]:
-    return [_session(context, each, client) for each in _requests(journaled)]
-
-
-def _session(context: Context, journaled: JournaledRequest, client: OutputClient) -> Session:
-    request, tokenizer = journaled.request, context.text.tokenizer
-    accepted = Accepted(request.request_id, request.params.max_tokens or 0, False)
-    return Session(client, request, accepted, tokenizer, max_slice=1)  # an event id may name any token
+    sessions = []
+    for request in (each.request for each in _requests(journaled)):
+        accepted = Accepted(request.request_id, request.params.max_tokens or 0, False)
+        # An event id may name any token.
+        sessions.append(Session(client, request, accepted, context.text.tokenizer, max_slice=1))
+    return sessions
 
 
 def _generation(context: Context, journaled: JournaledRun) -> Generation:

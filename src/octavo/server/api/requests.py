@@ -14,11 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.context import Context, context_of
-from octavo.server.http.auth import KEY
+from octavo.server.http.auth import tenant_of
 from octavo.server.http.body import json_response
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError
-from octavo.server.http.keys import KeyInfo
 
 MAX_EXPLANATIONS = 64  # per request; the engine reads its queue for each explained prompt
 UNKNOWN = "unknown"
@@ -121,8 +120,8 @@ def _for_client(answer: dict[str, Any], own: Mapping[str, str]) -> dict[str, obj
 
 async def explain(request: Request) -> Response:
     """Explain the state of a request, or how it ended, for each of its prompts. Only its own tenant can find it."""
-    context, name, key = _request_parts(request)
-    shown = await explain_own(context, name, key.tenant)
+    context, name = context_of(request), request.path_params["request_id"]
+    shown = await explain_own(context, name, tenant_of(request))
     if shown is None:
         kept = context.explain_kept
         text = f"no request {name[:128]!r} of yours is open or can still be explained: {kept} are, after their end"
@@ -132,18 +131,13 @@ async def explain(request: Request) -> Response:
 
 async def cancel(request: Request) -> Response:
     """Cancel an open request. A client that waits for its answer gets an error. Only its own tenant can find it."""
-    context, name, key = _request_parts(request)
-    ids = context.request_index.find(name, key.tenant)
+    context, name = context_of(request), request.path_params["request_id"]
+    ids = context.request_index.find(name, tenant_of(request))
     if not ids:
         raise ApiError(404, f"no request {name[:128]!r} of yours is open", code="request_not_found")
     for each in context.each_model:  # ids are unique over all models
         each.sessions.client.cancel(ids)
     return json_response({"id": name, "cancelled": True}, is_private=True)
-
-
-def _request_parts(request: Request) -> tuple[Context, str, KeyInfo]:
-    key: KeyInfo = request.scope[KEY]
-    return context_of(request), request.path_params["request_id"], key
 
 
 ENDPOINTS = [

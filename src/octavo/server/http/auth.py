@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -136,6 +137,12 @@ class Logins:
             if info is not None:
                 return info, session_id
         return None
+
+
+def tenant_of(request: Request) -> str:
+    """Return the tenant of a request's key."""
+    holder: KeyInfo = request.scope[KEY]
+    return holder.tenant
 
 
 def session_cookies(headers: Headers) -> list[str]:

@@ -16,9 +16,9 @@ from starlette.responses import FileResponse, Response
 from octavo.server.api.batches.service import BatchService
 from octavo.server.api.batches.store import BatchRecord, FileRecord, new_id
 from octavo.server.api.fields import IGNORED_FIELDS, Body, collect_ignored, ignore, read
-from octavo.server.api.responses.bodies import MAX_METADATA, MAX_METADATA_CHARACTERS, MAX_METADATA_KEY_CHARACTERS
+from octavo.server.api.responses.bodies import MAX_METADATA, Metadata
 from octavo.server.context import Context, context_of
-from octavo.server.http.auth import KEY
+from octavo.server.http.auth import KEY, tenant_of
 from octavo.server.http.body import check_coding, json_response, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
 from octavo.server.http.errors import ApiError, bad_field
@@ -34,17 +34,13 @@ class OutputExpiry(Body):
     seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
 
 
-MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
-MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_CHARACTERS)]
-
-
 class BatchBody(Body):
     """POST /v1/batches."""
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=MAX_FILE_ID_CHARACTERS)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[Metadata, Field(max_length=MAX_METADATA)] | None = None
     output_expires_after: OutputExpiry | None = None
 
 
@@ -203,7 +199,7 @@ def _page(request: Request, records: list[R], max_records: int) -> dict[str, Any
         raise bad_field("limit", f"limit is {limit_text[:64]!r}; give a whole number from 1 to {max_records}")
     if order not in ("asc", "desc"):
         raise bad_field("order", f"order is {order[:64]!r}; give asc or desc")
-    tenant = _tenant(request)
+    tenant = tenant_of(request)
     mine = [record for record in records if record.tenant == tenant]
     if order == "desc":
         mine.reverse()
@@ -221,18 +217,13 @@ def _page(request: Request, records: list[R], max_records: int) -> dict[str, Any
 def _find(request: Request, records: dict[str, R], name: str) -> R:
     """Return the caller's record with this id. Raises ApiError (404), also for another tenant's record."""
     record = records.get(name)
-    if record is None or record.tenant != _tenant(request):
+    if record is None or record.tenant != tenant_of(request):
         raise ApiError(404, f"no such thing here as {name[:128]!r}", code="not_found")
     return record
 
 
 def _file(request: Request) -> FileRecord:
     return _find(request, context_of(request).batches.store.files, request.path_params["file_id"])
-
-
-def _tenant(request: Request) -> str:
-    holder: KeyInfo = request.scope[KEY]
-    return holder.tenant
 
 
 _FORM = {

@@ -48,11 +48,10 @@ from octavo.server.api.responses.mcp import (
 from octavo.server.api.responses.store import InputItems, Stored, StoredTurn
 from octavo.server.context import Context, context_of
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
-from octavo.server.http.auth import KEY
+from octavo.server.http.auth import KEY, tenant_of
 from octavo.server.http.body import OFF_LOOP_BYTES, json_response, parse_off_loop, read_json
 from octavo.server.http.endpoints import Endpoint, Limit, queued
 from octavo.server.http.errors import ApiError, bad_field, renamed_fields
-from octavo.server.http.keys import KeyInfo
 from octavo.server.idempotency import IdempotentRequest, RetryKey, StartedRun, key_of
 from octavo.server.reply import EventStream, body_hash, open_run, reply
 
@@ -353,7 +352,7 @@ async def _read(request: Request) -> tuple[ResponseRequest, ResponsesBody]:
         request, context.limits, lambda fields: read_responses(fields, context.dialect_of(fields).takes_images)
     )
     context = context.for_model(body.model)
-    return await response_request(context, _tenant(request), body), body
+    return await response_request(context, tenant_of(request), body), body
 
 
 async def create(request: Request) -> Response:
@@ -366,7 +365,7 @@ async def create(request: Request) -> Response:
 
 async def _with_servers(request: Request, wanted: ResponseRequest, plan: McpPlan, *, is_background: bool) -> Response:
     """Start a response with tools of MCP servers; return it, its first state or its events."""
-    context, tenant = wanted.context, _tenant(request)
+    context, tenant = wanted.context, tenant_of(request)
     if key_of(request)[0] is not None:
         message = "Idempotency-Key: calls of MCP servers cannot be repeated for a retry; leave the key out"
         raise bad_field("Idempotency-Key", message)
@@ -398,7 +397,7 @@ def _kept_while_stored(context: Context, tenant: str, wanted: ResponseRequest) -
 
 async def _in_background(request: Request, wanted: ResponseRequest) -> Response:
     """Start a response that runs without its connection; return its first state or its events."""
-    context, tenant = wanted.context, _tenant(request)
+    context, tenant = wanted.context, tenant_of(request)
     key, event = key_of(request)
     if event is not None:
         raise bad_field("Last-Event-ID", "Last-Event-ID: continue with GET, stream and starting_after; leave it out")
@@ -456,9 +455,9 @@ async def retrieve(request: Request) -> Response:
     context, stored = _found(request)
     if stream == "false":
         return json_response(stored.response(), is_private=True)
-    if (run := context.background.run_of(_tenant(request), stored.response_id)) is not None:
+    if (run := context.background.run_of(tenant_of(request), stored.response_id)) is not None:
         return RunStream(run, context, int(behind or -1))
-    retry = context.background.key_of(_tenant(request), stored.response_id)
+    retry = context.background.key_of(tenant_of(request), stored.response_id)
     if retry is None:
         raise bad_field("stream", "stream: only the events of a response in the background are kept; leave it out")
     return await _events(context, retry, int(behind or -1))
@@ -467,8 +466,8 @@ async def retrieve(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     """Delete a stored response, and end it if it still runs. Responses that continue it remain."""
     context, stored = _found(request)
-    await context.background.cancel(_tenant(request), stored.response_id)
-    context.responses.delete(_tenant(request), stored.response_id)
+    await context.background.cancel(tenant_of(request), stored.response_id)
+    context.responses.delete(tenant_of(request), stored.response_id)
     return json_response({"id": stored.response_id, "object": "response", "deleted": True}, is_private=True)
 
 
@@ -498,8 +497,8 @@ async def cancel(request: Request) -> Response:
     if not msgspec.json.decode(stored.rest)["background"]:
         message = "only a response that runs in the background can be cancelled; end others by closing their connection"
         raise ApiError(400, message, code="invalid_request")
-    await context.background.cancel(_tenant(request), stored.response_id)
-    return json_response(context.responses.get(_tenant(request), stored.response_id).response(), is_private=True)
+    await context.background.cancel(tenant_of(request), stored.response_id)
+    return json_response(context.responses.get(tenant_of(request), stored.response_id).response(), is_private=True)
 
 
 def _page(items: list[dict[str, object]], limit: int, after: str | None) -> dict[str, object]:
@@ -526,11 +525,6 @@ def _check_query(request: Request, known: Collection[str]) -> None:
             raise bad_field(name[:64], f"{name[:64]} is not a parameter that this endpoint knows", "unknown_field")
 
 
-def _tenant(request: Request) -> str:
-    key: KeyInfo = request.scope[KEY]
-    return key.tenant
-
-
 async def compact(request: Request) -> Response:
     """Answer 404. Without this route, "compact" would be read as a response's id."""
     raise ApiError(404, f"no endpoint at {request.url.path!r}: conversations are not compacted here", code="not_found")
@@ -538,7 +532,7 @@ async def compact(request: Request) -> Response:
 
 def _found(request: Request) -> tuple[Context, Stored]:
     context = context_of(request)
-    return context, context.responses.get(_tenant(request), request.path_params["response_id"])
+    return context, context.responses.get(tenant_of(request), request.path_params["response_id"])
 
 
 def _schema() -> dict[str, object]:
