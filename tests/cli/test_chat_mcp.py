@@ -15,7 +15,7 @@ from tests.mcp_servers import HOSTILE, call
 from tests.test_mcp import SCRIPT
 
 from octavo.artifacts.resolve import resolve_model
-from octavo.cli import chat_tools, main
+from octavo.cli import chat, main
 from octavo.text.text_model import TextModel
 
 GOOD = f"good={sys.executable} {SCRIPT} good"
@@ -134,7 +134,7 @@ def test_a_conversation_with_calls_is_saved_and_continued(
 def test_rounds_are_bounded(sdk: None, monkeypatch: Any, script: str, capsys: Any) -> None:
     assert talk(monkeypatch, script, "for ever\nhello\n", "--mcp", GOOD, "--mcp-yes") == 0
     said = capsys.readouterr()
-    assert said.err.count("-> 8") == chat_tools.MAX_ROUNDS and "stopped after 10 rounds of tool calls" in said.err
+    assert said.err.count("-> 8") == chat.MAX_ROUNDS and "stopped after 10 rounds of tool calls" in said.err
     assert said.out == "hello\n"
 
 

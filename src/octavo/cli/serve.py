@@ -19,10 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from octavo.cli.agent import is_agent, run_agent
+from octavo.cli.agent import is_agent, run_agent, run_rank_host
 from octavo.cli.api_process import COMMAND, ApiProcess, ApiTask
 from octavo.cli.flags import UsageError, add_settings, resolve_args
-from octavo.cli.rank_host import run_rank_host
 from octavo.cli.server_registry import ServerRecord, find_servers, open_server_folder, process_start_ticks
 from octavo.cli.servers import port_in_use_message
 from octavo.config import Config

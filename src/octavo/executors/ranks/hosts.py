@@ -1,7 +1,7 @@
 """Ranks on several hosts: host 0 waits for the rank processes of the others, which dial until it answers.
 
 Owns: the sealed connections between hosts, the check that both run the same model and version, and which rank a process
-of another host gets. Does not: start processes (cli.rank_host does on the other hosts).
+of another host gets. Does not: start processes (cli.agent does on the other hosts).
 Two connections a process: plans, and pings. Tensors travel beside them, by torch.distributed, and are not sealed.
 """
 
