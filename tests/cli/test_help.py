@@ -65,5 +65,8 @@ def test_help_finds_commands_and_flags_by_a_word(capsys: Any) -> None:
     assert "octavo batch" in capsys.readouterr().out
     assert main(["help", "config", "show"]) == 0
     assert "--origin" in capsys.readouterr().out
+    assert main(["help", "port"]) == 0
+    said = capsys.readouterr().out
+    assert said.index("\n--port\n") < said.index("importance"), "flags of that name come first"
     assert main(["help", "zebra"]) == 1
     assert "unknown word 'zebra'" in capsys.readouterr().out

@@ -57,6 +57,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completions": ("octavo.cli.help:completions", "print a script that completes commands and flags in a shell"),
     "config show": ("octavo.cli.config_show", "show the settings in effect and where each comes from"),
 }
+_HEADINGS = {  # first command of a group in the list of all -> the group
+    "serve": "answer requests",
+    "bench offline": "measure and predict",
+    "ps": "watch and control servers, and their recordings",
+    "doctor": "this installation and its models",
+}
 # Other programs' command words -> Octavo's.
 RENAMED_COMMANDS = {
     "start": "serve", "server": "serve", "api": "serve", "up": "serve", "launch": "serve", "complete": "run",
@@ -153,4 +159,5 @@ def _find(words: list[str]) -> tuple[str | None, list[str]]:
 def _usage(prefix: str = "") -> str:
     names = [name for name in COMMANDS if name.startswith(prefix)]
     width = max(map(len, names)) + 3
-    return _USAGE.format(commands="\n".join(f"  {name:{width}}{COMMANDS[name][1]}" for name in names))
+    headings = {} if prefix else {name: f"{text}:\n" for name, text in _HEADINGS.items()}
+    return _USAGE.format(commands="\n".join(f"{headings.get(n, '')}  {n:{width}}{COMMANDS[n][1]}" for n in names))

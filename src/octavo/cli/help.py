@@ -88,7 +88,8 @@ def _search(words: Sequence[str]) -> list[str]:
             spellings, flag_help = ", ".join(action.option_strings), (action.help or "").replace("%%", "%")
             if spellings and action.help != argparse.SUPPRESS and _has_all(words, f"{spellings} {flag_help}"):
                 owners.setdefault((spellings, flag_help), []).append(name)
-    for (spellings, flag_help), names in owners.items():
+    # Flags whose names have the first word come first: "port" is a part of "importance" too.
+    for (spellings, flag_help), names in sorted(owners.items(), key=lambda each: words[0] not in each[0][0]):
         more = f" and {len(names) - _MAX_OWNERS} more" if len(names) > _MAX_OWNERS else ""
         lines += [spellings, f"    {flag_help}", f"    of: {', '.join(names[:_MAX_OWNERS])}{more}"]
     return lines

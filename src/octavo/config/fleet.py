@@ -27,7 +27,7 @@ class ModelsConfig:
         "seconds without a request after which a model is unloaded, until a request needs it; 0 = at once, -1 = never",
         "--keep-alive",
         within=(-1.0, None),
-        brief="unload a model idle for X seconds",
+        brief="unload a model idle for X seconds [never]",
     )
     max_loaded_models: int | None = option(
         None,
