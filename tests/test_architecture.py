@@ -103,11 +103,11 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("observe",): 4_342,
     ("simulator",): 6_597,
     ("server",): 11_868,
-    ("cli",): 6_411,
+    ("cli",): 6_418,
     ("bench",): 2_914,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 73_234, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 73_241, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
