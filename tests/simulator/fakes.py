@@ -10,7 +10,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.cost_model import DecodeSeconds, StepShape
+from octavo.simulator.cost_model import CostModel, StepShape
 from octavo.simulator.outcomes import Outcomes, SimulatedRun
 
 
@@ -26,11 +26,10 @@ def limits(**changes: Any) -> Limits:
     return Limits(**{**fields, **changes})
 
 
-class ConstantCosts:
+class ConstantCosts(CostModel):
     """Every step takes the same."""
 
     name = "constant"
-    decode_s: DecodeSeconds | None = None
 
     def __init__(self, step_s: float = 0.013, host_s: float = 0.0) -> None:
         self._step_s, self._host_s = step_s, host_s
@@ -42,10 +41,13 @@ class ConstantCosts:
         return self._host_s
 
 
-class LinearCosts:
+class LinearCosts(CostModel):
     """A time for the step, each token and each position read; priced by its sums for decode rows."""
 
     name = "linear"
+
+    def __init__(self) -> None:
+        self.decode_s = self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
         read = sum(shape.decode_kv) + sum(before + count for count, before in shape.prefills)
@@ -54,7 +56,7 @@ class LinearCosts:
     def host_s(self, shape: StepShape) -> float:
         return 0.0007 + 0.00001 * (len(shape.decode_kv) + len(shape.prefills))
 
-    def decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
+    def _decode_s(self, num_rows: int, kv_sum: int) -> float:
         return 0.004 + 0.0003 * num_rows + 0.000011 * kv_sum
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from octavo.core.tap import AdmitCall, PlanCall
 from octavo.observe.recording import RecordedStep, Recording, arrivals, steps
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.cost_model import DecodeSeconds, StepShape
+from octavo.simulator.cost_model import CostModel, StepShape
 from octavo.simulator.costs.fitted import begin_of
 from octavo.simulator.recorded import uses_device
 from octavo.simulator.workloads.traces import recorded_arrival
@@ -19,11 +19,10 @@ from octavo.simulator.workloads.traces import recorded_arrival
 GRID = 2.0**20  # points in a second
 
 
-class RecordedCosts:
+class RecordedCosts(CostModel):
     """A CostModel of the recorded times, in the order of the recording. It can be used for one simulation."""
 
     name = "as recorded"
-    decode_s: DecodeSeconds | None = None
 
     def __init__(self, recorded: Iterable[RecordedStep], origin: float) -> None:
         self._device: deque[float] = deque()

@@ -14,7 +14,7 @@ from octavo.core.limits import Limits
 from octavo.fleet.routing import ROUTERS
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.bounds import Demand, fewest_engines
-from octavo.simulator.cost_model import CostModel, ScaledCosts, StepShape, TimeFloor, floors_of
+from octavo.simulator.cost_model import CostModel, ScaledCosts, StepShape, TimeFloor
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.corrected import NUM_KINDS, CorrectedCosts, Correction
 from octavo.simulator.costs.fitted import HOST_NAMES, NAMES, Coefficient, Fit, Fitted
@@ -41,7 +41,7 @@ class FlooredCosts(LinearCosts):
 def bound(arrivals: list[Arrival], goals: Goals, own: Limits, costs: CostModel) -> float:
     demand = Demand.of(arrivals, own)
     return fewest_engines(
-        demand, goals.requirements(len(arrivals)), floors_of(costs, own.max_batch_tokens), own
+        demand, goals.requirements(len(arrivals)), costs.floors(own.max_batch_tokens), own
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def measured_costs(rng: random.Random) -> list[CostModel]:
 def test_every_step_of_measured_costs_takes_at_least_its_floors(seed: int) -> None:
     rng = random.Random(seed)
     for costs in measured_costs(rng):
-        floors, ratios = floors_of(costs, 1024), []
+        floors, ratios = costs.floors(1024), []
         assert len(floors) == 2 and min(min(floor) for floor in floors) >= 0
         for _ in range(300):
             decode = [rng.randint(1, 900) for _ in range(rng.choice((0, 1, 9, 64)))]
@@ -186,10 +186,10 @@ def test_costs_that_depend_on_other_ranks_or_have_odd_prices_have_no_floors() ->
     attention = {(0, 1, 0, 16): 1e-5, (16, 0, 0, 0): 1e-5}
     profile = Profile(num_layers=1, hidden_size=8, num_experts=8, active_experts=2, ep=2, exchange_bandwidth=1e9)
     files = TableFiles("t", {"qkv": times}, {"lm_head": times}, attention, {(1, 1): 1e-4}, profile=profile)
-    assert floors_of(CostTable(files), 64) == ()
+    assert CostTable(files).floors(64) == ()
     odd = tuple(Coefficient(name, -1e-6, 0.0, 0.0) for name in NAMES)
     host = tuple(Coefficient(name, 0.0, 0.0, 0.0) for name in HOST_NAMES)
-    assert floors_of(Fitted(Fit("a", 9, odd, host, 0.0, 0.0, 0.0)), 64) == ()
+    assert Fitted(Fit("a", 9, odd, host, 0.0, 0.0, 0.0)).floors(64) == ()
 
 
 def test_the_bound_is_near_what_a_saturated_fleet_needs() -> None:
@@ -216,7 +216,7 @@ def test_every_step_of_the_roofline_takes_at_least_its_floors(model: str, device
     hardware = replace(Hardware.of(model, device, sizes.pop("tp", 1)), **sizes)
     rng = random.Random(model)
     for costs in (cost_model("roofline", hardware), ScaledCosts(cost_model("roofline", hardware), 1.3)):
-        floors = floors_of(costs, 4096)
+        floors = costs.floors(4096)
         assert len(floors) == 2
         ratios = []
         for _ in range(400):
@@ -231,7 +231,7 @@ def test_every_step_of_the_roofline_takes_at_least_its_floors(model: str, device
             least = max(sum(a * b for a, b in zip(floor, amounts, strict=True)) for floor in floors)
             ratios.append(least / costs.step_s(shape))
         assert 0.3 < max(ratios) <= 1 + 1e-9
-    assert floors_of(LinearCosts(), 4096) == (), "a cost model need not know floors"
+    assert LinearCosts().floors(4096) == (), "a cost model need not know floors"
 
 
 def test_what_a_lone_request_misses_no_number_of_engines_meets() -> None:

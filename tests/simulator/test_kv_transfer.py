@@ -40,18 +40,18 @@ def by_index(run: SimulatedRun, name: str) -> Sequence[Any]:
 
 def check_transfers(run: SimulatedRun, arrivals: Sequence[Arrival]) -> None:
     """Each request that has a second token crosses at most once; a port serves one transfer at a time."""
-    log = run.transfers
+    moved = run.transfers
     longer = [arrival for arrival in arrivals if arrival.output_tokens > 1]
-    assert 0 < len(log) <= len(longer)
+    assert 0 < len(moved) <= len(longer)
     assert sum(totals.output_tokens for totals in run.replicas) == sum(arrival.output_tokens for arrival in arrivals)
-    for place in range(len(log)):
-        assert log.handed[place] <= log.reserved[place] <= log.begins[place] < log.ended[place]
-    for ports in (log.sources, log.targets):
-        for port in {*ports}:
-            times = sorted((log.begins[at], log.ended[at]) for at in range(len(log)) if ports[at] == port)
+    for one in moved:
+        assert one.handed <= one.reserved <= one.begins < one.ends
+    for name in ("source", "target"):
+        for port in {getattr(one, name) for one in moved}:
+            times = sorted((one.begins, one.ends) for one in moved if getattr(one, name) == port)
             assert all(before[1] <= after[0] for before, after in pairwise(times))
     roles = {number: totals.group for number, totals in enumerate(run.replicas)}
-    assert {roles[number] for number in log.sources} == {"p"} and {roles[number] for number in log.targets} == {"d"}
+    assert {roles[one.source] for one in moved} == {"p"} and {roles[one.target] for one in moved} == {"d"}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -63,7 +63,7 @@ def test_every_request_crosses_once_alike_with_steps_forwarded_or_not(depth: int
     check_whole(run, arrivals)
     check_transfers(run, arrivals)
     assert columns(run.outcomes) == columns(slow.outcomes) == columns(simulate(arrivals, setup).outcomes)
-    assert vars(run.transfers) == vars(slow.transfers)
+    assert run.transfers == slow.transfers
     assert [replace(totals, forwarded_steps=0) for totals in run.replicas] == slow.replicas
     assert sum(totals.forwarded_steps for totals in run.replicas) > 0
     assert {*by_index(run, "first_replicas")} == {0, 1} and {*by_index(run, "replicas")} <= {0, 1, 2, 3}
@@ -113,25 +113,25 @@ def test_ports_serve_one_transfer_at_a_time_and_each_device_has_its_own() -> Non
     arrivals = [Arrival(0.0, 4, 2), Arrival(0.0, 4, 2)]
     for devices, times in ((1, [0.010, 0.015, 0.020]), (2, [0.010, 0.013, 0.016])):
         one = ReplicaSetup(limits(), ConstantCosts(0.010), kv_devices=devices)
-        log = simulate(arrivals, split(1, 2, one)).transfers  # one sending port, two receiving ones
-        assert [*log.begins] == pytest.approx(times[:2]) and [*log.ended] == pytest.approx(times[1:])
+        moved = simulate(arrivals, split(1, 2, one)).transfers  # one sending port, two receiving ones
+        assert [(one.begins, one.ends) for one in moved] == [pytest.approx(pair) for pair in pairwise(times)]
 
 
 def test_kv_waits_at_the_prefill_replica_for_blocks_and_holds_its_own() -> None:
     """Each request needs 6 of the decode replica's 10 blocks, and 5 of 10 of the prefill replica's for its prompt."""
     one = ReplicaSetup(limits(num_blocks=(10,)), ConstantCosts(0.010))
     run = simulate([Arrival(0.0, 20, 5) for _ in range(4)], split(1, 1, one))
-    ends, log = sorted(run.outcomes.ends), run.transfers
-    assert all(log.reserved[at + 1] >= ends[at] for at in range(3))
+    ends, moved = sorted(run.outcomes.ends), run.transfers
+    assert all(moved[at + 1].reserved >= ends[at] for at in range(3))
     firsts = sorted(run.outcomes.first_tokens)
-    assert firsts[2] > log.ended[0] and firsts[3] > log.ended[1]  # the third prompt needs the blocks of the first
+    assert firsts[2] > moved[0].ends and firsts[3] > moved[1].ends  # the third prompt needs the blocks of the first
     assert run.replicas[0].max_blocks_used == 10
 
 
 def test_tokens_that_the_decode_replica_has_cached_do_not_cross() -> None:
     arrivals = [Arrival(at, 43, 4, keys=range(5), key_tokens=8) for at in (0.0, 1.0)]
     run = simulate(arrivals, split(1, 1))
-    assert [*run.transfers.tokens] == [43, 3]
+    assert [one.tokens for one in run.transfers] == [43, 3]
     check_whole(run, arrivals)
 
 
@@ -147,9 +147,9 @@ def test_prefill_and_decode_replicas_are_scaled() -> None:
     check_transfers(run, arrivals)
     assert columns(run.outcomes) == columns(simulate(arrivals, replace(setup, fast_forward=False)).outcomes)
     assert {life.group for life in run.lifetimes if life.begin > 0} == {"p", "d"}
-    for place, source in enumerate(run.transfers.sources):  # KV does not leave a replica that has stopped
-        lives = [life for life in run.lifetimes if life.replica == source]
-        assert any(life.begin <= run.transfers.begins[place] <= life.end for life in lives)
+    for one in run.transfers:  # KV does not leave a replica that has stopped
+        lives = [life for life in run.lifetimes if life.replica == one.source]
+        assert any(life.begin <= one.begins <= life.end for life in lives)
 
 
 def test_the_report_has_the_transfers() -> None:

@@ -10,7 +10,7 @@ from tests.simulator.fakes import ConstantCosts, Digests, LinearCosts, check_who
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.cost_model import DecodeSeconds, StepShape
+from octavo.simulator.cost_model import CostModel, StepShape
 from octavo.simulator.outcomes import SimulatedRun
 from octavo.simulator.pipeline import PipelineFacts, PipelineStages
 from octavo.simulator.run import simulate
@@ -18,11 +18,10 @@ from octavo.simulator.setup import ReplicaFailure, ReplicaGroup, ReplicaSetup, S
 from octavo.simulator.summary import summarise
 
 
-class SharedCosts:
+class SharedCosts(CostModel):
     """A millisecond for each own token, and ten for each token of any rank; notes what it is asked."""
 
     name = "shared"
-    decode_s: DecodeSeconds | None = None
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, tuple[int, ...]]] = []
@@ -98,6 +97,21 @@ def test_a_pipeline_does_not_shorten_a_step_and_has_one_in_each_stage() -> None:
     # Engine 1: 5 to 10 and 11 to 16, then 16 to 21 and 22 to 27.
     assert by_index(run, "first_tokens") == pytest.approx([0.011, 0.016])
     assert by_index(run, "ends") == pytest.approx([0.022, 0.027])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pipeline_has_the_same_outcome_with_steps_forwarded_or_not(ranks: int, seed: int) -> None:
+    arrivals = workload(120, rate=60.0, seed=seed, followers=0.2)
+    setup = Setup(
+        limits(), LinearCosts(), replicas=2, router="least_loaded", ranks=ranks, sample_s=0.25,
+        failures=(ReplicaFailure(1, 0.4, 0.3),), pipeline=PipelineFacts(3, 0.0005, 0.0001),
+    )  # fmt: skip
+    fast, slow = simulate(arrivals, setup), simulate(arrivals, replace(setup, fast_forward=False))
+    check_whole(fast, arrivals)
+    assert columns(fast.outcomes) == columns(slow.outcomes) and fast.replicas == slow.replicas
+    for name in ("times", "replicas", "used", "steps", "tokens", "busy_s", "host_s", "waiting", "reasons", "rows"):
+        assert getattr(fast.samples, name) == getattr(slow.samples, name)
 
 
 def test_stages_end_as_many_steps_as_they_are_in_the_time_of_one() -> None:

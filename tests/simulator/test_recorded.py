@@ -19,7 +19,7 @@ from octavo.core.proposals import DraftRow
 from octavo.core.request import Span
 from octavo.observe.recording import arrivals, open_recording
 from octavo.observe.recording.format import Header
-from octavo.simulator.cost_model import StepShape
+from octavo.simulator.cost_model import CostModel, StepShape
 from octavo.simulator.drafts import SimulatedDrafts
 from octavo.simulator.recorded import measure
 from octavo.simulator.run import simulate
@@ -193,11 +193,10 @@ def test_a_recording_without_drafts_has_none_to_simulate(tmp_path: Path) -> None
     assert measure(open_recording(recorded(limits(num_blocks=64), 1, tmp_path))).drafts is None
 
 
-class Fixed:
+class Fixed(CostModel):
     """Steps of one duration."""
 
     name = "fixed"
-    decode_s = None
 
     def step_s(self, shape: StepShape) -> float:
         return 0.01

@@ -157,7 +157,7 @@ def test_the_steps_that_are_planned_by_themselves_have_the_digests_of_the_slow_w
 
     def note(self: replica.Replica, flight: replica.StepInFlight, now: float) -> None:
         plan, rows = flight.plan, self.scheduler._rows
-        if flight.shape is not None:
+        if flight.beside is not None:
             assert rows is not None
             plan = rows._whole(plan)
         made.append((plan.step, without_numbers(plan).digest(), now))

@@ -145,7 +145,8 @@ def test_service_grows_to_all_that_was_served() -> None:
     for tenant in range(3):
         own = columns.tenants == tenant
         made = curves.service(columns, tenant, grid)
-        assert made[-1] == pytest.approx(float((columns.prompts[own] + 2.0 * columns.outputs[own]).sum()), rel=1e-6)
+        total = float((columns.prompt_tokens[own] + 2.0 * columns.output_tokens[own]).sum())
+        assert made[-1] == pytest.approx(total, rel=1e-6)
         assert (np.diff(made) >= -1e-6).all()
 
 
@@ -153,8 +154,8 @@ def test_rates_add_up_to_all_tokens() -> None:
     columns = Columns.of(random_outcomes(5, 200))
     span = float(columns.ends.max())
     for points, total in (
-        (curves.output_rate(columns, span), columns.outputs.sum()),
-        (curves.prompt_rate(columns, span), columns.prompts.sum()),
+        (curves.output_rate(columns, span), columns.output_tokens.sum()),
+        (curves.prompt_rate(columns, span), columns.prompt_tokens.sum()),
     ):
         assert sum(y for _, y in points) * span / curves.NUM_BUCKETS == pytest.approx(float(total), rel=1e-3)
 

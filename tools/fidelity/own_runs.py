@@ -32,7 +32,7 @@ from octavo.observe.recording.reader import RecordedStep, Recording, open_record
 from octavo.observe.recording.requests import RecordedRequest, arrivals
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.closeness import KINDS, Column, Times
-from octavo.simulator.cost_model import CostModel, DecodeSeconds, ScaledCosts, StepShape, shape_of
+from octavo.simulator.cost_model import CostModel, ScaledCosts, StepShape, shape_of
 from octavo.simulator.costs.fitted import WARM_UP_S, Fit, Fitted, begin_of, fit_steps
 from octavo.simulator.costs.least_squares import Array, non_negative
 from octavo.simulator.outcomes import Outcomes
@@ -261,21 +261,24 @@ class NoiseMeter:
         return self._neighbours.causes[some], predicted[some], measured[some]
 
 
-class _NoisyCosts:
+class _NoisyCosts(CostModel):
     """A CostModel: another one's device times, stretched by the second in which the simulation is.
 
     It is also the EventSink that follows the time: a step begins when the one before it has ended, or later.
     """
 
     def __init__(self, costs: CostModel, times: Column, stretches: Column) -> None:
-        self.name, self.host_s, self._costs = f"{costs.name} with noise", costs.host_s, costs
-        self.decode_s: DecodeSeconds | None = None
+        self.name, self._costs = f"{costs.name} with noise", costs
         self._times, self._stretches, self._now = times, stretches, 0.0
 
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
         place = min(int(np.searchsorted(self._times, self._now)), len(self._times) - 1)
         return self._costs.step_s(shape) * float(self._stretches[place])
+
+    def host_s(self, shape: StepShape) -> float:
+        """Return the other model's seconds."""
+        return self._costs.host_s(shape)
 
     def admitted(self, request: Request) -> None:
         """Follow the time."""

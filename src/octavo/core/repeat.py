@@ -33,15 +33,13 @@ _rank_of = attrgetter("request.rank")
 class Repeat:
     """The next decode steps: up to `max_steps` steps, each with one row for every running request.
 
-    The first step reads `kv_sum` positions, and its longest row reads `kv_max`; in each later step every row reads one
-    position more. Steps whose `now` reaches `wake_at` must not be repeated. `has_end`: after `max_steps` requests reach
-    their length limit.
+    The first step reads `kv_sum` positions; in each later step every row reads one position more. Steps whose `now`
+    reaches `wake_at` must not be repeated. `has_end`: after `max_steps` requests reach their length limit.
     """
 
     num_rows: int
     max_steps: int
     kv_sum: int
-    kv_max: int
     wake_at: float | None
     has_end: bool
 
@@ -57,17 +55,15 @@ def find_rows(state: State) -> RepeatingRows | None:
 
 
 class RowsBeside(NamedTuple):
-    """Repeating rows that a plan leaves out: their number, and the positions that they read in sum and at most."""
+    """Repeating rows that a plan leaves out: their number, and the positions that they read in sum."""
 
     num_rows: int
     kv_sum: int
-    kv_max: int
 
     def lengths(self) -> list[int]:
-        """Return lengths of as many rows with the same sum and the same maximum, for cost models."""
-        num_rest = self.num_rows - 1
-        mean, num_longer = divmod(self.kv_sum - self.kv_max, max(1, num_rest))
-        return [self.kv_max] + [mean + 1] * num_longer + [mean] * (num_rest - num_longer)
+        """Return lengths of as many rows with the same sum, for cost models."""
+        mean, num_longer = divmod(self.kv_sum, self.num_rows)
+        return [mean + 1] * num_longer + [mean] * (self.num_rows - num_longer)
 
 
 class RepeatingRows:
@@ -82,7 +78,7 @@ class RepeatingRows:
 
     __slots__ = (
         "_depth", "_ends", "_growing", "_is_planned", "_most_used", "_num_joined", "_num_keyed", "_num_steps",
-        "_num_with_tables", "_offset_max", "_offset_sum", "_offsets", "_size", "_state",
+        "_num_with_tables", "_offset_sum", "_offsets", "_size", "_state",
     )  # fmt: skip
 
     def __init__(self, state: State) -> None:
@@ -91,7 +87,6 @@ class RepeatingRows:
         self._depth = len(state.flight)
         self._offsets: dict[Sequence, int] = {}
         self._offset_sum = 0
-        self._offset_max: int | None = None  # None: to be computed
         self._ends: list[tuple[int, int, Sequence]] = []  # (step, number in the order of joining, row)
         self._growing: list[list[Sequence]] = [[] for _ in range(self._size)]
         self._num_joined = 0
@@ -118,8 +113,6 @@ class RepeatingRows:
                 return
             offset = self._offsets[row] = row.num_scheduled - self._num_steps
             self._offset_sum += offset
-            if self._offset_max is not None:
-                self._offset_max = max(self._offset_max, offset)
             heappush(self._ends, (self._num_steps + left, self._num_joined, row))
             self._num_joined += 1
             self._growing[-offset % self._size].append(row)
@@ -129,8 +122,6 @@ class RepeatingRows:
     def _leave(self, row: Sequence) -> None:
         offset = self._offsets.pop(row)
         self._offset_sum -= offset
-        if offset == self._offset_max:
-            self._offset_max = None
         self._growing[-offset % self._size].remove(row)
         self._num_with_tables -= not row.is_counted
         self._num_keyed -= _steps_to_publish(self._state, row) < _MOST_STEPS
@@ -179,9 +170,8 @@ class RepeatingRows:
         max_steps = self._steps_that_fit(max_steps)
         if not max_steps:
             return None
-        reads = self._reads()
         has_end = not self._depth and max_steps == to_end
-        return Repeat(num_rows, max_steps, reads.kv_sum, reads.kv_max, state.deadlines.next(), has_end)
+        return Repeat(num_rows, max_steps, self._reads().kv_sum, state.deadlines.next(), has_end)
 
     def repeat(self, num_steps: int, planned: float, committed: float) -> int:
         """Make `num_steps` of the steps that `find` found; the last is planned and committed at these times.
@@ -214,10 +204,8 @@ class RepeatingRows:
 
     def _reads(self) -> RowsBeside:
         """Return what these rows read in the next step."""
-        if self._offset_max is None:
-            self._offset_max = max(self._offsets.values())
-        num_rows, end = len(self._offsets), self._num_steps + 1
-        return RowsBeside(num_rows, self._offset_sum + num_rows * end, self._offset_max + end)
+        num_rows = len(self._offsets)
+        return RowsBeside(num_rows, self._offset_sum + num_rows * (self._num_steps + 1))
 
     def _steps_to_publish(self) -> int:
         """Return after how many steps the next block is published; too few if rows without keys take a block sooner."""

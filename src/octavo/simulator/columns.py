@@ -8,8 +8,7 @@ Percentiles are of the nearest rank. A mean has a 95 % interval from batch means
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,58 +23,42 @@ Facts = dict[str, Any]
 Points = list[tuple[float, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Outcomes as numpy arrays, in order of arrival. A latency that a request does not have is NaN."""
+class Columns(NamedTuple):
+    """The Outcomes of these names as numpy arrays, in order of arrival. A latency that a request lacks is NaN."""
 
     arrivals: np.ndarray
     starts: np.ndarray
-    firsts: np.ndarray
+    first_tokens: np.ndarray
     ends: np.ndarray
-    prompts: np.ndarray
-    outputs: np.ndarray
+    prompt_tokens: np.ndarray
+    output_tokens: np.ndarray
     longest: np.ndarray
     tenants: np.ndarray
     replicas: np.ndarray
     first_replicas: np.ndarray
     reasons: np.ndarray
-    served: np.ndarray
 
     @staticmethod
     def of(outcomes: Outcomes, first: int = 0) -> Columns:
         """Convert outcomes from the entry `first` on."""
-        out = outcomes
-        order = np.argsort(np.asarray(out.arrivals[first:]), kind="stable")
+        order = np.argsort(np.asarray(outcomes.arrivals[first:]), kind="stable")
+        return Columns(*(np.asarray(getattr(outcomes, name)[first:])[order] for name in Columns._fields))
 
-        def ordered(column: Any) -> np.ndarray:
-            return np.asarray(column[first:])[order]
-
-        reasons = ordered(out.reasons)
-        return Columns(
-            ordered(out.arrivals),
-            ordered(out.starts),
-            ordered(out.first_tokens),
-            ordered(out.ends),
-            ordered(out.prompt_tokens),
-            ordered(out.output_tokens),
-            ordered(out.longest),
-            ordered(out.tenants),
-            ordered(out.replicas),
-            ordered(out.first_replicas),
-            reasons,
-            np.isin(reasons, (FinishReason.STOP, FinishReason.LENGTH)),
-        )
+    @property
+    def served(self) -> np.ndarray:
+        """Return True for each request that ended as requested."""
+        return np.isin(self.reasons, (FinishReason.STOP, FinishReason.LENGTH))
 
     def latency(self, name: str) -> np.ndarray:
         """Return one latency per request, in seconds: ttft, tpot (per token after the first), e2e, or queue."""
         if name == "ttft":
-            return np.where(self.firsts != NEVER, self.firsts - self.arrivals, np.nan)
+            return np.where(self.first_tokens != NEVER, self.first_tokens - self.arrivals, np.nan)
         if name == "queue":
             return np.where(self.starts != NEVER, self.starts - self.arrivals, np.nan)
         if name == "e2e":
             return np.where(self.served, self.ends - self.arrivals, np.nan)
-        has_pace = self.served & (self.longest > 1) & (self.firsts != NEVER)
-        return np.where(has_pace, (self.ends - self.firsts) / np.maximum(self.longest - 1, 1), np.nan)
+        has_pace = self.served & (self.longest > 1) & (self.first_tokens != NEVER)
+        return np.where(has_pace, (self.ends - self.first_tokens) / np.maximum(self.longest - 1, 1), np.nan)
 
 
 def spread(values: np.ndarray) -> Facts:

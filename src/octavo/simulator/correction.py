@@ -27,7 +27,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.closeness import KINDS, Column, Error, Times, change, mean_misses
-from octavo.simulator.cost_model import CostModel, DecodeSeconds, StepShape
+from octavo.simulator.cost_model import CostModel, StepShape
 from octavo.simulator.costs.corrected import BANDS, NUM_KINDS, NUM_TERMS, CorrectedCosts, Correction, features
 from octavo.simulator.costs.least_squares import Array, non_negative
 from octavo.simulator.costs.table import CostTable
@@ -185,7 +185,7 @@ def fit_correction(workload: Sequence[Arrival], setup: Setup, measured: Measured
 # --- simulated steps
 
 
-class _PricedSteps:
+class _PricedSteps(CostModel):
     """A CostModel that notes each step's features under its price, which a sink gets with the committed plan.
 
     In a group of ranks, the price of the slowest rank is the time of all; so the features found are that rank's.
@@ -193,8 +193,6 @@ class _PricedSteps:
 
     def __init__(self, costs: CostModel, correction: Correction) -> None:
         self.name = costs.name
-        self.decode_s: DecodeSeconds | None = None
-        self.host_s = costs.host_s
         self.features: dict[float, list[float]] = {}
         self._plain, self._large_tokens = costs, correction.large_tokens
         self._costs = CorrectedCosts(costs, correction)
@@ -204,6 +202,10 @@ class _PricedSteps:
         time_s = self._costs.step_s(shape)
         self.features[time_s] = features(shape, self._plain.step_s(shape), self._large_tokens)
         return time_s
+
+    def host_s(self, shape: StepShape) -> float:
+        """Return the seconds on the host, which no correction changes."""
+        return self._plain.host_s(shape)
 
 
 class _StepSink:

@@ -1,18 +1,20 @@
 """CostModel (predicts step times), StepShape (what it may read of a plan), StepParts, TimeFloor, ScaledCosts.
 
-Owns: the protocol, and the conversion of a plan to its shape. Does not: know any device or model (costs does).
+Owns: the base of all cost models, and the conversion of a plan to its shape. Does not: know any device or model
+(costs does).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from octavo.core.plan import ROW_SAMPLE, StepPlan
 from octavo.errors import ConfigError
 
-DecodeSeconds = Callable[[int, int, int], float]
+DecodeSeconds = Callable[[int, int], float]
 
 
 @dataclass(slots=True)
@@ -39,25 +41,6 @@ class StepShape:
         return len(self.decode_kv) + sum([count for count, _ in self.prefills])
 
 
-class CostModel(Protocol):
-    """Predicts step times. Deterministic: equal shapes have equal times.
-
-    `decode_s(num_rows, kv_sum, kv_max)` returns, in constant time, step_s of a plan with decode rows only. It is None
-    if the time depends on more than these three numbers.
-    """
-
-    name: str
-    decode_s: DecodeSeconds | None
-
-    def step_s(self, shape: StepShape) -> float:
-        """Return the seconds from a step's begin on the device to the step's end."""
-        ...
-
-    def host_s(self, shape: StepShape) -> float:
-        """Return the seconds of scheduling and delivery. With a depth of 2, the device computes at the same time."""
-        ...
-
-
 class StepParts(NamedTuple):
     """A step's device time by what bounds it: `seconds` has the same names for every step, and adds up to step_s.
 
@@ -66,15 +49,6 @@ class StepParts(NamedTuple):
 
     seconds: Mapping[str, float]
     compute_s: float | None = None
-
-
-@runtime_checkable
-class PartedCosts(Protocol):
-    """A CostModel that knows what bounds a step."""
-
-    def parts(self, shape: StepShape) -> StepParts:
-        """Return the parts of step_s. May be slower than step_s."""
-        ...
 
 
 class TimeFloor(NamedTuple):
@@ -90,18 +64,31 @@ class TimeFloor(NamedTuple):
     pair_s: float = 0.0
 
 
-@runtime_checkable
-class FlooredCosts(Protocol):
-    """A CostModel that knows floors of its step times."""
+class CostModel(ABC):
+    """Predicts step times. Deterministic: equal shapes have equal times.
+
+    `decode_s(num_rows, kv_sum)` returns, in constant time, step_s of a plan with decode rows only. It is None if the
+    time depends on more than these two numbers.
+    """
+
+    name: str
+    decode_s: DecodeSeconds | None = None
+
+    @abstractmethod
+    def step_s(self, shape: StepShape) -> float:
+        """Return the seconds from a step's begin on the device to the step's end."""
+
+    @abstractmethod
+    def host_s(self, shape: StepShape) -> float:
+        """Return the seconds of scheduling and delivery. With a depth of 2, the device computes at the same time."""
+
+    def parts(self, shape: StepShape) -> StepParts:
+        """Return the parts of step_s; a single one, `device`, if they are not known. May be slower than step_s."""
+        return StepParts({"device": self.step_s(shape)})
 
     def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
-        """Return floors, each of which holds for every step of at most `max_tokens` tokens."""
-        ...
-
-
-def floors_of(costs: CostModel, max_tokens: int) -> tuple[TimeFloor, ...]:
-    """Return floors of a cost model's step times; none if the cost model knows none."""
-    return costs.floors(max_tokens) if isinstance(costs, FlooredCosts) else ()
+        """Return floors, each of which holds for every step of at most `max_tokens` tokens; none if none is known."""
+        return ()
 
 
 def token_floors(seconds_of: Callable[[int], float], max_tokens: int) -> tuple[TimeFloor, TimeFloor]:
@@ -115,11 +102,6 @@ def token_floors(seconds_of: Callable[[int], float], max_tokens: int) -> tuple[T
     slope = min(slope, first)
     per_token = min(time_s / count for count, time_s in enumerate(seconds, 1))
     return TimeFloor(first - slope, slope), TimeFloor(0.0, per_token)
-
-
-def parts_of(costs: CostModel, shape: StepShape) -> StepParts:
-    """Return a step's parts; a single one, `device`, if the cost model does not know them."""
-    return costs.parts(shape) if isinstance(costs, PartedCosts) else StepParts({"device": costs.step_s(shape)})
 
 
 def shape_of(plan: StepPlan, peer_tokens: tuple[int, ...] = ()) -> StepShape:
@@ -138,32 +120,35 @@ def shape_of(plan: StepPlan, peer_tokens: tuple[int, ...] = ()) -> StepShape:
     )
 
 
-class ScaledCosts:
+class ScaledCosts(CostModel):
     """A CostModel whose device times are another model's times `factor`; host times are the other model's."""
 
     def __init__(self, costs: CostModel, factor: float) -> None:
         if not 0 < factor < 1e6:
             raise ConfigError(f"cost factor is {factor}; give a number above 0, such as 1.05")
         self.name = f"{costs.name}*{factor:g}"
-        self.host_s = costs.host_s
         self._costs = costs
         self._factor = factor
-        self.decode_s: DecodeSeconds | None = self._decode_s if costs.decode_s is not None else None
+        self.decode_s = None if costs.decode_s is None else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
         return max(0.0, self._costs.step_s(shape) * self._factor)
 
+    def host_s(self, shape: StepShape) -> float:
+        """Return the other model's seconds."""
+        return self._costs.host_s(shape)
+
     def parts(self, shape: StepShape) -> StepParts:
         """Return the other model's parts, scaled; the FLOP of a step stay the same."""
-        parts = parts_of(self._costs, shape)
+        parts = self._costs.parts(shape)
         return StepParts({name: time_s * self._factor for name, time_s in parts.seconds.items()}, parts.compute_s)
 
     def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
         """Return the other model's floors, scaled."""
-        floors = floors_of(self._costs, max_tokens)
+        floors = self._costs.floors(max_tokens)
         return tuple(TimeFloor(*(time_s * self._factor for time_s in floor)) for floor in floors)
 
-    def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
+    def _decode_s(self, num_rows: int, kv_sum: int) -> float:
         assert self._costs.decode_s is not None
-        return max(0.0, self._costs.decode_s(num_rows, kv_sum, kv_max) * self._factor)
+        return max(0.0, self._costs.decode_s(num_rows, kv_sum) * self._factor)

@@ -72,17 +72,17 @@ def running(columns: Columns, span: float) -> Points:
 
 def output_rate(columns: Columns, span: float) -> Points:
     """Return output tokens per second. A request's tokens are spread evenly between its first token and its end."""
-    given = columns.firsts != NEVER
+    given = columns.first_tokens != NEVER
     grid = np.linspace(0, span, NUM_BUCKETS + 1)
-    total = _ramps(columns.firsts[given], columns.ends[given], columns.outputs[given].astype(float), grid)
+    total = _ramps(columns.first_tokens[given], columns.ends[given], columns.output_tokens[given].astype(float), grid)
     return _points((grid[1:] + grid[:-1]) / 2, np.diff(total) * NUM_BUCKETS / span if span else np.diff(total))
 
 
 def prompt_rate(columns: Columns, span: float) -> Points:
     """Return prompt tokens per second. A request's prompt tokens count at the time of its first output token."""
-    given = columns.firsts != NEVER
+    given = columns.first_tokens != NEVER
     counts, edges = np.histogram(
-        columns.firsts[given], NUM_BUCKETS, (0, span or 1.0), weights=columns.prompts[given].astype(float)
+        columns.first_tokens[given], NUM_BUCKETS, (0, span or 1.0), weights=columns.prompt_tokens[given].astype(float)
     )
     return _points((edges[1:] + edges[:-1]) / 2, counts * NUM_BUCKETS / (span or 1.0))
 
@@ -244,14 +244,13 @@ def use_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
 
 def transfers_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
     """Return the requests whose KV waits for blocks or for the link, or crosses it: the most in each interval."""
-    log = run.transfers
-    if not len(log):
+    if not run.transfers:
         return {}
-    handed, reserved, begins, ended = (np.asarray(times) for times in (log.handed, log.reserved, log.begins, log.ended))
+    handed, reserved, begins, ends = np.array([one[-4:] for one in run.transfers]).T
     return {
         "wait for blocks": _level(handed, reserved, span),
         "wait for the link": _level(reserved, begins, span),
-        "in transfer": _level(begins, ended, span),
+        "in transfer": _level(begins, ends, span),
     }
 
 
@@ -276,9 +275,9 @@ def service(columns: Columns, tenant: int, grid: np.ndarray) -> np.ndarray:
     own = (columns.tenants == tenant) & (columns.starts != NEVER)
     starts = np.sort(columns.starts[own])
     order = np.argsort(columns.starts[own], kind="stable")
-    prompts = np.concatenate([[0.0], np.cumsum(columns.prompts[own][order])])
-    given = own & (columns.firsts != NEVER)
-    outputs = _ramps(columns.firsts[given], columns.ends[given], 2.0 * columns.outputs[given], grid)
+    prompts = np.concatenate([[0.0], np.cumsum(columns.prompt_tokens[own][order])])
+    given = own & (columns.first_tokens != NEVER)
+    outputs = _ramps(columns.first_tokens[given], columns.ends[given], 2.0 * columns.output_tokens[given], grid)
     total: np.ndarray = prompts[np.searchsorted(starts, grid, side="right")] + outputs
     return total
 

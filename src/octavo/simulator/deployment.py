@@ -6,7 +6,6 @@ Owns: the seconds in which devices were held; figures by group; what start-ups c
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -117,18 +116,19 @@ def describe_transfers(run: SimulatedRun, span: float) -> Facts:
     A transfer waits for blocks at the decode replica (`block_wait`), then for both ports (`link_wait`).
     `sending` and `receiving` are the shares of time in which a port of these engines was in use.
     """
-    log = run.transfers
-    if not len(log):
+    moved = run.transfers
+    if not moved:
         return {}
-    handed, reserved, begins, ended = (np.asarray(times) for times in (log.handed, log.reserved, log.begins, log.ended))
-    busy_s, up = float((ended - begins).sum()), up_seconds(run, span)
+    handed, reserved, begins, ends = np.array([one[-4:] for one in moved]).T
+    busy_s, up = float((ends - begins).sum()), up_seconds(run, span)
 
-    def share(numbers: array[int]) -> float:
-        held = sum(up[number] for number in sorted({*numbers}))
+    def share(numbers: set[int]) -> float:
+        held = sum(up[number] for number in sorted(numbers))
         return busy_s / held if held > 0 else 0.0
 
     return {
-        "count": len(log), "tokens": sum(log.tokens), "bytes": sum(log.num_bytes),
-        "time": spread(ended - begins), "block_wait": spread(reserved - handed), "link_wait": spread(begins - reserved),
-        "gap": spread(ended - handed), "sending": share(log.sources), "receiving": share(log.targets),
+        "count": len(moved), "tokens": sum(one.tokens for one in moved), "bytes": sum(one.num_bytes for one in moved),
+        "time": spread(ends - begins), "block_wait": spread(reserved - handed), "link_wait": spread(begins - reserved),
+        "gap": spread(ends - handed),
+        "sending": share({one.source for one in moved}), "receiving": share({one.target for one in moved}),
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """KV transfers between engines: the links, their ports, and when each transfer begins and ends.
 
-Owns: KVLink with the known links, TransferLog (the times of all transfers, in columns), KVTransfers. Does not: choose
-engines, or hold blocks (core does, see Scheduler.keep_kv and expect_kv).
+Owns: KVLink with the known links, KVTransfers. Does not: choose engines, or hold blocks (core does, see
+Scheduler.keep_kv and expect_kv).
 A transfer takes the link's latency and its bytes / bandwidth. It needs the sending port of its source and the receiving
 port of its target at once, and each port serves one transfer at a time, in the order in which they are asked for. Each
 device of an engine has ports of its own and sends its share of the KV, so a transfer has one duration.
@@ -9,10 +9,10 @@ device of an engine has ports of its own and sends its share of the KV, so a tra
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
@@ -82,34 +82,17 @@ def read_values(text: str, names: Sequence[str]) -> dict[str, float] | None:
     return values
 
 
-class TransferLog:
-    """Columns with one entry per transfer that has ended, in order of ends. Times are in seconds.
+class KVTransfer(NamedTuple):
+    """A transfer of the KV of `tokens` tokens between two engines (numbers). Times are in seconds.
 
     A prefill ended at `handed`. The target had blocks at `reserved`, and the ports were free at `begins`. `num_bytes`
-    is that of all devices. `sources` and `targets` are numbers of engines.
+    is that of all devices.
     """
-
-    def __init__(self) -> None:
-        self.handed = array("d")
-        self.reserved = array("d")
-        self.begins = array("d")
-        self.ended = array("d")
-        self.num_bytes = array("d")
-        self.tokens = array("i")
-        self.sources = array("i")
-        self.targets = array("i")
-
-    def __len__(self) -> int:
-        return len(self.ended)
-
-
-@dataclass(frozen=True, slots=True)
-class KVTransfer:
-    """A transfer of the KV of `tokens` tokens between two engines."""
 
     source: int
     target: int
     tokens: int
+    num_bytes: float
     handed: float
     reserved: float
     begins: float
@@ -120,7 +103,6 @@ class KVTransfers:
     """The ports of all engines. `token_bytes` is the KV of a token; engine n divides it over `devices[n]` devices."""
 
     def __init__(self, link: KVLink, token_bytes: float, devices: list[int]) -> None:
-        self.log = TransferLog()
         self._link, self._token_bytes, self._devices = link, token_bytes, devices
         self._sends_at = [0.0] * len(devices)  # when each engine's sending port is free
         self._receives_at = [0.0] * len(devices)
@@ -129,18 +111,7 @@ class KVTransfers:
         """Queue a transfer at both ports."""
         begins = max(now, self._sends_at[source], self._receives_at[target])
         ports = min(self._devices[source], self._devices[target])
-        ends = begins + self._link.latency_s + tokens * self._token_bytes / (ports * self._link.bandwidth)
+        num_bytes = tokens * self._token_bytes
+        ends = begins + self._link.latency_s + num_bytes / (ports * self._link.bandwidth)
         self._sends_at[source] = self._receives_at[target] = ends
-        return KVTransfer(source, target, tokens, handed, now, begins, ends)
-
-    def end(self, transfer: KVTransfer) -> None:
-        """Write a transfer to the log."""
-        log = self.log
-        log.handed.append(transfer.handed)
-        log.reserved.append(transfer.reserved)
-        log.begins.append(transfer.begins)
-        log.ended.append(transfer.ends)
-        log.num_bytes.append(transfer.tokens * self._token_bytes)
-        log.tokens.append(transfer.tokens)
-        log.sources.append(transfer.source)
-        log.targets.append(transfer.target)
+        return KVTransfer(source, target, tokens, num_bytes, handed, now, begins, ends)

@@ -10,70 +10,48 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import inf
 
 from octavo.core.plan import StepPlan
 from octavo.simulator.cost_model import StepShape, shape_of
 from octavo.simulator.outcomes import SimulatedRequest
 from octavo.simulator.pipeline import PipelineStages
-from octavo.simulator.replica import MIN_WAIT_S, Replica, StepInFlight
+from octavo.simulator.replica import Replica, StepInFlight, Stepper
 
 DUMMY_TOKENS = 1  # what a rank without a plan computes
 
 
-class LockStep:
-    """A group of ranks, stepped together. Its caller calls `advance` at `next_at`, as with a Replica.
-
-    Every rank makes its plans at the group's turns. Ranks of a group fail and restart together.
-    """
+class LockStep(Stepper):
+    """A group of ranks. Every rank makes its plans at the group's turns. Ranks fail and restart together."""
 
     def __init__(self, ranks: Sequence[Replica], depth: int, stages: PipelineStages | None = None) -> None:
         assert len(ranks) > 1, "a group of one rank is a Replica"
-        self.number = ranks[0].number
-        self.next_at = inf
+        super().__init__(ranks[0].number, stages)
         self._ranks = ranks
         self._depth = depth
-        self._stages = stages
-        self._start()
-
-    def _start(self) -> None:
         self._flight: deque[list[tuple[Replica, StepInFlight]]] = deque()
-        self._is_retiring = False
-        self._is_idle, self._idle_since = True, 0.0
-        self._free_at = 0.0
-        self.next_at = inf
-
-    @property
-    def is_up(self) -> bool:
-        """True unless the group has failed."""
-        return self._ranks[0].is_up
-
-    def wake(self, at: float) -> None:
-        """Note that a rank got a request at `at`."""
-        if self._is_idle:
-            self._is_idle, self.next_at = False, max(at, self._idle_since)
 
     def fail(self, at: float) -> list[SimulatedRequest]:
         """Drop the state of all ranks; return their open requests, in order of arrival."""
         lost = [entry for rank in self._ranks for entry in rank.fail(at)]
-        self._start()
+        self._drop()
         return sorted(lost, key=lambda entry: (entry.at, entry.index))
 
     def stop(self, at: float) -> None:
         """Drop all state of ranks without open requests."""
         for rank in self._ranks:
             rank.stop(at)
-        self._start()
+        self._drop()
+
+    def _drop(self) -> None:
+        self.is_up = False
+        self._flight.clear()
+        self._clear()
 
     def restart(self, at: float) -> None:
         """Restart all ranks with empty caches."""
         for rank in self._ranks:
             rank.restart(at)
-        self._idle_since = at
-
-    def advance(self) -> list[SimulatedRequest]:
-        """Run the turn or the commits that are due at `next_at`; return the requests that ended."""
-        return self._retire() if self._is_retiring else self._turn()
+        super().restart(at)
 
     def _turn(self) -> list[SimulatedRequest]:
         """Let every rank admit its queued requests, then plan steps up to the depth."""
@@ -96,12 +74,7 @@ class LockStep:
             self._launch(plans, peers, now)
         for rank, shape in zip(self._ranks, shapes, strict=True):
             rank.sample_plan(shape)
-        if self._flight:
-            self._is_retiring = True
-            self.next_at = max(now, self._flight[0][0][1].end)
-        else:
-            self._is_idle, self._idle_since = True, now
-            self.next_at = inf if wake_at is None else max(wake_at, now + MIN_WAIT_S)
+        self._end_turn(now, self._flight[0][0][1].end if self._flight else None, wake_at)
         return ended
 
     def _launch(self, plans: Sequence[StepPlan], peers: Sequence[tuple[int, ...]], now: float) -> None:
@@ -112,10 +85,9 @@ class LockStep:
             if not plan.is_empty
         ]
         step_s = max(flight.step_s + flight.drafting_s for _, flight in flights)
-        begin, most_tokens = max(now, self._free_at), max(max(of_others) for of_others in peers)
-        self._free_at = begin + step_s if self._stages is None else self._stages.run(begin, step_s, most_tokens)
+        end = self._compute(now, step_s, max(max(of_others) for of_others in peers))
         for _, flight in flights:
-            flight.end = self._free_at
+            flight.end = end
             if flight.plan.slots:
                 flight.step_s = step_s - flight.drafting_s  # a rank waits for the slowest one
         self._flight.append(flights)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishReason
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.kv_transfer import TransferLog
+from octavo.simulator.kv_transfer import KVTransfer
 from octavo.simulator.scaling import ReplicaLifetime
 
 NEVER = -1.0  # a time that was not reached
@@ -257,7 +257,7 @@ class SimulatedRun:
     """A simulation's result: each request's outcome, each replica's totals, and the time of the last end in seconds.
 
     If `gave_up`, the outcomes lack the requests that were open or had not arrived. `lifetimes` are those of the
-    replicas of scaled groups, `transfers` those of KV between prefill and decode replicas.
+    replicas of scaled groups, `transfers` those of KV between prefill and decode replicas, in order of their ends.
     """
 
     outcomes: Outcomes
@@ -266,4 +266,4 @@ class SimulatedRun:
     samples: Samples = field(default_factory=Samples)
     gave_up: bool = False
     lifetimes: list[ReplicaLifetime] = field(default_factory=list)
-    transfers: TransferLog = field(default_factory=TransferLog)
+    transfers: list[KVTransfer] = field(default_factory=list)

@@ -21,7 +21,7 @@ from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
 from octavo.simulator.arrival import make_request
-from octavo.simulator.cost_model import CostModel, StepShape, parts_of, shape_of
+from octavo.simulator.cost_model import CostModel, StepShape, shape_of
 from octavo.simulator.drafts import SimulatedDrafts
 from octavo.simulator.outcomes import NEVER, ReplicaTotals, RequestTracker, Samples, SimulatedRequest
 from octavo.simulator.pipeline import PipelineStages
@@ -45,12 +45,11 @@ class StepPrices:
 
         `peer_tokens` has the tokens of the other ranks' plans in the same step.
         """
-        num_rows = len(plan.slots)
-        has_copies = plan.copies or plan.swap_outs or plan.host_loads
+        num_rows, has_copies = len(plan.slots), _has_copies(plan)
         if not num_rows and not has_copies:
             return 0.0, self._costs.host_s(shape_of(plan))
         if plan.is_fast_path and self.decode_s is not None and not has_copies and not peer_tokens:
-            return self.decode_s(num_rows, plan.num_kv_read, max(plan.starts) + 1), self.host_s(num_rows)
+            return self.decode_s(num_rows, plan.num_kv_read), self.host_s(num_rows)
         shape = shape_of(plan, peer_tokens)
         return self._costs.step_s(shape), self._costs.host_s(shape)
 
@@ -60,6 +59,10 @@ class StepPrices:
         if known is None:
             known = self._host[num_rows] = self._costs.host_s(StepShape([1] * num_rows, [], num_rows))
         return known
+
+
+def _has_copies(plan: StepPlan) -> bool:
+    return bool(plan.copies or plan.swap_outs or plan.host_loads)
 
 
 class DecodeRun:
@@ -90,14 +93,14 @@ class DecodeRun:
     def more(self) -> None:
         """Predict up to MORE_TURNS more turns that begin before `until`."""
         done, num_rows = len(self.steps_s), self.steps.num_rows
-        kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
+        kv_sum = self.steps.kv_sum + done * num_rows
         decode_s, at, until = self._decode_s, self.begins[-1], self._until
         is_ahead = self._in_flight is not None
         end, host_s = self._in_flight or (at, self.host_s)
         for _ in range(min(self.steps.max_steps - done, MORE_TURNS)):
             if at >= until:
                 break
-            step_s = decode_s(num_rows, kv_sum, kv_max)
+            step_s = decode_s(num_rows, kv_sum)
             if is_ahead:  # this turn commits the previous turn's plan, which ends at `end`
                 commit = max(at, end)
                 self.commits.append(commit)
@@ -111,7 +114,6 @@ class DecodeRun:
             self.ends.append(end)
             self.begins.append(at)
             kv_sum += num_rows
-            kv_max += 1
         if is_ahead:
             self._in_flight = (end, host_s)
 
@@ -148,7 +150,7 @@ class DecodeRun:
 class StepInFlight:
     """A plan on the device: its device seconds, its host seconds, its end, and the seconds of its drafts.
 
-    `shape` is that of the whole step if the plan leaves out rows, else None.
+    `beside` are rows of the step that the plan leaves out.
     """
 
     plan: StepPlan
@@ -156,15 +158,90 @@ class StepInFlight:
     host_s: float
     end: float
     drafting_s: float = 0.0
-    shape: StepShape | None = None
+    beside: RowsBeside | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of the whole step."""
+        return self.plan.num_query_tokens + (0 if self.beside is None else self.beside.num_rows)
+
+    def shape(self) -> StepShape:
+        """Return the shape of the whole step."""
+        shape = shape_of(self.plan)
+        if self.beside is not None:
+            shape.decode_kv += self.beside.lengths()
+            shape.num_samples += self.beside.num_rows
+        return shape
 
 
-class Replica:
-    """One engine, up or down. The caller must call `advance` at `next_at`.
+class Stepper:
+    """What steps by itself: an engine, or the ranks of a group (lockstep). The caller must call `advance` at `next_at`.
 
-    `num_open` counts the replica's open requests, `load` their prompt tokens. `stages`: the pipeline of which this is
-    one engine.
+    In a turn it makes plans, and if some are in flight then, it commits the oldest at its end; then the next turn
+    begins. Without a plan in flight it is idle until `wake` is called. `stages`: those of its pipeline.
     """
+
+    def __init__(self, number: int, stages: PipelineStages | None) -> None:
+        self.number = number
+        self.is_up = True
+        self._stages = stages
+        self._clear()
+
+    def _clear(self) -> None:
+        self._is_retiring = False
+        self._is_idle, self._idle_since = True, 0.0  # no turn begins before _idle_since
+        self._free_at = 0.0  # when the device has finished all its plans
+        self.next_at = inf
+
+    def wake(self, at: float) -> None:
+        """End the idle time: a request, or KV, arrived at `at`."""
+        if self._is_idle:
+            self._is_idle, self.next_at = False, max(at, self._idle_since)
+
+    def restart(self, at: float) -> None:
+        """Restart after a failure or a stop, with an empty cache."""
+        self.is_up = True
+        self._idle_since = at
+
+    def advance(self) -> list[SimulatedRequest]:
+        """Run the turn or the commit that is due at `next_at`; return the requests that ended."""
+        return self._retire() if self._is_retiring else self._turn()
+
+    def fail(self, at: float) -> list[SimulatedRequest]:
+        """Drop all state; return the open requests, with `emitted` updated, in order of arrival."""
+        raise NotImplementedError
+
+    def stop(self, at: float) -> None:
+        """Drop all state, without open requests; `restart` starts it again."""
+        raise NotImplementedError
+
+    def _turn(self) -> list[SimulatedRequest]:
+        raise NotImplementedError
+
+    def _retire(self) -> list[SimulatedRequest]:
+        raise NotImplementedError
+
+    def _compute(self, now: float, step_s: float, num_tokens: int, drafting_s: float = 0.0) -> float:
+        """Queue a step, and its drafting before it, on the device; return its end."""
+        begin = max(now, self._free_at)
+        if self._stages is None:
+            self._free_at = begin + drafting_s + step_s
+        else:
+            self._free_at = self._stages.run(begin, drafting_s + step_s, num_tokens)
+        return self._free_at
+
+    def _end_turn(self, now: float, end: float | None, wake_at: float | None) -> None:
+        """Set what is next: a commit at `end` of the oldest plan in flight, or without one a turn at `wake_at`."""
+        if end is not None:
+            self._is_retiring = True
+            self.next_at = max(now, end)
+        else:
+            self._is_idle, self._idle_since = True, now
+            self.next_at = inf if wake_at is None else max(wake_at, now + MIN_WAIT_S)
+
+
+class Replica(Stepper):
+    """One engine. `num_open` counts its open requests, `load` their prompt tokens."""
 
     def __init__(
         self,
@@ -175,17 +252,15 @@ class Replica:
         own: ReplicaSetup,
         stages: PipelineStages | None = None,
     ) -> None:
-        self.number = number
+        super().__init__(number, stages)
         self.totals = ReplicaTotals()
         self.load = 0
         self.num_open = 0
-        self.is_up = True
-        self.next_at = inf
-        self._setup, self._own, self._stages = setup, own, stages
+        self._setup, self._own = setup, own
         self._prices = StepPrices(self._own.costs)
         self._tracker, self._samples = tracker, samples
         self._next_sample = 0.0 if setup.sample_s else inf
-        self._is_fast = setup.fast_forward and setup.make_sink is None and stages is None
+        self._is_fast = setup.fast_forward and setup.make_sink is None
         self._open: dict[str, SimulatedRequest] = {}
         self._start()
 
@@ -199,10 +274,8 @@ class Replica:
         self._inbox: deque[SimulatedRequest] = deque()
         self._moved: list[tuple[SimulatedRequest, bool]] = []  # KV that has left or arrived (True)
         self._run: DecodeRun | None = None
-        self._is_retiring = self._is_sampled = False
-        self._is_idle, self._idle_since = True, 0.0  # no turn begins before _idle_since
-        self._free_at = 0.0  # when the device has finished all its plans
-        self.next_at = inf
+        self._is_sampled = False
+        self._clear()
 
     # --- commands
 
@@ -233,11 +306,6 @@ class Replica:
             self._cut_run(self._run, at)
         self._moved.append((entry, has_arrived))
         self.num_open -= not has_arrived
-
-    def wake(self, at: float) -> None:
-        """End the idle time of an idle replica."""
-        if self._is_idle:
-            self._is_idle, self.next_at = False, max(at, self._idle_since)
 
     def fail(self, at: float) -> list[SimulatedRequest]:
         """Drop the replica's state; return its open requests, with `emitted` updated, in order of arrival."""
@@ -277,11 +345,6 @@ class Replica:
             self._break_run(self._run, at)
         return self.scheduler.num_used_blocks / self._own.limits.num_blocks[0]
 
-    def restart(self, at: float) -> None:
-        """Restart the replica with an empty cache."""
-        self.is_up = True
-        self._idle_since = at
-
     def close(self) -> None:
         """Add the scheduler's counts to the totals."""
         counted, totals = self.scheduler.gauges(), self.totals
@@ -307,7 +370,7 @@ class Replica:
             self._run.more()
             self.next_at = self._run.next_at
             return []
-        return self._retire() if self._is_retiring else self._turn()
+        return super().advance()
 
     def _turn(self) -> list[SimulatedRequest]:
         """Admit queued requests, then plan up to the depth."""
@@ -373,23 +436,13 @@ class Replica:
                 wake_at = plan.wake_at
                 break
             self._launch(self.price(plan), now)
-        self._note_blocks()
-        if self._flight:
-            self._is_retiring = True
-            self.next_at = max(now, self._flight[0].end)
-        else:
-            self._is_idle, self._idle_since = True, now
-            self.next_at = inf if wake_at is None else max(wake_at, now + MIN_WAIT_S)
+        self.totals.max_blocks_used = max(self.totals.max_blocks_used, self.scheduler.num_used_blocks)
+        self._end_turn(now, self._flight[0].end if self._flight else None, wake_at)
         return ended
 
     def _launch(self, flight: StepInFlight, now: float) -> None:
         """Queue a plan on the device."""
-        begin = max(now, self._free_at)
-        if self._stages is None:
-            flight.end = begin + flight.drafting_s + flight.step_s
-        else:
-            flight.end = self._stages.run(begin, flight.drafting_s + flight.step_s, sum(flight.plan.counts))
-        self._free_at = flight.end
+        flight.end = self._compute(now, flight.step_s, flight.num_tokens, flight.drafting_s)
         self._flight.append(flight)
 
     def plan(self, now: float) -> tuple[StepPlan, list[SimulatedRequest]]:
@@ -409,11 +462,17 @@ class Replica:
 
     def _price_beside(self, plan: StepPlan, beside: RowsBeside) -> StepInFlight:
         """Count a plan that leaves out repeating rows, and return it with the times of the whole step."""
-        shape = shape_of(plan)
-        shape.decode_kv += beside.lengths()
-        shape.num_samples += beside.num_rows
-        self._count_rows(len(plan.slots) + beside.num_rows, plan.num_query_tokens + beside.num_rows, 1)
-        return StepInFlight(plan, self._own.costs.step_s(shape), self._own.costs.host_s(shape), inf, shape=shape)
+        flight, prices, costs = StepInFlight(plan, 0.0, 0.0, inf, beside=beside), self._prices, self._own.costs
+        self._count_rows(len(plan.slots) + beside.num_rows, flight.num_tokens, 1)
+        if prices.decode_s is not None and not plan.slots and not _has_copies(plan):
+            flight.step_s, flight.host_s = (
+                prices.decode_s(beside.num_rows, beside.kv_sum),
+                prices.host_s(beside.num_rows),
+            )
+        else:
+            shape = flight.shape()
+            flight.step_s, flight.host_s = costs.step_s(shape), costs.host_s(shape)
+        return flight
 
     def _retire(self) -> list[SimulatedRequest]:
         """Commit the oldest plan, and advance by the plan's host time."""
@@ -458,7 +517,7 @@ class Replica:
         if self._prices.decode_s is None or len(self._flight) != self._setup.depth - 1:
             return False
         steps = self.scheduler.find_repeat()
-        if steps is None:
+        if steps is None or self._stages is not None:  # stages compute steps of other engines between these
             return False
         until = self._next_sample if steps.wake_at is None else min(self._next_sample, steps.wake_at)
         in_flight = (self._flight[0].end, self._flight[0].host_s) if self._flight else None
@@ -519,11 +578,6 @@ class Replica:
 
     # --- gauges and samples
 
-    def _note_blocks(self) -> None:
-        used = self.scheduler.num_used_blocks
-        if used > self.totals.max_blocks_used:
-            self.totals.max_blocks_used = used
-
     def _count_rows(self, num_rows: int, num_tokens: int, num_steps: int) -> None:
         totals, limits = self.totals, self._own.limits
         totals.rows += num_rows * num_steps
@@ -554,7 +608,7 @@ class Replica:
         samples.reasons.append(-1 if not first or first[0].reason is None else first[0].reason)
         num_rows = 0 if shape is None else len(shape.decode_kv) + len(shape.prefills)
         samples.rows.append(num_rows)
-        parts = parts_of(self._own.costs, shape or StepShape([1], []))
+        parts = self._own.costs.parts(shape or StepShape([1], []))
         samples.part_names = samples.part_names or tuple(parts.seconds)  # other cost models' parts are left out
         samples.parts.extend(parts.seconds.get(name, 0.0) if num_rows else 0.0 for name in samples.part_names)
         step_s = sum(parts.seconds.values())
@@ -568,6 +622,4 @@ class Replica:
             mean, rest = divmod(steps.kv_sum, steps.num_rows)
             return StepShape([mean] * (steps.num_rows - 1) + [mean + rest], [], steps.num_rows)
         first = next((flight for flight in self._flight if flight.plan.now == now), None)
-        if first is None or first.shape is not None:
-            return None if first is None else first.shape
-        return shape_of(first.plan) if first.plan.slots else None
+        return first.shape() if first is not None and (first.plan.slots or first.beside is not None) else None

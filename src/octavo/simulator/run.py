@@ -22,11 +22,11 @@ from octavo.core.request import FinishReason
 from octavo.errors import ConfigError
 from octavo.fleet.routing import create_router
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.kv_transfer import KVTransfer, KVTransfers, TransferLog
+from octavo.simulator.kv_transfer import KVTransfer, KVTransfers
 from octavo.simulator.lockstep import LockStep
 from octavo.simulator.outcomes import NEVER, RequestTracker, Samples, SimulatedRequest, SimulatedRun
 from octavo.simulator.pipeline import PipelineStages
-from octavo.simulator.replica import Replica
+from octavo.simulator.replica import Replica, Stepper
 from octavo.simulator.scaling import ReplicaLifetime, ReplicaStatus, ScaledGroup
 from octavo.simulator.setup import ReplicaGroup, Role, Setup
 
@@ -73,9 +73,9 @@ class _Fleet:
         self._tracker = RequestTracker()
         self._samples = Samples()
         self._replicas: list[Replica] = []  # all engines
-        self._parts: list[list[Replica | LockStep]] = []  # what steps by itself, of each replica of the setup
+        self._parts: list[list[Stepper]] = []  # what steps by itself, of each replica of the setup
         self._members: list[list[Replica]] = []  # the engines of each replica
-        self._steppers: list[Replica | LockStep] = []  # the same, of each engine
+        self._steppers: list[Stepper] = []  # the same, of each engine
         self._replica_of: list[int] = []  # the number of each engine's replica
         self._scaled: list[ScaledGroup] = []
         self._draining: dict[int, ScaledGroup] = {}  # replicas that get no new requests and stop after their last one
@@ -92,6 +92,7 @@ class _Fleet:
             ]
             self._transfers = KVTransfers(setup.link, setup.kv_token_bytes, devices)
         self._moving: dict[int, tuple[SimulatedRequest, KVTransfer]] = {}  # by index of the request
+        self._transferred: list[KVTransfer] = []
         self._hop, self._hop_rng = setup.hop, random.Random(f"hops {setup.seed}")
         self._crossing: dict[int, SimulatedRequest] = {}  # between the router and an engine, by index of the request
         self._handover_end = min(group.replica.limits.max_model_len for group in setup.fleet)
@@ -144,8 +145,8 @@ class _Fleet:
             num_engines = group.replica.num_engines
             self._scaled.append(ScaledGroup(group.name, group.scaling, numbers, group.replicas, num_engines))
             for number in numbers[group.replicas :]:
-                for engine in self._members[number]:
-                    engine.is_up = False
+                for one in (*self._members[number], *self._parts[number]):
+                    one.is_up = False
 
     def _add_replica(self, group: ReplicaGroup) -> None:
         """Add the engines of a replica: for each pipeline stage, its ranks."""
@@ -155,7 +156,7 @@ class _Fleet:
         first_engine = len(self._replicas)
         stages = None if part.pipeline is None else PipelineStages(part.pipeline)
         own_stages = stages if part.ranks == 1 else None
-        steppers: list[Replica | LockStep] = []
+        steppers: list[Stepper] = []
         for _ in range(part.num_engines // part.ranks):
             first = len(self._replicas)
             ranks = [
@@ -171,7 +172,7 @@ class _Fleet:
         self._parts.append(steppers)
         self._members.append(self._replicas[first_engine:])
 
-    def _advance(self, stepper: Replica | LockStep) -> None:
+    def _advance(self, stepper: Stepper) -> None:
         if stepper.next_at != self._now or not stepper.is_up:
             return  # an outdated entry: the stepper's next_at has changed
         ended = stepper.advance()
@@ -209,7 +210,7 @@ class _Fleet:
             self._samples,
             self._gave_up,
             lifetimes,
-            TransferLog() if self._transfers is None else self._transfers.log,
+            self._transferred,
         )
 
     def _count_held(self, lifetimes: list[ReplicaLifetime]) -> None:
@@ -405,8 +406,7 @@ class _Fleet:
 
     def _end_transfer(self, index: int) -> None:
         entry, transfer = self._moving.pop(index)
-        assert self._transfers is not None
-        self._transfers.end(transfer)
+        self._transferred.append(transfer)
         self._note_moved(transfer.source, entry, has_arrived=False)
         self._note_moved(transfer.target, entry, has_arrived=True)
 

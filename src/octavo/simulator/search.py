@@ -28,7 +28,6 @@ from octavo.fleet.routing import ROUTERS
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.bounds import Demand, fewest_engines
-from octavo.simulator.cost_model import floors_of
 from octavo.simulator.costs.hardware import THIS, device_facts
 from octavo.simulator.goals import Goals, Verdict
 from octavo.simulator.run import simulate
@@ -279,7 +278,7 @@ class CapacitySearch:
         requirements = self.goals.requirements(self.num_requests)
         for candidate in self.candidates:
             setup, limits = candidate.setup, candidate.setup.limits
-            floors = floors_of(setup.costs, limits.max_batch_tokens)
+            floors = setup.costs.floors(limits.max_batch_tokens)
             caches = limits.block_size, limits.prefix_caching, limits.max_model_len
             key = (*caches, limits.max_sequences, limits.max_batch_tokens, limits.max_draft_tokens, floors)
             if key not in known and floors:

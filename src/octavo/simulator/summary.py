@@ -76,7 +76,7 @@ def _requests(columns: Columns) -> Facts:
 
 def _throughput(columns: Columns, span: float) -> Facts:
     per_s = 1 / span if span > 0 else 0.0
-    prompt, output = int(columns.prompts[columns.served].sum()), int(columns.outputs.sum())
+    prompt, output = int(columns.prompt_tokens[columns.served].sum()), int(columns.output_tokens.sum())
     return {
         "requests_per_s": int(columns.served.sum()) * per_s,
         "prompt_tokens": prompt, "output_tokens": output,
@@ -145,7 +145,7 @@ def _preemptions(outcomes: Outcomes) -> Facts:
 def _tenants(outcomes: Outcomes, columns: Columns) -> Facts:
     """Return service by tenant, as the fair policy counts it (prompt tokens + 2 x output tokens), most served first."""
     names = outcomes.tenant_names
-    service = np.bincount(columns.tenants, columns.prompts + 2.0 * columns.outputs, minlength=len(names))
+    service = np.bincount(columns.tenants, columns.prompt_tokens + 2.0 * columns.output_tokens, minlength=len(names))
     ttft, e2e = columns.latency("ttft"), columns.latency("e2e")
     listed = {}
     for tenant in np.argsort(-service, kind="stable")[:MAX_TENANTS]:
@@ -161,8 +161,8 @@ def _tenants(outcomes: Outcomes, columns: Columns) -> Facts:
 def _cost(run: SimulatedRun, columns: Columns, span: float, price: float | Mapping[str, float]) -> Facts:
     prices = [price_of(price, one.group) for one in run.replicas]
     total = sum(each * up_s for each, up_s in zip(prices, up_seconds(run, span), strict=True)) / 3600
-    served, output = int(columns.served.sum()), int(columns.outputs.sum())
-    tokens = output + int(columns.prompts[columns.served].sum())
+    served, output = int(columns.served.sum()), int(columns.output_tokens.sum())
+    tokens = output + int(columns.prompt_tokens[columns.served].sum())
     return {
         "price_per_hour": total / span * 3600 if span > 0 else sum(prices), "total": total,
         "per_million_output_tokens": total / output * 1e6 if output else None,

@@ -7,7 +7,7 @@ import pytest
 from tests.simulator.fakes import ConstantCosts, LinearCosts
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import StepShape, parts_of
+from octavo.simulator.cost_model import StepShape
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.corrected import NUM_KINDS, CorrectedCosts, Correction, features, load_correction
 
@@ -31,14 +31,14 @@ def test_a_step_has_the_factor_of_its_kind_and_the_constants(shape: StepShape, f
     assert corrected.host_s(shape) == plain.host_s(shape)
     row = features(shape, plain.step_s(shape), MADE.large_tokens)
     assert sum(a * b for a, b in zip(row, MADE.terms, strict=True)) == pytest.approx(corrected.step_s(shape))
-    assert sum(parts_of(corrected, shape).seconds.values()) == pytest.approx(corrected.step_s(shape))
+    assert sum(corrected.parts(shape).seconds.values()) == pytest.approx(corrected.step_s(shape))
 
 
 def test_decode_steps_have_the_same_time_by_their_sums() -> None:
     corrected = CorrectedCosts(LinearCosts(), replace(MADE, large_tokens=80))
     assert corrected.decode_s is not None
     for rows in (1, 16, 17, 64, 65, 81):
-        assert corrected.decode_s(rows, 10 * rows, 10) == pytest.approx(corrected.step_s(StepShape([10] * rows, [])))
+        assert corrected.decode_s(rows, 10 * rows) == pytest.approx(corrected.step_s(StepShape([10] * rows, [])))
     assert CorrectedCosts(ConstantCosts(), replace(MADE, costs="constant")).decode_s is None
 
 

@@ -14,7 +14,7 @@ from tests.simulator.costs.steps_of import LIMITS, steps_of, workload
 from octavo.core.plan import StepFailure
 from octavo.errors import ConfigError
 from octavo.observe.recording.reader import RecordedStep
-from octavo.simulator.cost_model import DecodeSeconds, StepShape, shape_of
+from octavo.simulator.cost_model import CostModel, StepShape, shape_of
 from octavo.simulator.costs import cost_model
 from octavo.simulator.costs.fitted import (
     BLOCK,
@@ -34,11 +34,10 @@ from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
 
 
-class Truth:
+class Truth(CostModel):
     """A device whose prices are known, with noise of a given share that looks random and is not."""
 
     name = "truth"
-    decode_s: DecodeSeconds | None = None
 
     def __init__(self, noise: float = 0.0, factor: float = 1.0) -> None:
         self._noise, self._factor = noise, factor
@@ -88,7 +87,7 @@ def test_the_fast_path_equals_the_slow_one() -> None:
         for num_rows in (1, 3, 100, 700):
             lengths = [10 + 37 * place % 1000 for place in range(num_rows)]
             expected = costs.step_s(StepShape(lengths, [], num_rows))
-            assert costs.decode_s(num_rows, sum(lengths), max(lengths)) == expected
+            assert costs.decode_s(num_rows, sum(lengths)) == expected
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=700))

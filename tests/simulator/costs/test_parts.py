@@ -10,7 +10,7 @@ from tests.simulator.costs.steps_of import steps_of, workload
 from tests.simulator.costs.test_table import write
 from tests.simulator.fakes import ConstantCosts
 
-from octavo.simulator.cost_model import CostModel, StepShape, parts_of
+from octavo.simulator.cost_model import CostModel, StepShape
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import Fitted, fit_steps
 
@@ -33,12 +33,12 @@ def model_of(name: str, folder: Path) -> CostModel:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parts_of_a_step_add_up_to_its_time_and_have_the_same_names(name: str, tmp_path: Path) -> None:
     costs, rng = model_of(name, tmp_path), random.Random(1)
-    names = {tuple(parts_of(costs, StepShape([1], [])).seconds)}
+    names = {tuple(costs.parts(StepShape([1], [])).seconds)}
     for _ in range(50):
         kv = [rng.randint(1, 9000) for _ in range(rng.randint(0, 40))]
         chunks = [(rng.randint(2, 4000), rng.randint(0, 4000)) for _ in range(rng.randint(0 if kv else 1, 3))]
         shape = StepShape(kv, chunks, len(kv))
-        parts, step_s = parts_of(costs, shape), costs.step_s(shape)
+        parts, step_s = costs.parts(shape), costs.step_s(shape)
         names.add(tuple(parts.seconds))
         assert sum(parts.seconds.values()) == pytest.approx(step_s, rel=1e-9)
         assert min(parts.seconds.values()) >= 0
@@ -49,7 +49,7 @@ def test_the_parts_of_a_step_add_up_to_its_time_and_have_the_same_names(name: st
 def test_a_few_decode_rows_are_bound_by_memory_and_a_long_chunk_by_compute(tmp_path: Path) -> None:
     costs = model_of("llama-3.1-8b", tmp_path)
     decode, chunk = StepShape([500] * 4, [], 4), StepShape([], [(8192, 0)], 1)
-    few, many = parts_of(costs, decode), parts_of(costs, chunk)
+    few, many = costs.parts(decode), costs.parts(chunk)
     assert few.seconds["memory bandwidth"] > 0.6 * costs.step_s(decode) and few.seconds["compute"] == 0
     assert many.seconds["compute"] > 0.9 * costs.step_s(chunk)
     assert few.compute_s is not None and few.compute_s < 0.05 * costs.step_s(decode)

@@ -103,7 +103,7 @@ def test_the_fast_path_equals_the_slow_one(lengths: list[int]) -> None:
     costs = Roofline(Hardware(MODELS["llama-3.1-8b"], DEVICES["l4"]))
     assert costs.decode_s is not None
     shape = StepShape(list(lengths), [], len(lengths))
-    assert costs.decode_s(len(lengths), sum(lengths), max(lengths)) == costs.step_s(shape)
+    assert costs.decode_s(len(lengths), sum(lengths)) == costs.step_s(shape)
 
 
 def test_layers_with_a_window_read_no_more_than_it() -> None:

@@ -134,7 +134,7 @@ def test_a_share_is_never_more_than_all_and_unknown_buckets_have_the_mean() -> N
 def test_without_skew_the_fast_path_equals_the_slow_one(tmp_path: Path) -> None:
     costs = cost_model(write(tmp_path))
     assert costs.decode_s is not None
-    assert costs.decode_s(3, 99, 50) == costs.step_s(StepShape([16, 33, 50], [], 3))
+    assert costs.decode_s(3, 99) == costs.step_s(StepShape([16, 33, 50], [], 3))
 
 
 def test_a_prefix_names_one_table_of_several_and_files_may_be_compressed(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_experts_take_the_time_of_those_that_the_tokens_are_expected_to_use(tmp_
     # Two tokens with 2 of 4 experts each leave out a quarter: 3 experts; tokens between 1 and 3.
     assert routed.step_s(two) - plain.step_s(two) == pytest.approx(2 * 17 * US)
     assert routed.decode_s is not None
-    assert routed.decode_s(2, 32, 16) == pytest.approx(routed.step_s(two))
+    assert routed.decode_s(2, 32) == pytest.approx(routed.step_s(two))
 
 
 def test_ranks_compute_the_tokens_of_all_over_their_own_experts_and_exchange_them_twice(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_scaled_model_is_the_other_one_stretched() -> None:
     shape = StepShape([10, 20], [], 2)
     assert scaled.step_s(shape) == 2 * costs.step_s(shape)
     assert scaled.decode_s is not None
-    assert scaled.decode_s(2, 30, 20) == scaled.step_s(shape)
+    assert scaled.decode_s(2, 30) == scaled.step_s(shape)
     assert scaled.host_s(shape) == costs.host_s(shape)
     by_name = cost_model("roofline*2.5", Hardware.of("llama-3.1-8b", "l4"))
     assert by_name.step_s(shape) == 2.5 * costs.step_s(shape)

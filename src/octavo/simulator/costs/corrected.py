@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import CostModel, DecodeSeconds, StepParts, StepShape, TimeFloor, floors_of, parts_of
+from octavo.simulator.cost_model import CostModel, StepParts, StepShape, TimeFloor
 
 VERSION = 1
 BANDS = (16, 64)  # the largest number of rows in each band of batch size; the last band has no end
@@ -96,7 +96,7 @@ def _most_tokens(shape: StepShape) -> int:
     return max(shape.num_tokens, *shape.peer_tokens) if shape.peer_tokens else shape.num_tokens
 
 
-class CorrectedCosts:
+class CorrectedCosts(CostModel):
     """A CostModel: another one's device times, corrected. Steps without rows, and host times, are the other model's."""
 
     def __init__(self, costs: CostModel, correction: Correction) -> None:
@@ -106,10 +106,9 @@ class CorrectedCosts:
                 "make another with octavo simulate --fit-requests"
             )
         self.name = f"{costs.name} {'corrected' if correction.is_used else 'not corrected'} by {correction.source}"
-        self.host_s = costs.host_s
         self.correction = correction
         self._costs = costs
-        self.decode_s: DecodeSeconds | None = None if costs.decode_s is None else self._decode_s
+        self.decode_s = None if costs.decode_s is None else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
@@ -117,9 +116,13 @@ class CorrectedCosts:
         decodes, chunks = len(shape.decode_kv), len(shape.prefills)
         return self._corrected(step_s, decodes, chunks, _most_tokens(shape)) if decodes + chunks else step_s
 
+    def host_s(self, shape: StepShape) -> float:
+        """Return the other model's seconds."""
+        return self._costs.host_s(shape)
+
     def parts(self, shape: StepShape) -> StepParts:
         """Return the other model's parts times the factor, and the constants; the FLOP of a step stay the same."""
-        parts, correction = parts_of(self._costs, shape), self.correction
+        parts, correction = self._costs.parts(shape), self.correction
         decodes, chunks = len(shape.decode_kv), len(shape.prefills)
         factor = correction.factors[_kind(decodes, chunks)] if decodes + chunks else 1.0
         seconds = {name: time_s * factor for name, time_s in parts.seconds.items()}
@@ -131,7 +134,7 @@ class CorrectedCosts:
     def floors(self, max_tokens: int) -> tuple[TimeFloor, ...]:
         """Return the other model's floors times the least factor, with the constant of every step."""
         factor, step_s = min(self.correction.factors), self.correction.step_s
-        scaled = (TimeFloor(*(factor * time_s for time_s in one)) for one in floors_of(self._costs, max_tokens))
+        scaled = (TimeFloor(*(factor * time_s for time_s in one)) for one in self._costs.floors(max_tokens))
         return tuple(one._replace(fixed_s=one.fixed_s + step_s) for one in scaled)
 
     def _corrected(self, step_s: float, decodes: int, chunks: int, tokens: int) -> float:
@@ -139,6 +142,6 @@ class CorrectedCosts:
         time_s = step_s * correction.factors[_kind(decodes, chunks)] + correction.step_s
         return time_s + correction.large_step_s if 0 < correction.large_tokens < tokens else time_s
 
-    def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
+    def _decode_s(self, num_rows: int, kv_sum: int) -> float:
         assert self._costs.decode_s is not None
-        return self._corrected(self._costs.decode_s(num_rows, kv_sum, kv_max), num_rows, 0, num_rows)
+        return self._corrected(self._costs.decode_s(num_rows, kv_sum), num_rows, 0, num_rows)

@@ -25,7 +25,7 @@ from octavo.core.request import Request
 from octavo.errors import ConfigError
 from octavo.observe.recording.columns import StepColumns, StepNumbers, read_columns
 from octavo.observe.recording.reader import RecordedStep, Recording
-from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape, TimeFloor, shape_of, token_floors
+from octavo.simulator.cost_model import CostModel, StepParts, StepShape, TimeFloor, shape_of, token_floors
 from octavo.simulator.costs.least_squares import Array, solve
 
 VERSION = 1
@@ -158,7 +158,7 @@ def _tupled(value: Any) -> Any:
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
-class Fitted:
+class Fitted(CostModel):
     """The CostModel of a fit."""
 
     def __init__(self, fit: Fit) -> None:
@@ -168,7 +168,7 @@ class Fitted:
         self._host = [one.value for one in fit.host]
         self._read_s, self._sample_s = (self._device[NAMES.index(name)] for name in ("decode position read", "sample"))
         self._decodes: dict[int, float] = {}  # number of decode rows -> seconds of what precedes the positions read
-        self.decode_s: DecodeSeconds | None = self._decode_s
+        self.decode_s = self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
@@ -201,9 +201,8 @@ class Fitted:
         kv_s, pair_s = of["decode position read"], of["chunk position pair"]
         return tuple(one._replace(kv_s=kv_s, pair_s=pair_s) for one in plain)
 
-    def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
+    def _decode_s(self, num_rows: int, kv_sum: int) -> float:
         """Return what step_s returns, with its order of additions."""
-        del kv_max
         before = self._decodes.get(num_rows)
         if before is None:
             numbers = decode_features(num_rows, kv_sum)[: NAMES.index("decode position read")]

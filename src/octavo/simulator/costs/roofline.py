@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape, TimeFloor
+from octavo.simulator.cost_model import CostModel, StepParts, StepShape, TimeFloor
 from octavo.simulator.costs.hardware import Hardware, ModelFacts, expected_experts
 
 
@@ -32,7 +32,7 @@ class Efficiencies:
 EFFICIENCIES = Efficiencies()
 
 
-class Roofline:
+class Roofline(CostModel):
     """A CostModel from facts. Every layer is split over all devices. Copied blocks cost their bytes.
 
     `decode_s` is None for a model with sliding windows.
@@ -65,7 +65,7 @@ class Roofline:
         self._block_bytes = model.kv_bytes_per_token * hardware.block_size / kv_tp
         self._windows = _count_windows(model)
         self._decodes: dict[int, float] = {}  # batch size -> seconds, for decode-only steps
-        self.decode_s: DecodeSeconds | None = None if model.windows else self._decode_s
+        self.decode_s = None if model.windows else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
@@ -125,8 +125,7 @@ class Roofline:
             TimeFloor(fixed_s, layers * (self._product_s + self._expert_product_s + token_link_s), kv_s, pair_s),
         )
 
-    def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
-        del kv_max
+    def _decode_s(self, num_rows: int, kv_sum: int) -> float:
         attention = self._model.num_layers * max(kv_sum * self._kv_s, kv_sum * self._score_s)
         return self._linear_s(num_rows, num_rows) + attention + 0.0
 

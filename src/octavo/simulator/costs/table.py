@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost_model import DecodeSeconds, StepParts, StepShape, TimeFloor, token_floors
+from octavo.simulator.cost_model import CostModel, StepParts, StepShape, TimeFloor, token_floors
 from octavo.simulator.costs.hardware import Hardware, expected_experts
 from octavo.simulator.rows import FileRow, csv_rows
 
@@ -285,7 +285,7 @@ def _bucket(bounds: list[float], value: float) -> float:
     return bounds[min(bisect_left(bounds, value), len(bounds) - 1)]
 
 
-class CostTable:
+class CostTable(CostModel):
     """A CostModel from measured operators. The measurements are for tensors split over `profile.tp` devices.
 
     `decode_s` is None with skew_fit.csv, because a step's time then depends on the least length too.
@@ -320,7 +320,7 @@ class CostTable:
                 "with experts, or add them to profile.json"
             )
         self._linear: dict[tuple[int, ...], float] = {}
-        self.decode_s: DecodeSeconds | None = None if files.skew else self._decode_s
+        self.decode_s = None if files.skew else self._decode_s
 
     @property
     def captured_tokens(self) -> int:
@@ -338,7 +338,6 @@ class CostTable:
 
     def host_s(self, shape: StepShape) -> float:
         """Return the host's seconds from the profile."""
-        del shape
         return self._profile.host_s
 
     def parts(self, shape: StepShape) -> StepParts:
@@ -363,8 +362,7 @@ class CostTable:
             return ()
         return token_floors(lambda count: self._linear_s(count) + self._profile.step_s, max_tokens)
 
-    def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
-        del kv_max
+    def _decode_s(self, num_rows: int, kv_sum: int) -> float:
         per_row = sum(times.at(num_rows) for times in self._per_sequence)
         attention = self._profile.num_layers * self._decodes.at(0, num_rows, 0, kv_sum / num_rows)
         return self._linear_s(num_rows) + attention + per_row + self._profile.step_s
