@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from octavo.core.plan import StepPlan
 from octavo.simulator.cost_model import StepShape, shape_of
 from octavo.simulator.outcomes import SimulatedRequest
-from octavo.simulator.pipeline import PipelineStages
-from octavo.simulator.replica import Replica, StepInFlight, Stepper
+from octavo.simulator.pipeline import PipelineStages, Stepper
+from octavo.simulator.replica import Replica, StepInFlight
 
 DUMMY_TOKENS = 1  # what a rank without a plan computes
 

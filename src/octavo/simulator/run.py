@@ -25,8 +25,8 @@ from octavo.simulator.arrival import Arrival
 from octavo.simulator.kv_transfer import KVTransfer, KVTransfers
 from octavo.simulator.lockstep import LockStep
 from octavo.simulator.outcomes import NEVER, RequestTracker, Samples, SimulatedRequest, SimulatedRun
-from octavo.simulator.pipeline import PipelineStages
-from octavo.simulator.replica import Replica, Stepper
+from octavo.simulator.pipeline import PipelineStages, Stepper
+from octavo.simulator.replica import Replica
 from octavo.simulator.scaling import ReplicaLifetime, ReplicaStatus, ScaledGroup
 from octavo.simulator.setup import ReplicaGroup, Role, Setup
 
