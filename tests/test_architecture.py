@@ -91,7 +91,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Corrections that use queued requests' waits, and warm-ups that fits leave out, raised simulator.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_752,
+    ("core",): 5_741,
     ("engine", "frontend"): 5_964,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_660,
@@ -101,13 +101,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_856,
     ("media",): 500,
     ("observe",): 4_342,
-    ("simulator",): 6_597,
+    ("simulator",): 6_560,
     ("server",): 11_868,
     ("cli",): 6_418,
     ("bench",): 2_914,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 73_241, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 73_193, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
