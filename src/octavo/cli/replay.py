@@ -86,11 +86,12 @@ def _replay(args: argparse.Namespace) -> int:
         read_what_if(text, recording.header.limits)
     options = ViewOptions(args.page, args.perfetto)
     views = write_views(recording, options) if options.page or options.perfetto else None
-    measured = measure(recording) if args.what_if and (views is None or views.report.is_equal) else None
+    whole = None if views is None else views.report
+    measured = measure(recording, whole) if args.what_if and (whole is None or whole.is_equal) else None
     if measured is not None:
         report = measured.report
     else:
-        report = replay(recording) if views is None else views.report
+        report = replay(recording) if whole is None else whole
     cases: list[Case] = []
     remarks: list[str] = []
     if measured is not None and report.is_equal:
@@ -150,6 +151,12 @@ def _lines(recording: Recording, report: ReplayReport) -> Iterator[str]:
         f"{report.num_requests:,} requests, {report.num_tokens:,} output tokens, {report.num_plans:,} plans, "
         f"{report.num_failed_steps:,} failed steps in {report.seconds:.1f} s"
     )
+    if report.num_left:
+        yield (
+            f"equal: the first {report.num_equal:,} plans have the digests that they had; {report.num_left:,} were "
+            f"read without a replay, which octavo replay {recording.path} makes"
+        )
+        return
     if report.difference is None:
         yield f"equal: all {report.num_equal:,} plans have the digests that they had"
         return

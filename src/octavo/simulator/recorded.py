@@ -1,7 +1,7 @@
-"""Measures a recording in one replay, for comparison with simulations of the same requests.
+"""Measures a recording, for comparison with simulations of the same requests.
 
-Owns: measure; how the recorded engine drafted; the check of a recording's policy. Does not: read files, fit a cost
-model (costs), or open a recording as a workload (workloads).
+Owns: measure, with or without a replay; how the recorded engine drafted; the check of a recording's policy.
+Does not: read files, fit a cost model (costs), or open a recording as a workload (workloads).
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.observe.recording import RecordedRequest, RecordedStep, Recording, ReplayReport, replay
 from octavo.observe.recording.columns import StepColumns
-from octavo.observe.recording.requests import RequestCollector
+from octavo.observe.recording.reader import rare_collections
+from octavo.observe.recording.requests import RequestCollector, read_plain
 from octavo.plugins import find_policy
 from octavo.simulator.costs.fitted import add_step, begin_of
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.outcomes import NEVER, Outcomes, ReplicaTotals, RequestTracker, SimulatedRun
 from octavo.simulator.workloads.traces import recorded_arrival
+
+CHECKED_PLANS = 20_000  # plans that are replayed where the records tell the rest
 
 
 def check_policy(name: str) -> None:
@@ -37,7 +40,7 @@ def check_policy(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRecording:
-    """What one replay of a recording finds, for comparison with simulations of the same requests.
+    """What a recording says, for comparison with simulations of the same requests.
 
     `columns` are those of a fit, `drafts` how the engine drafted (None if it never did).
     """
@@ -49,8 +52,35 @@ class MeasuredRecording:
     drafts: DraftSettings | None
 
 
-def measure(recording: Recording) -> MeasuredRecording:
-    """Replay a recording once. If the report is not equal, the rest ends at the difference. Raises replay's errors."""
+def measure(recording: Recording, report: ReplayReport | None = None) -> MeasuredRecording:
+    """Measure a recording, by its records where these tell all, else by a replay.
+
+    The report is that of a whole replay, if one is given or needed. Else only the first CHECKED_PLANS plans are
+    replayed and compared. If it is not equal, only the report is to be used. Raises replay's errors.
+    """
+    with rare_collections():
+        columns = StepColumns()
+        plain = read_plain(recording, columns)
+        if plain is None:
+            return measure_by_replay(recording)
+        if report is None:
+            report = replay(recording, max_plans=CHECKED_PLANS)
+            if report.is_equal:
+                left = plain.report.num_plans - report.num_equal
+                report = replace(plain.report, num_equal=report.num_equal, num_left=left)
+        totals, numbers = ReplicaTotals(), columns.arrays()
+        totals.steps = plain.num_steps
+        totals.computed_tokens = int(numbers["decodes"].sum() + numbers["chunk_tokens"].sum())
+        totals.output_tokens = plain.report.num_tokens
+        totals.preemptions = sum(one.num_preemptions for one in plain.requests)
+        totals.queried_tokens, totals.hit_tokens = plain.queried_tokens, plain.hit_tokens
+        totals.busy_s, totals.host_s = columns.busy_s, columns.host_s
+        run = _run(recording, plain.requests, totals)
+        return MeasuredRecording(report, plain.requests, run, columns, None)
+
+
+def measure_by_replay(recording: Recording) -> MeasuredRecording:
+    """Measure a recording by a replay. If it is not equal, the rest ends at the difference. Raises replay's errors."""
     totals, columns, drafts = ReplicaTotals(), StepColumns(), _Drafts(recording.header.limits)
 
     def count(scheduler: Scheduler) -> None:
@@ -74,12 +104,16 @@ def measure(recording: Recording) -> MeasuredRecording:
     collector = RequestCollector(count)
     report = replay(recording, collector.begin, add, collector.take)
     requests = collector.requests()
+    return MeasuredRecording(report, requests, _run(recording, requests, totals), columns, drafts.settings())
+
+
+def _run(recording: Recording, requests: list[RecordedRequest], totals: ReplicaTotals) -> SimulatedRun:
+    """Return the recorded run; complete its totals."""
     merged = _merge_lives(requests)
     totals.requests = len(merged)
     totals.failures = len(recording.segments) - 1
     outcomes = _outcomes(merged)
-    run = SimulatedRun(outcomes, [totals], max(outcomes.ends, default=0.0))
-    return MeasuredRecording(report, requests, run, columns, drafts.settings())
+    return SimulatedRun(outcomes, [totals], max(outcomes.ends, default=0.0))
 
 
 class _Drafts:

@@ -1,8 +1,7 @@
 """Simulates a workload on one engine, or on several behind a router, on one virtual clock.
 
-Owns: the event heap; the workload's arrivals; requests that follow other requests; network hops; failures and restarts;
-the garbage collector's threshold. Does not: step an engine (replica), choose one (fleet.routing), judge the outcome
-(summary).
+Owns: the event heap; the workload's arrivals; requests that follow other requests; network hops; failures and restarts.
+Does not: step an engine (replica), choose one (fleet.routing), judge the outcome (summary).
 Invariants: equal workload and setup give an equal SimulatedRun, with fast_forward or without. Events are in order of
 time; at equal times failures come first, then scaling, transfers, hops, arrivals, and replicas by number. An idle
 replica is never advanced. Each request ends exactly once.
@@ -10,17 +9,16 @@ replica is never advanced. Each request ends exactly once.
 
 from __future__ import annotations
 
-import gc
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from heapq import heappop, heappush
 from math import inf, nextafter
 
 from octavo.core.request import FinishReason
 from octavo.errors import ConfigError
 from octavo.fleet.routing import create_router
+from octavo.observe.recording.reader import rare_collections
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.kv_transfer import KVTransfer, KVTransfers
 from octavo.simulator.lockstep import LockStep
@@ -31,7 +29,6 @@ from octavo.simulator.scaling import ReplicaLifetime, ReplicaStatus, ScaledGroup
 from octavo.simulator.setup import ReplicaGroup, Role, Setup
 
 LOOK_EVERY = 256  # events between two checks of `give_up`
-YOUNG_OBJECTS = 100_000  # allocations between garbage collections; Python's 700 made a simulation a fifth slower
 _FAILURE, _SCALING, _TRANSFER, _HOP, _ARRIVAL, _REPLICA = 0, 1, 2, 3, 4, 5
 
 
@@ -41,19 +38,8 @@ def simulate(workload: Iterable[Arrival], setup: Setup) -> SimulatedRun:
     `workload` must be in order of time. In a sequence, a request that follows another one may be anywhere. In an
     iterator it must come after that one, in order of the requests' earliest possible arrivals. Raises ConfigError.
     """
-    with _rare_collections():
+    with rare_collections():
         return _Fleet(workload, setup).run()
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    before = gc.get_threshold()
-    if before[0]:  # 0: the caller has disabled garbage collection
-        gc.set_threshold(max(before[0], YOUNG_OBJECTS), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class _Pool:

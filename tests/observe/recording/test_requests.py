@@ -8,18 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.observe.recording import Recording, arrivals, open_recording, steps
+from octavo.cli.replay import _lines
+from octavo.observe.recording import Recording, arrivals, open_recording, replay, steps
 from octavo.observe.recording.columns import read_columns
+from octavo.observe.recording.reader import Segment
 from octavo.observe.recording.requests import read_plain, read_requests
+from octavo.simulator import recorded
 from octavo.simulator.costs.fitted import observe
+from octavo.simulator.recorded import measure, measure_by_replay
 from tests.core.harness import limits, prompt
 from tests.core.random_config import BUILT_IN
 from tests.observe.recording.driving import RecordedDriver, RecordedRun
-
-REPLAYED = {
-    "max_tokens": 0, "cached_tokens": 0, "num_preemptions": 0, "first_scheduled": None, "first_token": None,
-    "finish_reason": None,
-}  # fmt: skip
 
 
 def check(recording: Recording) -> bool:
@@ -31,7 +30,18 @@ def check(recording: Recording) -> bool:
     if plain is None:
         assert read_requests(recording) == replayed
         return False
-    assert read_requests(recording) == plain == [replace(one, **REPLAYED) for one in replayed]
+    assert read_requests(recording) == plain.requests == replayed
+    report = replay(recording)
+    assert plain.report == replace(report, num_equal=0, num_left=report.num_equal, seconds=plain.report.seconds)
+    assert plain.report.seconds == pytest.approx(report.seconds, abs=1e-9)
+    measured, by_replay = measure(recording), measure_by_replay(recording)
+    assert measured.report == replace(report, seconds=plain.report.seconds)
+    ours, theirs = measured.run.replicas[0], by_replay.run.replicas[0]
+    assert (ours.busy_s, ours.host_s) == pytest.approx((theirs.busy_s, theirs.host_s), abs=1e-9)
+    assert replace(ours, busy_s=0.0, host_s=0.0) == replace(theirs, busy_s=0.0, host_s=0.0)
+    for name, column in vars(by_replay.run.outcomes).items():
+        assert getattr(measured.run.outcomes, name) == column, name
+    assert measured.drafts is by_replay.drafts is None
     return True
 
 
@@ -57,7 +67,11 @@ def test_plain_requests_need_no_replay(depth: int, has_text: bool, tmp_path: Pat
     run.finish_all()
     run.admit(prompt(5), 3, request_id="r0")
     run.finish_all()
-    assert check(open_recording(run.write(tmp_path, has_text)))
+    recording = open_recording(run.write(tmp_path, has_text))
+    assert check(recording)
+    found = read_plain(recording)
+    assert found is not None and found.hit_tokens and any(one.cached_tokens for one in found.requests)
+    assert depth > 1 or any(one.num_preemptions for one in found.requests)
 
 
 def test_choices_beams_and_expired_requests_need_a_replay(tmp_path: Path) -> None:
@@ -67,3 +81,28 @@ def test_choices_beams_and_expired_requests_need_a_replay(tmp_path: Path) -> Non
         run.finish_all()
         (tmp_path / name).mkdir()
         assert not check(open_recording(run.write(tmp_path / name)))
+
+
+def test_only_the_first_plans_are_compared_and_the_report_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(limits())
+    for number in range(4):
+        run.admit(prompt(9 + number), 20)
+    run.finish_all()
+    recording = open_recording(run.write(tmp_path))
+    whole = measure(recording).report
+    assert whole.num_left == 0 and whole.num_equal == whole.num_plans > 20
+    monkeypatch.setattr(recorded, "CHECKED_PLANS", 7)
+    report = measure(recording).report
+    assert (report.num_equal, report.num_left, report.num_plans) == (7, whole.num_plans - 7, whole.num_plans)
+    assert report.is_equal and report.num_tokens == whole.num_tokens and report.ends == whole.ends
+    assert any("the first 7 plans" in line and f"{report.num_left} were" in line for line in _lines(recording, report))
+    different = replace(recording, segments=(replace_limits(recording.segments[0]),))
+    assert not measure(different).report.is_equal
+
+
+def replace_limits(segment: Segment) -> Segment:
+    """Return the segment as of an engine with smaller steps, so that its plans differ from the first on."""
+    header = segment.header
+    return replace(segment, header=replace(header, limits=replace(header.limits, max_batch_tokens=4)))

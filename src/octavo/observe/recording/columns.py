@@ -1,6 +1,7 @@
 """The numbers of a recording's steps as columns: what each step computed, and how long it took.
 
-Owns: StepColumns; reading them from the records, without plans and results. Does not: price steps (the simulator does).
+Owns: StepColumns; reading them from the records (ColumnsReader), without plans and results.
+Does not: price steps (the simulator does).
 Most plans continue every row of the plan before by one token. Such a plan costs O(1) here, and is never made.
 """
 
@@ -40,9 +41,14 @@ _WIDTH = len(StepNumbers._fields) + 3  # and when it was planned, and the second
 
 
 class StepColumns:
-    """Numbers and times of successful steps. A step whose time is unknown has none there (NaN)."""
+    """Numbers and times of successful steps. A step whose time is unknown has none there (NaN).
+
+    ColumnsReader also adds up the seconds in which the device was busy and those of the host between steps; a plan that
+    computes and moves nothing takes the host's.
+    """
 
     def __init__(self) -> None:
+        self.busy_s = self.host_s = 0.0
         self._flat = array("d")
 
     def __len__(self) -> int:
@@ -68,15 +74,14 @@ def read_columns(recording: Recording) -> StepColumns:
     """Read the steps of all segments. Raises RecordingError."""
     columns = StepColumns()
     for segment in recording.segments:
-        reader = _SegmentReader(segment.header, columns)
-        for _ in segment.decoded(reader.take):
-            pass
+        reader = ColumnsReader(segment.header, columns)
+        segment.read(reader.take)
         reader.end()
     return columns
 
 
-class _SegmentReader:
-    """Pairs the plans of a segment with their commits, as reader.StepPairs does."""
+class ColumnsReader:
+    """Adds the steps of one segment: pairs its plans with their commits, as reader.StepPairs does."""
 
     def __init__(self, header: Header, columns: StepColumns) -> None:
         self._header, self._columns = header, columns
@@ -86,6 +91,7 @@ class _SegmentReader:
         self._flight: deque[tuple[StepNumbers, bool, float]] = deque()  # with whether it has rows, and its time
         self._free_from: float | None = None
         self._ended: tuple[StepNumbers, float, float, float] | None = None  # a step whose next plan is not known
+        self._host_from = 0.0  # when its host time began
         self._has_begun = False
 
     def take(self, record: Any) -> None:
@@ -112,9 +118,11 @@ class _SegmentReader:
         """Add the last step, if it was not added yet."""
         if self._ended is not None:
             numbers, planned, device_s, collected = self._ended
-            self._columns.add(
-                numbers, planned, device_s, nan if next_plan is None else max(next_plan - collected, 1e-9)
-            )
+            host_s = nan
+            if next_plan is not None:
+                host_s = max(next_plan - collected, 1e-9)
+                self._columns.host_s += next_plan - self._host_from
+            self._columns.add(numbers, planned, device_s, host_s)
             self._ended = None
 
     def _plan(self, now: float, columns: Any, values: dict[str, Any]) -> None:
@@ -141,6 +149,8 @@ class _SegmentReader:
             self._flight.clear()
         else:
             self._ended = numbers, planned, now - begin if has_rows and now > begin else nan, now
+            self._host_from = now if has_rows or numbers.copied or numbers.moved else begin
+            self._columns.busy_s += self._host_from - begin
 
 
 def _numbers(rows: PlanRows, copied: int, moved: int) -> StepNumbers:

@@ -58,8 +58,9 @@ class ReplayReport:
     num_calls: int = 0
     num_requests: int = 0  # that were admitted
     num_open: int = 0  # that were open when the recording began, in the middle of an engine's life
-    num_plans: int = 0  # that were not empty: their digests were compared
+    num_plans: int = 0  # that were not empty: their digests were compared, up to the first difference
     num_equal: int = 0
+    num_left: int = 0  # that were not compared, because the replay was to end before them
     num_failed_steps: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
@@ -326,9 +327,11 @@ def replay(
     make_sink: MakeSink | None = None,
     add_step: AddStep | None = None,
     add_call: Callable[[Replayed], object] | None = None,
+    max_plans: int | None = None,
 ) -> ReplayReport:
     """Replay all segments, reporting to a sink as a live engine would; ends at the first difference.
 
+    `max_plans` ends it after so many plans that were equal; then the report is of the calls up to there.
     `add_step` is called with each step once its times are known: after the sink's `stepped`, before the next.
     `add_call` is called with each call after the sink.
     Raises RecordingError; ConfigError for a policy that is not installed here.
@@ -342,13 +345,15 @@ def replay(
                 report.count(made)
                 if add_call is not None:
                     add_call(made)
+                if report.num_equal == max_plans:
+                    break
         except DivergenceError as divergence:
             report.difference = Difference(index, replayer.step, replayer.now, divergence.lines)
         report.num_segments += 1
         report.num_plans += replayer.num_plans
         report.seconds += replayer.now - (replayer.began or 0.0)
         report.ends.append(segment.end_reason)
-        if report.difference is not None:
+        if report.difference is not None or report.num_equal == max_plans:
             break
     return report
 

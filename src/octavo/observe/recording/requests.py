@@ -1,7 +1,8 @@
 """The requests of a recording with their outcomes, as a workload.
 
-Owns: RecordedRequest; collecting requests during a replay; reading them from the records alone where these tell what
-became of each, which must equal the replay (tests/observe/recording/test_requests.py). Does not: replay (replaying).
+Owns: RecordedRequest; collecting requests during a replay; reading them, and what a replay counts, from the records
+alone where these tell what became of each request (PlainRecording), which must equal the replay
+(tests/observe/recording/test_requests.py). Does not: replay (replaying), or read steps (columns).
 A plan that continues the rows of the plan before, and its result, cost O(1): tokens are added when the rows change.
 """
 
@@ -22,6 +23,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.tap import AdmitCall
 from octavo.errors import RequestError
 from octavo.observe.history import History, RequestHistory
+from octavo.observe.recording.columns import ColumnsReader, StepColumns
 from octavo.observe.recording.format import (
     ADMIT,
     CANCEL,
@@ -34,7 +36,7 @@ from octavo.observe.recording.format import (
     RowDeltas,
 )
 from octavo.observe.recording.reader import Recording
-from octavo.observe.recording.replaying import OpenedBefore, Replayed, check_equal, replay
+from octavo.observe.recording.replaying import OpenedBefore, Replayed, ReplayReport, check_equal, replay
 
 _PLAIN_RESULT = frozenset(("token_ids", "logprobs"))
 MAX_ON_THE_WAY_S = 3600.0  # from the front end to the engine; a longer time means another clock
@@ -278,64 +280,119 @@ class _NeedsReplayError(Exception):
 def read_requests(recording: Recording) -> list[RecordedRequest]:
     """Return the requests of all segments in order of arrival, as a workload.
 
-    They may lack what only a replay knows: times other than `arrival`, `taken` and `end`, the reason of the end, the
-    tokens cached, preemptions, max_tokens. Raises RecordingError, and those of a replay where one is needed.
+    Raises RecordingError, and the errors of a replay if one is needed.
     """
     found = read_plain(recording)
-    return arrivals(recording) if found is None else found
+    return arrivals(recording) if found is None else found.requests
 
 
-def read_plain(recording: Recording) -> list[RecordedRequest] | None:
-    """Return what read_requests returns; None if the recording needs a replay."""
+@dataclass(slots=True)
+class PlainRecording:
+    """What the records alone tell: the requests in order of arrival, and counts as the recorded scheduler had them.
+
+    The report has what was recorded, of which nothing is compared. `num_steps` were committed.
+    """
+
+    requests: list[RecordedRequest]
+    report: ReplayReport
+    num_steps: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+
+
+def read_plain(recording: Recording, columns: StepColumns | None = None) -> PlainRecording | None:
+    """Read the recording without a scheduler, and add its steps to `columns`; None if it needs a replay.
+
+    The requests and counts are those of a replay. Raises RecordingError.
+    """
     if any(segment.header.has_state for segment in recording.segments):
         return None
-    found: list[RecordedRequest] = []
+    found = PlainRecording([], ReplayReport())
     origin: float | None = None
     for index, segment in enumerate(recording.segments):
-        reader = _SegmentReader(segment.header)
+        reader, steps = _SegmentReader(segment.header, found), None
         try:
-            for _ in segment.decoded(reader.take):
-                pass
+            if columns is None:
+                segment.read(reader.take)
+            else:
+                steps = ColumnsReader(segment.header, columns)
+                segment.read(reader.take, steps.take)
+                steps.end()
             entries = reader.close()
         except _NeedsReplayError:
             return None
+        found.report.ends.append(segment.end_reason)
         if origin is None:
             origin = arrival_of(entries[0].call) if entries else segment.header.clock
-        found += [one.request(index, origin, segment.header.key_tokens) for one in entries]
-    return sorted(found, key=lambda one: one.arrival)
+        found.requests += [one.request(index, origin, segment.header.key_tokens) for one in entries]
+    found.requests.sort(key=lambda one: one.arrival)
+    report = found.report
+    report.num_segments, report.num_requests = len(recording.segments), len(found.requests)
+    report.num_tokens = sum(one.output_tokens[0] for one in found.requests)
+    report.num_left = report.num_plans
+    return found
 
 
 class _Entry:
     """A request and what is known of it so far."""
 
-    __slots__ = ("call", "end", "has_entered", "keys", "limit", "num_outputs", "stop_ids")
+    __slots__ = (
+        "cached_tokens", "call", "end", "finish_reason", "first_scheduled", "first_token", "keys", "limit",
+        "max_tokens", "num_outputs", "num_preemptions", "stop_ids",
+    )  # fmt: skip
 
-    def __init__(self, call: AdmitCall, limit: int) -> None:
+    def __init__(self, call: AdmitCall, max_tokens: int, room: int) -> None:
         request = call.request
         self.call = call
-        self.limit = limit  # most outputs
+        self.max_tokens = max_tokens
+        self.limit = min(max_tokens, room)  # most outputs
         self.stop_ids = frozenset(
             (*(() if request.params.ignore_eos else request.eos_token_ids), *request.params.stop_token_ids)
         )
         self.keys: list[bytes] = []
-        self.num_outputs = 0
-        self.has_entered = False
+        self.num_outputs = self.num_preemptions = self.cached_tokens = 0
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
         self.end: float | None = None
+        self.finish_reason: FinishReason | None = None
+
+    def finish(self, now: float, reason: FinishReason) -> None:
+        """End the request, unless it has ended."""
+        if self.end is None:
+            self.end, self.finish_reason = now, reason
 
     def request(self, segment_index: int, origin: float, key_tokens: int) -> RecordedRequest:
         """Return the request, with times relative to `origin`."""
-        end = None if self.end is None else self.end - origin
-        outputs = (self.num_outputs,)
+        times = {
+            name: None if time is None else time - origin
+            for name, time in (
+                ("first_scheduled", self.first_scheduled), ("first_token", self.first_token), ("end", self.end)
+            )
+        }  # fmt: skip
         return RecordedRequest.of(
-            self.call, segment_index, origin, key_tokens, self.keys, output_tokens=outputs, end=end
+            self.call,
+            segment_index,
+            origin,
+            key_tokens,
+            self.keys,
+            output_tokens=(self.num_outputs,),
+            max_tokens=self.max_tokens,
+            cached_tokens=self.cached_tokens,
+            num_preemptions=self.num_preemptions,
+            finish_reason=self.finish_reason,
+            **times,
         )
 
 
 class _SegmentReader:
     """Reads the records of one segment. Raises _NeedsReplayError for what it cannot tell."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: Header, found: PlainRecording) -> None:
+        self._found = found
         self._limits = header.limits
+        self._may_swap = any(header.limits.host_blocks)
+        self._first: float | None = None  # the first call's time, and the last's
+        self._now = 0.0
         self._decoder = CallDecoder(header)
         self._rows = RowDeltas()
         self._entries: list[_Entry] = []  # by order of arrival at the engine
@@ -344,7 +401,7 @@ class _SegmentReader:
         self._sampling: list[_Entry] = []  # of the last plan; the same list as long as plans continue
         self._flight: deque[list[_Entry]] = deque()
         self._run: list[_Entry] = []  # the rows that sampled in the last commits, not counted yet
-        self._run_length, self._run_end = 0, 0.0
+        self._run_length, self._run_begin, self._run_end = 0, 0.0, 0.0
         self._stops: set[int] = set()  # every id that may end a request so far
         self._deadlines: list[tuple[float, int, bool]] = []  # heap of (time, order, whether it is of the queue)
         self._takers: dict[int, Callable[[Any], None]] = {
@@ -354,9 +411,15 @@ class _SegmentReader:
 
     def take(self, record: Any) -> None:
         """Add the next record."""
-        take = self._takers.get(record[0])
+        kind = record[0]
+        take = self._takers.get(kind)
         if take is None:
             raise _NeedsReplayError
+        self._found.report.num_calls += 1
+        if kind != CONTROL:
+            self._now = record[1]
+            if self._first is None:
+                self._first = self._now
         take(record)
 
     def _add_keys(self, runs: Any) -> None:
@@ -367,11 +430,11 @@ class _SegmentReader:
 
     def _cancel(self, record: Any) -> None:
         for name in record[2]:
-            self._end(name, record[1])
+            self._end(name, record[1], FinishReason(record[3]))
 
     def _end_choice(self, record: Any) -> None:
         if not record[3]:
-            self._end(record[2], record[1])
+            self._end(record[2], record[1], FinishReason(record[4]))
 
     def _control(self, record: Any) -> None:
         """Do nothing: pauses and smaller steps change when tokens come, not which."""
@@ -379,6 +442,7 @@ class _SegmentReader:
     def close(self) -> list[_Entry]:
         """Return the requests in order of admission."""
         self._settle()
+        self._found.report.seconds += self._now - (self._first or 0.0)
         return self._entries
 
     def _admit(self, record: Any) -> None:
@@ -392,7 +456,7 @@ class _SegmentReader:
         except RequestError:
             raise _NeedsReplayError from None
         room = self._limits.max_model_len - request.num_prompt_tokens
-        entry = self._newest[request.request_id] = _Entry(call, min(most, room))
+        entry = self._newest[request.request_id] = _Entry(call, most, room)
         for time, is_queue in ((request.deadline, False), (request.queue_until, True)):
             if time is not None:
                 heappush(self._deadlines, (time, len(self._entries), is_queue))
@@ -407,16 +471,16 @@ class _SegmentReader:
         if not record[4]:  # its digest: it is empty
             return
         columns, values, entering = record[5:8]
+        self._found.report.num_plans += 1
         self._rows.advance(columns)
-        if "num_drafts" in values or ("preempted_ids" in values and self._flight):
+        if "num_drafts" in values:
             raise _NeedsReplayError
+        if "preempted_ids" in values:
+            self._preempt(values["preempted_ids"])
         if "finished_ids" in values:
             self._check_ended(values["finished_ids"])
-        for slot, name, choice, *_ in entering:
-            entry = self._owners[slot] = self._newest[name]
-            entry.has_entered = True
-            if choice:
-                raise _NeedsReplayError
+        if entering:
+            self._enter(record[1], entering)
         if columns is not None:
             rows = self._rows.rows()
             if rows.flags and max(rows.flags) > ROW_SAMPLE | ROW_CARRY:
@@ -425,10 +489,34 @@ class _SegmentReader:
             self._sampling = [self._owners[slot] for slot, flags in pairs if flags & ROW_SAMPLE]
         self._flight.append(self._sampling)
 
+    def _preempt(self, names: list[str]) -> None:
+        if self._flight:  # its rows are void, and their tokens are sampled again
+            raise _NeedsReplayError
+        for name in names:
+            self._newest[name].num_preemptions += 1
+
+    def _enter(self, now: float, entering: list[list[Any]]) -> None:
+        """Start requests, or start them again. What a request found in the cache precedes its first row."""
+        rows, found = self._rows.rows(), self._found
+        start_of = dict(zip(rows.slots, rows.starts, strict=True))
+        for slot, name, choice, *_ in entering:
+            entry = self._owners[slot] = self._newest[name]
+            is_back = entry.first_scheduled is not None
+            if choice or slot not in start_of or (is_back and self._may_swap):
+                raise _NeedsReplayError
+            start = start_of[slot]
+            if is_back:
+                self._settle()
+            else:
+                entry.first_scheduled, entry.cached_tokens = now, start
+            found.queried_tokens += entry.call.request.num_prompt_tokens + entry.num_outputs
+            found.hit_tokens += start
+
     def _commit(self, record: Any) -> None:
         now, values, failure = record[1], record[5], record[6]
         if failure is not None or not self._flight or not values.keys() <= _PLAIN_RESULT:
             raise _NeedsReplayError
+        self._found.num_steps += 1
         self._add_keys(record[7])
         rows, ids = self._flight.popleft(), values.get("token_ids") or ()
         if len(ids) != len(rows):
@@ -437,15 +525,17 @@ class _SegmentReader:
             self._settle()
             self._run = rows
         if self._stops.isdisjoint(ids):
+            if not self._run_length:
+                self._run_begin = now
             self._run_length += 1
             self._run_end = now
             return
         self._settle()
         for entry, token in zip(rows, ids, strict=True):
-            self._add(entry, 1, now)
-            is_stop = token in entry.stop_ids and entry.num_outputs > entry.call.request.params.min_tokens
-            if is_stop and entry.end is None:
-                entry.end = now
+            is_stop = token in entry.stop_ids and entry.num_outputs >= entry.call.request.params.min_tokens
+            self._add(entry, 1, now, now, FinishReason.STOP if is_stop else FinishReason.LENGTH)
+            if is_stop:
+                entry.finish(now, FinishReason.STOP)
 
     def _check_deadlines(self, now: float) -> None:
         """Check that no request is open whose deadline, or queue timeout, has passed."""
@@ -453,7 +543,7 @@ class _SegmentReader:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, order, is_queue = heappop(self._deadlines)
             entry = self._entries[order]
-            if entry.end is None and not (is_queue and entry.has_entered):
+            if entry.end is None and not (is_queue and entry.first_scheduled is not None):
                 raise _NeedsReplayError
 
     def _check_ended(self, names: list[str]) -> None:
@@ -466,25 +556,29 @@ class _SegmentReader:
         """Count the tokens of the last commits."""
         if self._run_length:
             for entry in self._run:
-                self._add(entry, self._run_length, self._run_end)
+                self._add(entry, self._run_length, self._run_begin, self._run_end)
             self._run_length = 0
 
     @staticmethod
-    def _add(entry: _Entry, num_tokens: int, now: float) -> None:
-        """Add tokens to a request; rows in flight of one that has ended are void."""
+    def _add(
+        entry: _Entry, num_tokens: int, first: float, last: float, at_limit: FinishReason = FinishReason.LENGTH
+    ) -> None:
+        """Add tokens of the times `first` to `last`; rows in flight of a request that has ended are void."""
         if entry.end is not None:
             return
+        if not entry.num_outputs:
+            entry.first_token = first
         entry.num_outputs += num_tokens
         if entry.num_outputs > entry.limit:
             raise _NeedsReplayError
         if entry.num_outputs == entry.limit:
-            entry.end = now
+            entry.finish(last, at_limit)
 
-    def _end(self, name: str, now: float) -> None:
+    def _end(self, name: str, now: float, reason: FinishReason) -> None:
         self._settle()
         entry = self._newest.get(name)
-        if entry is not None and entry.end is None:
-            entry.end = now
+        if entry is not None:
+            entry.finish(now, reason)
 
 
 def _is_plain(request: Request) -> bool:
