@@ -100,14 +100,14 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("text",): 2_272,
     ("grammar", "sandbox"): 1_856,
     ("media",): 500,
-    ("observe",): 4_342,
-    ("simulator",): 6_560,
+    ("observe",): 4_449,
+    ("simulator",): 6_572,
     ("server",): 11_868,
-    ("cli",): 6_418,
+    ("cli",): 6_425,
     ("bench",): 2_914,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 73_193, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 73_319, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
