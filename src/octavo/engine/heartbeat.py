@@ -67,6 +67,11 @@ class Beat:
     deadline: float | None
     batch: int
 
+    @property
+    def where(self) -> str:
+        """What the loop does, for messages."""
+        return f"step {self.step}" if self.phase is Phase.STEP else f"{self.phase.name.lower()} after step {self.step}"
+
 
 def memory_folder() -> str | None:
     """Return a folder whose files are in memory; None if there is none, or it cannot be written to."""

@@ -88,10 +88,7 @@ class Watchdog:
             self._overdue_since = now
         if now - self._overdue_since < CONFIRM_S:
             return None
-        return (
-            f"{beat.phase.name.lower()} {beat.step}: nothing has moved for {now - self._moved_at:.1f} s, the limit was "
-            f"{now - deadline:.1f} s ago"
-        )
+        return f"{beat.where}: nothing has moved for {now - self._moved_at:.1f} s, the limit was {now - deadline:.1f} s ago"
 
 
 class EngineProcess:
@@ -244,7 +241,7 @@ class EngineProcess:
             batch = self.page.batch(beat.batch) or ()
         elif beat is not None and beat.phase is Phase.COMMANDS:
             batch = client.unanswered  # the engine may have died while it admitted one of them
-        where = "before its first step" if beat is None else f"{beat.phase.name.lower()} {beat.step}"
+        where = "before its first step" if beat is None else beat.where
         what = f"{stall or client.failure or self.describe_exit()}, {where}"
         if self.flight is not None:
             self.flight.crashed(what)

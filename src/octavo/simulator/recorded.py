@@ -68,9 +68,9 @@ def measure(recording: Recording, report: ReplayReport | None = None) -> Measure
             if report.is_equal:
                 left = plain.report.num_plans - report.num_equal
                 report = replace(plain.report, num_equal=report.num_equal, num_left=left)
-        totals, numbers = ReplicaTotals(), columns.arrays()
+        totals, numbers = ReplicaTotals(), columns.by_name()
         totals.steps = plain.num_steps
-        totals.computed_tokens = int(numbers["decodes"].sum() + numbers["chunk_tokens"].sum())
+        totals.computed_tokens = int(sum(numbers["decodes"]) + sum(numbers["chunk_tokens"]))
         totals.output_tokens = plain.report.num_tokens
         totals.preemptions = sum(one.num_preemptions for one in plain.requests)
         totals.queried_tokens, totals.hit_tokens = plain.queried_tokens, plain.hit_tokens

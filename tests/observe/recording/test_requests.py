@@ -23,7 +23,7 @@ from tests.observe.recording.driving import RecordedDriver, RecordedRun
 
 def check(recording: Recording) -> bool:
     """Compare both readings with the replay and the steps; return True if no replay was needed."""
-    columns, observed = read_columns(recording).arrays(), observe(steps(recording)).arrays()
+    columns, observed = read_columns(recording).by_name(), observe(steps(recording)).by_name()
     for name, values in observed.items():
         assert np.array_equal(columns[name], values, equal_nan=True), name
     replayed, plain = arrivals(recording), read_plain(recording)

@@ -113,7 +113,7 @@ def test_a_hiccup_is_not_the_machines_speed() -> None:
 
 def test_failed_steps_and_idle_gaps_are_left_out() -> None:
     steps = steps_of(Truth(), workload(20, 30.0))  # one at a time, with long waits between
-    seen = observe(steps).arrays()
+    seen = observe(steps).by_name()
     assert np.nanmax(seen["host_s"]) < 0.01
     assert np.nanmax(seen["device_s"]) < 1.0
     failed = [replace(step, outcome=StepFailure("out of memory")) for step in steps]

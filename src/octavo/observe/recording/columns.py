@@ -12,9 +12,6 @@ from collections import deque
 from math import nan
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from octavo.core.plan import ROW_SAMPLE
 from octavo.observe.recording.format import COMMIT, PLAN, STATE, CallDecoder, Header, PlanRows, RowDeltas
 from octavo.observe.recording.reader import Recording
@@ -64,10 +61,10 @@ class StepColumns:
         self._flat.append(device_s)
         self._flat.append(host_s)
 
-    def arrays(self) -> dict[str, npt.NDArray[np.float64]]:
+    def by_name(self) -> dict[str, array[float]]:
         """Return the columns by the names of StepNumbers, `planned`, `device_s` and `host_s`."""
-        rows = np.frombuffer(self._flat, float).reshape(-1, _WIDTH) if self._flat else np.empty((0, _WIDTH))
-        return dict(zip((*StepNumbers._fields, "planned", "device_s", "host_s"), rows.T, strict=True))
+        names = (*StepNumbers._fields, "planned", "device_s", "host_s")
+        return {name: self._flat[column::_WIDTH] for column, name in enumerate(names)}
 
 
 def read_columns(recording: Recording) -> StepColumns:

@@ -257,7 +257,7 @@ def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps", has_warm_
 
 def fit_columns(columns: StepColumns, source: str, has_warm_up: bool = False) -> Fit:
     """Fit device times and host times, without a warm-up if there is one. Raises ConfigError for too few steps."""
-    everything = columns.arrays()
+    everything = {name: np.array(column) for name, column in columns.by_name().items()}
     rows, seconds, host_rows, host_s = feature_rows(_after_warm_up(everything) if has_warm_up else everything)
     if len(seconds) < MIN_STEPS:
         raise ConfigError(
