@@ -15,6 +15,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,6 +204,7 @@ def _files(claims: list[Claim], is_end_to_end: bool) -> str:
     return "<br>".join(f"`{path}` {count}" for path, count in counts.items())
 
 
+@cache
 def page() -> str:
     """Return the page for this source tree."""
     table = tomllib.loads((ROOT / "docs" / "behaviours.toml").read_text(encoding="utf-8"))

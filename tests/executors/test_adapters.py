@@ -171,7 +171,7 @@ def test_an_adapter_on_quantised_weights(tiny: Path, tmp_path: Path) -> None:
 
 def test_adapters_of_llama_cpp_with_either_kind_of_base(tmp_path: Path) -> None:
     row = next(each for each in DENSE if each.name == "llama")
-    base = TinyModel(row, tmp_path / "model")
+    base = TinyModel(row, tmp_path / "model", has_text=False)
     write_gguf(base, tmp_path / "base.gguf")
     adapter = RandomAdapter.of(base.folder, 1)
     names = {

@@ -66,7 +66,7 @@ def test_X01_X07_logits_of_a_gguf_file_equal_transformers(row: ModelType, tmp_pa
         row = ModelType(row.model_type, {**row.settings, "query_pre_attn_scalar": 32}, embedding=row.embedding)
     if row.model_type == "cohere":  # its architecture has no tensor of a head
         row = ModelType(row.model_type, {**row.settings, "tie_word_embeddings": True})
-    tiny: Any = TinyModel(row, tmp_path / "folder")
+    tiny: Any = TinyModel(row, tmp_path / "folder", has_text=False)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny.model, ARCHITECTURES[row.model_type])
     for decoder in ("auto", "torch"):

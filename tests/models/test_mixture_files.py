@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     def make(name):
         if name not in made:
             made[name] = tmp_path_factory.mktemp("model")
-            TinyModel(ROWS[name], made[name])
+            TinyModel(ROWS[name], made[name], has_text=False)
         return made[name]
 
     return make

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not cpu.status().is_loaded, reason="the kernels 
 
 def _served(model_type: str, folder: Path) -> ServedModel:
     row = next(row for row in (*ROWS, *TRANSFORMERS) if row.model_type == model_type)
-    return ServedModel(TinyModel(row, folder), "transformers")
+    return ServedModel(TinyModel(row, folder, has_text=False), "transformers")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi", "deepseek_v3", "olmo3"])

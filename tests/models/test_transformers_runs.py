@@ -26,7 +26,7 @@ CUTS = (0.3, 0.6, 0.95)
 
 def _served(name: str, folder: Path, quantization: str = "auto") -> ServedModel:
     row = next(row for row in (*ROWS, *TRANSFORMERS) if row.name == name)
-    return ServedModel(TinyModel(row, folder), "transformers", quantization=quantization)
+    return ServedModel(TinyModel(row, folder, has_text=False), "transformers", quantization=quantization)
 
 
 @pytest.mark.parametrize(

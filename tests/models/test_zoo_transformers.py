@@ -50,7 +50,7 @@ def test_X01_X07_quantised_logits_are_near(served: ServedModel) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_X01_native_types_through_transformers_by_choice(row: ModelType, tmp_path: Path) -> None:
-    served = ServedModel(TinyModel(row, tmp_path), "transformers")
+    served = ServedModel(TinyModel(row, tmp_path, has_text=False), "transformers")
     assert served.capacity.decoder == "transformers"
     zoo_checks.check_logits(served)
     served.close()

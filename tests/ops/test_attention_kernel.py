@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +22,14 @@ pytestmark = pytest.mark.skipif(_kernels() is None, reason=f"no C++ kernels: {cp
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def shapes() -> Iterator[Any]:
+    """Yield heads and head sizes: all pairs. Quick tests have each of both, and three sizes with most heads."""
+    for heads in ((2, 2), (9, 3), (4, 1), (7, 1), (8, 1), (128, 1)):
+        for head_dim in (8, 16, 24, 64, 80, 96, 128, 256):
+            is_quick = heads == (9, 3) or head_dim in (24, 64) or (head_dim == 128 and heads != (128, 1))
+            yield pytest.param(heads, head_dim, marks=() if is_quick else pytest.mark.slow)
+
+
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch):
     """Pretend that so many threads are there, and worth it for any size."""
@@ -32,8 +43,7 @@ def threads(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("heads", [(2, 2), (9, 3), (4, 1), (7, 1), (8, 1), (128, 1)])
+@pytest.mark.parametrize(("heads", "head_dim"), list(shapes()))
 def test_equals_the_reference(kind: torch.dtype, head_dim: int, heads: tuple[int, int]) -> None:
     rig = Rig(kind, heads, head_dim)
     check_close(rig.run(WHOLE), rig.reference(), has_pairs(kind))
@@ -177,8 +187,10 @@ SHARED = ((100, 1), (200, 1), (400, 1), (401, 1), (500, 1), (520, 1), (520, 9), 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("heads", [(6, 2), (30, 1), (100, 1)])
-@pytest.mark.parametrize(("shared", "parts"), [(384, 3), (127, 0), (10**6, 3)])
+@pytest.mark.parametrize(
+    ("heads", "shared", "parts"),
+    [((6, 2), 384, 3), ((6, 2), 127, 0), ((6, 2), 10**6, 3), ((30, 1), 10**6, 3), ((100, 1), 384, 3)],
+)
 def test_rows_that_share_blocks_attend_them_once_with_the_same_bits(
     kind: torch.dtype, heads: tuple[int, int], shared: int, parts: int, threads
 ) -> None:
