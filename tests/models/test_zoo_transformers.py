@@ -30,6 +30,7 @@ def test_X01_S02_K02_greedy_text_in_chunks_and_from_the_prefix_cache(served: Ser
     zoo_checks.check_chunks_and_prefix_hits(served)
 
 
+@pytest.mark.slow  # what it adds to chunks is the scheduler's, and native types have it in the quick suite
 def test_X01_S07_greedy_text_of_preempted_requests(served: ServedModel) -> None:
     zoo_checks.check_preemption(served)
 
@@ -43,9 +44,9 @@ def test_X04_logits_alone_are_near_those_in_a_batch_and_in_chunks(served: Served
 
 
 @pytest.mark.skipif(not cpu.status().is_loaded, reason="the kernels are not built")
-def test_X01_X07_quantised_logits_are_near(served: ServedModel) -> None:
-    codes = {code: zoo_checks.check_quantization(served.tiny, code, "transformers") for code in ("int8", "int4")}
-    zoo_checks.record(served.tiny.row.name, codes)
+@pytest.mark.parametrize("code", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_X01_X07_quantised_logits_are_near(served: ServedModel, code: str) -> None:
+    zoo_checks.record(served.tiny.row.name, {code: zoo_checks.check_quantization(served.tiny, code, "transformers")})
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
