@@ -95,7 +95,7 @@ def test_layers_of_other_heads_or_sizes_have_blocks_of_their_own() -> None:
     assert [group.block_bytes > 0 for group in stage.groups] == [True, False, False, True, False]
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7, 16])
+@pytest.mark.parametrize("chunk", [None, pytest.param(1, marks=pytest.mark.slow), 7, 16])
 def test_K07_far_past_the_window_a_chunked_prompt_equals_the_dense_forward(
     driver: Driver, dense: Dense, chunk: int | None
 ) -> None:
