@@ -159,9 +159,9 @@ async def test_choices_that_make_no_sense_are_refused() -> None:
     unknown = {"type": "tool", "name": "fly"}
     assert "the tools are: get_weather, get_time" in await refused(harness, tools=TOOLS, tool_choice=unknown)
     twice = [TOOLS[0], TOOLS[0]]
-    assert "two tools have the name" in await refused(harness, tools=twice)
+    assert "tools[1].name is 'get_weather', the name of an earlier tool" in await refused(harness, tools=twice)
     too_deep = [{"name": "x", "input_schema": []}]
-    assert "tools[0].input_schema is a list of 0" in await refused(harness, tools=too_deep)
+    assert "tools[0].input_schema is an empty list" in await refused(harness, tools=too_deep)
 
 
 async def test_thinking_is_a_block_before_the_text() -> None:

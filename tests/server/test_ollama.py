@@ -252,7 +252,7 @@ async def test_embeddings_are_vectors_of_length_one() -> None:
         assert (await client.embed("tiny", "x" * 5000)).prompt_eval_count == MAX_LEN
         with pytest.raises(ollama.ResponseError, match="input has 5000"):
             await client.embed("tiny", "x" * 5000, truncate=False)
-        with pytest.raises(ollama.ResponseError, match="dimensions is 9; this model's vectors have 8"):
+        with pytest.raises(ollama.ResponseError, match="this model's vectors have 8, give at most"):
             await client.embed("tiny", "a", dimensions=9)
         with pytest.raises(ollama.ResponseError, match="this server has: tiny"):
             await client.embed("other", "a")
@@ -302,7 +302,7 @@ async def test_nothing_but_lines_is_in_a_stream() -> None:
         (chat, {"messages": [{"role": "someone", "content": "x"}]}, "messages[0].role"),
         (chat, {"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {}}]}]}, "function.name"),
         (chat, {"think": "much"}, "think is 'much'; give true or false or "),
-        (chat, {"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        (chat, {"top_logprobs": 2}, "top_logprobs is 2, but logprobs is not true"),
         (chat, {"format": "xml"}, "format is 'xml'; give 'json' or an object"),
         (chat, {"template": "x"}, "template: this server does not support it"),
         (generate, {"template": "x"}, "template: this server does not support it"),

@@ -110,7 +110,7 @@ for _ in range(40):
         ({"response_format": {**FORMAT, "json_schema": {"schema": {"properties": {"t": {"uniqueItems": True}}}}}},
          "response_format.json_schema.schema", "#/properties/t/uniqueItems: uniqueItems is not supported"),
         ({"response_format": {**FORMAT, "json_schema": {"schema": {"type": "strin"}}}},
-         "response_format.json_schema.schema", "#/type: types are"),
+         "response_format.json_schema.schema", "#/type: 'strin' is not a type; give array"),
         ({"response_format": {**FORMAT, "json_schema": {"schema": DEEP}}}, "response_format.json_schema.schema",
          "32 deep"),
         ({"structured_outputs": {}}, "structured_outputs", "asks for nothing"),

@@ -365,8 +365,11 @@ async def test_there_is_no_compaction_and_no_kept_conversation() -> None:
 async def test_messages_of_mistakes_are_plain() -> None:
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     told = {
-        "messages is empty": {"messages": []},
-        "messages[0].content[0].type is 'image_url'; this server does not accept images": {"messages": image},
+        "messages is empty; give at least one item": {"messages": []},
+        "temperature is true; give a number": {"temperature": True},
+        "messages[0].content[0].type is 'image_url'; this server does not accept images, give text": {
+            "messages": image
+        },
         "temperature is 'hot'; give a number": {"temperature": "hot"},
         "stream is 'yes'; give true or false": {"stream": "yes"},
         "n is 1.5; give a whole number": {"n": 1.5},

@@ -187,8 +187,10 @@ class _SchemaChecker:
     def _check_values(self, schema: dict[str, Any], path: str) -> None:
         kinds = schema.get("type", [])
         listed = kinds if isinstance(kinds, list) else [kinds]
-        if not all(isinstance(kind, str) and kind in _TYPES for kind in listed):
-            raise _schema_error(f"{path}/type", f"types are {', '.join(sorted(_TYPES))}")
+        for kind in listed:
+            if not (isinstance(kind, str) and kind in _TYPES):
+                reason = f"{str(kind)[:64]!r} is not a type; give {', '.join(sorted(_TYPES))}"
+                raise _schema_error(f"{path}/type", reason)
         for name in _COUNT_KEYWORDS:
             count = schema.get(name, 0)
             if type(count) is not int or count < 0:

@@ -189,5 +189,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "")
         refusal = ApiError(405, f"{request.method} is not allowed here; use {allowed}", code="method_not_allowed")
     else:
-        refusal = ApiError(error.status_code, f"no endpoint at {request.url.path[:128]!r}", code="not_found")
+        path = request.url.path
+        known = {route.path for route in request.app.routes if isinstance(route, EndpointRoute)}
+        meant = next(
+            (each for each in (f"/v1{path}", path.removeprefix("/v1")) if each in known and each != path), None
+        )
+        hint = "" if meant is None else f"; did you mean {meant!r}? Correct the client's base URL"
+        refusal = ApiError(error.status_code, f"no endpoint at {path[:128]!r}{hint}", code="not_found")
     return refusal.response(error.headers)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from octavo.core.plan import TokenLogprobs
 from octavo.frontend.outputs import TextDelta
 from octavo.frontend.sessions import slice_tokens, token_bytes
-from octavo.server.encoding import AnswerEncoder, Choice, Json, StreamFormat
+from octavo.server.encoding import AnswerEncoder, Choice, Json
 from octavo.server.http.errors import ApiError, bad_field
 
 MAX_IDENTIFIED = 64  # streams with more choices have no event ids, since an id lists all choices
@@ -196,7 +196,11 @@ class ResumableStream:
         self.encoder = encoder
         self._at = [_NOTHING] * len(log.choices)
         self._has = seen or Position.start(len(log.choices))  # what the client has after reading all that was sent
-        self._is_identified = len(log.choices) <= MAX_IDENTIFIED and encoder.stream_format.has_ids
+        self.stream_format = encoder.stream_format
+        self._is_identified = len(log.choices) <= MAX_IDENTIFIED and self.stream_format.has_ids
+        if self._is_identified and self.stream_format.keep_alive.startswith(b":"):
+            # After an event with an id, OpenAI's Python package takes each blank line for an event, and fails on it.
+            self.stream_format = replace(self.stream_format, keep_alive=b": keep-alive\n")
         self._on_close: Callable[[], None] | None = on_close
 
     @property
@@ -227,11 +231,6 @@ class ResumableStream:
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
-
-    @property
-    def stream_format(self) -> StreamFormat:
-        """The encoder's stream format."""
-        return self.encoder.stream_format
 
     @property
     def head(self) -> bytes:

@@ -327,7 +327,7 @@ def _plain_tool_call(call: object, index: int) -> object:
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         except (ValueError, RecursionError) as error:
-            reason = f"the tool arguments of message {index} are not JSON ({error})"
+            reason = f"messages[{index}].tool_calls has arguments that are not JSON ({error}); give an object's text"
             raise InvalidRequestError(reason, f"messages.{index}.tool_calls") from None
     return {**call, "function": function}
 

@@ -317,7 +317,9 @@ def check_dimensions(context: Context, num_dimensions: int | None) -> None:
     """Raise ApiError if the model's vectors have fewer dimensions."""
     size = context.text.spec.vector_size
     if num_dimensions is not None and num_dimensions > size:
-        raise bad_field("dimensions", f"dimensions is {num_dimensions}; this model's vectors have {size}")
+        raise bad_field(
+            "dimensions", f"dimensions is {num_dimensions}; this model's vectors have {size}, give at most that"
+        )
 
 
 def shortened(vectors: Sequence[Vector], num_dimensions: int | None) -> Sequence[Vector]:

@@ -161,9 +161,9 @@ def _remedy(each: Details) -> str:
 def _of_size(param: str, each: Details) -> str:
     """Return the message for a text or list that is too short or too long."""
     size, unit = len(each["input"]), _SIZES[each["type"]]
-    if size == 0:
-        return f"{param} is empty"
     least, most = each["ctx"].get("min_length"), each["ctx"].get("max_length")
+    if size == 0:
+        return f"{param} is empty; give at least {f'{least} {unit}' if least > 1 else f'one {unit[:-1]}'}"
     return f"{param} has {size} {unit}; give at {f'most {most}' if least is None else f'least {least}'}"
 
 
@@ -181,10 +181,16 @@ def place_of(loc: tuple[int | str, ...], fields: Mapping[str, object], is_missin
     return param or (str(loc[0]) if loc else "")
 
 
+_CONSTANTS: Mapping[object, str] = {None: "null", True: "true", False: "false"}
+
+
 def shown_value(value: object) -> str:
-    """Return a value as short text for a message, without the contents of lists and objects."""
+    """Return a value as short text for a message, as JSON spells it, without the contents of lists and objects."""
+    if value is None or isinstance(value, bool):
+        return _CONSTANTS[value]
     if isinstance(value, (dict, list)):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+        kind = "object" if isinstance(value, dict) else "list"
+        return f"{'an' if kind == 'object' else 'a'} {kind} of {len(value)}" if value else f"an empty {kind}"
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
@@ -252,6 +258,8 @@ def are_unknown_refused() -> bool:
 
 
 def _listed(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise ValueError("give a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 

@@ -217,7 +217,8 @@ def check_tools(body: ToolFields) -> None:
     names = [tool.function.name for tool in body.tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise bad_field(f"tools[{index}].function.name", f"two tools have the name {name!r}; give each its own")
+            where = f"tools[{index}].function.name"
+            raise bad_field(where, f"{where} is {name!r}, the name of an earlier tool; give each its own")
     choice = body.tool_choice
     if choice is None:
         return

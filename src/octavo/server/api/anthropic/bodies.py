@@ -320,9 +320,11 @@ def _read_block(value: object, where: str, allowed: Collection[str]) -> Body | B
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(kind, str):
         raise bad_field(where, f"{where} is no content block; give an object with a type")
-    is_foreign = kind in _KINDS or kind.endswith("_tool_result") or (kind == "image" and kind not in allowed)
-    if is_foreign:
-        message = f"{where}.type is {kind[:64]!r}; this model takes text only, and this server runs no tools"
+    if kind == "image" and kind not in allowed:
+        message = f"{where}.type is 'image'; this server does not accept images here, give text"
+        raise bad_field(f"{where}.type", message, "unsupported_field")
+    if kind in _KINDS or kind.endswith("_tool_result"):
+        message = f"{where}.type is {kind[:64]!r}; this server runs no tools itself, leave it out"
         raise bad_field(f"{where}.type", message, "unsupported_field")
     if kind not in allowed:
         message = f"{where}.type is {kind[:64]!r}; blocks here may be: {', '.join(allowed)}"

@@ -56,7 +56,6 @@ from octavo.server.http.auth import KEY
 from octavo.server.http.body import json_response, read_json
 from octavo.server.http.endpoints import Endpoint, queued
 from octavo.server.http.errors import Spelling, anthropic_error, bad_field, renamed_fields
-from octavo.server.http.middleware import REQUEST_ID
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.text.answer_format import CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.dialect import Dialect
@@ -393,9 +392,7 @@ async def messages(request: Request) -> Response:
     facts: dict[str, object] = {"max_tokens": body.max_tokens, "shows_thinking": shows_thinking}
     with renamed_fields(SPELLING):
         wanted = await ChatRequest.of(context, chat, "anthropic", "msg", facts=facts, can_continue=False)
-        response = await reply(request, wanted)
-    response.headers["request-id"] = request.scope[REQUEST_ID]  # Anthropic's clients read this header
-    return response
+        return await reply(request, wanted)
 
 
 async def count_tokens(request: Request) -> Response:

@@ -149,7 +149,7 @@ def _read_fields(form: FormData) -> tuple[UploadFile, int | None]:
     if purpose is None:
         raise bad_field("purpose", "purpose is missing", "missing_field")
     if purpose != "batch":
-        raise bad_field("purpose", f"purpose is {str(purpose)[:64]!r}; only batch is taken here")
+        raise bad_field("purpose", f"purpose is {str(purpose)[:64]!r}; give 'batch': files are for batches only")
     anchor, seconds = (form.get(name) for name in _EXPIRY)
     if anchor is None and seconds is None:
         return file, None
@@ -214,16 +214,17 @@ def _page(request: Request, records: list[R], max_records: int) -> dict[str, Any
     return {"object": "list", "data": data, **ends, "has_more": len(mine) > limit}
 
 
-def _find(request: Request, records: dict[str, R], name: str) -> R:
+def _find(request: Request, records: dict[str, R], name: str, kind: str, path: str) -> R:
     """Return the caller's record with this id. Raises ApiError (404), also for another tenant's record."""
     record = records.get(name)
     if record is None or record.tenant != tenant_of(request):
-        raise ApiError(404, f"no such thing here as {name[:128]!r}", code="not_found")
+        raise ApiError(404, f"you have no {kind} with the id {name[:128]!r}; GET {path} lists yours", code="not_found")
     return record
 
 
 def _file(request: Request) -> FileRecord:
-    return _find(request, context_of(request).batches.store.files, request.path_params["file_id"])
+    store = context_of(request).batches.store
+    return _find(request, store.files, request.path_params["file_id"], "file", "/v1/files")
 
 
 _FORM = {
@@ -246,7 +247,8 @@ async def create_batch(request: Request) -> Response:
     holder: KeyInfo = request.scope[KEY]
     file = store.files.get(body.input_file_id)
     if file is None or file.tenant != holder.tenant:
-        raise bad_field("input_file_id", f"input_file_id is {body.input_file_id!r}, which is no file of yours")
+        message = f"input_file_id is {body.input_file_id!r}; give the id of a file that you uploaded"
+        raise bad_field("input_file_id", message)
     if file.purpose != "batch":
         raise bad_field("input_file_id", f"file {file.id} has the purpose {file.purpose}; upload one with batch")
     now = int(time.time())
@@ -287,7 +289,8 @@ async def cancel_batch(request: Request) -> Response:
 
 
 def _batch(request: Request) -> BatchRecord:
-    return _find(request, context_of(request).batches.store.batches, request.path_params["batch_id"])
+    store = context_of(request).batches.store
+    return _find(request, store.batches, request.path_params["batch_id"], "batch", "/v1/batches")
 
 
 ENDPOINTS = [

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message
 
+from octavo.server.api.fields import shown_value
 from octavo.server.http.auth import KEY
 from octavo.server.http.keys import KeyInfo
 
@@ -154,20 +155,21 @@ def _read_line(number: int, line: bytes, endpoint: str | None, least_priority: i
         return BadLine(number, None, "invalid_json_line", f"line {number} is no JSON object")
     custom_id = value.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
-        message = f"line {number}: custom_id must be a text of 1 to {MAX_ID_CHARACTERS} characters"
+        shown = f"is {shown_value(custom_id)}" if "custom_id" in value else "is missing"
+        message = f"line {number}: custom_id {shown}; give a text of 1 to {MAX_ID_CHARACTERS} characters"
         return BadLine(number, None, "invalid_custom_id", message, "custom_id")
 
     def bad(param: str, message: str) -> BadLine:
         return BadLine(number, custom_id, "invalid_request", f"line {number}: {message}", param)
 
     if value.get("method", "POST") != "POST":
-        return bad("method", "method must be POST")
+        return bad("method", f"method is {shown_value(value['method'])}; give 'POST'")
     url, body = value.get("url"), value.get("body")
     allowed = BATCH_PATHS if endpoint is None else (endpoint,)
     if not isinstance(url, str) or url not in allowed:
-        return bad("url", f"url is {str(url)[:64]!r}; give {' or '.join(allowed)}")
+        return bad("url", f"url is {shown_value(url)}; give {' or '.join(map(repr, allowed))}")
     if not isinstance(body, dict):
-        return bad("body", "body must be an object")
+        return bad("body", f"body is {shown_value(body)}; give an object, the request's fields")
     for name, reason in _faults_of(body, least_priority):
         return bad(f"body.{name}", f"{reason}; leave {name} out")
     unknown = sorted(value.keys() - {"custom_id", "method", "url", "body"})

@@ -210,7 +210,8 @@ class ChatBody(SamplingBody, ToolFields):
         if self.logprobs:
             logprobs, renamed["logprobs"] = self.top_logprobs or 0, "top_logprobs"
         elif self.top_logprobs:
-            raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true")
+            message = f"top_logprobs is {self.top_logprobs}, but logprobs is not true; set logprobs to true"
+            raise bad_field("top_logprobs", message)
         return {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": self.prompt_logprobs}, renamed
 
     @property
@@ -285,8 +286,13 @@ def _read_part(part: object, where: str, takes_images: bool) -> object:
     elif takes_images and kind in ("image_url", "input_image"):
         return _read_image(part, where)
     elif isinstance(kind, str) and kind in _PART_KINDS:
-        message = f"{where}.type is {kind!r}; this server does not accept {_PART_KINDS[kind]}"
+        message = f"{where}.type is {kind!r}; this server does not accept {_PART_KINDS[kind]}, give text"
         raise bad_field(f"{where}.type", message, "unsupported_field")
+    elif kind != "text":
+        remedy = "give 'text' or 'image_url'" if takes_images else "give 'text'"
+        if kind is None:
+            raise bad_field(f"{where}.type", f"{where}.type is missing; {remedy}", "missing_field")
+        raise bad_field(f"{where}.type", f"{where}.type is {shown_value(kind)}; {remedy}")
     return reject_unsupported(part, {}, TextPart, f"{where}.", IGNORED_IN_PARTS)
 
 
@@ -349,15 +355,15 @@ def read_texts_or_ids(value: object) -> list[str | list[int]]:
     message = "give a string, a list of strings, a list of token ids (0 or more) or a list of lists of token ids"
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not value:
         raise ValueError(message)
-    if not value:
-        raise ValueError("it is empty; " + message)
     if all(map(_is_id, value)):
         return [value]
-    for item in value:
-        if not isinstance(item, str) and not (isinstance(item, list) and all(map(_is_id, item))):
-            raise ValueError(message)
+    has_ids = _is_id(value[0])
+    for index, item in enumerate(value):
+        is_text = isinstance(item, str) or (isinstance(item, list) and all(map(_is_id, item)))
+        if not (_is_id(item) if has_ids else is_text):
+            raise ValueError(f"its item {index} is {shown_value(item)}; {message}")
     return value
 
 

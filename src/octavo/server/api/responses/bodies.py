@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from octavo.server.api.fields import Body, Refused, ignore, reject_unsupported, reject_unsupported_in, validate
+from octavo.server.api.fields import (
+    Body,
+    Refused,
+    ignore,
+    reject_unsupported,
+    reject_unsupported_in,
+    shown_value,
+    validate,
+)
 from octavo.server.api.responses.mcp import (
     IGNORED_MCP,
     MCP_ITEMS,
@@ -49,6 +57,7 @@ NOT_HERE: Refused = {
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
 }
+_NAMED_HERE = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
 IGNORED_RESPONSES: Mapping[str, str] = {
     "prompt_cache_retention": "the prefix cache evicts by use",
 }
@@ -163,11 +172,18 @@ class ResponsesBody(SamplingBody):
 def read_responses(fields: dict[str, object], takes_images: bool = False) -> ResponsesBody:
     """Check a Responses body of a model that takes images, or not. Raises ApiError naming the field."""
     here = {name: value for name, value in fields.items() if name not in NOT_HERE and name != "stream_options"}
-    reject_unsupported({name: fields[name] for name in NOT_HERE if name in fields}, NOT_HERE, Body)
+    try:
+        reject_unsupported({name: fields[name] for name in (*NOT_HERE, "messages") if name in fields}, NOT_HERE, Body)
+    except ApiError as error:
+        if error.param not in _NAMED_HERE:
+            raise
+        own = _NAMED_HERE[error.param]
+        message = f"{error.param} is not a field of this endpoint; give {own}"
+        raise bad_field(error.param, message, "unsupported_field") from None
     options = fields.get("stream_options")
     if options is not None:
         if not isinstance(options, dict):
-            raise bad_field("stream_options", f"stream_options is a {type(options).__name__}; give an object")
+            raise bad_field("stream_options", f"stream_options is {shown_value(options)}; give an object")
         check_stream_options(fields)
         reject_unsupported(options, {}, Body, "stream_options.")
     if here.pop("return_token_ids", None):
@@ -329,7 +345,7 @@ def read_items(value: object, takes_images: bool = False) -> list[Item]:
     if isinstance(value, str):
         return [_message("user", [{"type": "input_text", "text": value}])]
     if not isinstance(value, list):
-        raise bad_field("input", f"input is a {type(value).__name__}; give a string or a list of items")
+        raise bad_field("input", f"input is {shown_value(value)}; give a string or a list of items")
     if not 1 <= len(value) <= MAX_INPUT_ITEMS:
         raise bad_field("input", f"input has {len(value)} items; give 1 to {MAX_INPUT_ITEMS}")
     return [_item(item, f"input[{index}]", takes_images) for index, item in enumerate(value)]
@@ -337,16 +353,22 @@ def read_items(value: object, takes_images: bool = False) -> list[Item]:
 
 def _item(value: object, where: str, takes_images: bool) -> Item:
     if not isinstance(value, dict):
-        raise bad_field(where, f"{where} is a {type(value).__name__}; give an object")
+        raise bad_field(where, f"{where} is {shown_value(value)}; give an object")
     kind = value.get("type")
     if kind is None:
         kind = "message" if "role" in value else "item_reference" if set(value) <= {"id", "type"} else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        message = f"{where}.type is {str(kind)[:64]!r}; this server takes {', '.join(_KINDS)}"
-        raise bad_field(f"{where}.type", message, "unsupported_field")
+        raise _other_type(f"{where}.type", kind, ", ".join(_KINDS))
     body, refused = _KINDS[kind]
     item = checked(body, value, refused, where)
     return _full(item, where, takes_images)
+
+
+def _other_type(param: str, kind: object, known: str) -> ApiError:
+    """Return the refusal of an object whose type is missing or not known."""
+    if kind is None:
+        return bad_field(param, f"{param} is missing; give {known}", "missing_field")
+    return bad_field(param, f"{param} is {shown_value(kind)}; this server takes {known} here", "unsupported_field")
 
 
 def checked(
@@ -421,14 +443,13 @@ def _texts(value: list[object], kinds: tuple[str, ...], where: str, has_refusals
     for index, part in enumerate(value):
         at = f"{where}[{index}]"
         if not isinstance(part, dict):
-            raise bad_field(at, f"{at} is a {type(part).__name__}; give an object")
+            raise bad_field(at, f"{at} is {shown_value(part)}; give an object")
         kind = part.get("type")
         if has_refusals and kind == "refusal":
             found.append({"type": "refusal", "refusal": checked(_Refusal, part, {}, at).refusal})
             continue
         if kind not in kinds:
-            message = f"{at}.type is {str(kind)[:64]!r}; this server takes {' or '.join(kinds)} here"
-            raise bad_field(f"{at}.type", message, "unsupported_field")
+            raise _other_type(f"{at}.type", kind, " or ".join(kinds))
         if kind == _IMAGE:
             image = checked(_Image, part, {"file_id": ()}, at)
             found.append({"type": kind, "image_url": image.image_url, "detail": image.detail})

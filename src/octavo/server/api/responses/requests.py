@@ -223,7 +223,8 @@ def _is_kept(context: Context, body: ResponsesBody) -> bool:
         raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
     is_kept = body.store and context.responses.is_on
     if body.background and not is_kept:
-        raise bad_field("background", "background is true, but the response is not stored; let it be, with store")
+        remedy = "set store to true" if context.responses.is_on else "this server keeps no responses, leave it out"
+        raise bad_field("background", f"background is true, but the response would not be stored; {remedy}")
     return is_kept
 
 

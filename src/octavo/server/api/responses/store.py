@@ -138,7 +138,7 @@ class ResponseStore:
         found = self._find(tenant, response_id)
         if found is None:
             place = f"{param or _ID_IN_PATH} is {response_id[:128]!r}"
-            message = f"{place}, but no such response of yours is stored (for a while, in memory)"
+            message = f"{place}, but no response of yours with that id is stored: they are kept in memory, for a while"
             raise ApiError(404, message, code="response_not_found", param=param)
         self._touch(self._by_tenant[tenant], found)
         return found
