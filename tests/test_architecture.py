@@ -98,16 +98,16 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("executors",): 4_666,
     ("artifacts",): 3_619,
     ("text",): 2_272,
-    ("grammar", "sandbox"): 1_856,
+    ("grammar", "sandbox"): 1_858,
     ("media",): 500,
-    ("observe",): 4_449,
+    ("observe",): 4_447,
     ("simulator",): 6_572,
-    ("server",): 11_868,
+    ("server",): 11_922,
     ("cli",): 6_425,
     ("bench",): 2_914,
     ("config",): 1_276,
 }
-ALL_CODE_LINES, ALL_FILES = 73_319, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 73_373, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
