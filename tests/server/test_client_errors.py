@@ -181,7 +181,7 @@ RESPONSES: list[Mistake] = [
     (
         {"input": said({"type": "text", "text": "x"})},
         "input[0].content[0].type",
-        "input[0].content[0].type is 'text'; this server takes input_text here",
+        "input[0].content[0].type is 'text'; give input_text",
     ),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
     (

@@ -153,6 +153,13 @@ def refusal_of(error: ValidationError, fields: Mapping[str, object], where: str)
     return bad_field(param, f"{param} is {shown_value(first['input'])}; {remedy}")
 
 
+def bad_type(param: str, kind: object, known: str) -> ApiError:
+    """Return the refusal of an object whose type is missing, or is none of those that `known` lists."""
+    if kind is None:
+        return bad_field(param, f"{param} is missing; give {known}", "missing_field")
+    return bad_field(param, f"{param} is {shown_value(kind)}; give {known}", "unsupported_field")
+
+
 def _remedy(each: Details) -> str:
     remedy = _REMEDIES.get(each["type"])
     return str(each["msg"]).removeprefix("Value error, ") if remedy is None else remedy(each)

@@ -14,6 +14,7 @@ from octavo.core.request import DEFAULT_MAX_TOKENS
 from octavo.server.api.fields import (
     Body,
     Refused,
+    bad_type,
     read,
     reject_unsupported,
     reject_unsupported_in,
@@ -289,10 +290,7 @@ def _read_part(part: object, where: str, takes_images: bool) -> object:
         message = f"{where}.type is {kind!r}; this server does not accept {_PART_KINDS[kind]}, give text"
         raise bad_field(f"{where}.type", message, "unsupported_field")
     elif kind != "text":
-        remedy = "give 'text' or 'image_url'" if takes_images else "give 'text'"
-        if kind is None:
-            raise bad_field(f"{where}.type", f"{where}.type is missing; {remedy}", "missing_field")
-        raise bad_field(f"{where}.type", f"{where}.type is {shown_value(kind)}; {remedy}")
+        raise bad_type(f"{where}.type", kind, "'text' or 'image_url'" if takes_images else "'text'")
     return reject_unsupported(part, {}, TextPart, f"{where}.", IGNORED_IN_PARTS)
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from octavo.server.api.fields import (
     Body,
     Refused,
+    bad_type,
     ignore,
     reject_unsupported,
     reject_unsupported_in,
@@ -172,14 +173,10 @@ class ResponsesBody(SamplingBody):
 def read_responses(fields: dict[str, object], takes_images: bool = False) -> ResponsesBody:
     """Check a Responses body of a model that takes images, or not. Raises ApiError naming the field."""
     here = {name: value for name, value in fields.items() if name not in NOT_HERE and name != "stream_options"}
-    try:
-        reject_unsupported({name: fields[name] for name in (*NOT_HERE, "messages") if name in fields}, NOT_HERE, Body)
-    except ApiError as error:
-        if error.param not in _NAMED_HERE:
-            raise
-        own = _NAMED_HERE[error.param]
-        message = f"{error.param} is not a field of this endpoint; give {own}"
-        raise bad_field(error.param, message, "unsupported_field") from None
+    for name, own in _NAMED_HERE.items():
+        if fields.get(name) not in (None, {"type": "text"}):
+            raise bad_field(name, f"{name} is not a field of this endpoint; give {own}", "unsupported_field")
+    reject_unsupported({name: fields[name] for name in NOT_HERE if name in fields}, NOT_HERE, Body)
     options = fields.get("stream_options")
     if options is not None:
         if not isinstance(options, dict):
@@ -358,17 +355,9 @@ def _item(value: object, where: str, takes_images: bool) -> Item:
     if kind is None:
         kind = "message" if "role" in value else "item_reference" if set(value) <= {"id", "type"} else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise _other_type(f"{where}.type", kind, ", ".join(_KINDS))
+        raise bad_type(f"{where}.type", kind, ", ".join(_KINDS))
     body, refused = _KINDS[kind]
-    item = checked(body, value, refused, where)
-    return _full(item, where, takes_images)
-
-
-def _other_type(param: str, kind: object, known: str) -> ApiError:
-    """Return the refusal of an object whose type is missing or not known."""
-    if kind is None:
-        return bad_field(param, f"{param} is missing; give {known}", "missing_field")
-    return bad_field(param, f"{param} is {shown_value(kind)}; this server takes {known} here", "unsupported_field")
+    return _full(checked(body, value, refused, where), where, takes_images)
 
 
 def checked(
@@ -449,7 +438,7 @@ def _texts(value: list[object], kinds: tuple[str, ...], where: str, has_refusals
             found.append({"type": "refusal", "refusal": checked(_Refusal, part, {}, at).refusal})
             continue
         if kind not in kinds:
-            raise _other_type(f"{at}.type", kind, " or ".join(kinds))
+            raise bad_type(f"{at}.type", kind, " or ".join(kinds))
         if kind == _IMAGE:
             image = checked(_Image, part, {"file_id": ()}, at)
             found.append({"type": kind, "image_url": image.image_url, "detail": image.detail})
