@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, partial
 from hashlib import blake2b
-from heapq import heapify, heappop, heappush, merge
+from heapq import merge
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
@@ -193,22 +193,16 @@ def agentic(spec: Spec, context: BuildContext) -> Source:
 
 def _by_earliest(sessions: list[list[tuple[Arrival, int | None]]]) -> Iterator[Arrival]:
     """Yield all requests by earliest possible arrival (as if answers took no time), so that parents come first."""
-    earliest: list[list[float]] = []
-    for turns in sessions:
+    order: list[tuple[float, int, int]] = []
+    for number, turns in enumerate(sessions):
         times: list[float] = []
-        for arrival, parent in turns:
+        for turn, (arrival, parent) in enumerate(turns):
             times.append(arrival.time + (0.0 if parent is None else times[parent]))
-        earliest.append(times)
-    heap = [(times[turn], number, turn) for number, times in enumerate(earliest) for turn in range(len(times))]
-    heapify(heap)
+            order.append((times[turn], number, turn))
     index_of: dict[tuple[int, int], int] = {}
-    while heap:
-        _, number, turn = heappop(heap)
+    for index, (_, number, turn) in enumerate(sorted(order)):
         arrival, parent = sessions[number][turn]
-        if parent is not None and (number, parent) not in index_of:
-            heappush(heap, (earliest[number][turn], number, turn))
-            continue
-        index_of[number, turn] = len(index_of)
+        index_of[number, turn] = index
         yield arrival if parent is None else replace(arrival, follows=index_of[number, parent])
 
 
