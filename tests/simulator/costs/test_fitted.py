@@ -13,6 +13,7 @@ from tests.simulator.costs.steps_of import LIMITS, steps_of, workload
 
 from octavo.core.plan import StepFailure
 from octavo.errors import ConfigError
+from octavo.observe.recording.columns import StepNumbers
 from octavo.observe.recording.reader import RecordedStep
 from octavo.simulator.cost_model import CostModel, StepShape, shape_of
 from octavo.simulator.costs import cost_model
@@ -23,10 +24,10 @@ from octavo.simulator.costs.fitted import (
     Fit,
     Fitted,
     begin_of,
-    decode_features,
     features,
     fit_steps,
     load_fit,
+    numbers_of,
     observe,
 )
 from octavo.simulator.costs.least_squares import non_negative, solve
@@ -92,8 +93,9 @@ def test_the_fast_path_equals_the_slow_one() -> None:
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=700))
 def test_features_of_decode_rows_follow_from_their_sums(lengths: list[int]) -> None:
-    assert decode_features(len(lengths), sum(lengths)) == features(StepShape(lengths, [], len(lengths)))
-    assert len(features(StepShape(lengths, [(3, 4)], 1))) == len(NAMES)
+    numbers = StepNumbers(len(lengths), sum(lengths), samples=len(lengths))
+    assert numbers == numbers_of(StepShape(lengths, [], len(lengths)))
+    assert len(features(numbers_of(StepShape(lengths, [(3, 4)], 1)))) == len(NAMES)
 
 
 def test_stretches_that_no_step_reached_cost_what_the_one_before_them_does() -> None:

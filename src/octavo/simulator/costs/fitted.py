@@ -50,32 +50,29 @@ NAMES = (
 HOST_NAMES = ("step", "row", "sample")
 
 
-def features(shape: StepShape) -> list[float]:
-    """Return the step's features, one for each of NAMES. The predicted time is their weighted sum."""
-    return [
-        *_tokens(shape.num_tokens),
+def numbers_of(shape: StepShape) -> StepNumbers:
+    """Return what a step of this shape computes and moves."""
+    return StepNumbers(
         len(shape.decode_kv),
         sum(shape.decode_kv),
         len(shape.prefills),
-        _pairs(shape),
+        sum([count for count, _ in shape.prefills]),
+        sum([count * before + count * (count + 1) // 2 for count, before in shape.prefills]),
         shape.num_samples,
         shape.copied_blocks,
         shape.swapped_out_blocks + shape.loaded_blocks,
-    ]
+    )
 
 
-def _pairs(shape: StepShape) -> int:
-    return sum(count * before + count * (count + 1) // 2 for count, before in shape.prefills)
+def features(of: StepNumbers) -> list[float]:
+    """Return the step's features, one for each of NAMES. The predicted time is their weighted sum."""
+    return _in_order(_tokens(of.decodes + of.chunk_tokens), of)
 
 
-def decode_features(num_rows: int, kv_sum: int) -> list[float]:
-    """Return the features of a step with decode rows only."""
-    return [*_tokens(num_rows), num_rows, kv_sum, 0, 0, num_rows, 0, 0]
-
-
-def host_features(shape: StepShape) -> list[float]:
-    """Return the step's host features, one for each of HOST_NAMES."""
-    return [1.0, len(shape.decode_kv) + len(shape.prefills), shape.num_samples]
+def _in_order(tokens: list[Any], of: StepNumbers) -> list[Any]:
+    """Return features in the order of NAMES, from the tokens of each range; columns of them from columns."""
+    decodes, decode_kv, chunks, _, chunk_pairs, samples, copied, moved = of
+    return [*tokens, decodes, decode_kv, chunks, chunk_pairs, samples, copied, moved]
 
 
 def _tokens(count: int) -> list[float]:
@@ -172,15 +169,15 @@ class Fitted(CostModel):
 
     def step_s(self, shape: StepShape) -> float:
         """Return seconds on the device."""
-        return _priced(features(shape), self._device)
+        return _priced(features(numbers_of(shape)), self._device)
 
     def host_s(self, shape: StepShape) -> float:
         """Return seconds of the host."""
-        return _priced(host_features(shape), self._host)
+        return _priced((1.0, len(shape.decode_kv) + len(shape.prefills), shape.num_samples), self._host)
 
     def parts(self, shape: StepShape) -> StepParts:
         """Return the seconds of each kind of work, from the prices of its features."""
-        priced = [number * price for number, price in zip(features(shape), self._device, strict=True)]
+        priced = [number * price for number, price in zip(features(numbers_of(shape)), self._device, strict=True)]
         of = dict(zip(NAMES, priced, strict=True))
         attention_s = of["decode position read"] + of["chunk position pair"]
         copies_s = of["block copied"] + of["block moved to or from the host"]
@@ -205,7 +202,7 @@ class Fitted(CostModel):
         """Return what step_s returns, with its order of additions."""
         before = self._decodes.get(num_rows)
         if before is None:
-            numbers = decode_features(num_rows, kv_sum)[: NAMES.index("decode position read")]
+            numbers = features(StepNumbers(num_rows, kv_sum, samples=num_rows))[: NAMES.index("decode position read")]
             before = self._decodes[num_rows] = _priced(numbers, self._device[: len(numbers)])
         return before + kv_sum * self._read_s + num_rows * self._sample_s
 
@@ -229,20 +226,10 @@ def add_step(columns: StepColumns, step: RecordedStep) -> None:
     """Add a step if it has a result."""
     if step.has_failed:
         return
-    shape, begin = shape_of(step.plan), begin_of(step)
-    numbers = StepNumbers(
-        len(shape.decode_kv),
-        sum(shape.decode_kv),
-        len(shape.prefills),
-        sum([count for count, _ in shape.prefills]),
-        _pairs(shape),
-        shape.num_samples,
-        shape.copied_blocks,
-        shape.swapped_out_blocks + shape.loaded_blocks,
-    )
+    begin = begin_of(step)
     device_s = step.collected - begin if step.plan.slots and step.collected > begin else nan
     host_s = nan if step.next_plan is None else max(step.next_plan - step.collected, 1e-9)
-    columns.add(numbers, step.plan.now, device_s, host_s)
+    columns.add(numbers_of(shape_of(step.plan)), step.plan.now, device_s, host_s)
 
 
 def begin_of(step: RecordedStep) -> float:
@@ -293,14 +280,13 @@ def _after_warm_up(of: Mapping[str, Array]) -> Mapping[str, Array]:
 
 
 def feature_rows(of: Mapping[str, Array]) -> tuple[Array, Array, Array, Array]:
-    """Return the `features` and seconds of steps with device time, then `host_features` and seconds with host time."""
-    tokens, num_rows = of["decodes"] + of["chunk_tokens"], of["decodes"] + of["chunks"]
+    """Return features and seconds of steps with device time, then those of the host (HOST_NAMES) with host time."""
+    numbers = StepNumbers._make(of[name] for name in StepNumbers._fields)
+    tokens = of["decodes"] + of["chunk_tokens"]
     ones = np.ones(len(tokens))
-    ends = (*KNOTS[1:], np.inf)
-    ranges = [np.clip(tokens, low, end) - low for low, end in zip(KNOTS, ends, strict=True)]
-    others = ("decodes", "decode_kv", "chunks", "chunk_pairs", "samples", "copied", "moved")
-    rows = np.column_stack([ones, *ranges, *(of[name] for name in others)])
-    host_rows = np.column_stack([ones, num_rows, of["samples"]])
+    ranges = [np.clip(tokens, low, end) - low for low, end in zip(KNOTS, (*KNOTS[1:], np.inf), strict=True)]
+    rows = np.column_stack(_in_order([ones, *ranges], numbers))
+    host_rows = np.column_stack([ones, of["decodes"] + of["chunks"], of["samples"]])
     has_device, has_host = ~np.isnan(of["device_s"]), ~np.isnan(of["host_s"])
     return rows[has_device], of["device_s"][has_device], host_rows[has_host], of["host_s"][has_host]
 
