@@ -26,7 +26,7 @@ from octavo.bench import latency, offline, router, scheduler, simulator, startup
 from octavo.bench.report import Report, show_rows
 from octavo.bench.workload import draw_workload, read_workload
 from octavo.cli.answers import load_engine
-from octavo.cli.flags import UsageError, add_settings, check_output, config_from, settings_given, whole
+from octavo.cli.flags import UsageError, add_settings, check_output, config_from, settings_given, whole, write_text
 from octavo.config import ENGINE_SECTIONS
 from octavo.config.setting import Number
 from octavo.core.policy import POLICIES
@@ -175,7 +175,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     facts, points = _measure_points(args, [*over_rows, *over_context])
     report = {"bench": "sweep", **facts, "rows": points[: len(over_rows)], "contexts": points[len(over_rows) :]}
     if args.svg:
-        Path(args.svg).write_text(latency.draw_sweep(report), encoding="utf-8")
+        write_text(args.svg, latency.draw_sweep(report))
     return print_report(args, report, latency.show_sweep)
 
 

@@ -6,9 +6,8 @@ Owns: the printed text and the page's title. Does not: read the files (simulator
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from octavo.cli.flags import UsageError, writing
+from octavo.cli.flags import UsageError, write_text
 from octavo.simulator.report import advice_lines, comparison_table, page
 from octavo.simulator.saved import read_cases
 
@@ -31,7 +30,6 @@ def compare_saved_runs(args: argparse.Namespace) -> int:
     if args.html:
         same = {name: [texts[0]] for name, texts in settings.items() if name not in unlike}
         alike = [f"{name}: {same[name][0]}" for name in ("workload", "model", "device") if name in same]
-        with writing(args.html):
-            text = page("Simulations: " + ", ".join(case.label for case in cases), cases, settings, alike, advice)
-            Path(args.html).write_text(text, encoding="utf-8")
+        title = "Simulations: " + ", ".join(case.label for case in cases)
+        write_text(args.html, page(title, cases, settings, alike, advice))
     return 0

@@ -330,3 +330,21 @@ def writing(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); give a path in a folder that exists") from None
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file. Raises ConfigError."""
+    with writing(path):
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def output_json(path: str | None, text: str) -> bool:
+    """Print JSON if the path of --json is -, or write it to the file, if there is one.
+
+    Return True if the command has to print its result as text: it did not go to stdout.
+    """
+    if path == "-":
+        print(text)
+    elif path is not None:
+        write_text(path, text + "\n")
+    return path != "-"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.flags import UsageError, check_output, writing
+from octavo.cli.flags import UsageError, check_output, output_json
 from octavo.cli.terminal import say
 from octavo.cli.trace import ViewOptions, print_views, write_views
 from octavo.config import SETTINGS, Setting
@@ -97,8 +97,7 @@ def _replay(args: argparse.Namespace) -> int:
     if measured is not None and report.is_equal:
         cases, remarks = compare(recording, measured, args.what_if, args.cost)
     facts = _facts(recording, report, cases, remarks)
-    if args.json == "-":
-        print(json.dumps(facts, indent=1))
+    if not output_json(args.json, json.dumps(facts, indent=1)):
         return 0 if report.is_equal else 1
     print("\n".join(_lines(recording, report)))
     if views is not None:
@@ -108,9 +107,6 @@ def _replay(args: argparse.Namespace) -> int:
     if cases:
         print()
         print("\n".join([*(f"note: {remark}" for remark in remarks), *_table(cases)]))
-    if args.json:
-        with writing(args.json):
-            Path(args.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0 if report.is_equal else 1
 
 
@@ -123,17 +119,12 @@ def _replay_routing(args: argparse.Namespace, logs: Sequence[Path]) -> int:
         )
     replays = {str(path): replay_routing(path) for path in logs}
     facts = {path: asdict(one) | {"is_equal": one.is_equal} for path, one in replays.items()}
-    if args.json == "-":
-        print(json.dumps(facts, indent=1))
-    else:
+    if output_json(args.json, json.dumps(facts, indent=1)):
         for path, one in replays.items():
             print(f"{path}: router {one.router}, {one.num_requests:,} requests, {one.end_reason or CUT_OFF}")
             print(f"{one.num_equal:,} of {one.num_choices:,} choices equal")
             if one.difference:
                 print(f"NOT EQUAL: {one.difference}")
-        if args.json:
-            with writing(args.json):
-                Path(args.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0 if all(one.is_equal for one in replays.values()) else 1
 
 

@@ -13,10 +13,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from octavo.cli.flags import UsageError, check_output, resolve_args, settings_given, writing
+from octavo.cli.flags import UsageError, check_output, output_json, resolve_args, settings_given, write_text
 from octavo.cli.simulated_engines import MACHINE_FLAGS, SimulatedGroup, limits_of, make_groups, make_setups
 from octavo.config import SETTINGS
 from octavo.config.setting import Number
@@ -72,13 +71,9 @@ def search_fleets(args: argparse.Namespace, workload_of: Callable[[int], Simulat
     result = search.run(lambda trial: print(trial, file=sys.stderr, flush=True))
     plan = None if result.best is None else _fleet_plan(args, resolved, result.best, workload)
     facts = {"plan": None if plan is None else plan.facts(), **_facts(result, skipped)}
-    if args.json == "-":
-        print(json.dumps(facts, indent=1))
-    elif args.json:
-        with writing(args.json):
-            Path(args.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    prints_text = output_json(args.json, json.dumps(facts, indent=1))
     forms = [] if plan is None else [*_forms(args, plan)]
-    if args.json != "-":
+    if prints_text:
         print("\n".join([*_lines(result, skipped), *forms]))
     return 0 if result.best is not None else 1
 
@@ -270,6 +265,5 @@ def _forms(args: argparse.Namespace, plan: FleetPlan) -> Iterator[str]:
     except ConfigError as error:
         yield f"kubernetes  none: {error}"
         return
-    with writing(args.kubernetes):
-        Path(args.kubernetes).write_text(values, encoding="utf-8")
+    write_text(args.kubernetes, values)
     yield f"kubernetes  {args.kubernetes}"

@@ -11,14 +11,22 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from octavo.cli.compare_runs import COMPARED, compare_saved_runs
-from octavo.cli.flags import UsageError, add_settings, check_output, resolve_args, whole, writing
+from octavo.cli.flags import (
+    UsageError,
+    add_settings,
+    check_output,
+    output_json,
+    resolve_args,
+    whole,
+    write_text,
+    writing,
+)
 from octavo.cli.search import add_search_arguments, search_fleets
 from octavo.cli.simulated_engines import (
     RARE,
@@ -174,14 +182,7 @@ def _fit(args: argparse.Namespace) -> int:
     if args.workload:
         raise UsageError("--fit looks at a recording alone; leave out --workload, and simulate with --cost fitted:FILE")
     fit = fit_recording(open_recording(args.fit))
-    if args.json == "-":
-        print(fit.as_json())
-        return 0
-    print(fit.report())
-    if args.json:
-        with writing(args.json):
-            fit.save(Path(args.json))
-        print(f"\nkept in {args.json}; use it with --cost fitted:{args.json}")
+    _keep(args.json, fit.as_json(), fit.report(), f"fitted:{args.json}")
     return 0
 
 
@@ -191,15 +192,16 @@ def _fit_requests(args: argparse.Namespace) -> int:
     if not args.workload or len(plan.setups) > 1 or args.search:
         raise UsageError("--fit-requests corrects one run; give the --workload that was measured, and one --policy")
     fit = fit_correction(list(plan.workload.arrivals()), plan.setups[0], MeasuredRequests.read(args.fit_requests))
-    if args.json == "-":
-        print(fit.correction.as_json())
-        return 0
-    print(fit.report())
-    if args.json:
-        with writing(args.json):
-            fit.correction.save(Path(args.json))
-        print(f"\nkept in {args.json}; use it with --cost '{args.cost}*{args.json}'")
+    _keep(args.json, fit.correction.as_json(), fit.report(), f"'{args.cost}*{args.json}'")
     return 0
+
+
+def _keep(path: str | None, text: str, report: str, cost: str) -> None:
+    """Print a fit or write it to the file; print the report, and the --cost that uses the file."""
+    if output_json(path, text):
+        print(report)
+        if path is not None:
+            print(f"\nkept in {path}; use it with --cost {cost}")
 
 
 def make_plan(args: argparse.Namespace) -> SimulationPlan:
@@ -272,8 +274,7 @@ def _output(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], r
     facts = {
         "settings": described, "notes": notes, "advice": advice, "runs": {case.label: case.facts for case in cases}
     }  # fmt: skip
-    _output_json(args.json, facts, cases)
-    if args.json != "-":
+    if output_json(args.json, json.dumps(facts, indent=1) if args.json == "-" else as_json(facts, cases)):
         shown = ("workload", "model", "device", "KV pool", "cost model", "KV link", "replicas")
         for name, text in described.items():
             if name in shown or name.startswith("group "):
@@ -290,20 +291,9 @@ def _output(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], r
     if args.html:
         devices = ", ".join(f"{group.count} x {group.engine.device}" for group in plan.groups)
         title = f"Simulation: {plan.groups[0].engine.model} on {devices}"
-        with writing(args.html):
-            settings = {name: [text] for name, text in described.items()}
-            first = ", ".join(described[name] for name in ("workload", "objectives") if name in described)
-            text = page(title, cases, settings, [first, *remarks], advice)
-            Path(args.html).write_text(text, encoding="utf-8")
-
-
-def _output_json(path: str | None, facts: dict[str, Any], cases: Sequence[Case] = ()) -> None:
-    if path == "-":
-        print(json.dumps(facts, indent=1))
-    elif path:
-        with writing(path):
-            text = as_json(facts, cases) if cases else json.dumps(facts, indent=1) + "\n"
-            Path(path).write_text(text, encoding="utf-8")
+        settings = {name: [text] for name, text in described.items()}
+        first = ", ".join(described[name] for name in ("workload", "objectives") if name in described)
+        write_text(args.html, page(title, cases, settings, [first, *remarks], advice))
 
 
 def _describe(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:

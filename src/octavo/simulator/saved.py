@@ -25,7 +25,7 @@ def as_json(facts: Mapping[str, Any], cases: Sequence[Case]) -> str:
     curves = ",\n  ".join(
         json.dumps({name: value for name, value in asdict(case).items() if name != "facts"}) for case in cases
     )
-    return f'{figures},\n "version": {VERSION},\n "cases": [\n  {curves}\n ]\n}}\n'
+    return f'{figures},\n "version": {VERSION},\n "cases": [\n  {curves}\n ]\n}}'
 
 
 def read_cases(paths: Sequence[str]) -> tuple[list[Case], dict[str, list[str]]]:
