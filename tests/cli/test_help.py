@@ -68,5 +68,7 @@ def test_help_finds_commands_and_flags_by_a_word(capsys: Any) -> None:
     assert main(["help", "port"]) == 0
     said = capsys.readouterr().out
     assert said.index("\n--port\n") < said.index("importance"), "flags of that name come first"
+    assert main(["help", "master-port"]) == 0
+    assert "[29501]" in capsys.readouterr().out
     assert main(["help", "zebra"]) == 1
     assert "unknown word 'zebra'" in capsys.readouterr().out

@@ -151,9 +151,9 @@ class Setting:
         if self.name.endswith("bytes") and value >= 1024:
             power = min((value.bit_length() - 1) // 10, 3)
             return f"{value / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-        return (
-            f"{value:,}" if isinstance(value, int) and value >= 10_000 else f"{value:g}" if value == 0 else str(value)
-        )
+        if isinstance(value, int) and value >= 10_000 and not self.name.endswith("port"):
+            return f"{value:,}"
+        return f"{value:g}" if value == 0 else str(value)
 
     def _parse(self, value: object) -> Any:
         """Convert the value to the field's type; return None if that is not possible."""
