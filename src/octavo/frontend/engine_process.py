@@ -88,7 +88,8 @@ class Watchdog:
             self._overdue_since = now
         if now - self._overdue_since < CONFIRM_S:
             return None
-        return f"{beat.where}: nothing has moved for {now - self._moved_at:.1f} s, the limit was {now - deadline:.1f} s ago"
+        still_s, late_s = now - self._moved_at, now - deadline
+        return f"{beat.where}: nothing has moved for {still_s:.1f} s, the limit was {late_s:.1f} s ago"
 
 
 class EngineProcess:
