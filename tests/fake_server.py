@@ -121,7 +121,8 @@ class FakeServer:
                 raise AssertionError(self.text)
             time.sleep(0.02)
         self.url = self._found(r"http://[^/]+")
-        self.admin = self._found(r"\(socket (\S+)\)", 1)
+        folder = Path({**os.environ, **(env or {})}["OCTAVO_RUN_DIR"])
+        (self.admin,) = map(str, folder.glob(f"{self.process.pid}-*/admin.sock"))
 
     @property
     def text(self) -> str:

@@ -73,6 +73,8 @@ def test_it_answers_and_drains(model, flags) -> None:
     assert code == 0, rest
     assert "Traceback" not in rest
     assert "KV pool   1,024 tokens" in "".join(server.lines)
+    shown = ["model", "KV", *(["off"] if flags else []), "serving", "open", "stop", "try"]
+    assert [line.split()[0] for line in server.lines] == shown
 
 
 @pytest.mark.slow  # two engines with torch; tests/cli/test_serve_lives.py has the quick twin

@@ -15,7 +15,7 @@ from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.cli import main
 from octavo.cli.api_process import ApiTask
-from octavo.cli.api_server import call_report, process_report, startup_report
+from octavo.cli.api_server import call_report, detail_report, startup_report
 from octavo.cli.terminal import limit_remarks
 from octavo.config.sources import load_config
 from octavo.core.limits import GroupKind, GroupSpec
@@ -39,23 +39,21 @@ CAPACITY = Capacity(
 def test_K07_K10_report_counts_every_group_and_the_host_tier() -> None:
     groups = (GroupSpec(block_bytes=2**14), GroupSpec(GroupKind.SLIDING, 64, 2**16))
     capacity = replace(CAPACITY, groups=groups, num_blocks=(128, 32), host_blocks=(64, 16))
-    lines = "\n".join(startup_report(load_config({}), FILES, capacity, 1.25))
+    lines = "\n".join(startup_report(load_config({}), FILES, capacity))
     assert "KV pool   2,048 tokens, 4 MiB: 2.0 requests of full length" in lines
     assert "host KV   1,024 tokens, 2 MiB" in lines
 
 
 def test_report_names_what_a_user_asks_for() -> None:
-    lines = "\n".join(startup_report(load_config({}), FILES, CAPACITY, 1.25))
-    assert "smollm2, float32, cpu, 2 threads" in lines
-    assert "1 MiB from /m/a.gguf" in lines
+    lines = "\n".join(startup_report(load_config({}), FILES, CAPACITY))
+    assert "smollm2, 1 MiB of weights, float32, cpu, 2 threads" in lines
     assert "2,048 tokens, 2 MiB: 2.0 requests of full length (1,024), 4 running at most" in lines
-    assert "authentication (no --api-key): only this machine can connect" in lines
-    assert "1.2 s" in lines
+    assert "off  " not in lines, "by default nothing is off that a user has to know"
 
 
 def test_report_says_what_is_off_and_who_may_call() -> None:
     config = load_config({"enable_prefix_caching": False, "in_process": True, "host": "10.0.0.1", "insecure": True})
-    lines = "\n".join(startup_report(config, FILES, CAPACITY, 1.0))
+    lines = "\n".join(startup_report(config, FILES, CAPACITY))
     assert "--no-enable-prefix-caching" in lines
     assert "--in-process" in lines
     assert "ANYONE" in lines
@@ -64,18 +62,20 @@ def test_report_says_what_is_off_and_who_may_call() -> None:
 def test_report_says_who_runs_and_what_a_crash_would_do() -> None:
     kept: Any = SimpleNamespace(processes={"engine": 7, "standby": 8})
     lines = "\n".join(
-        process_report(ApiTask(load_config({"standby": True}), "/run/admin.sock", supervisor_pid=5), kept)
+        detail_report(ApiTask(load_config({"standby": True}), "/run/admin.sock", supervisor_pid=5), kept, FILES, 1.25)
     )
     assert f"supervisor 5, api {os.getpid()}, engine 7, standby 8" in lines
-    assert "a standby takes over" in lines and "(socket /run/admin.sock)" in lines
+    assert "a standby takes over" in lines and "admin socket /run/admin.sock" in lines
+    assert "1.2 s" in lines and "/m/a.gguf" in lines
     alone: Any = SimpleNamespace(processes={})
-    lines = "\n".join(process_report(ApiTask(load_config({"in_process": True}), "/run/admin.sock"), alone))
+    task = ApiTask(load_config({"in_process": True}), "/run/admin.sock")
+    lines = "\n".join(detail_report(task, alone, FILES, 1.25))
     assert "no crash protection (--in-process)" in lines and "supervisor" not in lines
 
 
 def test_curl_has_the_key_only_where_one_is_needed() -> None:
-    assert "Bearer" not in "\n".join(call_report(load_config({}), "smollm2", "http://127.0.0.1:8000"))
-    lines = "\n".join(call_report(load_config({"api_key": ["k3y"]}), "smollm2", "http://[::1]:8001"))
+    assert "Bearer" not in "\n".join(call_report(ApiTask(load_config({}), ""), "smollm2", "http://127.0.0.1:8000"))
+    lines = "\n".join(call_report(ApiTask(load_config({"api_key": ["k3y"]}), ""), "smollm2", "http://[::1]:8001"))
     assert "Bearer" in lines
     assert "k3y" not in lines
     assert "http://[::1]:8001/v1" in lines
@@ -126,13 +126,13 @@ def test_report_says_what_an_encoder_is_for(tmp_path: Path) -> None:
     files = ModelFiles("all-minilm", "hf", tmp_path, (tmp_path / "model.safetensors",), None)
     spec = read_model_spec(files)
     capacity = replace(CAPACITY, groups=(GroupSpec(),), max_model_len=256, is_encoder=True)
-    lines = "\n".join(startup_report(load_config({}), files, capacity, 1.0))
+    lines = "\n".join(startup_report(load_config({}), files, capacity))
     assert "encoder   embeds texts: /v1/embeddings" in lines and "at most 256 tokens" in lines
     assert "KV pool" not in lines
     for labels, path in (((), "v1/embeddings"), (("LABEL_0",), "v1/rerank"), (("calm", "glad"), "classify")):
         assert spec.encoder is not None
         encoder = replace(spec.encoder, labels=labels)
-        lines = "\n".join(call_report(load_config({}), "enc", "http://127.0.0.1:8000", encoder))
+        lines = "\n".join(call_report(ApiTask(load_config({}), ""), "enc", "http://127.0.0.1:8000", encoder))
         assert f"curl http://127.0.0.1:8000/{path} " in lines and "chat" not in lines
 
 

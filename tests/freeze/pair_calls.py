@@ -103,9 +103,9 @@ class Server:
             time.sleep(0.02)
         text = self._log.read_text()
         match = re.search(r"https?://([^/:]+):(\d+)", text)
-        admin = re.search(r"\(socket (\S+)\)", text)
-        assert match is not None and admin is not None, text
-        self.host, self.port, self._admin = match[1], int(match[2]), admin[1]
+        assert match is not None, text
+        self.host, self.port = match[1], int(match[2])
+        (self._admin,) = map(str, (self._folder / "run").glob(f"{self._process.pid}-*/admin.sock"))
 
     @property
     def log(self) -> str:

@@ -200,7 +200,7 @@ def test_a_server_starts_and_goes_on_behind_a_scripted_crash(tmp_path: Path) -> 
     path = tmp_path / "script.json"
     path.write_text(json.dumps(RULES))
     with ScriptedServer(f"scripted:{path}", tmp_path / "log") as server:
-        assert "weights   none: answers are those of" in server.text
+        assert "no weights: answers are those of" in server.text
         body = {"messages": [{"role": "user", "content": "crash"}]}
         status, _, answer = server.post("/v1/chat/completions", body)
         assert status == 200 and answer["choices"][0]["message"]["content"] == "on and on"

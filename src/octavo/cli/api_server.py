@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import time
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from octavo.server.http.keys import KeyRing
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """The model's files and its TextModel (tokenizer and chat template)."""
@@ -88,11 +92,13 @@ async def serve(
     ):
         if not task.is_quiet:
             if task.run_number == 1:
-                say(*startup_report(config, loaded[0].files, engine.capacity, time.perf_counter() - started_at))
-                say(*_models_report(task), *_adapters_report(context))
-            say(*process_report(task, engine), *_fleet_report(api), *_journal_report(*restored))
-            if task.run_number == 1:
-                say(*call_report(config, context.model, url, context.text.spec.encoder))
+                say(*startup_report(config, loaded[0].files, engine.capacity), *_models_report(task))
+                say(*_adapters_report(context), *_fleet_report(api), *_journal_report(*restored))
+                say(*call_report(task, context.model, url, context.text.spec.encoder))
+            else:
+                say(*_fleet_report(api), *_journal_report(*restored), f"serving   {url}/v1 again")
+        for line in detail_report(task, engine, loaded[0].files, time.perf_counter() - started_at):
+            _log.info("%s", line)
         gc.freeze()  # garbage collections skip the objects that exist now, which take 0.1 s to traverse
         report(READY)
         if isinstance(engine, ServedModels):
@@ -212,19 +218,17 @@ async def _print_status(engine: Engine) -> None:
 # --- the start-up report
 
 
-def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startup_s: float) -> Iterator[str]:
-    """Yield lines about the model, the machine, memory and disabled features."""
+def startup_report(config: Config, files: ModelFiles, capacity: Capacity) -> Iterator[str]:
+    """Yield lines about the model, memory, and what the user enabled or disabled."""
     revision = f" at {files.revision[:12]}" if files.revision else ""
-    threads = f", {capacity.num_threads} threads" if capacity.device == "cpu" else ""
-    types = capacity.dtype if capacity.quantization == "none" else f"{capacity.quantization} weights, {capacity.dtype}"
+    threads = f", {capacity.num_threads} thread{'s' * (capacity.num_threads > 1)}" if capacity.device == "cpu" else ""
+    code = "" if capacity.quantization == "none" else f"{capacity.quantization} "
+    weights = f"{capacity.weight_bytes / 2**20:,.0f} MiB of {code}weights"
+    if files.kind == "scripted":
+        weights = f"no weights: answers are those of {files.weights[0]}"
     tokens = capacity.num_blocks[0] * capacity.block_size
     pool_bytes = _bytes_of(capacity, capacity.num_blocks)
-    yield f"model     {files.name}{revision}, {types}, {capacity.device}{threads}"
-    if files.kind == "scripted":
-        yield f"weights   none: answers are those of {files.weights[0]}"
-    else:
-        source = files.weights[0] if files.kind == "gguf" else files.root
-        yield f"weights   {capacity.weight_bytes / 2**20:,.0f} MiB from {source}"
+    yield f"model     {files.name}{revision}, {weights}, {capacity.dtype}, {capacity.device}{threads}"
     encoder = read_model_spec(files).encoder if capacity.is_encoder else None
     if encoder is not None:
         yield f"encoder   {encoder.purpose}; texts of at most {capacity.max_model_len:,} tokens, nothing is cached"
@@ -247,7 +251,6 @@ def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startu
         yield f"recording {config.recording.record}, at most {config.recording.record_bytes:,} bytes: {contents}"
     for off in _features_off(config):
         yield f"off       {off}"
-    yield f"started   in {startup_s:.1f} s"
 
 
 def _bytes_of(capacity: Capacity, num_blocks: tuple[int, ...]) -> int:
@@ -261,10 +264,8 @@ def _features_off(config: Config) -> Iterator[str]:
         yield "chunked prefill (--no-enable-chunked-prefill)"
     if config.serving.in_process:
         yield "crash protection (--in-process)"
-    if not config.serving.has_keys:
-        is_local = is_loopback(config.serving.host)
-        reason = "only this machine can connect" if is_local else "ANYONE who can connect can use it"
-        yield f"authentication (no --api-key): {reason}"
+    if not config.serving.has_keys and not is_loopback(config.serving.host):
+        yield "authentication (no --api-key): ANYONE who can connect can use it"
 
 
 def _models_report(task: ApiTask) -> Iterator[str]:
@@ -284,16 +285,17 @@ def _adapters_report(context: Context) -> Iterator[str]:
         yield f"adapters  {names}  (octavo admin load_adapter NAME=PATH, unload_adapter NAME)"
 
 
-def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
-    """Yield lines about the processes and the effect of a crash."""
+def detail_report(task: ApiTask, engine: Engine, files: ModelFiles, startup_s: float) -> Iterator[str]:
+    """Yield lines for the log about the start, the processes and the effect of a crash."""
+    yield f"started in {startup_s:.1f} s with {files.weights[0] if files.kind == 'gguf' else files.root}"
     if task.config.serving.in_process:
-        yield f"process   {os.getpid()}, engine included; no crash protection (--in-process): a crash ends the server"
+        yield f"process {os.getpid()}, engine included; no crash protection (--in-process): a crash ends the server"
     else:
         others = "".join(f", {role} {pid}" for role, pid in engine.processes.items())
-        yield f"processes supervisor {task.supervisor_pid}, api {os.getpid()}{others}"
+        yield f"processes: supervisor {task.supervisor_pid}, api {os.getpid()}{others}"
         standby = "a standby takes over" if task.config.serving.standby else "no standby (--standby)"
-        yield f"crashes   an engine that dies or hangs is replaced and open requests go on; {standby}"
-    yield f"admin     octavo admin status --server {task.supervisor_pid or os.getpid()}  (socket {task.admin_socket})"
+        yield f"an engine that dies or hangs is replaced and open requests go on; {standby}"
+    yield f"admin socket {task.admin_socket}"
 
 
 def _fleet_report(api: ApiProcess) -> Iterator[str]:
@@ -303,15 +305,14 @@ def _fleet_report(api: ApiProcess) -> Iterator[str]:
         yield "change    octavo admin scale N, roll, drain_replica NUMBER, remove_replica NUMBER"
 
 
-def call_report(config: Config, model: str, url: str, encoder: EncoderSpec | None = None) -> Iterator[str]:
-    """Yield lines with the server's URL and an example command."""
-    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.serving.has_keys else ""
-    yield f"serving   {url}/v1  (also /docs, /metrics)"
+def call_report(task: ApiTask, model: str, url: str, encoder: EncoderSpec | None = None) -> Iterator[str]:
+    """Yield lines with the server's URLs, how to stop it, and an example command."""
+    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if task.config.serving.has_keys else ""
+    yield f"serving   {url}/v1  (documentation: /docs)"
+    yield f"open      {url}/dashboard" if encoder is not None else f"open      {url}/  (a chat; /dashboard: the engine)"
+    yield f"stop      Ctrl-C, or octavo stop {task.supervisor_pid or os.getpid()}"
     path, body = "v1/chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
-    if encoder is None:
-        yield f"open      {url}/  (a chat; the engine at work is at /dashboard)"
-    else:
-        yield f"open      {url}/dashboard  (the engine at work)"
+    if encoder is not None:
         pair = '"query": "Hello", "documents": ["Good morning", "Rain"]'
         path, body = ("v1/rerank", pair) if len(encoder.labels) == 1 else ("v1/embeddings", '"input": "Hello"')
         path = "classify" if len(encoder.labels) > 1 else path

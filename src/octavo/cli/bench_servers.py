@@ -38,7 +38,7 @@ from octavo.machine import usable_cores
 # --- online -----------------------------------------------------------------------------------------
 
 VOCAB_SIZE = 32_000  # for random prompts: the server's vocabulary size is unknown, and most are larger
-_MODEL_LINE = r"^model     (?P<model>\S+).*?, (?P<dtype>\w+), (?P<device>[\w:]+)(?:, (?P<threads>\d+) threads)?$"
+_MODEL_LINE = r"^model     (?P<model>\S+).*?, (?P<dtype>\w+), (?P<device>[\w:]+)(?:, (?P<threads>\d+) threads?)?$"
 _RARE_ONLINE = (
     "--served-model", "--extra-body", "--text", "--arrivals", "--burstiness", "--request-timeout", "--warmups",
 )  # fmt: skip
