@@ -198,7 +198,8 @@ def test_the_short_help_fits_a_screen_and_the_whole_one_has_every_option(name, c
     visible = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     spelled = whole.replace("--[no-]", "--")
     assert all(action.option_strings[0] in spelled for action in visible if action.option_strings)
-    assert not re.search(r"\[\(|\(\)|\d{5}\]|'\*'", short + whole), "a value as Python writes it"
+    values = (short + whole).replace("[29501]", "")  # a port is typed as it stands
+    assert not re.search(r"\[\(|\(\)|\d{5}\]|'\*'", values), "a value as Python writes it"
     assert max(map(len, whole.splitlines())) < 80 or name == "simulate"
     assert ("--help-all" in short) == (short.count("\n  -") < whole.count("\n  -") - 1)
 

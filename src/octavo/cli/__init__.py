@@ -70,12 +70,13 @@ RENAMED_COMMANDS = {
     "shutdown": "stop", "status": "ps", "benchmark": "bench", "show": "plan", "info": "plan", "check": "doctor",
     "remove": "rm", "delete": "rm", "run-batch": "batch",
 }  # fmt: skip
-_USAGE = """usage: octavo COMMAND [options]
+_USAGE = """usage: octavo {family}COMMAND [options]
 
 {commands}
 
-octavo COMMAND --help shows the common options, --help-all all of them; octavo help WORD searches them.
-octavo --version prints the version.
+octavo {family}COMMAND --help shows the common options, --help-all all of them; octavo help WORD searches them.
+"""
+_START = """octavo --version prints the version.
 Start here:  octavo run "Why is the sky blue?"      octavo serve
 """
 
@@ -109,7 +110,7 @@ def _dispatch(words: list[str]) -> int:
 
         print(f"octavo {version('octavo')}")
         return 0
-    if len(words) > 1 and words[0] == "help":
+    if len(words) > 1 and words[0] == "help" and words[1] not in ("-h", "--help"):
         code: int = importlib.import_module("octavo.cli.help").run_help(words[1:])
         return code
     name, rest = _find(words)
@@ -156,8 +157,9 @@ def _find(words: list[str]) -> tuple[str | None, list[str]]:
     raise UsageError(unknown("command", words[0], first_words, "see octavo --help"))
 
 
-def _usage(prefix: str = "") -> str:
-    names = [name for name in COMMANDS if name.startswith(prefix)]
+def _usage(family: str = "") -> str:
+    names = [name for name in COMMANDS if name.startswith(family)]
     width = max(map(len, names)) + 3
-    headings = {} if prefix else {name: f"{text}:\n" for name, text in _HEADINGS.items()}
-    return _USAGE.format(commands="\n".join(f"{headings.get(n, '')}  {n:{width}}{COMMANDS[n][1]}" for n in names))
+    headings = {} if family else {name: f"{text}:\n" for name, text in _HEADINGS.items()}
+    commands = "\n".join(f"{headings.get(n, '')}  {n:{width}}{COMMANDS[n][1]}" for n in names)
+    return _USAGE.format(family=family, commands=commands) + ("" if family else _START)

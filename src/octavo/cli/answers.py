@@ -51,12 +51,14 @@ def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None 
     """Add the sampling flags; `max_tokens` is the default, None for as many tokens as fit."""
     default = max_tokens if max_tokens is not None else "as many as fit"
     flags = ("--max-tokens", "--n-predict", "-n")
-    group.add_argument(*flags, type=whole, default=max_tokens, metavar="N", help=f"tokens at most [{default}]")
-    group.add_argument("--temperature", "--temp", type=float, metavar="X", help="0 = greedy [the model's, else 1]")
-    group.add_argument("--top-p", type=float, metavar="X", help="nucleus [the model's, else 1]")
-    group.add_argument("--top-k", type=int, metavar="N", help="most likely tokens [the model's, else all]")
+    group.add_argument(*flags, type=whole, default=max_tokens, metavar="N", help=f"at most N tokens [{default}]")
+    group.add_argument(
+        "--temperature", "--temp", type=float, metavar="X", help="0 = the likeliest token [the model's, else 1]"
+    )
+    group.add_argument("--top-p", type=float, metavar="X", help="total probability kept [the model's, else 1]")
+    group.add_argument("--top-k", type=int, metavar="N", help="likeliest tokens kept [the model's, else all]")
     group.add_argument("--system", metavar="TEXT", help="system message")
-    group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
+    group.add_argument("--quiet", "-q", action="store_true", help="print no progress and no figures on stderr")
 
 
 def image_part(path: str) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--retry-failed", action="store_true", help="repeat requests that failed in an earlier run")
     group.add_argument("--overwrite", action="store_true", help="start again, without the answers of an earlier run")
-    group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
+    group.add_argument("--quiet", "-q", action="store_true", help="print no progress and no figures on stderr")
     add_settings(parser, (*ENGINE_SECTIONS, "adapters"))
 
 

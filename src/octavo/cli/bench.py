@@ -354,7 +354,7 @@ def add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, default=own.depth, choices=(1, 2), help="plans in flight [1]")
     parser.add_argument(
         "--fast-forward", action=argparse.BooleanOptionalAction, default=True,
-        help="compute unchanged decode steps together [on]",
+        help="whether unchanged decode steps are computed together [on]",
     )  # fmt: skip
     parser.add_argument(
         "--check", type=whole, default=1000, metavar="N", help="first simulate N of them both ways and compare [1000]"

@@ -263,10 +263,10 @@ def _argparse_options(setting: Setting) -> dict[str, Any]:
         return options | {"action": argparse.BooleanOptionalAction}
     if setting.kind is tuple:
         words = {"action": "extend", "nargs": "+"} if setting.takes_words else {"action": "append"}
-        return options | words | {"metavar": "TEXT"}
+        return options | words | {"metavar": setting.metavar}
     if setting.bare:
         options |= {"nargs": "?", "const": setting.bare}
-    return options if setting.choices else options | {"metavar": _METAVARS.get(setting.kind, "TEXT")}
+    return options if setting.choices else options | {"metavar": _METAVARS.get(setting.kind, setting.metavar)}
 
 
 def settings_given(args: argparse.Namespace) -> dict[str, object]:

@@ -27,7 +27,7 @@ _RAY_ADDRESS = re.compile(r"local|auto|(ray://)?[^\s:]+:\d+|\[[0-9a-fA-F:]+\]:\d
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("models", nargs="*", metavar="MODEL", help="what to serve, one or more [smollm2]")
-    parser.add_argument("--quiet", "-q", action="store_true", help="nothing at start-up and while busy")
+    parser.add_argument("--quiet", "-q", action="store_true", help="print nothing at start-up and while busy")
     add_settings(parser, without=_LEFT_OUT, headings=("model", FLEET_HEADING))
 
 

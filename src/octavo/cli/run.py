@@ -40,9 +40,8 @@ class RunRequest:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.usage = "octavo run [MODEL] [PROMPT] [options]"
-    parser.add_argument(
-        "words", nargs="*", metavar="PROMPT", help="the prompt, in quotes; - or a pipe reads it; a model alone: a chat"
-    )
+    text = "the prompt, in quotes; - reads it from stdin; a MODEL alone starts a chat"
+    parser.add_argument("words", nargs="*", metavar="PROMPT", help=text)
     group = parser.add_argument_group("answer")
     add_answer_arguments(group)
     parser.set_defaults(max_tokens=None)  # default: MAX_TOKENS for one answer, no limit in a conversation

@@ -45,7 +45,7 @@ FLEET_SETTINGS = ("replicas", "router", "hosts", "ray", "plan", "fleet_address")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve [smollm2]")
-    parser.add_argument("--quiet", "-q", action="store_true", help="nothing at start-up and while busy")
+    parser.add_argument("--quiet", "-q", action="store_true", help="print nothing at start-up and while busy")
     add_settings(parser, without=FLEET_SETTINGS)
 
 

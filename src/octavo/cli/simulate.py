@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--too-long", default=TOO_LONG[0], choices=TOO_LONG,
         help="requests longer than the model: keep (the engine refuses or ends them), clip, drop [keep]",
     )  # fmt: skip
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of workloads and routers [0]")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of workloads and routers [0]")
     add_engine_arguments(parser.add_argument_group("engines"))
     group = parser.add_argument_group("output")
     group.add_argument(

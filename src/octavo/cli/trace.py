@@ -26,7 +26,7 @@ from octavo.observe.series import StepTimes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("recording", metavar="DIR", help="what octavo serve --record wrote")
+    parser.add_argument("recording", metavar="DIR", help="what octavo serve --record or octavo record wrote")
     parser.add_argument(
         "--perfetto", metavar="FILE", help="write Chrome's trace format; compressed if FILE ends in .gz"
     )

@@ -28,7 +28,7 @@ class ModelConfig:
     model: str = option(
         "smollm2",
         "short name, folder, .gguf file, Hugging Face repository, or scripted:FILE",
-        "--model",
+        "--model=MODEL",
         "-m",
         brief="alias, folder, .gguf file or repository",
     )
@@ -62,10 +62,10 @@ class ModelConfig:
         None,
         "importance matrix of llama.cpp's llama-imatrix for this model; --quantization int4 then loses least where "
         "inputs are used most",
-        "--imatrix",
+        "--imatrix=FILE",
     )
     weight_cache_dir: str | None = option(
-        None, "folder of weights converted for this machine (default: ~/.cache/octavo/weights)", "--cache-dir"
+        None, "folder of weights converted for this machine (default: ~/.cache/octavo/weights)", "--cache-dir=DIR"
     )
     weight_cache_bytes: int = option(
         20 << 30, "maximum bytes of that folder, such as 20G; 0 = keep none", "--weight-cache-bytes", within=(0, None)
@@ -92,7 +92,7 @@ class ChatConfig:
     chat_template: str | None = option(
         None,
         "file with a jinja chat template to use instead of the model's",
-        "--chat-template",
+        "--chat-template=FILE",
         brief="jinja file, instead of the model's",
     )
     trust_template: bool = option(
@@ -175,7 +175,7 @@ class SchedulingConfig:
         "fcfs",
         "order of admission and preemption: fcfs, fifo, prefill_first, priority, fair, deadline, shortest_prefill, "
         "prefix_affinity, an installed one, or module:Class",
-        "--policy",
+        "--policy=NAME",
         "--scheduling-policy",
     )
     max_batch_tokens: int | None = option(
@@ -253,7 +253,7 @@ class ExecutionConfig:
     )
     decoder: str = option(
         "auto",
-        "code of a model's layers; torch is slower than native on a CPU; transformers runs models of that library",
+        "what computes the layers; torch is slower than native on a CPU; transformers runs models of that library",
         "--decoder",
         choices=("auto", "native", "torch", "transformers"),
     )
@@ -304,7 +304,7 @@ class ParallelConfig:
         within=(0, 63),
     )
     master_addr: str = option(
-        "127.0.0.1", "address of host 0, which the ranks of other hosts connect to", "--master-addr"
+        "127.0.0.1", "address of host 0, which the ranks of other hosts connect to", "--master-addr=ADDRESS"
     )
     master_port: int = option(29501, "port of host 0 for the ranks of other hosts", "--master-port", within=(1, 65535))
 
@@ -328,7 +328,7 @@ class SpeculationConfig:
     )
     speculate_quantization: str = option(
         "auto",
-        "code of the draft model's weights; auto: int4 on a CPU unless its files have codes",
+        "type of the draft model's weights; auto: int4 on a CPU unless its files are quantized",
         "--speculate-quantization",
         choices=QUANTIZATIONS,
     )
@@ -366,7 +366,7 @@ class AdapterConfig:
     lora_modules: tuple[str, ...] = option(
         (),
         "adapters to load: NAME=PATH of a PEFT folder or a .gguf file; requests name an adapter as their model",
-        "--lora-modules",
+        "--lora-modules=NAME=PATH",
         "--lora-paths",
         takes_words=True,
     )
@@ -404,7 +404,7 @@ class StatisticsConfig:
         600.0, "seconds for which a finished request can be explained", "--explain-kept-s", within=(0.0, None)
     )
     drift_baseline: str | None = option(
-        None, "fit of earlier steps (octavo simulate --fit) to compare the steps with", "--drift-baseline"
+        None, "fit of earlier steps (octavo simulate --fit) to compare the steps with", "--drift-baseline=FILE"
     )
 
 
@@ -415,7 +415,7 @@ class RecordingConfig:
     record: str | None = option(
         None,
         "folder in which every decision of the engine is recorded",
-        "--record",
+        "--record=DIR",
         brief="record every decision in this folder",
     )
     record_bytes: int = option(
@@ -440,7 +440,7 @@ class FlightConfig:
     flight_recordings: str | None = option(
         None,
         "folder that gets what is kept when an engine dies (default: octavo/recordings in the cache folder)",
-        "--flight-recordings",
+        "--flight-recordings=DIR",
     )
     record_on_miss: bool = option(
         False, "save it too when a request misses its ttft or tpot objective, once a minute", "--record-on-miss"

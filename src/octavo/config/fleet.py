@@ -20,7 +20,9 @@ class ModelsConfig:
     """Which models a server has, and when they are loaded and unloaded (docs/fleet.md)."""
 
     models_file: str | None = option(
-        None, "YAML file of models, each with its name, its replicas and its own settings (octavo fleet)", "--models"
+        None,
+        "YAML file of models, each with its name, its replicas and its own settings (octavo fleet)",
+        "--models=FILE",
     )
     keep_alive_s: float = option(
         -1.0,
@@ -66,13 +68,13 @@ class FleetConfig:
     hosts: str | None = option(
         None,
         "file with the HOST:PORT of an engine on each line, which octavo serve MODEL --offer HOST:PORT started there",
-        "--hosts",
+        "--hosts=FILE",
         brief="file with the HOST:PORT of engines that --offer started",
     )
     ray: str | None = option(
         None,
         "place the --replicas with Ray, in the cluster at ADDRESS; without ADDRESS a local Ray is started",
-        "--ray",
+        "--ray=ADDRESS",
         bare="local",
         brief="place the engines with Ray (extra: ray)",
     )
@@ -80,7 +82,7 @@ class FleetConfig:
         None,
         "file of octavo simulate --search --json FILE: its replicas, router and engine settings are taken, unless a "
         "flag sets them",
-        "--plan",
+        "--plan=FILE",
         brief="take the answer of octavo simulate --search",
     )
 
@@ -88,29 +90,29 @@ class FleetConfig:
         (),
         "HOST:PORT of a front whose requests this engine serves, several (with commas) for standby fronts; no HTTP is "
         "served then",
-        "--join",
+        "--join=HOST:PORT",
     )
     offer: str | None = option(
         None,
         "HOST:PORT to listen on for a front that lists this engine (octavo fleet --hosts); no HTTP is served then",
-        "--offer",
+        "--offer=HOST:PORT",
     )
     fleet_address: str | None = option(
         None,
         "HOST:PORT where the fleet waits for engines that join, which octavo serve MODEL --join HOST:PORT starts",
-        "--fleet-address",
+        "--fleet-address=HOST:PORT",
         brief="HOST:PORT where engines may join",
     )
     journal_address: str | None = option(
         None,
         "HOST:PORT where a standby front may follow this front's --journal (octavo fleet --standby-of)",
-        "--journal-address",
+        "--journal-address=HOST:PORT",
     )
     standby_of: str | None = option(
         None,
         "HOST:PORT of the --journal-address of a front: keep a copy of its journal in --journal, and serve in its "
         "place once it is gone",
-        "--standby-of",
+        "--standby-of=HOST:PORT",
     )
     takeover_after_s: float = option(
         8.0,
@@ -132,11 +134,11 @@ class LinkConfig:
         "--fleet-token",
         is_secret=True,
     )
-    fleet_token_file: str | None = option(None, "file with that secret", "--fleet-token-file")
+    fleet_token_file: str | None = option(None, "file with that secret", "--fleet-token-file=FILE")
     fleet_tls_cert: str | None = option(
-        None, "PEM file of this machine's certificate, for TLS between machines", "--fleet-tls-cert"
+        None, "PEM file of this machine's certificate, for TLS between machines", "--fleet-tls-cert=FILE"
     )
-    fleet_tls_key: str | None = option(None, "PEM file of that certificate's private key", "--fleet-tls-key")
+    fleet_tls_key: str | None = option(None, "PEM file of that certificate's private key", "--fleet-tls-key=FILE")
     fleet_tls_ca: str | None = option(
-        None, "PEM file of the authorities that sign the other machines' certificates", "--fleet-tls-ca"
+        None, "PEM file of the authorities that sign the other machines' certificates", "--fleet-tls-ca=FILE"
     )

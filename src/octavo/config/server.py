@@ -14,7 +14,7 @@ from octavo.config.setting import option
 class ServingConfig:
     """The server's address, API keys, processes and shutdown."""
 
-    host: str = option("127.0.0.1", "address to listen on", "--host", brief="address to listen on")
+    host: str = option("127.0.0.1", "address to listen on", "--host=ADDRESS", brief="address to listen on")
     port: int = option(
         8000,
         "port to listen on; 0 = any free one",
@@ -32,7 +32,7 @@ class ServingConfig:
     api_key_file: str | None = option(
         None,
         "TOML or YAML file of named keys with their tenants, limits and priorities",
-        "--api-key-file",
+        "--api-key-file=FILE",
         brief="named keys with tenants and limits",
     )
     tenant_weight: tuple[str, ...] = option(
@@ -58,7 +58,7 @@ class ServingConfig:
         30.0, "seconds that open requests may take at shutdown", "--shutdown-timeout", within=(0.0, None)
     )
     admin_socket: str | None = option(
-        None, "path of the Unix socket for octavo admin (default: in a folder of this user's)", "--admin-socket"
+        None, "path of the Unix socket for octavo admin (default: in a folder of this user's)", "--admin-socket=PATH"
     )
 
     @property
@@ -93,14 +93,14 @@ class WebConfig:
     ssl_certfile: str | None = option(
         None,
         "PEM file of the server's certificate and its chain; only https is served",
-        "--ssl-certfile",
+        "--ssl-certfile=FILE",
         brief="serve https with this certificate",
     )
     ssl_keyfile: str | None = option(
-        None, "PEM file of the private key, without a password (default: in --ssl-certfile)", "--ssl-keyfile"
+        None, "PEM file of the private key, without a password (default: in --ssl-certfile)", "--ssl-keyfile=FILE"
     )
     ssl_ca_certs: str | None = option(
-        None, "PEM file of authorities; clients must present a certificate signed by one of them", "--ssl-ca-certs"
+        None, "PEM file of authorities; clients must present a certificate signed by one of them", "--ssl-ca-certs=FILE"
     )
     root_path: str = option("", "path prefix under which a proxy serves this, such as /octavo", "--root-path")
 
@@ -163,7 +163,7 @@ class RetryConfig:
     """Storage of requests with an Idempotency-Key and their answers, for retries (docs/journal.md)."""
 
     journal: str | None = option(
-        None, "folder of the journal, which keeps requests with an Idempotency-Key across a restart", "--journal"
+        None, "folder of the journal, which keeps requests with an Idempotency-Key across a restart", "--journal=DIR"
     )
     journal_sync: str = option(
         "none",
@@ -225,7 +225,7 @@ class McpConfig:
     mcp_config: str | None = option(
         None,
         'JSON file of MCP servers, {"mcpServers": {NAME: {"command", "args", "env"} or {"url", "headers"}}}',
-        "--mcp-config",
+        "--mcp-config=FILE",
     )
     mcp_timeout_s: float = option(
         60.0, "seconds that one call of a tool of an MCP server may take", "--mcp-timeout", within=(0.1, 3600.0)
@@ -236,7 +236,9 @@ class McpConfig:
 class BatchConfig:
     """Files and batches of clients (docs/batch.md)."""
 
-    batch_dir: str | None = option(None, "folder of /v1/files and /v1/batches, which are off without it", "--batch-dir")
+    batch_dir: str | None = option(
+        None, "folder of /v1/files and /v1/batches, which are off without it", "--batch-dir=DIR"
+    )
     batch_concurrency: int | None = option(
         None,
         "maximum open requests of batches (default: half of --max-num-seqs)",
@@ -264,7 +266,9 @@ class TelemetryConfig:
     """Traces and the log (docs/observing.md). Metrics have no settings in this section."""
 
     otlp_traces_endpoint: str | None = option(
-        None, "URL that takes traces, such as http://127.0.0.1:4318/v1/traces (extra: otel)", "--otlp-traces-endpoint"
+        None,
+        "URL that takes traces, such as http://127.0.0.1:4318/v1/traces (extra: otel)",
+        "--otlp-traces-endpoint=URL",
     )
     log_format: str = option("text", "format of the lines on stderr", "--log-format", choices=("text", "json"))
     log_level: str = option(

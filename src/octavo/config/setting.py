@@ -71,6 +71,7 @@ class Setting:
     `brief` is the option's line in the short help, under `heading` (default: the section's heading). An option without
     `brief` is only in the full help.
     With `takes_words`, the flag takes all words after it, as vLLM's flag does. The flag of any other tuple is repeated.
+    `metavar` stands for a value in the help, unless it is a number or one of `choices`.
     `bare` is the value of a flag without one, if that is allowed.
     """
 
@@ -80,6 +81,7 @@ class Setting:
     within: tuple[float | None, float | None] = (None, None)
     brief: str = ""
     heading: str = ""
+    metavar: str = "TEXT"
     is_secret: bool = False
     takes_words: bool = False
     bare: str = ""
@@ -151,9 +153,9 @@ class Setting:
         if self.name.endswith("bytes") and value >= 1024:
             power = min((value.bit_length() - 1) // 10, 3)
             return f"{value / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-        if isinstance(value, int) and value >= 10_000 and not self.name.endswith("port"):
-            return f"{value:,}"
-        return f"{value:g}" if value == 0 else str(value)
+        if isinstance(value, str) or self.name.endswith("port") or value != int(value):
+            return str(value)
+        return f"{int(value):{',' if value >= 10_000 else ''}}"
 
     def _parse(self, value: object) -> Any:
         """Convert the value to the field's type; return None if that is not possible."""
@@ -178,8 +180,13 @@ class _Rules(TypedDict, total=False):
 
 
 def option(default: Any, help: str, *flags: str, **rules: Unpack[_Rules]) -> Any:
-    """Declare a field of a section as a setting: its default, help, flags, and the rules of Setting."""
-    return field(default=default, metadata={"setting": Setting(help=help, flags=flags, **rules)})
+    """Declare a field of a section as a setting: its default, help, flags, and the rules of Setting.
+
+    The first flag may say what it takes: --record=DIR.
+    """
+    first, _, metavar = flags[0].partition("=")
+    setting = Setting(help=help, flags=(first, *flags[1:]), metavar=metavar or "TEXT", **rules)
+    return field(default=default, metadata={"setting": setting})
 
 
 def section(cls: type[Any], title: str, heading: str) -> Any:
