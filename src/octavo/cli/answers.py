@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.artifacts.adapter import adapter_id, find_adapter
 from octavo.cli.flags import UsageError, whole
+from octavo.cli.servers import refusal_text
 from octavo.cli.terminal import loading, reason_of, warn_limits
 from octavo.config import Config
 from octavo.core.request import FinishReason, SamplingParams, Span, sampling_defaults
@@ -252,7 +253,7 @@ class RemoteAnswerer:
         try:
             answer = await self._open().get("/models")
             if answer.status_code != 200:
-                raise AnswerError(_refusal(answer.status_code, answer.content))
+                raise AnswerError(refusal_text(answer.status_code, answer.content))
             self.name = self.name or str(answer.json()["data"][0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise AnswerError(f"no server answers at {self.url} ({reason_of(error)})") from None
@@ -277,7 +278,7 @@ class RemoteAnswerer:
         try:
             async with self._open().stream("POST", "/chat/completions", json=body) as answer:
                 if answer.status_code != 200:
-                    raise AnswerError(_refusal(answer.status_code, await answer.aread()))
+                    raise AnswerError(refusal_text(answer.status_code, await answer.aread()))
                 async for line in answer.aiter_lines():
                     text = self._read_event(line)
                     if text:
@@ -314,13 +315,6 @@ class RemoteAnswerer:
 
 def _call(call_id: str, name: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
-
-
-def _refusal(status: int, body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return f"the server answered with status {status}"
 
 
 def _note(count: int, decode_s: float, first_s: float, is_cut: bool = False, unit: str = "tokens") -> str:

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import secrets
 import signal
 import sys
@@ -30,7 +29,7 @@ from rich.console import Console
 
 from octavo.bench.completion_client import CompletionClient, CompletionResult, Target, first_model
 from octavo.bench.report import percentile, show_facts
-from octavo.cli.flags import UsageError
+from octavo.cli.flags import UsageError, read_duration
 from octavo.cli.servers import (
     AdminError,
     add_server_arguments,
@@ -57,7 +56,6 @@ FAULTS = {
     "stop_engine": ("engine", signal.SIGSTOP, "stops its engine"),
     "kill_api": ("api", signal.SIGKILL, "kills its api process"),
 }
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +113,7 @@ def _read_drill(args: argparse.Namespace) -> Drill:
     """Return the drill that the arguments describe. Raises UsageError."""
     given = {kind: getattr(args, kind) for kind in FAULTS}
     intervals_s = {kind: _read_interval("--" + kind.replace("_", "-"), words) for kind, words in given.items() if words}
-    duration_s = _read_seconds("--duration", args.duration)
+    duration_s = read_duration("--duration", args.duration)
     if not 1 <= duration_s <= MAX_DURATION_S:
         raise UsageError(f"--duration is {duration_s:g} s; give 1 to {MAX_DURATION_S:g} s")
     return Drill(intervals_s, args.streams, args.max_tokens, duration_s)
@@ -124,17 +122,10 @@ def _read_drill(args: argparse.Namespace) -> Drill:
 def _read_interval(flag: str, words: list[str]) -> float:
     if len(words) > 2 or (len(words) == 2 and words[0] != "every"):
         raise UsageError(f"{flag} is {' '.join(words)!r}; give an interval, such as every 5s")
-    seconds = _read_seconds(flag, words[-1])
+    seconds = read_duration(flag, words[-1])
     if seconds < MIN_INTERVAL_S:
         raise UsageError(f"{flag} is every {seconds:g} s; give at least {MIN_INTERVAL_S:g} s")
     return seconds
-
-
-def _read_seconds(flag: str, text: str) -> float:
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise UsageError(f"{flag} is {text!r}; give a time, such as 500ms, 5s or 2m")
-    return float(match[1]) * {"ms": 0.001, "m": 60.0}.get(match[2], 1.0)
 
 
 def _check_local(url: str) -> None:

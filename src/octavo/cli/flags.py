@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import copy
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,6 +146,16 @@ def _name_of(action: argparse.Action) -> str:
 
 
 whole = Number(int)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+
+
+def read_duration(flag: str, text: str) -> float:
+    """Return the seconds, above 0, of 90s, 5m, 1h, 250ms or 90. Raises UsageError."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise UsageError(f"{flag} is {text!r}; give a time such as 90s, 5m or 1h")
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -279,14 +290,8 @@ def respell(args: argparse.Namespace) -> list[str]:
     words = ["--config", args.config] if args.config else []
     for name, value in settings_given(args).items():
         setting = _BY_DEST[_DEST + name]
-        if setting.is_secret:
-            continue
-        flag = setting.flags[0]
-        if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            values = value if isinstance(value, list) else [value]
-            words += [f"{flag}={one}" for one in values]
+        if not setting.is_secret:
+            words += setting.words(value)
     return words
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.cli.flags import UsageError
+from octavo.cli.flags import read_duration
 from octavo.cli.servers import add_server_arguments, call_admin, named_server
 from octavo.config import FlightConfig
 from octavo.errors import ConfigError
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from octavo.cli.api_process import Engine
 
 SETTLE_S = 0.25  # more than twice the time after which a recorder writes
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
 
 class RecordOrder(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,21 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Have the server write the recording; print where it is."""
-    last_s = None if args.last is None else read_duration(args.last)
+    last_s = None if args.last is None else read_duration("--last", args.last)
     folder = Path(args.output or time.strftime("octavo-record-%Y%m%d-%H%M%S")).expanduser().absolute()
     order = msgspec.json.encode(RecordOrder(str(folder), last_s)).decode()
     answer = call_admin(named_server(args).admin, "record", order)
     for each in answer["recordings"]:
         print(f"{each['folder']}: {each['bytes']:,} bytes, {each['seconds']:.1f} s; octavo replay {each['folder']}")
     return 0
-
-
-def read_duration(text: str) -> float:
-    """Return the seconds of 90s, 5m, 1h, 250ms or 90. Raises UsageError."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None or not float(found[1]):
-        raise UsageError(f"--last is {text!r}; give a time such as 90s, 5m or 1h")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 async def record(engine: Engine, config: FlightConfig, argument: str) -> object:

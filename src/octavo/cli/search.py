@@ -143,7 +143,7 @@ def _candidate(
     engine, hardware = group.engine, group.engine.hardware
     if engine.ranks == 1 and chosen.get("data_parallel_size", 1) != 1:
         raise ConfigError(f"data_parallel_size is {own.dp}; {engine.model} has no experts, give replicas instead")
-    setup = make_setups(own, [group], resolved.config)[0]
+    setup = make_setups(own, [group])[0]
     return Candidate(
         chosen, setup, group.price * setup.fleet[0].replica.num_engines,
         1 if hardware is None else own.tp * engine.ranks * own.pp,

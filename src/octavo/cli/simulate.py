@@ -213,7 +213,7 @@ def make_plan(args: argparse.Namespace) -> SimulationPlan:
     groups = make_groups(args, resolved)
     longest = min(group.limits[0].max_model_len for group in groups)
     goals = read_goals(args.objective) if args.objective else Goals()
-    return SimulationPlan(workload_of(args, longest), groups, make_setups(args, groups, config), goals)
+    return SimulationPlan(workload_of(args, longest), groups, make_setups(args, groups), goals)
 
 
 def workload_of(args: argparse.Namespace, longest: int) -> SimulatedWorkload:

@@ -166,7 +166,7 @@ def make_groups(args: argparse.Namespace, resolved: Resolved) -> list[SimulatedG
     return groups
 
 
-def make_setups(args: argparse.Namespace, groups: Sequence[SimulatedGroup], config: Config) -> list[Setup]:
+def make_setups(args: argparse.Namespace, groups: Sequence[SimulatedGroup]) -> list[Setup]:
     """Return the Setup for each policy."""
     first, has_groups = groups[0], bool(args.group) or groups[0].scaling is not None
     if args.autoscale and all(group.scaling is None for group in groups):

@@ -132,6 +132,13 @@ class Setting:
             raise ConfigError(f"{spelled} is {shown}; {self.remedy()}")
         return result
 
+    def words(self, value: object) -> list[str]:
+        """Return the words that give this value on a command line."""
+        flag = self.flags[0]
+        if isinstance(value, bool):
+            return [flag if value else flag.replace("--", "--no-", 1)]
+        return [f"{flag}={one}" for one in (value if isinstance(value, (list, tuple)) else [value])]
+
     def remedy(self) -> str:
         """Return the end of an error message, which names the accepted values."""
         if self.choices:

@@ -82,11 +82,8 @@ class FleetPlan:
         """Return the settings as flags, for replicas that join a fleet and for its front."""
         words = [f"--model={self.model}"]
         for name, value in self.settings.items():
-            flag = _PLANNED[name].flags[0]
-            if isinstance(value, bool):
-                words.append(flag if value else flag.replace("--", "--no-", 1))
-            elif value is not None:
-                words.append(f"{flag}={value}")
+            if value is not None:
+                words += _PLANNED[name].words(value)
         return words
 
     def command(self) -> str:

@@ -43,7 +43,6 @@ from octavo.frontend.journal import Journal
 from octavo.frontend.journal_files import Disk, JournalSegment, copy_head, numbered, replace_segments, segment_path
 
 _LOG = logging.getLogger(__name__)
-CHUNK_BYTES = 256 << 10
 HELD_LIMIT_S = 2.0  # a standby that has not acknowledged within this time is given up, so that no answer waits for it
 LOOK_S = 0.1
 _TERM_FILE = "term"

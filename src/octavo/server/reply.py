@@ -95,7 +95,7 @@ async def reply(request: Request, wanted: GenerationRequest) -> Response:
             wanted.prepare(encoder)
     if wanted.stream:
         return EventStream(source, encoder, context)
-    return await _whole(request, context, source, encoder)
+    return json_response(await _encoded(encoder, await collect(request, context, source)))
 
 
 async def _resume(request: Request, wanted: GenerationRequest) -> ResumableStream:
@@ -141,14 +141,14 @@ async def body_hash(wanted: GenerationRequest) -> bytes:
     return await off_loop(digest) if is_long else digest()
 
 
-async def _whole(request: Request, context: Context, source: DeltaSource, encoder: AnswerEncoder) -> Response:
+async def collect(request: Request, context: Context, source: DeltaSource) -> list[Choice]:
+    """Wait for all choices while the client is connected, and close the source. Raises ApiError, ClientGoneError."""
     try:
-        choices = await context.lifecycle.supervise(source.collect(), request.receive)
+        return await context.lifecycle.supervise(source.collect(), request.receive)
     except (ApiError, OctavoError) as error:
         raise from_exception(error) from None
     finally:
         await source.close()
-    return json_response(await _encoded(encoder, choices))
 
 
 async def _encoded(encoder: AnswerEncoder, choices: Sequence[Choice]) -> bytes:

@@ -62,7 +62,7 @@ def describe_groups(
     return groups
 
 
-def describe_scaling(run: SimulatedRun, columns: Columns, span: float) -> Facts:
+def describe_scaling(run: SimulatedRun, columns: Columns) -> Facts:
     """Return the figures of scaled groups, and how long requests waited for their first step while a replica started.
 
     None of them if no group is scaled. Hours are counted from the first arrival to the last end.

@@ -48,7 +48,7 @@ def summarise(
         "preemptions": _preemptions(run.outcomes),
         "tenants": _tenants(run.outcomes, columns),
         "cost": _cost(run, columns, span, price_per_hour),
-        "scaling": describe_scaling(run, columns, span),
+        "scaling": describe_scaling(run, columns),
         "transfers": describe_transfers(run, span),
         "groups": describe_groups(run, columns, span, price_per_hour),
     }

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from octavo.artifacts.encoder_spec import TextInput
 from octavo.core.request import SamplingParams, Want
-from octavo.errors import EngineError, OctavoError, RequestError
+from octavo.errors import EngineError, RequestError
 from octavo.frontend.scoring import TextPairs, Vector, likeliest, pair_indices, ranked, unit
 from octavo.server.api.completions.bodies import Prompts
 from octavo.server.api.fields import TEXT_OR_TEXTS, Refused, field_notes, read
@@ -33,7 +33,8 @@ from octavo.server.encoding import AnswerSpec, Choice, Identity
 from octavo.server.generation import GenerationRequest, start
 from octavo.server.http.body import json_response, off_loop, read_json
 from octavo.server.http.endpoints import queued
-from octavo.server.http.errors import ApiError, bad_field, from_exception, too_long
+from octavo.server.http.errors import bad_field, from_exception, too_long
+from octavo.server.reply import collect
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
@@ -295,12 +296,7 @@ async def embed(
         wants=Want.POOL,
     )
     generation, spec = await start(request, wanted)
-    try:
-        choices = await context.lifecycle.supervise(generation.collect(), request.receive)
-    except (ApiError, OctavoError) as error:
-        raise from_exception(error) from None
-    finally:
-        await generation.close()
+    choices = await collect(request, context, generation)
     num_cached = sum(choice.deltas[-1].usage.cached_tokens for choice in choices if choice.deltas[-1].usage)
     vectors = [_vector_of(choice) for choice in choices]
     return Embedded(spec.identity[0], vectors, generation.prompt_lengths, num_cached)

@@ -112,15 +112,15 @@ async def log_in(request: Request) -> Response:
     _check_own(request)
     fields = await _fields(request, context)
     next_page = _next(fields.get("next", ""))
+    response = _away(next_page or "./") if is_page else Response(status_code=204)
     if not context.keys.keys:
-        return _away(next_page or "./") if is_page else Response(status_code=204)
+        return response
     session_id = context.logins.log_in(fields.get("key", "").strip().encode("utf-8", "surrogatepass"))
     if session_id is None:
         wait_s = context.logins.wrong_keys.note(source_of(request.scope))
         return _refused(wrong_key_error(_NO_KEY, wait_s), is_page, next_page)
     for old in session_cookies(request.headers):
         context.logins.log_out(old)
-    response = _away(next_page or "./") if is_page else Response(status_code=204)
     is_secure = _is_secure(request)
     name = cookie_name(request.headers, is_secure)
     response.set_cookie(name, session_id, path="/", secure=is_secure, httponly=True, samesite="strict")
