@@ -92,7 +92,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_741,
-    ("engine", "frontend"): 5_964,
+    ("engine", "frontend"): 5_965,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_660,
     ("executors",): 4_666,
@@ -101,13 +101,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_858,
     ("media",): 500,
     ("observe",): 4_447,
-    ("simulator",): 6_572,
-    ("server",): 11_916,
-    ("cli",): 6_425,
+    ("simulator",): 6_554,
+    ("server",): 11_911,
+    ("cli",): 6_392,
     ("bench",): 2_914,
-    ("config",): 1_276,
+    ("config",): 1_290,
 }
-ALL_CODE_LINES, ALL_FILES = 73_367, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 73_322, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
