@@ -414,9 +414,10 @@ def test_blocks_taken_and_freed_together_are_those_of_single_calls(seed: int) ->
             assert together.allocate_several(count) == table
             for index, block in enumerate(table[: lots.randrange(count + 1)]):
                 key, step = b"%d/%d" % (number, index), lots.choice((None, number))
-                assert together.publish(block, key, None, step) and single.publish(block, key, None, step)
+                assert not together.publish([block], [key], None, step)
+                assert not single.publish([block], [key], None, step)
                 if step is not None and lots.random() < 0.8:  # else it is evicted while it is pending
-                    together.confirm(block, step)
-                    single.confirm(block, step)
+                    together.confirm([block], step)
+                    single.confirm([block], step)
             tables.append(table)
         assert state_of(together) == state_of(single)

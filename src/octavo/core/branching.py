@@ -134,7 +134,8 @@ def _is_one_too_many(step: Step, sequence: Sequence, match: Match) -> bool:
 def _is_promised(step: Step, sequence: Sequence, match: Match) -> bool:
     """Return True if another request's row in this plan writes a block of the match; the plan may yet drop the row."""
     request = sequence.request
-    promised = {(made.group, made.block) for made in step.effects.published if made.owner.request is not request}
+    others = [made for made in step.effects.published if made.owner.request is not request]
+    promised = {place for made in others for place in made.places}
     return any((group, block) in promised for group, blocks in enumerate(match.blocks) for block in blocks)
 
 

@@ -327,5 +327,5 @@ def deduplicate(state: State, published: list[Publication]) -> None:
         if cached is not None:
             for sequence in state.cache.dedup(made, cached):
                 state.updates.table_edits.extend((sequence.slot, made.group, made.index, cached))
-                state.defer_release(made.group, made.block)
+                state.defer_release(made.group, made.blocks[0])
             state.totals.num_adopted_blocks += 1

@@ -103,7 +103,7 @@ def _withdraw(state: State, flights: list[Flight], sequence: Sequence) -> set[tu
     """Unpublish the blocks that plans in flight publish for a sequence; return the blocks and their copies."""
     blocks: set[tuple[int, int]] = set()
     for flight in flights:
-        blocks.update((made.group, made.block) for made in state.cache.unpublish(flight.effects, [sequence]))
+        blocks.update(*[made.places for made in state.cache.unpublish(flight.effects, [sequence])])
         copies = flight.plan.copies
         for group, source, to in zip(copies[::3], copies[1::3], copies[2::3], strict=True):
             if (group, source) in blocks:

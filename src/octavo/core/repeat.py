@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -190,7 +191,8 @@ class RepeatingRows:
         self._most_used = 0
         if self._num_with_tables:
             for steps_left in range(num_steps - 1, -1, -1):
-                self._grow(effects if not steps_left else None)
+                if self._growing[self._num_steps % self._size]:
+                    self._grow(effects if not steps_left else None)
                 self._end_step(steps_left, effects, committed)
         else:  # nothing is published, so these blocks may be taken together
             state.cache.pools[0].take(self._num_new_blocks(num_steps))
@@ -351,19 +353,14 @@ class RepeatingRows:
         self._num_steps += 1
         if not steps_left:
             self._note_used()
-        due = self._growing[self._num_steps % self._size][:] if self._num_keyed else []
-        ended = self._pop_ended()
-        if due and ended:
-            due = sorted(dict.fromkeys((*due, *ended)), key=_rank_of)
-        for row in due or ended:
-            self._end_row(row, steps_left, effects, now)
-
-    def _pop_ended(self) -> list[Sequence]:
-        """Remove from the heap, and return, the rows that end by now, in order."""
+        due = self._growing[self._num_steps % self._size] if self._num_keyed else []
         ended: list[Sequence] = []
         while not self._depth and self._ends and self._ends[0][0] == self._num_steps:
             ended.append(heappop(self._ends)[2])
-        return ended
+        if not due and not ended:
+            return
+        for row in sorted(dict.fromkeys((*due, *ended)), key=_rank_of) if due and ended else (due or ended)[:]:
+            self._end_row(row, steps_left, effects, now)
 
     def _end_row(self, row: Sequence, steps_left: int, effects: Effects, now: float) -> None:
         is_last = not self._depth and self._offsets[row] + self._num_steps == row.limit - 1
@@ -401,8 +398,7 @@ class RepeatingRows:
         totals.num_output_tokens += num_tokens
         if self._state.policy.tracks_service:
             requests = [row.request for row in self._offsets]
-            for _ in range(num_steps):
-                self._state.policy.notify_each("served", requests, 1)
+            self._state.policy.notify_served(chain.from_iterable(repeat(requests, num_steps)))
 
 
 # --- conditions

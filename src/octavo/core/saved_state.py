@@ -13,7 +13,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from octavo.core.beam_search import BeamGroup, Hypothesis
@@ -117,7 +118,7 @@ class SavedPool:
 
 @dataclass(slots=True)
 class SavedFlight:
-    """A Flight apart from its plan. `rows` are sequences, `swapped` requests; `published` has Publication's fields."""
+    """A Flight apart from its plan. `rows` are sequences, `swapped` requests, `published` blocks of Publications."""
 
     rows: list[int]
     published: list[tuple[int, int, int, int, bool]]
@@ -282,8 +283,9 @@ def _save_flight(flight: Flight, numbers: _Numbers) -> SavedFlight:
     return SavedFlight(
         numbers.of_sequences(flight.rows),
         [
-            (made.group, made.block, made.index, numbers.sequences[made.owner], made.is_duplicate)
+            (made.group, block, made.index, numbers.sequences[made.owner], made.is_duplicate)
             for made in effects.published
+            for block in made.blocks
         ],
         effects.saved[:],
         numbers.of_requests(effects.swapped_requests),
@@ -399,8 +401,8 @@ def _restore_flight(
 ) -> Flight:
     effects = Effects(plan.step)
     effects.published = [
-        Publication(group, block, index, sequences[owner], is_duplicate)
-        for group, block, index, owner, is_duplicate in saved.published
+        Publication(group, [entry[1] for entry in entries], index, sequences[owner], is_duplicate)
+        for (group, index, owner, is_duplicate), entries in groupby(saved.published, itemgetter(0, 2, 3, 4))
     ]
     effects.saved = list(saved.saved)
     effects.swapped_requests = [requests[number] for number in saved.swapped]

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 from octavo.core.limits import Limits
 from octavo.core.request import Request, SamplingParams, Span
@@ -101,9 +102,9 @@ def block_keys(arrival: Arrival, block_size: int) -> tuple[bytes, ...]:
         tokens += arrival.output_tokens
     count = min(tokens, len(keys) * size) // block_size
     if isinstance(keys[0], bytes):
-        names = [key for key in keys if isinstance(key, bytes)]
+        names = cast("tuple[bytes, ...]", keys)
         if size == block_size:
-            return tuple(names[:count])
+            return names[:count]
         ends = range(block_size - 1, count * block_size, block_size)
         return tuple(names[end // size] + (end + 1).to_bytes(4, "little") for end in ends)
     numbers = [key for key in keys if isinstance(key, int)]

@@ -7,6 +7,8 @@ needs to write in the block gets a copy. A block that a plan in flight still wri
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from octavo.core.kv.effects import NO_BLOCK, Effects, Publication
 from octavo.core.kv.host_tier import HostTier
 from octavo.core.kv.pool import BlockPool
@@ -16,6 +18,8 @@ from octavo.core.plan import DROP_BLOCK
 from octavo.core.request_state import Sequence
 
 __all__ = ["NO_BLOCK", "Effects", "KVCache", "Match", "Publication"]
+
+_index_of = attrgetter("index")
 
 
 class KVCache:
@@ -215,10 +219,10 @@ class KVCache:
             block = self.allocate(group, is_load=True)
             self.effects.load(sequence.slot, group, host_block, block)
             sequence.tables[group][index] = block
-            ids = block_ids(sequence, index, self.block_size)
-            if self.pools[group].publish(block, sequence.keys[index], ids, self.effects.step):
+            ids = self._ids_of(sequence, index, index + 1)
+            if not self.pools[group].publish([block], [sequence.keys[index]], ids, self.effects.step):
                 self.num_published += 1
-                self.effects.published.append(Publication(group, block, index, sequence))
+                self.effects.published.append(Publication(group, [block], index, sequence))
 
     @property
     def may_load(self) -> bool:
@@ -401,37 +405,44 @@ class KVCache:
     def publish(self, sequence: Sequence, end: int, step: int | None) -> list[Publication]:
         """Publish the full blocks of positions [0, end). With `step`, they are pending until that plan has run.
 
-        Return the blocks that are pending or duplicates.
+        Return the blocks that are pending, and the duplicates.
         """
         made: list[Publication] = []
-        num_full = end // self.block_size
-        if num_full <= sequence.num_published:
+        if end // self.block_size <= sequence.num_published:
             return made
         self.extend_keys(sequence)
-        keys, has_ids = sequence.keys, sequence.token_ids is not None
-        for index in range(sequence.num_published, min(num_full, len(keys))):
-            ids = block_ids(sequence, index, self.block_size) if has_ids else None
-            for group, pool in enumerate(self.pools):
-                block = sequence.tables[group][index]
-                if block == NO_BLOCK:
-                    continue
-                is_new = pool.publish(block, keys[index], ids, step)
-                self.num_published += is_new
-                if step is not None or not is_new:
-                    made.append(Publication(group, block, index, sequence, not is_new))
-            sequence.num_published = index + 1
+        first, stop = sequence.num_published, min(end // self.block_size, len(sequence.keys))
+        if stop <= first:
+            return made
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+            begin = max(first, sequence.first_live[group])
+            blocks = table[begin:stop]
+            taken = pool.publish(blocks, sequence.keys[begin:stop], self._ids_of(sequence, begin, stop), step)
+            self.num_published += len(blocks) - len(taken)
+            for at in reversed(taken):
+                made.append(Publication(group, [blocks.pop(at)], begin + at, sequence, is_duplicate=True))
+            if step is not None and blocks:
+                made.append(Publication(group, blocks, begin, sequence))
+        if len(made) > 1:
+            made.sort(key=_index_of)  # duplicates are replaced in the order of the table
+        sequence.num_published = stop
         return made
+
+    def _ids_of(self, sequence: Sequence, first: int, stop: int) -> list[bytes] | None:
+        """Return the ids of each of the blocks [first, stop), packed; None for a sequence known by length only."""
+        if sequence.token_ids is None:
+            return None
+        size = self.block_size
+        packed = sequence.token_ids[first * size : stop * size].tobytes()
+        return [packed[start : start + 4 * size] for start in range(0, len(packed), 4 * size)]
 
     def confirm(self, effects: Effects) -> None:
         """Mark the blocks that a plan published or saved as written, because the plan ran."""
-        step = effects.step
         for entry in effects.published:
             if not entry.is_duplicate:
-                pending = self.pools[entry.group].pending
-                if pending.get(entry.block) == step:  # as BlockPool.confirm: long prompts publish hundreds of blocks
-                    del pending[entry.block]
+                self.pools[entry.group].confirm(entry.blocks, effects.step)
         for group, block in effects.saved:
-            self.host.pools[group].confirm(block, effects.step)
+            self.host.pools[group].confirm([block], effects.step)
 
     def unpublish(self, effects: Effects, owners: list[Sequence]) -> list[Publication]:
         """Withdraw and return the publications of these sequences by a plan that did not run, or failed."""
@@ -449,18 +460,19 @@ class KVCache:
     def _withdraw_pending(self, made: list[Publication], step: int) -> None:
         for entry in made:
             if not entry.is_duplicate:
-                self.pools[entry.group].unpublish(entry.block, step)
+                for block in entry.blocks:
+                    self.pools[entry.group].unpublish(block, step)
 
     def find_duplicated(self, entry: Publication) -> int | None:
         """Return the cached block that equals a duplicate, or None if the owner no longer holds the duplicate."""
-        sequence = entry.owner
+        sequence, block = entry.owner, entry.blocks[0]
         table = sequence.tables[entry.group]
-        if entry.index >= len(table) or table[entry.index] != entry.block or entry.index >= len(sequence.keys):
+        if entry.index >= len(table) or table[entry.index] != block or entry.index >= len(sequence.keys):
             return None
         pool = self.pools[entry.group]
         cached = pool.lookup(sequence.keys[entry.index], block_ids(sequence, entry.index, self.block_size))
-        is_usable = cached is not None and cached != entry.block and cached not in pool.pending
-        return cached if is_usable and pool.key_of[entry.block] is None else None
+        is_usable = cached is not None and cached != block and cached not in pool.pending
+        return cached if is_usable and pool.key_of[block] is None else None
 
     def dedup(self, entry: Publication, cached: int) -> list[Sequence]:
         """Replace a duplicate by the cached block in the tables of all sequences of its request.
@@ -470,7 +482,7 @@ class KVCache:
         changed = []
         for sequence in entry.owner.request.sequences:
             table = sequence.tables[entry.group]
-            if entry.index < len(table) and table[entry.index] == entry.block:
+            if entry.index < len(table) and table[entry.index] == entry.blocks[0]:
                 self.pools[entry.group].share(cached)
                 table[entry.index] = cached
                 changed.append(sequence)

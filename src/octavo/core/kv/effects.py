@@ -17,13 +17,21 @@ NO_BLOCK = -1  # a table entry without a block: its block has left the window, o
 
 @dataclass(slots=True)
 class Publication:
-    """A full block that a plan published before it ran. `is_duplicate`: another block already had the key."""
+    """Full blocks that a plan published before it ran; `index` is that of the first in the owner's table.
+
+    `is_duplicate`: another block already had the key. Such an entry has one block.
+    """
 
     group: int
-    block: int
+    blocks: list[int]
     index: int
-    owner: Sequence  # whose row writes the block
+    owner: Sequence  # whose row writes the blocks
     is_duplicate: bool = False
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(group, block) of each block."""
+        return [(self.group, block) for block in self.blocks]
 
 
 class Effects:

@@ -53,7 +53,8 @@ class HostTier:
             host.touch(known)
         elif host.num_free:
             kept = host.allocate()
-            host.publish(kept, key, pool.ids_of[block], effects.step)
+            ids = pool.ids_of[block]
+            host.publish([kept], [key], None if ids is None else [ids], effects.step)
             effects.swap_outs.extend((group, block, kept))
             effects.saved.append((group, kept))
             effects.pinned.append((group, kept))

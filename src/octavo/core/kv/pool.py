@@ -202,21 +202,31 @@ class BlockPool:
         stored = self.ids_of[block]
         return block if ids is None or stored is None or ids == stored else None
 
-    def publish(self, block: int, key: bytes, ids: bytes | None, step: int | None) -> bool:
-        """Make a full block findable; `step` is the plan that still writes it. Return False if the key is taken."""
-        if key in self.block_of:
-            return False
-        self.block_of[key] = block
-        self.key_of[block] = key
-        self.ids_of[block] = ids
-        if step is not None:
-            self.pending[block] = step
-        return True
+    def publish(self, blocks: list[int], keys: list[bytes], ids: list[bytes] | None, step: int | None) -> list[int]:
+        """Make full blocks findable, each under its key; `step` is the plan that still writes them.
 
-    def confirm(self, block: int, step: int) -> None:
-        """Mark the block as written by the plan of `step`."""
-        if self.pending.get(block) == step:
-            del self.pending[block]
+        Return the positions in `blocks` of those whose key is taken.
+        """
+        taken: list[int] = []
+        block_of, key_of, pending = self.block_of, self.key_of, self.pending
+        for position, (block, key) in enumerate(zip(blocks, keys, strict=True)):
+            if key in block_of:
+                taken.append(position)
+                continue
+            block_of[key] = block
+            key_of[block] = key
+            if ids is not None:
+                self.ids_of[block] = ids[position]
+            if step is not None:
+                pending[block] = step
+        return taken
+
+    def confirm(self, blocks: list[int], step: int) -> None:
+        """Mark the blocks as written by the plan of `step`."""
+        pending = self.pending
+        for block in blocks:
+            if pending.get(block) == step:
+                del pending[block]
 
     def unpublish(self, block: int, step: int) -> None:
         """Withdraw the key that the plan of `step` published, because the plan will not write the block."""

@@ -56,10 +56,7 @@ class StepColumns:
 
         Host seconds count from the end of the step to the next plan, if that is the next call.
         """
-        self._flat.extend(numbers)
-        self._flat.append(planned)
-        self._flat.append(device_s)
-        self._flat.append(host_s)
+        self._flat.extend((*numbers, planned, device_s, host_s))
 
     def by_name(self) -> dict[str, array[float]]:
         """Return the columns by the names of StepNumbers, `planned`, `device_s` and `host_s`."""
