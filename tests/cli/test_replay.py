@@ -22,6 +22,7 @@ from tests.fake_server import FakeServer
 
 from octavo.assembly import build_local
 from octavo.cli import main
+from octavo.cli import replay as replaying
 from octavo.cli.servers import call_admin
 from octavo.config.sources import config_from_keywords
 from octavo.core.request import SamplingParams
@@ -170,6 +171,24 @@ def test_a_what_if_that_cannot_be_is_refused_with_what_may_be(
     make_segment(tmp_path)
     assert main(["replay", str(tmp_path), "--what-if", words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_simulations_in_several_processes_are_those_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.simulator.test_recorded import recorded
+
+    folder, found = recorded(limits(num_blocks=64, max_sequences=4), 1, tmp_path), []
+    what_if = ("policy=fair,max_num_seqs=2", "rate_scale=2", "max_batch_tokens=8")
+    words = [word for text in what_if for word in ("--what-if", text)]
+    for cores, many in ((2, 0), (8, 0), (2, 1 << 30), (1, 0)):
+        monkeypatch.setattr(replaying, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(replaying, "MANY_BYTES", many)
+        assert main(["replay", str(folder), "--json", *words]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert list(found[0]["runs"]) == ["recorded", "simulated", *what_if]
+    assert found[0]["runs"]["simulated"] != found[0]["runs"][what_if[0]]
+    assert found == [found[0]] * 4
 
 
 def test_a_difference_is_shown_and_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

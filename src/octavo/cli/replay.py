@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +26,24 @@ from octavo.core.policy import find_policy
 from octavo.errors import ConfigError
 from octavo.fleet.routing import ROUTERS
 from octavo.fleet.routing_log import replay_routing, routing_logs
+from octavo.machine import usable_cores
 from octavo.observe.recording import Recording, ReplayReport, open_recording, replay
 from octavo.observe.recording.reader import CUT_OFF
+from octavo.simulator.arrival import Arrival
 from octavo.simulator.costs import cost_model
 from octavo.simulator.costs.fitted import Fitted, fit_recording
 from octavo.simulator.drafts import DraftSettings
 from octavo.simulator.recorded import MeasuredRecording, check_policy, measure
 from octavo.simulator.report import Case, comparison_table
 from octavo.simulator.run import simulate
+from octavo.simulator.search import process_pool
 from octavo.simulator.setup import Setup
 from octavo.simulator.summary import summarise
 from octavo.simulator.workloads.spec import Notes
 from octavo.simulator.workloads.traces import recorded_arrivals
 
 MAX_COLUMNS = 8
+MANY_BYTES = 8 << 20  # of a recording, about 2,600 requests: simulating it takes longer than starting a process
 _SECTIONS = ("cache", "scheduling")
 _ALIASES = {"max_num_seqs": "max_sequences", "max_num_batched_tokens": "max_batch_tokens"}
 _OF_SETUP = {"depth": int, "pipeline_depth": int, "replicas": int, "router": str, "max_waiting": int}
@@ -87,15 +93,16 @@ def _replay(args: argparse.Namespace) -> int:
     options = ViewOptions(args.page, args.perfetto)
     views = write_views(recording, options) if options.page or options.perfetto else None
     whole = None if views is None else views.report
-    measured = measure(recording, whole) if args.what_if and (whole is None or whole.is_equal) else None
-    if measured is not None:
-        report = measured.report
-    else:
-        report = replay(recording) if whole is None else whole
     cases: list[Case] = []
     remarks: list[str] = []
-    if measured is not None and report.is_equal:
-        cases, remarks = compare(recording, measured, args.what_if, args.cost)
+    if args.what_if and (whole is None or whole.is_equal):
+        with _processes(recording, len(args.what_if)) as pool:
+            measured = measure(recording, whole, pool)
+            report = measured.report
+            if report.is_equal:
+                cases, remarks = compare(recording, measured, args.what_if, args.cost, pool)
+    else:
+        report = replay(recording) if whole is None else whole
     facts = _facts(recording, report, cases, remarks)
     if not output_json(args.json, json.dumps(facts, indent=1)):
         return 0 if report.is_equal else 1
@@ -265,12 +272,31 @@ def _change_limits(recorded: Limits, values: dict[str, Any]) -> Limits:
     return replace(recorded, **values)
 
 
+@contextmanager
+def _processes(recording: Recording, count: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Yield up to `count` processes, at most one for each core; None for a short recording, or for a single core."""
+    num_cores = usable_cores()
+    if num_cores == 1 or sum(segment.num_bytes for segment in recording.segments) < MANY_BYTES:
+        yield None
+        return
+    pool = process_pool(min(num_cores, count))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def compare(
-    recording: Recording, measured: MeasuredRecording, texts: Sequence[str], cost: str
+    recording: Recording,
+    measured: MeasuredRecording,
+    texts: Sequence[str],
+    cost: str,
+    pool: ProcessPoolExecutor | None = None,
 ) -> tuple[list[Case], list[str]]:
     """Return the recorded run, its simulation and a simulation of each change, and remarks on what is not simulated.
 
-    `cost` names a cost model; "fitted" fits one to this recording. Raises ConfigError, RecordingError.
+    `cost` names a cost model; "fitted" fits one to this recording. With a `pool` the changes are simulated there, and
+    at the same time the recorded settings here. Raises ConfigError, RecordingError.
     """
     if len(texts) > MAX_COLUMNS:
         raise ConfigError(f"--what-if is given {len(texts)} times; give at most {MAX_COLUMNS}")
@@ -281,6 +307,7 @@ def compare(
     cases = [Case.of("recorded", measured.run, summarise(measured.run))]
     notes, drafts = Notes(), measured.drafts
     arrivals = list(recorded_arrivals(header.has_state, measured.requests, notes))
+    runs: list[tuple[str, list[Arrival], Setup]] = []
     for change in changes:
         scaled = [replace(one, time=one.time / change.rate_scale) for one in arrivals]
         # Their number and acceptance are the recorded ones, whatever the source of drafts was.
@@ -288,10 +315,17 @@ def compare(
         limits = limits if drafts is not None else replace(limits, max_draft_tokens=0)
         kept = drafts if limits.max_draft_tokens else None
         setup = Setup(limits, costs, depth=min(header.depth, 2), sample_s=1.0, drafts=kept)
-        result = simulate(scaled, replace(setup, **change.setup))
-        cases.append(Case.of(change.label, result, summarise(result)))
+        runs.append((change.label, scaled, replace(setup, **change.setup)))
+    others = [] if pool is None else [pool.submit(_simulate, *run) for run in runs[1:]]
+    cases += [_simulate(*run) for run in (runs[:1] if others else runs)]
+    cases += [other.result() for other in others]
     remarks = [f"{count:,} requests {description}" for description, count in notes.counts.items()]
     return cases, [*_remarks(recording, drafts, changes), *remarks]
+
+
+def _simulate(label: str, workload: list[Arrival], setup: Setup) -> Case:
+    result = simulate(workload, setup)
+    return Case.of(label, result, summarise(result))
 
 
 def _remarks(recording: Recording, drafts: DraftSettings | None, changes: Sequence[WhatIf]) -> Iterator[str]:

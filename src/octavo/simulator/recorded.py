@@ -7,6 +7,7 @@ Does not: read files, fit a cost model (costs), or open a recording as a workloa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
@@ -52,19 +53,23 @@ class MeasuredRecording:
     drafts: DraftSettings | None
 
 
-def measure(recording: Recording, report: ReplayReport | None = None) -> MeasuredRecording:
+def measure(
+    recording: Recording, report: ReplayReport | None = None, pool: Executor | None = None
+) -> MeasuredRecording:
     """Measure a recording, by its records where these tell all, else by a replay.
 
     The report is that of a whole replay, if one is given or needed. Else only the first CHECKED_PLANS plans are
-    replayed and compared. If it is not equal, only the report is to be used. Raises replay's errors.
+    replayed and compared, in the pool if there is one, while the records are read here. If it is not equal, only the
+    report is to be used. Raises replay's errors.
     """
     with rare_collections():
         columns = StepColumns()
+        check = None if pool is None or report else pool.submit(replay, recording, max_plans=CHECKED_PLANS)
         plain = read_plain(recording, columns)
         if plain is None:
             return measure_by_replay(recording)
         if report is None:
-            report = replay(recording, max_plans=CHECKED_PLANS)
+            report = replay(recording, max_plans=CHECKED_PLANS) if check is None else check.result()
             if report.is_equal:
                 left = plain.report.num_plans - report.num_equal
                 report = replace(plain.report, num_equal=report.num_equal, num_left=left)

@@ -25,7 +25,7 @@ from octavo.config.setting import Number, Setting
 from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.fleet.routing import ROUTERS
-from octavo.plugins import find_policy
+from octavo.plugins import find_policy, load_policies
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.bounds import Demand, fewest_engines
 from octavo.simulator.costs.hardware import THIS, device_facts
@@ -322,8 +322,13 @@ class _Trials:
 
 
 def process_pool(jobs: int) -> ProcessPoolExecutor:
-    """Return a pool of processes that leave Ctrl-C to this one."""
-    return ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    """Return a pool of processes that know the installed policies, and that Ctrl-C ends without a message."""
+    return ProcessPoolExecutor(jobs, get_context("spawn"), _begin_process)
+
+
+def _begin_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    load_policies()
 
 
 @dataclass(slots=True)
