@@ -224,15 +224,15 @@ def use_over_time(run: SimulatedRun, span: float) -> dict[str, Points]:
     spans = Spans.of(run)
     if not len(spans.begins):
         return {}
-    is_known = spans.compute >= 0
+    is_known, busy = spans.compute >= 0, np.minimum(1.0, spans.busy / spans.lengths)
 
     def most(name: str) -> np.ndarray:
         found: np.ndarray = np.maximum(of_engine(run, name, spans.engines), 1)
         return found
 
     levels = {
-        "device busy": np.minimum(1.0, spans.busy / spans.lengths),
-        "compute": np.where(is_known, spans.compute * np.minimum(1.0, spans.busy / spans.lengths), 0.0),
+        "device busy": busy,
+        "compute": np.where(is_known, spans.compute * busy, 0.0),
         "slots": spans.active * spans.rows / most("max_sequences"),
         "KV pool": spans.active * spans.used / most("num_blocks"),
         "step tokens": spans.active * spans.step_tokens / most("max_batch_tokens"),

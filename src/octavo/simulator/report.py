@@ -394,7 +394,8 @@ def _limit_charts(cases: Sequence[Case]) -> Iterator[Chart]:
 
 
 def _time_charts(cases: Sequence[Case]) -> Iterator[Chart]:
-    for case in cases if len(cases) <= MAX_DETAILED else ():
+    detailed = cases if len(cases) <= MAX_DETAILED else ()
+    for case in detailed:
         of = f", {case.label}" if len(cases) > 1 else ""
         for band, title, unit in (("replicas", "Replicas", "replicas"), ("transfers", "KV transfers", "requests")):
             named = enumerate(case.bands.get(band, {}).items())
@@ -406,7 +407,7 @@ def _time_charts(cases: Sequence[Case]) -> Iterator[Chart]:
             continue  # the chart by reason has it
         if any(case.curves.get(name) for case in cases):
             yield _time_chart(cases, name, title, unit)
-    for case in cases if len(cases) <= MAX_DETAILED else ():
+    for case in detailed:
         if case.services:
             named = enumerate(case.services.items())
             lines = [Line(name or "(none)", points, number) for number, (name, points) in named]

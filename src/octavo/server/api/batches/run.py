@@ -386,11 +386,6 @@ class RunOptions:
     least_priority: int | None = None
 
 
-async def in_thread(work: Callable[[], object]) -> None:
-    """Do work that waits for the disk, on another thread."""
-    await asyncio.to_thread(work)
-
-
 @dataclass(slots=True)
 class BatchRun:
     """One run over a file. `write` runs the work that appends answers; `on_progress` is called after each write."""
@@ -399,7 +394,7 @@ class BatchRun:
     paths: BatchPaths
     options: RunOptions = RunOptions()
     on_progress: Callable[[Counts], object] = lambda counts: None
-    write: Callable[[Callable[[], object]], Awaitable[None]] = in_thread
+    write: Callable[[Callable[[], object]], Awaitable[object]] = asyncio.to_thread
     counts: Counts = field(default_factory=Counts)
 
     async def run(self) -> Counts:
