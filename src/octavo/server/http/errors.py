@@ -224,8 +224,9 @@ def ollama_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
     return {"error": error.message}
 
 
+ANTHROPIC = "/v1/messages"  # what the paths of Anthropic's API begin with
 STYLES: Mapping[str, Style] = {  # the path's prefix -> style; all other paths have OpenAI's
-    "/v1/messages": anthropic_error,
+    ANTHROPIC: anthropic_error,
     "/api/": ollama_error,
 }
 
