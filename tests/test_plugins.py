@@ -17,6 +17,7 @@ from octavo.assembly import open_engine
 from octavo.config.sources import config_from_keywords
 from octavo.core.policy import POLICIES
 from octavo.errors import ConfigError
+from octavo.simulator.search import process_pool
 from tests.core.harness import Run, limits, prompt
 from tests.source_tree import ROOT
 
@@ -106,6 +107,13 @@ def test_S06_a_policy_can_be_given_by_module_and_class(install: Install) -> None
     install("my_policies", GOOD)
     assert plugins.find_policy("my_policies:Biggest") == "biggest"
     assert plugins.find_policy("my_policies:Biggest") == "biggest"  # again: the same class
+
+
+def test_S06_processes_of_a_simulation_know_such_a_policy(install: Install) -> None:
+    install("my_policies", GOOD)
+    plugins.find_policy("my_policies:Biggest")
+    with process_pool(1) as pool:
+        assert pool.submit(plugins.find_policy, "biggest").result() == "biggest"
 
 
 @pytest.mark.parametrize(

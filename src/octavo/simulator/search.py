@@ -14,6 +14,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice, product
@@ -23,9 +24,10 @@ from typing import Any, NamedTuple
 from octavo.config import SETTINGS
 from octavo.config.setting import Number, Setting
 from octavo.config.spelling import unknown
+from octavo.core.policy import POLICIES
 from octavo.errors import ConfigError
 from octavo.fleet.routing import ROUTERS
-from octavo.plugins import find_policy, load_policies
+from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.bounds import Demand, fewest_engines
 from octavo.simulator.costs.hardware import THIS, device_facts
@@ -322,13 +324,16 @@ class _Trials:
 
 
 def process_pool(jobs: int) -> ProcessPoolExecutor:
-    """Return a pool of processes that know the installed policies, and that Ctrl-C ends without a message."""
-    return ProcessPoolExecutor(jobs, get_context("spawn"), _begin_process)
+    """Return a pool of processes that know the policies of this one, and that Ctrl-C ends without a message."""
+    policies = [f"{policy.__module__}:{policy.__qualname__}" for policy in POLICIES.values()]
+    return ProcessPoolExecutor(jobs, get_context("spawn"), _begin_process, (policies,))
 
 
-def _begin_process() -> None:
+def _begin_process(policies: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    load_policies()
+    for path in policies:
+        with suppress(ConfigError):  # it cannot be imported by its name; its use fails, and names it
+            find_policy(path)
 
 
 @dataclass(slots=True)
