@@ -232,7 +232,7 @@ def test_ps_shows_one_that_does_not_answer_yet(capsys: pytest.CaptureFixture[str
         (["chaos", "--kill-engine", "every", "0.1s"], "--kill-engine is every 0.1 s"),
         (["chaos", "--stop-engine", "often"], "--stop-engine is 'often'"),
         (["chaos", "--streams", "0"], "--streams is 0; give a whole number from 1 to 256"),
-        (["chaos", "--duration", "2h"], "--duration is '2h'"),
+        (["chaos", "--duration", "2h"], "--duration is 7200 s; give 1 to 1800 s"),
         (["chaos", "--duration", "31m"], "--duration is 1860 s; give 1 to 1800 s"),
     ],
 )

@@ -91,7 +91,7 @@ def test_T02_dropped_entries_of_a_sliding_group_hold_nothing() -> None:
 def test_T02_the_host_tier_is_counted_where_there_is_one() -> None:
     pool, host = BlockPool(4), BlockPool(6)
     held, cached = host.allocate(), host.allocate()
-    host.publish(cached, b"key", None, None)
+    host.publish([cached], [b"key"], None, None)
     host.release(cached)
     group = use_of([], [pool], [host]).total
     assert (group.host_blocks, group.host_blocks_used) == (6, 2), "held by a request, and by a prefix"
