@@ -4,6 +4,7 @@ Set before torch or tokenizers are loaded by any test module: two OpenMP threads
 for milliseconds, and tokenizers warns after a fork.
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -30,6 +31,12 @@ os.environ["OCTAVO_RUN_DIR"] = _RUN.name
 # A run in the background, or under nohup, ignores these, and so would every process that tests start and signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector skip what is loaded by now: else each closed executor costs seconds (free_memory)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
