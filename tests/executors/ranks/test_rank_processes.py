@@ -69,7 +69,7 @@ async def ranks_of(supervisor: EngineSupervisor) -> list[dict[str, Any]]:
 def is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone, or gone while it was read
         return False
     return state != "Z"
 
