@@ -76,20 +76,9 @@ def test_the_kernels_write_the_same_bytes(dtype: torch.dtype, size: int, value_s
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(
-    ("heads", "size", "value_size"),
-    [
-        ((6, 2), 64, 64),
-        ((6, 2), 24, 24),
-        ((6, 2), 128, 128),
-        ((6, 2), 192, 128),
-        ((6, 2), 8, 80),
-        ((6, 2), 256, 256),
-        ((4, 4), 64, 64),
-        ((4, 4), 192, 128),
-        ((30, 1), 24, 24),
-        ((30, 1), 128, 128),
-    ],
+    "heads", [(6, 2), *(pytest.param(heads, marks=pytest.mark.slow) for heads in ((4, 4), (30, 1)))]
 )
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (24, 24), (128, 128), (192, 128), (8, 80), (256, 256)])
 def test_attention_over_codes_equals_the_reference(
     dtype: torch.dtype, heads: tuple[int, int], size: int, value_size: int
 ) -> None:
