@@ -103,11 +103,11 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("observe",): 4_444,
     ("simulator",): 6_568,
     ("server",): 11_902,
-    ("cli",): 6_420,
+    ("cli",): 6_421,
     ("bench",): 2_914,
     ("config",): 1_290,
 }
-ALL_CODE_LINES, ALL_FILES = 73_377, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 73_378, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

@@ -35,6 +35,12 @@ from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.observe.frame_reader import FrameReader, Row
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stalled machine must not end an answer early; one test sets its own bound of time."""
+    monkeypatch.setattr(frames_module, "MAX_POLL_S", 60.0)
+
+
 class Plain:
     """An EventSink that copies every row with its owner, the slow way, and lets others look at each step."""
 
@@ -198,7 +204,7 @@ def test_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
         assert second["lost"] > 0
         reader = FrameReader()
         reader.read(second["frames"])
-        engine.read_all(reader, second["cursor"])  # an answer is bounded by time, too
+        engine.read_all(reader, second["cursor"])
         assert reader.num_heads == 1 and len(reader.steps) > 4
         first_kept = [number for number, _ in engine.plain.steps].index(reader.steps[0][0])
         assert reader.steps == engine.plain.steps[first_kept:][: len(reader.steps)]
@@ -221,6 +227,20 @@ def test_an_answer_is_bounded_and_says_that_there_is_more(monkeypatch: pytest.Mo
         reader = FrameReader()
         engine.read_all(reader)
         assert reader.steps == engine.plain.steps[: len(reader.steps)]
+
+
+def test_an_answer_without_time_has_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames_module, "MAX_POLL_S", 0.0)
+    monkeypatch.setattr(frames_module, "MIN_STEPS_S", 0.0)
+    with Shown() as engine:
+        for request in requests(5):
+            engine.post(request)
+        engine.ends()
+        answer = engine.poll("")
+        assert answer["more"] and sum(frame["k"] == "step" for frame in answer["frames"]) == 1
+        reader = FrameReader()
+        engine.read_all(reader)
+        assert len(reader.steps) > 5 and reader.steps == engine.plain.steps[: len(reader.steps)]
 
 
 def test_decisions_without_steps_are_a_note() -> None:

@@ -214,7 +214,10 @@ class ReferenceAnswer:
 
 @dataclass(slots=True)
 class DrillResult:
-    """A drill's results. Gaps are seconds between chunks of a stream; `fault_gaps` are gaps that contain a fault."""
+    """A drill's results. `gaps` are seconds between chunks of a stream.
+
+    `fault_gaps` are the gaps that contain a fault; the wait for the first chunk counts as one of them.
+    """
 
     num_finished: int = 0
     num_refused: int = 0
@@ -327,8 +330,9 @@ class DrillRun:
     def _measure_gaps(self) -> None:
         fault_times = [fault_time for _, fault_time, _ in self.result.faults]
         for answer in self._answers:
-            for before, after in pairwise(answer.chunk_times):
-                self.result.gaps.append(after - before)
+            times = answer.chunk_times
+            self.result.gaps += [after - before for before, after in pairwise(times)]
+            for before, after in pairwise([answer.sent, *times]):
                 if any(before <= fault_time < after for fault_time in fault_times):
                     self.result.fault_gaps.append(after - before)
 
