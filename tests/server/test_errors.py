@@ -250,6 +250,24 @@ async def test_a_refusal_does_not_repeat_a_long_value() -> None:
         assert response.status_code == 400 and len(response.content) < 600
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"logit_bias": {"five": 1}},
+            "logit_bias.five is 'five'; give token ids as decimal strings, e.g. {\"50256\": -100}",
+        ),
+        ({"logit_bias": {"4": 1, "5": 101}}, "logit_bias is 101.0; give token 5 a bias from -100 to 100"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name is 'a b'; give 1 to 128 of the characters A-Z, a-z, 0-9, _ and -",
+        ),
+    ],
+)
+async def test_what_to_give_is_said_in_words(fields: dict[str, Any], message: str) -> None:
+    assert (await Harness().chat(**fields)).json()["error"]["message"] == message
+
+
 async def test_a_malformed_id_is_refused() -> None:
     harness = Harness()
     for bad in ("a b", "x" * 129, "é".encode(), ""):

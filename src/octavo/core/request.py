@@ -137,7 +137,8 @@ def _accept_logit_bias(name: str, value: Any) -> object:
         check(isinstance(entry, (tuple, list)) and len(entry) == 2, name, biases, f"give a tuple of {pairs}")
         token, bias = entry
         check(_is_id(token), name, token, "use token ids of the model's vocabulary as keys")
-        check(_is_number(bias) and -100.0 <= bias <= 100.0, name, bias, "give each bias a number from -100 to 100")
+        is_in_range = _is_number(bias) and -100.0 <= bias <= 100.0
+        check(is_in_range, name, bias, f"give token {token} a bias from -100 to 100")
     return biases
 
 

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, create_mo
 from octavo.core.request import NUMBER_FIELDS, SamplingParams
 from octavo.errors import InvalidRequestError
 from octavo.frontend.sessions import check_stream
-from octavo.server.api.fields import TEXT_OR_TEXTS, Body, reject_unsupported
+from octavo.server.api.fields import TEXT_OR_TEXTS, TOKEN_ID_KEY, Body, reject_unsupported
 from octavo.server.api.structured_output import StructureFields, given_structures
 from octavo.server.api.tools import ToolFields
 from octavo.server.http.body import off_loop
@@ -172,7 +172,7 @@ class SamplingBody(SamplingNumbers):
     allowed_token_ids: Annotated[list[int], FailFast()] = Field(
         [], max_length=MAX_ALLOWED_IDS, description="the only ids that may be sampled; empty = all"
     )
-    logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], float] = Field({}, max_length=MAX_BIASES)
+    logit_bias: dict[Annotated[str, Field(pattern=TOKEN_ID_KEY)], float] = Field({}, max_length=MAX_BIASES)
     seed: int | None = None
     n: int | None = Field(None, description="choices to return")
     use_beam_search: bool = Field(False, description="beam search of n beams, or of best_of where that is given")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
-from octavo.server.api.fields import Body, Refused, ignore, reject_unsupported, reject_unsupported_in
+from octavo.server.api.fields import FUNCTION_NAME, Body, Refused, ignore, reject_unsupported, reject_unsupported_in
 from octavo.server.api.structured_output import schema_text
 from octavo.server.http.errors import bad_field
 
@@ -19,7 +19,6 @@ MAX_TOOLS = 128
 MAX_CALLS = 128
 MAX_TOOL_DESCRIPTION_CHARACTERS = 65_536  # descriptions of coding agents have up to about 16,384
 MAX_CALL_ID_CHARACTERS = 256
-NAME_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"  # OpenAI allows 64 characters, Anthropic 128
 NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 IGNORED_IN_TOOLS = {"cache_control": "prefixes are found by their content"}
@@ -27,7 +26,7 @@ _REFUSED_CALL: Refused = {"custom": ()}
 IGNORED_IN_CALLS = {"index": "calls are taken in their order"}
 IGNORED_IN_CALLED = {"parsed_arguments": "the arguments' own text is taken"}
 
-FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
+FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 
 
 def _parameters(value: object) -> object:
