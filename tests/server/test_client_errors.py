@@ -6,6 +6,7 @@ Every refusal names the field and its value, and says what to give instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +359,28 @@ def test_anthropics_client_raises_bad_request_with_the_field(other_client: Any, 
     )
     assert error.body["error"]["message"] == "no model 'gpt' is served here; this server has: tiny"
     assert len(server.engine.requests) == num_before
+
+
+def test_anthropics_client_is_told_that_its_files_api_is_not_offered(client: Any, other_client: Any) -> None:
+    kept = client.files.create(file=("in.jsonl", b"{}\n"), purpose="batch")
+    files = other_client.beta.files
+    calls: list[Callable[..., Any]] = [
+        files.list,
+        partial(files.upload, file=("in.jsonl", b"{}\n")),
+        partial(files.retrieve_metadata, kept.id),
+        partial(files.download, kept.id),
+        partial(files.delete, kept.id),
+    ]
+    for call in calls:
+        error = refused(anthropic.BadRequestError, call, {})
+        assert error.body["error"]["type"] == "invalid_request_error", error.body
+        assert error.body["error"]["message"].startswith("Anthropic's Files API is not offered; send texts and images ")
+        assert error.body["request_id"] == error.request_id is not None
+    assert [file.id for file in client.files.list()] == [kept.id], "OpenAI's client has its file"
+
+
+def test_an_unknown_model_is_an_error_in_the_clients_own_form(client: Any, other_client: Any) -> None:
+    error = refused(anthropic.NotFoundError, partial(other_client.models.retrieve, "gpt"), {})
+    assert error.body["error"]["type"] == "not_found_error" and error.body["request_id"] == error.request_id is not None
+    error = refused(openai.NotFoundError, partial(client.models.retrieve, "gpt"), {})
+    assert error.code == "model_not_found"

@@ -24,7 +24,7 @@ from octavo.server.context import Context, context_of, model_not_found
 from octavo.server.encoding import Json
 from octavo.server.http.body import json_response, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.http.errors import ApiError, bad_field
+from octavo.server.http.errors import ApiError, bad_field, is_anthropic
 
 if TYPE_CHECKING:
     from octavo.artifacts.model_spec import ModelSpec
@@ -143,9 +143,6 @@ def _weight_bytes(context: Context) -> int:
     return 0 if context.sessions.capacity is None else context.sessions.capacity.weight_bytes
 
 
-ANTHROPIC_VERSION = "anthropic-version"  # Anthropic's clients send this header
-
-
 def _card(context: Context, name: str) -> dict[str, object]:
     state: dict[str, object] = {} if context.served is None else {"state": context.served.state.value}
     encoder = context.text.spec.encoder
@@ -168,7 +165,7 @@ async def list_models(request: Request) -> Response:
     """List every served model under each of its names."""
     context = context_of(request)
     names = context.all_names
-    if ANTHROPIC_VERSION in request.headers:
+    if is_anthropic(request.scope):
         cards = [anthropic_card(context.for_model(name), name) for name in names]
         body: dict[str, object] = {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
     else:
@@ -180,7 +177,7 @@ async def get_model(request: Request) -> Response:
     """Describe a served model. Any other name gets a 404."""
     name = request.path_params["model_id"]
     context = context_of(request).for_model(name)
-    card = anthropic_card(context, name) if ANTHROPIC_VERSION in request.headers else _card(context, name)
+    card = anthropic_card(context, name) if is_anthropic(request.scope) else _card(context, name)
     return json_response(card)
 
 

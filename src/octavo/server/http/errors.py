@@ -94,7 +94,7 @@ class ApiError(Exception):
         return headers
 
     def response(self, extra_headers: Mapping[str, str] | None = None) -> Response:
-        """Return the HTTP response, with the error object of the path's API."""
+        """Return the HTTP response, with the error object of the request's API."""
         return _Refusal(self, {**self.headers(), **(extra_headers or {})})
 
 
@@ -104,8 +104,8 @@ class _Refusal(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Encode the error in the style of the path's API, and send it."""
-        self.body = msgspec.json.encode(style_of(scope["path"])(self._error, scope))
+        """Encode the error in the style of the request's API, and send it."""
+        self.body = msgspec.json.encode(style_of(scope)(self._error, scope))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
@@ -224,16 +224,22 @@ def ollama_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
     return {"error": error.message}
 
 
-ANTHROPIC = "/v1/messages"  # what the paths of Anthropic's API begin with
-STYLES: Mapping[str, Style] = {  # the path's prefix -> style; all other paths have OpenAI's
-    ANTHROPIC: anthropic_error,
-    "/api/": ollama_error,
-}
+_SHARED = ("/v1/models", "/v1/files")  # paths of OpenAI's API and of Anthropic's
 
 
-def style_of(path: str) -> Style:
-    """Return the error style of the path's API."""
-    return next((style for begin, style in STYLES.items() if path.startswith(begin)), openai_error)
+def is_anthropic(scope: Scope) -> bool:
+    """Return True if a request is for Anthropic's API. On paths that OpenAI's API has too, a header decides."""
+    path: str = scope["path"]
+    if path.startswith(_SHARED):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return path.startswith("/v1/messages")
+
+
+def style_of(scope: Scope) -> Style:
+    """Return the error style of the request's API."""
+    if is_anthropic(scope):
+        return anthropic_error
+    return ollama_error if scope["path"].startswith("/api/") else openai_error
 
 
 @dataclass(frozen=True, slots=True)

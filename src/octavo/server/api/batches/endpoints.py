@@ -14,14 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from octavo.server.api.batches.service import BatchService
-from octavo.server.api.batches.store import BatchRecord, FileRecord, new_id
+from octavo.server.api.batches.store import BatchRecord, BatchStore, FileRecord, new_id
 from octavo.server.api.fields import IGNORED_FIELDS, Body, collect_ignored, ignore, read
 from octavo.server.api.responses.bodies import MAX_METADATA, Metadata
 from octavo.server.context import Context, context_of
 from octavo.server.http.auth import KEY, tenant_of
 from octavo.server.http.body import check_coding, json_response, read_json
 from octavo.server.http.endpoints import Endpoint, Limit
-from octavo.server.http.errors import ApiError, bad_field
+from octavo.server.http.errors import ApiError, bad_field, is_anthropic
 from octavo.server.http.keys import KeyInfo
 
 MAX_FILE_ID_CHARACTERS = 128
@@ -60,10 +60,9 @@ _EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
 
 async def create_file(request: Request) -> Response:
     """Store a file of requests."""
-    context = context_of(request)
+    context, store = context_of(request), _files(request)
     context.lifecycle.check_ready()
     service = context.batches
-    store = service.store
     holder: KeyInfo = request.scope[KEY]
     declared = request.headers.get("content-length", "")
     min_bytes = int(declared[:19]) - _AROUND_FILE if declared.isascii() and declared.isdigit() else 0
@@ -164,7 +163,7 @@ def _read_fields(form: FormData) -> tuple[UploadFile, int | None]:
 
 async def list_files(request: Request) -> Response:
     """List the caller's files, newest first unless `order` is asc."""
-    store = context_of(request).batches.store
+    store = _files(request)
     purpose = request.query_params.get("purpose")
     found = [file for file in store.files.values() if purpose in (None, file.purpose)]
     return json_response(_page(request, found, _MAX_LISTED))
@@ -222,9 +221,19 @@ def _find(request: Request, records: dict[str, R], name: str, kind: str, path: s
     return record
 
 
+def _files(request: Request) -> BatchStore:
+    """Return the store of files. Raises ApiError for a request of Anthropic's Files API, which has other objects."""
+    if is_anthropic(request.scope):
+        message = (
+            "Anthropic's Files API is not offered; send texts and images in the content of messages; files for batches "
+            "are OpenAI's, so send them without the header anthropic-version"
+        )
+        raise ApiError(400, message, code="unsupported_endpoint")
+    return context_of(request).batches.store
+
+
 def _file(request: Request) -> FileRecord:
-    store = context_of(request).batches.store
-    return _find(request, store.files, request.path_params["file_id"], "file", "/v1/files")
+    return _find(request, _files(request).files, request.path_params["file_id"], "file", "/v1/files")
 
 
 _FORM = {
