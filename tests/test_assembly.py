@@ -21,10 +21,9 @@ from octavo.core.limits import GroupSpec, Limits
 from octavo.executors.protocol import Capacity
 from octavo.frontend.sessions import Sessions
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.costs.fitted import fit_steps
 from octavo.text.text_model import TextModel
 from tests.engine.direct_client import start_engine
-from tests.simulator.costs.steps_of import steps_of, workload
+from tests.simulator.costs.steps_of import fit_steps, steps_of, workload
 from tests.tiny_models import make_tiny_model
 
 SMALL = {"max_model_len": 64, "num_blocks": 32, "threads": 1, "dtype": "float32"}
@@ -275,7 +274,7 @@ async def test_the_engine_process_gives_the_same_ids(tiny: Path, llm: LLM) -> No
 
 async def test_steps_are_compared_with_a_fit_where_one_is_named(tiny: Path, tmp_path: Path) -> None:
     roofline = cost_model("roofline", Hardware.of("smollm2-135m", "l4"))
-    fit_steps(steps_of(roofline, workload())).save(tmp_path / "fit.json")
+    (tmp_path / "fit.json").write_text(fit_steps(steps_of(roofline, workload())).as_json())
     engine = build_local(
         config_from_keywords(str(tiny), {**SMALL, "speculate": "none", "drift_baseline": str(tmp_path / "fit.json")})
     )

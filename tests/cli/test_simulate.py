@@ -10,14 +10,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from tests.simulator.costs.steps_of import LIMITS, steps_of, workload
+from tests.simulator.costs.steps_of import LIMITS, fit_steps, steps_of, workload
 
 from octavo.cli import main
 from octavo.config.sources import load_config
 from octavo.errors import ConfigError
 from octavo.fleet.plan import read_fleet_plan
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.costs.fitted import fit_steps
 
 SMALL = ["--workload", "poisson:rate=6,requests=60,prompt=200,output=20,tenants=2"]
 
@@ -336,6 +335,7 @@ def test_a_search_finds_the_fewest_replicas_and_says_what_it_tried(
     assert "limited by" in told and answer["limited_by"] in told and f"octavo fleet --plan {tmp_path}" in told
     tried = {(one["settings"], one["replicas"]): one["reached"] for one in found["trials"]}
     assert tried[answer["settings"], answer["replicas"]]
+    assert all("ttft_p99" in one["summary"] for one in found["trials"])
     assert answer["replicas"] == 1 or not tried[answer["settings"], answer["replicas"] - 1]
     missed = ("--max-replicas", "1", "--objective", "ttft_p99=0.0001", "--json", str(tmp_path / "missed.json"))
     assert main(["simulate", *load, "--search", *missed]) == 1
@@ -369,7 +369,7 @@ def fit(tmp_path: Path) -> str:
     steps = steps_of(cost_model("roofline", Hardware.of("smollm2-135m", "l4")), workload(40))
     limits = {item.name: getattr(LIMITS, item.name) for item in fields(LIMITS) if item.name != "groups"}
     engine = {"model": "tiny", "device": "cpu", "depth": 2, "limits": limits}
-    replace(fit_steps(steps, "test"), engine=engine).save(tmp_path / "fit.json")
+    (tmp_path / "fit.json").write_text(replace(fit_steps(steps, "test"), engine=engine).as_json())
     return str(tmp_path / "fit.json")
 
 

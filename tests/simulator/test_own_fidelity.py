@@ -17,7 +17,7 @@ from octavo.core.limits import GroupSpec
 from octavo.observe.recording.reader import open_recording, steps
 from octavo.simulator.cost_model import shape_of
 from octavo.simulator.costs import cost_model
-from octavo.simulator.costs.fitted import Fitted, fit_recording, fit_steps, load_fit
+from octavo.simulator.costs.fitted import Fitted, fit_recording, load_fit
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_recording_of_a_real_engine_is_fitted(recording: Path) -> None:
 
 
 def test_a_fit_knows_whose_steps_it_saw_also_from_its_file(recording: Path, tmp_path: Path) -> None:
-    fit_recording(open_recording(recording)).save(tmp_path / "fit.json")
+    (tmp_path / "fit.json").write_text(fit_recording(open_recording(recording)).as_json())
     fit = load_fit(tmp_path / "fit.json")
     limits = open_recording(recording).header.limits
     assert fit.limits == replace(limits, groups=(GroupSpec(),))
@@ -67,7 +67,7 @@ def test_what_slows_the_machine_explains_the_steps_that_it_slows(recording: Path
     offset = opened.header.began - opened.header.clock
     ends = np.array([step.collected for step in recorded]) + offset
     cut = len(recorded) // 2
-    fit = Fitted(fit_steps(recorded[:cut]))
+    fit = Fitted(own_runs.fit_steps(recorded[:cut], "steps"))
     slowed, busy = recorded[:cut], np.linspace(ends[0] - 1e-3, ends[-1] + 1e-3, 24)
     late = busy > ends[cut]
     for step in recorded[cut:]:  # the second half takes twice as long as predicted

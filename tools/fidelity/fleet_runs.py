@@ -34,6 +34,7 @@ from tools.fidelity.own_runs import (
     Noise,
     NoiseMeter,
     Prediction,
+    fit_steps,
     origin_of,
     part_of,
     record_beside_neighbours,
@@ -63,7 +64,7 @@ from octavo.observe.recording.reader import SUFFIX, RecordedStep, open_recording
 from octavo.observe.recording.requests import RecordedRequest, arrivals
 from octavo.simulator.closeness import Times
 from octavo.simulator.cost_model import CostModel, ScaledCosts
-from octavo.simulator.costs.fitted import WARM_UP_S, Fitted, begin_of, fit_steps
+from octavo.simulator.costs.fitted import WARM_UP_S, Fitted, begin_of
 from octavo.simulator.network_hop import NetworkHop
 from octavo.simulator.setup import ReplicaGroup, ReplicaSetup, Setup
 from octavo.simulator.workloads.traces import routed_arrival

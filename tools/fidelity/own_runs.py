@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
@@ -27,13 +27,14 @@ from tools.fidelity.neighbours import Neighbours, NeighbourSampler
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request
 from octavo.observe.history import EventSink
+from octavo.observe.recording.columns import StepColumns
 from octavo.observe.recording.format import Header
 from octavo.observe.recording.reader import RecordedStep, Recording, open_recording, steps
 from octavo.observe.recording.requests import RecordedRequest, arrivals
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.closeness import KINDS, Column, Times
 from octavo.simulator.cost_model import CostModel, ScaledCosts, StepShape, shape_of
-from octavo.simulator.costs.fitted import WARM_UP_S, Fit, Fitted, begin_of, fit_steps
+from octavo.simulator.costs.fitted import WARM_UP_S, Fit, Fitted, add_step, begin_of, fit_columns
 from octavo.simulator.costs.least_squares import Array, non_negative
 from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.run import simulate
@@ -126,6 +127,14 @@ def record_beside_neighbours(path: Path, make: Callable[[], str]) -> None:
         neighbours = sampler.finish()
     neighbours.save(samples_path(path))
     figures.write_text(text, encoding="utf-8")
+
+
+def fit_steps(recorded: Iterable[RecordedStep], source: str) -> Fit:
+    """Fit the times of a part of a recording's steps. Raises ConfigError for too few of them."""
+    columns = StepColumns()
+    for step in recorded:
+        add_step(columns, step)
+    return fit_columns(columns, source)
 
 
 def predict(path: Path, warm_up_s: float = WARM_UP_S) -> Prediction:

@@ -14,16 +14,16 @@ from octavo.observe.recording.columns import read_columns
 from octavo.observe.recording.reader import Segment
 from octavo.observe.recording.requests import read_plain, read_requests
 from octavo.simulator import recorded
-from octavo.simulator.costs.fitted import observe
 from octavo.simulator.recorded import measure, measure_by_replay
 from tests.core.harness import limits, prompt
 from tests.core.random_config import BUILT_IN
 from tests.observe.recording.driving import RecordedDriver, RecordedRun
+from tests.simulator.costs.steps_of import columns_of
 
 
 def check(recording: Recording) -> bool:
     """Compare both readings with the replay and the steps; return True if no replay was needed."""
-    columns, observed = read_columns(recording).by_name(), observe(steps(recording)).by_name()
+    columns, observed = read_columns(recording).by_name(), columns_of(steps(recording)).by_name()
     for name, values in observed.items():
         assert np.array_equal(columns[name], values, equal_nan=True), name
     replayed, plain = arrivals(recording), read_plain(recording)

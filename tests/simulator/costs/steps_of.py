@@ -8,9 +8,11 @@ from dataclasses import replace
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
+from octavo.observe.recording.columns import StepColumns
 from octavo.observe.recording.reader import RecordedStep
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel
+from octavo.simulator.costs.fitted import Fit, add_step, fit_columns
 from octavo.simulator.run import simulate
 from octavo.simulator.setup import Setup
 
@@ -52,3 +54,16 @@ def steps_of(costs: CostModel, arrivals: Iterable[Arrival], depth: int = 1) -> l
         if following is not None and following - step.collected < IDLE_S:
             steps[place] = replace(step, next_plan=following)
     return steps
+
+
+def columns_of(recorded: Iterable[RecordedStep]) -> StepColumns:
+    """What read_columns would read of a recording of these steps."""
+    columns = StepColumns()
+    for step in recorded:
+        add_step(columns, step)
+    return columns
+
+
+def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps", has_warm_up: bool = False) -> Fit:
+    """The fit of these steps."""
+    return fit_columns(columns_of(recorded), source, has_warm_up)

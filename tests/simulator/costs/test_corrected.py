@@ -51,12 +51,12 @@ def test_a_step_without_rows_is_not_corrected() -> None:
 def test_a_correction_is_read_as_it_was_written_and_named_with_a_star(tmp_path: Path) -> None:
     hardware = Hardware.of("llama-3.1-8b", "l4")
     made = replace(MADE, costs="roofline:llama-3.1-8b:l4")
-    made.save(tmp_path / "fit.json")
+    (tmp_path / "fit.json").write_text(made.as_json())
     assert load_correction(tmp_path / "fit.json") == made
     costs, shape = cost_model(f"roofline*{tmp_path / 'fit.json'}", hardware), StepShape([10] * 16, [])
     assert costs.step_s(shape) == pytest.approx(cost_model("roofline", hardware).step_s(shape) * 2 + 0.25)
     assert costs.name == "roofline:llama-3.1-8b:l4 corrected by a.csv"
-    replace(made, form="none").save(tmp_path / "unused.json")
+    (tmp_path / "unused.json").write_text(replace(made, form="none").as_json())
     assert "not corrected by a.csv" in cost_model(f"roofline*{tmp_path / 'unused.json'}", hardware).name
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.simulator.costs.steps_of import LIMITS, steps_of, workload
+from tests.simulator.costs.steps_of import LIMITS, columns_of, fit_steps, steps_of, workload
 
 from octavo.core.plan import StepFailure
 from octavo.errors import ConfigError
@@ -25,10 +25,8 @@ from octavo.simulator.costs.fitted import (
     Fitted,
     begin_of,
     features,
-    fit_steps,
     load_fit,
     numbers_of,
-    observe,
 )
 from octavo.simulator.costs.least_squares import non_negative, solve
 from octavo.simulator.run import simulate
@@ -115,11 +113,11 @@ def test_a_hiccup_is_not_the_machines_speed() -> None:
 
 def test_failed_steps_and_idle_gaps_are_left_out() -> None:
     steps = steps_of(Truth(), workload(20, 30.0))  # one at a time, with long waits between
-    seen = observe(steps).by_name()
+    seen = columns_of(steps).by_name()
     assert np.nanmax(seen["host_s"]) < 0.01
     assert np.nanmax(seen["device_s"]) < 1.0
     failed = [replace(step, outcome=StepFailure("out of memory")) for step in steps]
-    assert not len(observe(failed))
+    assert not len(columns_of(failed))
 
 
 def test_the_first_ten_seconds_of_a_long_recording_are_left_out_as_a_warm_up() -> None:
@@ -150,7 +148,7 @@ def test_too_few_steps_are_refused() -> None:
 
 def test_a_fit_is_kept_in_a_file(tmp_path: Path) -> None:
     fit = fit_steps(steps_of(Truth(), workload()), "here")
-    fit.save(tmp_path / "fit.json")
+    (tmp_path / "fit.json").write_text(fit.as_json())
     assert load_fit(tmp_path / "fit.json") == fit
     assert cost_model(f"fitted:{tmp_path / 'fit.json'}").name == "fitted:here"
     assert "held out" in fit.report()
@@ -167,8 +165,7 @@ def test_a_fit_is_kept_in_a_file(tmp_path: Path) -> None:
 )
 def test_a_damaged_fit_is_refused(tmp_path: Path, change: object, message: str) -> None:
     path = tmp_path / "fit.json"
-    fit_steps(steps_of(Truth(), workload())).save(path)
-    values = json.loads(path.read_text())
+    values = json.loads(fit_steps(steps_of(Truth(), workload())).as_json())
     assert callable(change)
     change(values)
     path.write_text(json.dumps(values))

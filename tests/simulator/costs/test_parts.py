@@ -6,13 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.simulator.costs.steps_of import steps_of, workload
+from tests.simulator.costs.steps_of import fit_steps, steps_of, workload
 from tests.simulator.costs.test_table import write
 from tests.simulator.fakes import ConstantCosts
 
 from octavo.simulator.cost_model import CostModel, StepShape
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.costs.fitted import Fitted, fit_steps
+from octavo.simulator.costs.fitted import Fitted
 
 NAMES = ("llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-27b", "llama-3.1-8b tp", "scaled", "fitted", "table", "constant")
 

@@ -12,11 +12,12 @@ import json
 from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.simulator.cost_model import CostModel, StepParts, StepShape, TimeFloor
+from octavo.simulator.costs.fitted import VERSION, load_json
 
-VERSION = 1
 BANDS = (16, 64)  # the largest number of rows in each band of batch size; the last band has no end
 NUM_KINDS = 2 * (len(BANDS) + 1)  # of steps: for each band, decode rows only, then with chunks
 NUM_TERMS = NUM_KINDS + 2
@@ -55,25 +56,16 @@ class Correction:
         """Return the correction as JSON text."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
-    def save(self, path: Path) -> None:
-        """Write the correction as JSON."""
-        path.write_text(self.as_json() + "\n", encoding="utf-8")
-
 
 def load_correction(path: Path | str) -> Correction:
     """Read a correction's JSON. Raises ConfigError naming the file and the fault."""
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        if values.pop("version") != VERSION:
-            raise ConfigError(f"{path}: another version of Octavo wrote this correction; make it anew")
-        correction = Correction(**values | {"factors": tuple(map(float, values["factors"]))})
-        is_whole = len(correction.factors) == NUM_KINDS and min(map(float, correction.terms)) >= 0
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} holds no correction ({error}); make one with octavo simulate --fit-requests"
-        ) from error
-    if not is_whole:
-        raise ConfigError(f"{path}: give {NUM_KINDS} factors, and no value below 0")
+    return load_json(path, _correction_of, "correction", "--fit-requests")
+
+
+def _correction_of(values: dict[str, Any]) -> Correction:
+    correction = Correction(**values | {"factors": tuple(map(float, values["factors"]))})
+    if len(correction.factors) != NUM_KINDS or min(map(float, correction.terms)) < 0:
+        raise ValueError(f"give {NUM_KINDS} factors, and no value below 0")
     return correction
 
 

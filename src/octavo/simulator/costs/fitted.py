@@ -11,11 +11,11 @@ almost nothing, while the time grows in proportion from the hundredth token on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import log, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from octavo.observe.recording.reader import RecordedStep, Recording
 from octavo.simulator.cost_model import CostModel, StepParts, StepShape, TimeFloor, shape_of, token_floors
 from octavo.simulator.costs.least_squares import Array, solve
 
-VERSION = 1
+VERSION = 1  # of the files of fits and corrections
 MIN_STEPS = 64
 # The beginning of a recording in which steps take longer, because caches and pages are touched first (measured: 10 %).
 # It is left out of recordings that last long enough, if enough steps remain.
@@ -48,6 +48,7 @@ NAMES = (
     "block moved to or from the host",
 )
 HOST_NAMES = ("step", "row", "sample")
+T = TypeVar("T")
 
 
 def numbers_of(shape: StepShape) -> StepNumbers:
@@ -125,10 +126,6 @@ class Fit:
             raise ConfigError(
                 f"fit of {self.source}: its limits are not this version's ({error}); make it anew"
             ) from error
-
-    def save(self, path: Path) -> None:
-        """Write the fit as JSON."""
-        path.write_text(self.as_json() + "\n", encoding="utf-8")
 
     def as_json(self) -> str:
         """Return the fit as JSON text."""
@@ -214,16 +211,8 @@ def _priced(numbers: Sequence[float], prices: Sequence[float]) -> float:
     return total
 
 
-def observe(recorded: Iterable[RecordedStep]) -> StepColumns:
-    """Return the numbers, device seconds and host seconds of successful steps; read_columns reads the same faster."""
-    columns = StepColumns()
-    for step in recorded:
-        add_step(columns, step)
-    return columns
-
-
 def add_step(columns: StepColumns, step: RecordedStep) -> None:
-    """Add a step if it has a result."""
+    """Add a step's numbers, device seconds and host seconds if it has a result; read_columns reads the same faster."""
     if step.has_failed:
         return
     begin = begin_of(step)
@@ -235,11 +224,6 @@ def add_step(columns: StepColumns, step: RecordedStep) -> None:
 def begin_of(step: RecordedStep) -> float:
     """Return when the device began a step: at the step's plan, or at the previous step's end if that is later."""
     return step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
-
-
-def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps", has_warm_up: bool = False) -> Fit:
-    """Fit device times and host times, without a warm-up if there is one. Raises ConfigError for too few steps."""
-    return fit_columns(observe(recorded), source, has_warm_up)
 
 
 def fit_columns(columns: StepColumns, source: str, has_warm_up: bool = False) -> Fit:
@@ -328,17 +312,25 @@ def fit_recording(recording: Recording, columns: StepColumns | None = None) -> F
 
 def load_fit(path: Path | str) -> Fit:
     """Read a fit's JSON. Raises ConfigError naming the file and the fault."""
+    return load_json(path, _fit_of, "fit", "--fit")
+
+
+def _fit_of(values: dict[str, Any]) -> Fit:
+    device, host = (tuple(Coefficient(**one) for one in values.pop(part)) for part in ("device", "host"))
+    if tuple(one.name for one in device) != NAMES or tuple(one.name for one in host) != HOST_NAMES:
+        raise ValueError("its coefficients are not those of this version")
+    return Fit(**values, device=device, host=host)
+
+
+def load_json(path: Path | str, make: Callable[[dict[str, Any]], T], what: str, flag: str) -> T:
+    """Read a file of octavo simulate `flag`. Raises ConfigError naming the file and the fault."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if values.pop("version") != VERSION:
-            raise ConfigError(f"{path}: another version of Octavo wrote this fit; make it anew from the recording")
-        device, host = (tuple(Coefficient(**one) for one in values.pop(part)) for part in ("device", "host"))
-        fit = Fit(**values, device=device, host=host)
+            raise ValueError("another version of Octavo wrote it")
+        return make(values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} holds no fit ({error}); make one with octavo simulate --fit") from error
-    if tuple(one.name for one in fit.device) != NAMES or tuple(one.name for one in fit.host) != HOST_NAMES:
-        raise ConfigError(f"{path}: its coefficients are not those of this version; make it anew from the recording")
-    return fit
+        raise ConfigError(f"{path} holds no {what} ({error}); make one with octavo simulate {flag}") from error
 
 
 # --- drift -------------------------------------------------------------------------------------------
