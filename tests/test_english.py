@@ -47,7 +47,6 @@ ALLOWED = [
     r"_given_way",
     r'"given_way"',
     r"\.given_way,",
-    r'"told"',
     "Nobody in the village",
 ]
 

@@ -107,7 +107,7 @@ def test_a_server_records_and_replays(folder: Path, capsys: pytest.CaptureFixtur
         server.end()
     assert main(["replay", str(folder / "rec"), "--what-if", "policy=fcfs,max-num-seqs=2", "--what-if", "depth=2"]) == 0
     shown = capsys.readouterr().out
-    assert "equal: all" in shown and "policy fair" in shown and "life 1 ended: the engine was stopped" in shown
+    assert "equal: all" in shown and "policy fair" in shown and "0001.octrec ended: the engine was stopped" in shown
     assert "what-if 1: policy=fcfs,max-num-seqs=2" in shown and "ttft p99" in shown and "requests served" in shown
     assert main(["replay", str(folder / "rec"), "--json", "-"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -203,7 +203,7 @@ def test_a_difference_is_shown_and_is_no_success(tmp_path: Path, capsys: pytest.
     write_segment(tmp_path / "0001.octrec", Header("tiny", limits(max_batch_tokens=4), 1), run.lives[0])
     assert main(["replay", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "NOT EQUAL after 0 equal plans: step 0 of life 1" in shown and "row of slow (slot 0)" in shown
+    assert "NOT EQUAL after 0 equal plans: step 0 of 0001.octrec" in shown and "row of slow (slot 0)" in shown
 
 
 def test_no_recording_is_an_error_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

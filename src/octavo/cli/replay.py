@@ -137,14 +137,14 @@ def _replay_routing(args: argparse.Namespace, logs: Sequence[Path]) -> int:
 
 def _lines(recording: Recording, report: ReplayReport) -> Iterator[str]:
     """Yield a replay's report as lines of text."""
-    header = recording.header
-    lives = f"{len(recording.segments)} lives" if len(recording.segments) > 1 else "1 life"
+    header, segments = recording.header, recording.segments
+    files = f"{len(segments)} file{'s' * (len(segments) > 1)}"
     yield (
-        f"{recording.path}: {header.model}, policy {header.limits.policy}, {lives}, "
-        f"{sum(segment.num_bytes for segment in recording.segments):,} bytes"
+        f"{recording.path}: {header.model}, policy {header.limits.policy}, {files}, "
+        f"{sum(segment.num_bytes for segment in segments):,} bytes"
     )
-    for number, end in enumerate(report.ends):
-        yield f"life {number + 1} ended: {end}"
+    for segment, end in zip(segments, report.ends, strict=False):  # of the files up to a difference
+        yield f"{segment.path.name} ended: {end}"
     yield (
         f"{report.num_requests:,} requests, {report.num_tokens:,} output tokens, {report.num_plans:,} plans, "
         f"{report.num_failed_steps:,} failed steps in {report.seconds:.1f} s"
@@ -159,8 +159,8 @@ def _lines(recording: Recording, report: ReplayReport) -> Iterator[str]:
         yield f"equal: all {report.num_equal:,} plans have the digests that they had"
         return
     difference = report.difference
-    life = difference.segment_index + 1
-    yield f"NOT EQUAL after {report.num_equal:,} equal plans: step {difference.step} of life {life}"
+    name = segments[difference.segment_index].path.name
+    yield f"NOT EQUAL after {report.num_equal:,} equal plans: step {difference.step} of {name}"
     yield from (f"  {line}" for line in difference.lines)
 
 

@@ -209,7 +209,7 @@ def _facts(result: SearchResult, skipped: Mapping[str, str]) -> dict[str, Any]:
 def _trial_facts(trial: SearchTrial) -> dict[str, Any]:
     return {
         "settings": trial.candidate.label, "replicas": trial.replicas, "reached": trial.verdict.is_reached,
-        "told": trial.verdict.text, "limited_by": name_limit(trial.verdict.facts)[0],
+        "summary": trial.verdict.text, "limited_by": name_limit(trial.verdict.facts)[0],
     }  # fmt: skip
 
 
