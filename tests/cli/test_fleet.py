@@ -64,7 +64,8 @@ def start(folder: Path, name: str, *flags: str) -> Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(folder: Path) -> Iterator[Fleet]:
-    with start(folder, "fleet", "--replicas", "3", "--router", "least_requests") as running:
+    words = ("--replicas", "3", "--router", "least_requests", "--log-level", "info")
+    with start(folder, "fleet", *words) as running:
         yield running
         assert running.end() == 0, running.text
         assert "Traceback" not in running.text
@@ -129,11 +130,12 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return out
 
 
-def test_the_report_names_the_replicas_and_the_router(fleet: Fleet) -> None:
+def test_the_report_has_a_line_of_the_replicas_and_the_log_their_processes(fleet: Fleet) -> None:
     assert "replicas  3, router least_requests" in fleet.text
-    for replica in fleet.replicas[:1]:
-        assert replica["where"] == "local" and replica["state"] == "ready"
-    assert fleet.text.count(": local, process ") == 3
+    assert fleet.replicas[0]["where"] == "local" and fleet.replicas[0]["state"] == "ready"
+    naming = [line for line in fleet.text.splitlines() if "replica-" in line]
+    assert len(naming) == 1 and "processes: supervisor " in naming[0], naming
+    assert all(f", {replica['name']} {replica['pid']}" in naming[0] for replica in fleet.replicas)
 
 
 def test_requests_finish_although_a_replica_is_killed(fleet: Fleet) -> None:

@@ -235,12 +235,8 @@ class FleetFront:
         if self._feed_address is not None:
             yield f"standbys  may follow this front, of term {self.term}, at {self._feed_address}"
         for name, fleet in self.models.items():
-            replicas = fleet.supervisor.replicas
             of = f" of {name}" if len(self.models) > 1 else ""
-            yield f"replicas  {len(replicas)}{of}, router {fleet.config.fleet.router}"
-            for each in replicas:
-                report = each.report()
-                yield f"          {report['name']}: {report['where']}, process {report['pid']}, {report['state']}"
+            yield f"replicas  {len(fleet.supervisor.replicas)}{of}, router {fleet.config.fleet.router}"
 
 
 def takes_remote(fleet: FleetConfig) -> bool:
