@@ -376,7 +376,7 @@ def test_anthropics_client_is_told_that_its_files_api_is_not_offered(client: Any
         assert error.body["error"]["type"] == "invalid_request_error", error.body
         assert error.body["error"]["message"].startswith("Anthropic's Files API is not offered; send texts and images ")
         assert error.body["request_id"] == error.request_id is not None
-    assert [file.id for file in client.files.list()] == [kept.id], "OpenAI's client has its file"
+    assert client.files.content(kept.id).content == b"{}\n", "OpenAI's client has its file"
 
 
 def test_an_unknown_model_is_an_error_in_the_clients_own_form(client: Any, other_client: Any) -> None:
