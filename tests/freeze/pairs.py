@@ -119,6 +119,20 @@ DECIDED = {
         "rare samplers are added: XTC, top-n-sigma, mirostat and n-grams",
     ),
 }
+_MODELS = "open: anthropic GET /v1/models"
+DECIDED |= dict.fromkeys(
+    (
+        *(f"{_MODELS}{rest}: .headers.request-id" for rest in ("", "/script", "/alias")),
+        *(
+            f"{where}: {place}"
+            for where in (f"{_MODELS}/none", f"{_MODELS}/", "keyed: key/anthropic_refused")
+            for place in (
+                ".headers.request-id", ".body.error.param", ".body.error.code", ".body.type", ".body.request_id"
+            )
+        ),
+    ),
+    "Anthropic's clients get Anthropic's errors and request id on paths that OpenAI's API has too",
+)  # fmt: skip
 DECIDED |= dict.fromkeys(
     ("open: GET /openapi.json: .body.get /props", "web: web/openapi: .body.get /props"), "facts for UIs"
 )
