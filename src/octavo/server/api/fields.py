@@ -109,7 +109,7 @@ KNOWN_NAMES = frozenset(HINTS) | frozenset(_SENT.split())
 
 TOKEN_ID_KEY = r"^(0|[1-9][0-9]{0,9})$"
 FUNCTION_NAME = r"^[A-Za-z0-9_-]{1,128}$"  # OpenAI allows 64 characters, Anthropic 128
-_PATTERN_REMEDIES = {
+_PATTERN_REMEDIES: Mapping[object, str] = {
     TOKEN_ID_KEY: 'give token ids as decimal strings, e.g. {"50256": -100}',
     FUNCTION_NAME: "give 1 to 128 of the characters A-Z, a-z, 0-9, _ and -",
 }
@@ -136,7 +136,7 @@ _REMEDIES: Mapping[str, Callable[[Details], str]] = {  # type of error -> the re
     "greater_than_equal": lambda each: f"give at least {each['ctx']['ge']:g}",
     "less_than": lambda each: f"give less than {each['ctx']['lt']:g}",
     "less_than_equal": lambda each: f"give at most {each['ctx']['le']:g}",
-    "string_pattern_mismatch": lambda each: _PATTERN_REMEDIES[each["ctx"]["pattern"]],
+    "string_pattern_mismatch": lambda each: _PATTERN_REMEDIES.get(each["ctx"]["pattern"], each["msg"]),
     "extra_forbidden": lambda _: "leave it out",
 }
 _SIZES = {"too_short": "items", "too_long": "items", "string_too_short": "characters", "string_too_long": "characters"}
