@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.vision_spec import VisionSpec
+from octavo.config.sources import read_yaml
 from octavo.errors import ModelFileError
 
 PREFIX = "scripted:"
@@ -208,22 +209,10 @@ def _lines(path: Path, text: str) -> dict[str, object]:
 def _value(path: Path, text: str) -> object:
     """Parse a mapping with `rules`, or a list of rules."""
     try:
-        if path.suffix == ".json":
-            value = json.loads(text)
-        else:
-            import yaml  # only YAML scripts need it
-
-            value = _read_yaml(yaml, text)
+        value = json.loads(text) if path.suffix == ".json" else read_yaml(text)
     except (ValueError, RecursionError) as error:
         raise ModelFileError(path, f"is not well formed ({error})") from error
     return {"rules": value} if isinstance(value, list) else {} if value is None else value
-
-
-def _read_yaml(yaml: Any, text: str) -> object:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
 
 
 def _check(path: Path, number: int, rule: Rule) -> None:

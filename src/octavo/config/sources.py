@@ -144,7 +144,7 @@ def read_config_file(path: Path) -> Mapping[str, object]:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"config file {path} cannot be read ({reason}); give a YAML or TOML file") from None
     try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else _read_yaml(text)
+        content = tomllib.loads(text) if path.suffix == ".toml" else read_yaml(text)
     except ValueError as error:
         raise ConfigError(f"config file {path} is not well formed: {error}") from None
     if content is None:
@@ -154,8 +154,9 @@ def read_config_file(path: Path) -> Mapping[str, object]:
     return content
 
 
-def _read_yaml(text: str) -> object:
-    import yaml  # imported here because only a YAML config file needs it
+def read_yaml(text: str) -> object:
+    """Parse YAML. Raises ValueError with the fault in one line."""
+    import yaml  # imported here because only YAML files need it
 
     try:
         return yaml.safe_load(text)

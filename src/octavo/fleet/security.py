@@ -141,7 +141,7 @@ class LinkSecurity:
             raise ConfigError(f"--fleet-tls-key is {self.key!r} without --fleet-tls-cert; give the certificate too")
         try:
             if self.cert is not None:
-                context.load_cert_chain(self.cert, self.key, password=_no_password)
+                context.load_cert_chain(self.cert, self.key, password=no_password)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--fleet-tls-cert {self.cert!r} and its key {self.key or self.cert!r} cannot be used ({error}); give "
@@ -171,6 +171,6 @@ def _read_token(path: str) -> bytes:
         ) from None
 
 
-def _no_password() -> str:
+def no_password() -> str:
     """Raise ValueError. Without this callback, OpenSSL would ask for the password on the terminal."""
     raise ValueError("the key has a password")

@@ -19,6 +19,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
+from octavo.fleet.security import no_password
 from octavo.machine import is_loopback
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _check_tls(web: WebConfig) -> None:
         _check_readable(flag, path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(web.ssl_certfile, web.ssl_keyfile, password=_no_password)
+        context.load_cert_chain(web.ssl_certfile, web.ssl_keyfile, password=no_password)
     except (ssl.SSLError, ValueError) as error:
         key = web.ssl_keyfile or web.ssl_certfile
         raise ConfigError(
@@ -128,11 +129,6 @@ def _check_readable(flag: str, path: str | None) -> None:
             file.read(1)
     except OSError as error:
         raise ConfigError(f"{flag} is {path!r}, which cannot be read ({error.strerror}); give a PEM file") from None
-
-
-def _no_password() -> str:
-    """Raise ValueError. Without this callback, OpenSSL would ask for the password on the terminal."""
-    raise ValueError("the key has a password")
 
 
 def _reason(error: Exception) -> str:
