@@ -194,15 +194,15 @@ def _cpu(root: Path) -> tuple[str, tuple[str, ...]]:
     return table.get("model name") or platform.machine(), tuple(name for name in _FEATURES if name in flags)
 
 
-def listener_of(port: int, root: Path = ROOT) -> tuple[int, str] | None:
+def listener_of(port: int) -> tuple[int, str] | None:
     """Return the pid and name of the process that listens on a TCP port, None if /proc does not show it."""
     sockets = set()
     for table in ("tcp", "tcp6"):
-        for line in _text(root / "proc/net" / table).splitlines()[1:]:
+        for line in _text(ROOT / "proc/net" / table).splitlines()[1:]:
             cells = line.split()
             if len(cells) > 9 and cells[3] == "0A" and int(cells[1].rpartition(":")[2], 16) == port:
                 sockets.add(f"socket:[{cells[9]}]")
-    for process in (root / "proc").iterdir() if sockets else ():
+    for process in (ROOT / "proc").iterdir() if sockets else ():
         try:
             if process.name.isdigit() and any(os.readlink(fd) in sockets for fd in (process / "fd").iterdir()):
                 return int(process.name), _text(process / "comm")

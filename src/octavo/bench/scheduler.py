@@ -350,8 +350,8 @@ def _us(seconds: float) -> float:
 # --- where the time goes ----------------------------------------------------------------------------
 
 
-def profile(setting: LoadSetting, max_functions: int = 12) -> Report:
-    """Profile a new scheduler under this setting; return the most expensive functions, without their callees' time.
+def profile(setting: LoadSetting) -> Report:
+    """Profile a new scheduler under this setting; return the 12 most expensive functions, without their callees' time.
 
     The profiler slows calls down, so these steps are not timed.
     """
@@ -365,7 +365,7 @@ def profile(setting: LoadSetting, max_functions: int = 12) -> Report:
     profiler.disable()
     entries: dict[tuple[str, int, str], Any] = vars(pstats.Stats(profiler))["stats"]
     total = sum(entry[2] for entry in entries.values())
-    most_expensive = sorted(entries.items(), key=lambda item: (-item[1][2], item[0]))[:max_functions]
+    most_expensive = sorted(entries.items(), key=lambda item: (-item[1][2], item[0]))[:12]
     functions = [
         {
             "function": _function_name(file, function),

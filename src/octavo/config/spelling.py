@@ -13,11 +13,11 @@ _MIN_PREFIX = 4
 _LISTED = 12  # if no name is near, a message lists all names, up to this many
 
 
-def near_names(word: str, names: Iterable[str], limit: int = 2) -> list[str]:
-    """Return up to `limit` names that `word` probably means.
+def near_names(word: str, names: Iterable[str]) -> list[str]:
+    """Return up to two names that `word` probably means.
 
     A name with the same words in another order wins over names with the fewest typing errors, and these over an
-    abbreviation. Case, leading dashes, and `_` for `-` do not count. An abbreviation of more than `limit` names matches
+    abbreviation. Case, leading dashes, and `_` for `-` do not count. An abbreviation of more than two names matches
     none of them.
     """
     folded = _fold(word)
@@ -32,7 +32,7 @@ def near_names(word: str, names: Iterable[str], limit: int = 2) -> list[str]:
             abbreviations.append(name)
     fewest = min((distance for distance, _ in typos), default=0)
     near = same_words or [name for distance, name in typos if distance == fewest]
-    return (near or (abbreviations if len(abbreviations) <= limit else []))[:limit]
+    return (near or (abbreviations if len(abbreviations) <= 2 else []))[:2]
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

@@ -221,9 +221,8 @@ def decode_from_engine(body: bytes) -> FromEngine:
 class FrameSplitter:
     """Splits a byte stream into frame bodies; holds at most one incomplete frame."""
 
-    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self) -> None:
         self._buffer = bytearray()
-        self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Add data and yield the complete bodies. Raises WireError for a length over the cap; the stream ends."""
@@ -232,8 +231,8 @@ class FrameSplitter:
         try:
             while len(self._buffer) - start >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer, start)
-                if length > self._max_bytes:
-                    raise WireError(f"a frame of {length} bytes was announced; frames hold {self._max_bytes}")
+                if length > MAX_FRAME_BYTES:
+                    raise WireError(f"a frame of {length} bytes was announced; frames hold {MAX_FRAME_BYTES}")
                 end = start + _LENGTH.size + length
                 if len(self._buffer) < end:
                     break

@@ -135,14 +135,13 @@ BeginRun = Callable[[IdempotentRequest], Awaitable[StartedRun]]
 class IdempotentRequests:
     """The table of all runs of this server."""
 
-    def __init__(self, config: RetryConfig, shares: Shares, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: RetryConfig, shares: Shares) -> None:
         self.journal: Journal | None = None  # set before anything is served
         self.num_attached = 0
         self.num_conflicts = 0
         self.num_orphaned = 0
         self._config = config
         self._shares = shares
-        self._now = now
         self._runs: OrderedDict[tuple[str, str], IdempotentRequest] = OrderedDict()  # least recently requested first
         self._num_runs: Counter[str] = Counter()  # by tenant
         self._num_running: Counter[str] = Counter()  # runs that have not ended, by tenant
@@ -213,7 +212,9 @@ class IdempotentRequests:
         """Write a run and its engine ids to the journal, before the request is submitted."""
         key = run.key
         if self.journal is not None and key.is_lasting:
-            began = Began(0, key.tenant, key.key, key.body_hash, msgpack.encode(spec), len(request_ids), self._now())
+            began = Began(
+                0, key.tenant, key.key, key.body_hash, msgpack.encode(spec), len(request_ids), time.monotonic()
+            )
             run.number = self.journal.begin(began, request_ids)
 
     def give_up(self, key: RetryKey, why: ApiError) -> None:
@@ -327,7 +328,7 @@ class IdempotentRequests:
         is_kept = self._runs.get(run.key.name) is run
         if is_kept:
             self._count(run, -1)  # counted again below with its new state
-        run.ended_at = self._now() if run.ended_at is None else run.ended_at
+        run.ended_at = time.monotonic() if run.ended_at is None else run.ended_at
         run.num_bytes = log.num_bytes
         if is_kept:
             self._count(run, 1)
@@ -394,7 +395,7 @@ class IdempotentRequests:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            oldest = self._now() - self._config.keep_s
+            oldest = time.monotonic() - self._config.keep_s
             for run in [r for r in self._runs.values() if r.ended_at is not None and r.ended_at < oldest]:
                 self._drop(run)
             if self.journal is not None:

@@ -64,9 +64,9 @@ def draw(chart: Chart) -> str:
     return "\n".join([head, *_chart(chart), "</svg>"])
 
 
-def draw_alone(charts: Sequence[Chart], columns: int = 2) -> str:
-    """Return charts in rows as one SVG file, which follows the viewer's light or dark setting."""
-    columns = min(columns, len(charts)) or 1
+def draw_alone(charts: Sequence[Chart]) -> str:
+    """Return charts in rows of two as one SVG file, which follows the viewer's light or dark setting."""
+    columns = min(2, len(charts)) or 1
     width, height = WIDTH * columns, HEIGHT * -(-len(charts) // columns)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',

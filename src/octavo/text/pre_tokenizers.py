@@ -42,10 +42,10 @@ def _pattern(*parts: str) -> str:
     return "|".join(parts)
 
 
-def _cased(end: str, digits: str, newlines: str = r"[\r\n/]*") -> str:
+def _cased(end: str, digits: str) -> str:
     """Words that change case once at most, followed by `end`."""
     words = (f"{_BEFORE_CASED}{_UPPER}*{_LOWER}+{end}", f"{_BEFORE_CASED}{_UPPER}+{_LOWER}*{end}")
-    return _pattern(*words, digits, rf" ?[^\s\p{{L}}\p{{N}}]+{newlines}", _SPACES)
+    return _pattern(*words, digits, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _SPACES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,8 @@ class RayProvider:
         self._wanted.pop(replica, None)
         await self._ask(Stop(next(self._numbers), replica))
 
-    async def close(self, *, remove: bool = True) -> None:
-        """Remove all of the fleet's replicas, unless a later front is to find them; then disconnect. Idempotent.
+    async def close(self) -> None:
+        """Remove all of the fleet's replicas, then disconnect. Idempotent.
 
         A local Ray always ends, with its replicas.
         """
@@ -179,7 +179,7 @@ class RayProvider:
         self._is_closed = True
         self._keeping.cancel()
         await asyncio.gather(self._keeping, *self._tasks, return_exceptions=True)
-        if remove and self._process.returncode is None:
+        if self._process.returncode is None:
             with contextlib.suppress(EngineDeadError, TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await self._ask(Remove(next(self._numbers)))
