@@ -55,3 +55,14 @@ def begin(ledger: OpenRequests, epoch: int) -> list[Request]:
     link = SilentLink(epoch)
     ledger.begin_epoch(link)
     return link.sent
+
+
+def is_holding(requests: OpenRequests) -> bool:
+    """Whether a suspect runs alone."""
+    return any(engine.suspect is not None for engine in requests.engines)
+
+
+def has_engine(requests: OpenRequests, name: str) -> bool:
+    """Whether the request is open and bound to an engine."""
+    state = requests.get_open(name)
+    return state is not None and state.engine is not None

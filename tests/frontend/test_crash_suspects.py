@@ -3,7 +3,7 @@
 import random
 
 from tests.engine.fakes import make_request
-from tests.frontend.ledgers import begin
+from tests.frontend.ledgers import begin, has_engine, is_holding
 from tests.frontend.test_open_requests import tokens
 
 from octavo.core.request import FinishReason, Request
@@ -38,18 +38,18 @@ def test_a_request_comes_back_then_alone_then_not_at_all() -> None:
     requests = opened("a", "bad", "b")
     begin(requests, 1)
     requests.lose_engine(["bad", "a"])
-    assert names_of(begin(requests, 2)) == ["a", "bad", "b"] and not requests.is_holding
+    assert names_of(begin(requests, 2)) == ["a", "bad", "b"] and not is_holding(requests)
     give_token(requests, "a")
     requests.lose_engine(["bad", "a"])
     sent = begin(requests, 3)
-    assert names_of(sent) == ["bad"] and requests.is_holding
+    assert names_of(sent) == ["bad"] and is_holding(requests)
     requests.restore(OpenRequest(make_request("new")))
-    assert names_of(sent) == ["bad"] and not requests.has_engine("new") and not requests.has_engine("a")
+    assert names_of(sent) == ["bad"] and not has_engine(requests, "new") and not has_engine(requests, "a")
     requests.lose_engine(["bad"])
     bad = requests.get("bad")
     assert bad is not None and bad.end is not None and bad.end.finish_reason is FinishReason.ERROR
     sent = begin(requests, 4)
-    assert names_of(sent) == ["a", "b", "new"] and not requests.is_holding
+    assert names_of(sent) == ["a", "b", "new"] and not is_holding(requests)
     requests.restore(OpenRequest(make_request("later")))
     assert names_of(sent)[3:] == ["later"]
 
@@ -64,7 +64,7 @@ def test_a_token_clears_and_the_next_suspect_is_tried() -> None:
     give_token(requests, "a")
     assert names_of(sent) == ["a", "b"]
     give_token(requests, "b")
-    assert names_of(sent) == ["a", "b", "c"] and not requests.is_holding
+    assert names_of(sent) == ["a", "b", "c"] and not is_holding(requests)
     requests.lose_engine(["a"])
     assert crashes_of(requests, "a") == crashes_of(requests, "b") == 0
 
@@ -77,7 +77,7 @@ def test_a_request_that_ends_while_held_is_not_sent() -> None:
     sent = begin(requests, 3)
     for name in ("b", "c", "a"):
         requests.end(name, FinishReason.CANCELLED)
-    assert names_of(sent) == ["a"] and not requests.is_holding
+    assert names_of(sent) == ["a"] and not is_holding(requests)
 
 
 def test_one_killer_among_many_fails_within_three_crashes_and_no_other() -> None:

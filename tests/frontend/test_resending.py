@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.engine.fakes import GatedExecutor, expected, make_limits, make_request, open_fake
+from tests.frontend.ledgers import is_holding
 from tests.reliability.lives import Lives, Opened
 
 from octavo.core.request import FinishReason
@@ -49,7 +50,7 @@ async def test_a_token_between_two_crashes_clears() -> None:
     for _ in range(5):
         crash(lives, "a")
         await asyncio.sleep(0)
-        assert not lives.requests.is_holding
+        assert not is_holding(lives.requests)
         before = len(ids(lives, "a"))
         while len(ids(lives, "a")) == before:
             lives.life.turn()
@@ -61,11 +62,11 @@ async def test_two_crashes_without_a_token_put_it_on_trial_a_third_ends_it() -> 
     lives = Lives(open_engine)
     await submit(lives, "a", "b", max_tokens=40)
     for _ in range(3):  # at the first it has a token
-        assert not lives.requests.is_holding
+        assert not is_holding(lives.requests)
         crash(lives, "a")
-    assert lives.requests.is_holding and len(lives.life.loop._inbox) == 1
+    assert is_holding(lives.requests) and len(lives.life.loop._inbox) == 1
     lives.life.turn()
-    assert not lives.requests.is_holding, "and has a token: the others follow"
+    assert not is_holding(lives.requests), "and has a token: the others follow"
     for _ in range(3):
         crash(lives, "b")
     entry = lives.requests.get("b")
@@ -80,13 +81,13 @@ async def test_an_id_used_again_has_no_record() -> None:
     await submit(lives, "a", max_tokens=20)
     for _ in range(3):
         crash(lives, "a")
-    assert lives.requests.is_holding
+    assert is_holding(lives.requests)
     lives.requests.cancel(["a"], FinishReason.CANCELLED)
     await lives.run()
     lives.requests.forget("a")
     await submit(lives, "a", max_tokens=20)
     crash(lives, "a")
-    assert not lives.requests.is_holding
+    assert not is_holding(lives.requests)
 
 
 async def test_whoever_is_held_can_be_cancelled_and_times_out() -> None:
@@ -97,7 +98,7 @@ async def test_whoever_is_held_can_be_cancelled_and_times_out() -> None:
     late = make_request("late", max_tokens=9, deadline=5.0)
     tasks = [asyncio.create_task(lives.submit(each)) for each in (late, make_request("b"), make_request("c"))]
     await asyncio.sleep(0)
-    assert lives.requests.is_holding
+    assert is_holding(lives.requests)
     lives.requests.expire(6.0)
     lives.requests.cancel(["b"], FinishReason.CANCELLED)
     assert (await tasks[0]).request_id == "late" and (await tasks[1]).request_id == "b"

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.engine.fakes import make_request
-from tests.frontend.ledgers import SilentLink
+from tests.frontend.ledgers import SilentLink, has_engine, is_holding
 from tests.frontend.test_open_requests import tokens
 
 from octavo.core.plan import Events
@@ -142,12 +142,12 @@ def test_a_suspect_waits_for_a_new_engine_while_the_others_get_requests() -> Non
     assert state.engine is None and ledger.num_held == 1
     fourth = SilentLink(4)
     ledger.begin_epoch(fourth, 4)
-    assert sent(fourth) == ["bad"] and ledger.is_holding
+    assert sent(fourth) == ["bad"] and is_holding(ledger)
     ledger.restore(OpenRequest(make_request("new")))
     assert sent(fourth) == ["bad"], "it runs alone"
     ledger.lose_engine(["bad"], 4)
     assert state.end is not None and state.num_crashes == MAX_CRASHES
-    assert {name for name in ("x", "y", "new") if ledger.has_engine(name)} == {"x", "y", "new"}
+    assert {name for name in ("x", "y", "new") if has_engine(ledger, name)} == {"x", "y", "new"}
 
 
 def test_an_engine_is_emptied_for_a_suspect_that_has_waited() -> None:

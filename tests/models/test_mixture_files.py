@@ -238,10 +238,10 @@ def test_a_decode_step_reads_only_the_experts_that_its_rows_choose(folder):
     whole = sum(part.nbytes for mixture in mixtures for part in mixture.routed.parts)
     routers = sum(mixture.router.nbytes for mixture in mixtures)
     probe.all_logits([make_prompt(100, 1)])
-    assert decoder.expert_bytes_read == routers + whole, "100 tokens choose all of 4 experts"
+    assert decoder._step.expert_bytes == routers + whole, "100 tokens choose all of 4 experts"
     probe.row(0, 100, 1, ROW_SAMPLE)
     probe.run()
-    assert decoder.expert_bytes_read == routers + whole // 2, "one token chooses 2 of 4"
+    assert decoder._step.expert_bytes == routers + whole // 2, "one token chooses 2 of 4"
     assert decoder.idle_expert_bytes == whole // 2
     assert probe.capacity.weight_bytes - probe.capacity.idle_expert_bytes == decoder.weight_bytes - whole // 2
 

@@ -92,7 +92,7 @@ async def test_I06_a_watcher_gets_the_head_what_is_kept_and_what_comes(played: H
     await wire.until(lambda: steps_of(wire) == [0, 1, 2, 3, 4, 5])
     wire.leave()
     await task
-    assert played.context.feed.num_watchers == 0
+    assert len(played.context.feed._watchers) == 0
     await played.context.feed._polling
     assert len(engine.asked) > 0
     asked = len(engine.asked)
@@ -129,7 +129,7 @@ async def test_places_for_watchers_are_bounded(played: Harness) -> None:
     for wire in wires:
         wire.leave()
     await asyncio.gather(*tasks)
-    assert played.context.feed.num_watchers == 0
+    assert len(played.context.feed._watchers) == 0
 
 
 async def test_an_engine_that_is_gone_is_told_once_and_then_the_feed_goes_on(played: Harness) -> None:
@@ -162,7 +162,7 @@ async def test_a_watcher_that_does_not_read_is_cut_and_disturbs_nobody(
     await quick_one.until(lambda: steps_of(quick_one)[-1] == 19)
     async with asyncio.timeout(5):
         await tasks[0]
-    assert cut == [b""] and played.context.feed.num_watchers == 1
+    assert cut == [b""] and len(played.context.feed._watchers) == 1
     quick_one.leave()
     await tasks[1]
 

@@ -66,7 +66,7 @@ async def test_I06_login_by_key_sets_a_cookie_that_lets_in_and_logout_ends_it() 
     out = await harness.request("POST", "/logout", headers={**cookie, **OWN, "accept": "text/html"})
     assert out.status_code == 303 and out.headers["location"] == "login"
     assert (await harness.get("/v1/models", headers={**cookie, **OWN})).status_code == 401
-    assert harness.app.state.context.logins.num_sessions == 0
+    assert len(harness.app.state.context.logins._sessions) == 0
 
 
 @pytest.mark.parametrize(
@@ -213,21 +213,21 @@ def test_sessions_end_by_disuse_and_by_age() -> None:
     for _ in range(20):
         clock.now += logins_module.MAX_IDLE_S - 1
         logins.find(used)
-    assert logins.find(used) is None and logins.num_sessions == 0
+    assert logins.find(used) is None and len(logins._sessions) == 0
 
 
 def test_sessions_are_bounded_for_a_key_and_for_all() -> None:
     logins, _ = made("sk-a", "sk-b")
     other = logins.log_in(b"sk-b")
     ids = [logins.log_in(b"sk-a") for _ in range(logins_module.MAX_SESSIONS_PER_KEY + 3)]
-    assert logins.num_sessions == logins_module.MAX_SESSIONS_PER_KEY + 1
+    assert len(logins._sessions) == logins_module.MAX_SESSIONS_PER_KEY + 1
     assert other is not None and logins.find(other) is not None
     assert [logins.find(str(each)) is not None for each in (ids[2], ids[3], ids[-1])] == [False, True, True]
     many, _ = made(*(f"sk-{n}" for n in range(20)))
     for number in range(20):
         for _ in range(logins_module.MAX_SESSIONS_PER_KEY):
             many.log_in(f"sk-{number}".encode())
-    assert many.num_sessions == logins_module.MAX_SESSIONS
+    assert len(many._sessions) == logins_module.MAX_SESSIONS
 
 
 def test_a_key_that_is_gone_takes_its_sessions_along(tmp_path: Path) -> None:

@@ -473,7 +473,7 @@ def test_sessions_of_one_key_never_end_anothers(monkeypatch: pytest.MonkeyPatch)
     for number in range(60):
         assert logins.log_in(b"sk-alice-one" if number % 2 else b"sk-alice-two")
     assert all(session is not None and logins.find(session) is not None for session in sessions)
-    assert logins.num_sessions == 12
+    assert len(logins._sessions) == 12
 
 
 async def test_watchers_of_one_tenant_make_room_for_anothers() -> None:
@@ -487,7 +487,7 @@ async def test_watchers_of_one_tenant_make_room_for_anothers() -> None:
     for holder in (alice, bob):
         with pytest.raises(Exception, match="watch already"):
             feed.watch(holder)
-    assert feed.num_watchers == MAX_WATCHERS
+    assert len(feed._watchers) == MAX_WATCHERS
     for watcher in list(feed._watchers):
         feed.leave(watcher)
     assert feed._polling is not None

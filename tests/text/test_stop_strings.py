@@ -59,7 +59,7 @@ def test_P05_only_what_may_begin_a_stop_string_is_held_back(stops, text):
         if match is not None:
             return
         held = text[len(sent) : index]
-        assert finder.num_held_chars == len(held)
+        assert len(finder._held) == len(held)
         assert not held or any(stop.startswith(held) for stop in stops)
         longest = max(
             (k for k in range(index + 1) if any(s.startswith(text[index - k : index]) for s in stops)), default=0
@@ -128,7 +128,7 @@ def test_P05_the_cost_of_a_character_does_not_grow():
             finder.push(text[start : start + 1000])
     finally:
         sys.settrace(previous)
-    assert finder.num_held_chars == 1000
+    assert len(finder._held) == 1000
     assert lines < 20 * len(text)
 
 

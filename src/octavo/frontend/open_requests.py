@@ -117,16 +117,6 @@ class OpenRequests:
         """The current engines, in the order in which they began."""
         return tuple(self._engines.values())
 
-    @property
-    def is_holding(self) -> bool:
-        """True while requests may be held back because a suspect runs alone."""
-        return any(engine.suspect is not None for engine in self._engines.values())
-
-    def has_engine(self, request_id: str) -> bool:
-        """Return True if this request is bound to a current engine, which therefore has to end it."""
-        state = self._open.get(request_id)
-        return state is not None and state.engine is not None
-
     # --- requests are submitted, read and dropped
 
     async def submit(self, request: Request, media: tuple[MediaItem, ...] = ()) -> Accepted:

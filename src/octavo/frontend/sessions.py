@@ -16,7 +16,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -205,11 +205,6 @@ class Session:
         """The number of tokens received and not yet read; 0 if the client does not know it."""
         return self._outputs.num_unread if isinstance(self._outputs, OutputReader) else 0
 
-    @property
-    def has_ended(self) -> bool:
-        """True if the last delta was returned."""
-        return self._has_ended and not self._ready
-
     def __aiter__(self) -> AsyncIterator[TextDelta]:
         return self
 
@@ -318,7 +313,6 @@ class Sessions:
         seed: int = 0,
         *,
         capacity: Capacity | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client = client
         self.text = text
@@ -327,7 +321,6 @@ class Sessions:
         self.adapter_id = 0
         self._seeds = random.Random(seed)
         self._eos_token_ids = tuple(dict.fromkeys((*text.spec.eos_token_ids, *text.tokenizer.eos_token_ids)))
-        self._now = now
 
     @property
     def max_model_len(self) -> int:
@@ -390,7 +383,7 @@ class Sessions:
             if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
                 shown = name.removesuffix("_s")
                 raise InvalidRequestError(f"{shown} is {value!r}; give seconds above 0", shown)
-        arrival, timeout_s = self._now(), options.get("timeout_s")
+        arrival, timeout_s = time.monotonic(), options.get("timeout_s")
         wants = Want.SAMPLE if params.prompt_logprobs is None else Want.SAMPLE | Want.SCORE
         wants = options.get("wants", Want.SCORE if params.max_tokens == 0 else wants)
         return Request(

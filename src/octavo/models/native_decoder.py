@@ -195,11 +195,6 @@ class NativeDecoder:
         return sum(mixture.idle(spec)[0] for mixture, spec in self._mixtures())
 
     @property
-    def expert_bytes_read(self) -> int:
-        """Bytes of routers' and experts' weights that the last call of `forward` read."""
-        return int(self._step.expert_bytes)
-
-    @property
     def quantization(self) -> str:
         """The code of most weights, or "none" if most weights are floats."""
         return most_frequent_code(self._multiplied())

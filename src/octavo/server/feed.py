@@ -81,11 +81,6 @@ class Feed:
         self._polling: asyncio.Task[None] | None = None
         self._next_replicas = 0.0
 
-    @property
-    def num_watchers(self) -> int:
-        """The number of current watchers."""
-        return len(self._watchers)
-
     def watch(self, holder: KeyInfo, replica: str = "") -> Watcher:
         """Add a watcher. Raises ApiError if the key may not watch, or if there are too many watchers."""
         if not self._keys.can_watch(holder):

@@ -188,11 +188,6 @@ class Detokenizer:
         text = self._utf8.decode(b"", True)
         return self._cut_start(text) if self._strip else text
 
-    @property
-    def num_held_bytes(self) -> int:
-        """Bytes of the unfinished character, at most 3. Nothing else is kept of the ids."""
-        return len(self._utf8.getstate()[0])
-
     def _cut_start(self, text: str) -> str:
         while self._strip and text:
             self._strip = self._strip - 1 if text[0] == " " else 0
@@ -247,11 +242,6 @@ class StopStrings:
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held
-
-    @property
-    def num_held_chars(self) -> int:
-        """Characters held back: fewer than the longest stop string has."""
-        return len(self._held)
 
     def _advance(self, character: str) -> str | None:
         """Process one character; return the longest stop string that it completes."""

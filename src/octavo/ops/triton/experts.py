@@ -21,7 +21,6 @@ from octavo.ops.triton.linear import block_k, coded_product, kind_of, product, s
 from octavo.ops.triton.rounding import rounded
 from octavo.ops.triton.variant import INTERPRETED, OPTIONS, Variant
 
-SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
 _SOFTMAX, _OF_CHOSEN, _SIGMOID = (tl.constexpr(index) for index in range(3))
 _PAIRS = 1024  # that a program looks at together
 _ROWS, _BLOCK = (64, 256) if INTERPRETED else (1, 1024)  # of a tile of sums
@@ -217,7 +216,7 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the indices of each token's experts, int32 and ascending, and their weights, float32, [T, C].
 
-    `logits` are float32 rows [T, X], `scoring` is an index of SCORINGS; see MixtureSpec.
+    `logits` are float32 rows [T, X], `scoring` is one of the three numbers above; see MixtureSpec.
     """
     num_tokens, num_experts = logits.shape
     chosen, weights = _choice(logits, top_k)

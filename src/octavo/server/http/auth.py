@@ -84,11 +84,6 @@ class Logins:
         self._now = now
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()  # by the SHA-256 of the id, longest unused first
 
-    @property
-    def num_sessions(self) -> int:
-        """The number of sessions, including expired ones that no request has looked up yet."""
-        return len(self._sessions)
-
     def log_in(self, key: bytes) -> str | None:
         """Start a session and return its id; None if the key is invalid."""
         info = self._keys.find(key)
