@@ -92,22 +92,22 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_767,
-    ("engine", "frontend"): 5_965,
+    ("engine", "frontend"): 5_953,
     ("fleet",): 3_300,
-    ("models", "nn", "ops", "sampling"): 10_660,
+    ("models", "nn", "ops", "sampling"): 10_656,
     ("executors",): 4_666,
-    ("artifacts",): 3_619,
-    ("text",): 2_272,
+    ("artifacts",): 3_611,
+    ("text",): 2_266,
     ("grammar", "sandbox"): 1_858,
     ("media",): 500,
     ("observe",): 4_444,
     ("simulator",): 6_555,
-    ("server",): 11_915,
+    ("server",): 11_909,
     ("cli",): 6_421,
     ("bench",): 2_914,
     ("config",): 1_290,
 }
-ALL_CODE_LINES, ALL_FILES = 73_375, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 73_339, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
