@@ -303,13 +303,16 @@ def compare(
     header = recording.header
     unchanged = WhatIf("simulated", header.limits)
     changes = [unchanged, *(read_what_if(text, header.limits) for text in texts)]
-    costs = Fitted(fit_recording(recording, measured.columns)) if cost == "fitted" else cost_model(cost)
+    fit = fit_recording(recording, measured.columns, has_errors=False) if cost == "fitted" else None
+    costs = cost_model(cost) if fit is None else Fitted(fit)
     cases = [Case.of("recorded", measured.run, summarise(measured.run))]
     notes, drafts = Notes(), measured.drafts
     arrivals = list(recorded_arrivals(header.has_state, measured.requests, notes))
     runs: list[tuple[str, list[Arrival], Setup]] = []
     for change in changes:
-        scaled = [replace(one, time=one.time / change.rate_scale) for one in arrivals]
+        scale, scaled = change.rate_scale, arrivals
+        if scale != 1.0:
+            scaled = [replace(one, time=one.time / scale) for one in arrivals]
         # Their number and acceptance are the recorded ones, whatever the source of drafts was.
         limits = replace(change.limits, has_draft_model=drafts is not None, has_paced_lookup=False)
         limits = limits if drafts is not None else replace(limits, max_draft_tokens=0)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from octavo.simulator.costs.fitted import (
     Fitted,
     begin_of,
     features,
+    fit_columns,
     load_fit,
     numbers_of,
 )
@@ -139,6 +141,14 @@ def test_short_recordings_and_those_with_few_steps_are_fitted_whole() -> None:
     few = steps_of(Truth(), workload(8, 12.0))
     assert few[-1].plan.now - few[0].plan.now > 60.0
     assert fit_steps(few, has_warm_up=True).num_left_out == 0
+
+
+def test_a_fit_without_errors_has_the_same_prices() -> None:
+    columns = columns_of(steps_of(Truth(0.05), workload()))
+    whole, prices = fit_columns(columns, "steps"), fit_columns(columns, "steps", has_errors=False)
+    for one, other in ((whole.device, prices.device), (whole.host, prices.host)):
+        assert [each.value for each in one] == [each.value for each in other]
+    assert isnan(prices.held_out_bias) and isnan(prices.held_out_error) and isnan(prices.spread)
 
 
 def test_too_few_steps_are_refused() -> None:

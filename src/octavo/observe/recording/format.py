@@ -557,11 +557,12 @@ class RowDeltas:
         if columns is None:
             self._ahead += 1
             return
-        before = self.rows()
-        slots, ahead, counts, flags = map(_ints, columns)
-        end_of = dict(zip(before.slots, before.ends(), strict=True))
-        starts = [end_of.get(slot, 0) + start for slot, start in zip(slots, ahead, strict=True)]
-        self._rows = PlanRows(slots, _ints(starts), counts, flags)
+        before, ahead = self._rows, self._ahead
+        ends = [start + count + ahead for start, count in zip(before.starts, before.counts, strict=True)]
+        end_of = dict(zip(before.slots, ends, strict=True))
+        slots, offsets, counts, flags = columns
+        starts = [end_of.get(slot, 0) + offset for slot, offset in zip(slots, offsets, strict=True)]
+        self._rows, self._ahead = PlanRows(*map(_ints, (slots, starts, counts, flags))), 0
 
     def rows(self) -> PlanRows:
         """Return the rows of the last plan. O(rows)."""

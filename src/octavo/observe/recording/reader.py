@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -44,7 +44,6 @@ YOUNG_OBJECTS = 100_000  # allocations between garbage collections; Python's 700
 _FRAME = struct.Struct("<III")
 _VERSION = struct.Struct("<H")
 PREAMBLE_BYTES = len(MARK) + _VERSION.size
-T = TypeVar("T")
 
 
 @contextmanager
@@ -99,8 +98,8 @@ def read_header(path: Path) -> Header | None:
         raise RecordingError(f"{path} has a header that cannot be ({error}); it was not written by Octavo") from None
 
 
-def read_records(path: Path) -> Iterator[Any]:
-    """Read the records of a segment, up to its last whole frame."""
+def read_records(path: Path) -> Iterator[list[Any]]:
+    """Read the records of a segment, frame by frame, up to its last whole frame."""
     with path.open("rb") as file:
         file.seek(PREAMBLE_BYTES)
         if read_frame(file) is None:
@@ -110,7 +109,7 @@ def read_records(path: Path) -> Iterator[Any]:
                 records = msgspec.msgpack.decode(body, type=list)
             except msgspec.MsgspecError:
                 return
-            yield from records
+            yield records
 
 
 def _check_version(path: Path, first: bytes) -> None:
@@ -167,36 +166,45 @@ class Segment:
     num_bytes: int = 0
     end_reason: str = ""
 
-    def decoded(self, decode: Callable[[Any], T]) -> Iterator[T]:
-        """Read the records in order, without the end marker, each by `decode`. Raises RecordingError."""
-        self.end_reason = CUT_OFF
-        for record in read_records(self.path):
-            try:
-                if record[0] == END:
-                    self.end_reason = str(record[2])
-                    return
-                made = decode(record)
-            except DAMAGE as error:
-                raise RecordingError(
-                    f"{self.path} holds a record that cannot be ({type(error).__name__}: {error}); its frames are "
-                    "whole, so it was written so: by another version?"
-                ) from None
-            yield made
+    def read(self, *takers: Callable[[list[Any]], object]) -> None:
+        """Read the records in order, without the end marker, giving those of a frame to every taker.
 
-    def read(self, *takers: Callable[[Any], object]) -> None:
-        """Read the records in order, without the end marker, giving each to every taker. Raises RecordingError."""
-
-        def take(record: Any) -> None:
-            for each in takers:
-                each(record)
-
-        with rare_collections():
-            for _ in self.decoded(takers[0] if len(takers) == 1 else take):
-                pass
+        Raises RecordingError.
+        """
+        with rare_collections(), self._checked():
+            for records in self._frames():
+                for take in takers:
+                    take(records)
 
     def calls(self) -> Iterator[RecordedCall]:
-        """Read the calls in order, without the end marker; each time from the start."""
-        return self.decoded(CallDecoder(self.header).decode)
+        """Read the calls in order, without the end marker; each time from the start. Raises RecordingError."""
+        decode = CallDecoder(self.header).decode
+        with self._checked():
+            for records in self._frames():
+                yield from map(decode, records)
+
+    def _frames(self) -> Iterator[list[Any]]:
+        """Read the records of each frame, without the end marker. Raises one of DAMAGE."""
+        self.end_reason = CUT_OFF
+        for records in read_records(self.path):
+            kinds = [record[0] for record in records]
+            if END in kinds:
+                last = kinds.index(END)
+                self.end_reason = str(records[last][2])
+                yield records[:last]
+                return
+            yield records
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Raise RecordingError for a record that CallEncoder did not write."""
+        try:
+            yield
+        except DAMAGE as error:
+            raise RecordingError(
+                f"{self.path} holds a record that cannot be ({type(error).__name__}: {error}); its frames are "
+                "whole, so it was written so: by another version?"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -409,18 +409,18 @@ class _SegmentReader:
             END_CHOICE: self._end_choice, CONTROL: self._control,
         }  # fmt: skip
 
-    def take(self, record: Any) -> None:
-        """Add the next record."""
-        kind = record[0]
-        take = self._takers.get(kind)
-        if take is None:
-            raise _NeedsReplayError
-        self._found.report.num_calls += 1
-        if kind != CONTROL:
-            self._now = record[1]
-            if self._first is None:
-                self._first = self._now
-        take(record)
+    def take(self, records: list[Any]) -> None:
+        """Add the next records."""
+        self._found.report.num_calls += len(records)
+        times = [record[1] for record in records if record[0] != CONTROL]
+        if times:
+            self._first, self._now = times[0] if self._first is None else self._first, times[-1]
+        takers = self._takers
+        for record in records:
+            take = takers.get(record[0])
+            if take is None:
+                raise _NeedsReplayError
+            take(record)
 
     def _add_keys(self, runs: Any) -> None:
         for order, choice, first, keys in runs:
@@ -467,7 +467,8 @@ class _SegmentReader:
     def _plan(self, record: Any) -> None:
         if self._deadlines and self._deadlines[0][0] <= record[1]:
             self._check_deadlines(record[1])
-        self._add_keys(record[9])
+        if record[9]:
+            self._add_keys(record[9])
         if not record[4]:  # its digest: it is empty
             return
         columns, values, entering = record[5:8]
@@ -517,7 +518,8 @@ class _SegmentReader:
         if failure is not None or not self._flight or not values.keys() <= _PLAIN_RESULT:
             raise _NeedsReplayError
         self._found.num_steps += 1
-        self._add_keys(record[7])
+        if record[7]:
+            self._add_keys(record[7])
         rows, ids = self._flight.popleft(), values.get("token_ids") or ()
         if len(ids) != len(rows):
             raise _NeedsReplayError

@@ -26,7 +26,7 @@ from octavo.errors import ConfigError
 from octavo.observe.recording.columns import StepColumns, StepNumbers, read_columns
 from octavo.observe.recording.reader import RecordedStep, Recording
 from octavo.simulator.cost_model import CostModel, StepParts, StepShape, TimeFloor, shape_of, token_floors
-from octavo.simulator.costs.least_squares import Array, solve
+from octavo.simulator.costs.least_squares import NUM_DRAWS, Array, solve
 
 VERSION = 1  # of the files of fits and corrections
 MIN_STEPS = 64
@@ -226,30 +226,41 @@ def begin_of(step: RecordedStep) -> float:
     return step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
 
 
-def fit_columns(columns: StepColumns, source: str, has_warm_up: bool = False) -> Fit:
-    """Fit device times and host times, without a warm-up if there is one. Raises ConfigError for too few steps."""
+def fit_columns(columns: StepColumns, source: str, has_warm_up: bool = False, has_errors: bool = True) -> Fit:
+    """Fit device times and host times, without a warm-up if there is one. Raises ConfigError for too few steps.
+
+    Without `has_errors` the fit has the same prices and takes a third of the time: their intervals are empty, and the
+    errors and the spread are not known (NaN).
+    """
     everything = {name: np.array(column) for name, column in columns.by_name().items()}
     rows, seconds, host_rows, host_s = feature_rows(_after_warm_up(everything) if has_warm_up else everything)
     if len(seconds) < MIN_STEPS:
         raise ConfigError(
             f"{source} has {len(seconds)} steps to fit; at least {MIN_STEPS} are needed: record a longer run"
         )
-    cut = int(len(seconds) * (1 - HELD_OUT))
-    held = rows[cut:] @ solve(rows[:cut], seconds[:cut], num_draws=0).values
-    solution = solve(rows, seconds)
+    num_draws = NUM_DRAWS if has_errors else 0
+    solution = solve(rows, seconds, num_draws)
     values, low, high = (_extended(one, rows) for one in (solution.values, solution.low, solution.high))
-    host = solve(host_rows, host_s) if len(host_s) >= 8 else None
+    host = solve(host_rows, host_s, num_draws) if len(host_s) >= 8 else None
     nothing = np.zeros(len(HOST_NAMES))
+    bias, error = _held_out(rows, seconds) if has_errors else (nan, nan)
     return Fit(
         source,
         len(seconds),
         _coefficients(NAMES, values, low, high),
         _coefficients(HOST_NAMES, *((nothing,) * 3 if host is None else (host.values, host.low, host.high))),
-        float(held.sum() / seconds[cut:].sum() - 1),
-        float(np.mean(np.abs(held / seconds[cut:] - 1))),
-        _spread(rows @ solution.values, seconds),
+        bias,
+        error,
+        _spread(rows @ solution.values, seconds) if has_errors else nan,
         num_left_out=int(np.sum(~np.isnan(everything["device_s"]))) - len(seconds),
     )
+
+
+def _held_out(rows: Array, seconds: Array) -> tuple[float, float]:
+    """Return the bias and the error of a fit of the first steps on the last third (see Fit)."""
+    cut = int(len(seconds) * (1 - HELD_OUT))
+    held = rows[cut:] @ solve(rows[:cut], seconds[:cut], num_draws=0).values
+    return float(held.sum() / seconds[cut:].sum() - 1), float(np.mean(np.abs(held / seconds[cut:] - 1)))
 
 
 def _after_warm_up(of: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -295,10 +306,10 @@ def _spread(predicted: Array, seconds: Array) -> float:
     return float(np.std(ratios)) if len(ratios) > 1 else 0.0
 
 
-def fit_recording(recording: Recording, columns: StepColumns | None = None) -> Fit:
+def fit_recording(recording: Recording, columns: StepColumns | None = None, has_errors: bool = True) -> Fit:
     """Fit the steps of a recording, or these columns of them, without the warm-up that one from an engine's start has.
 
-    Raises RecordingError, or ConfigError if it is too short.
+    `has_errors` is as in fit_columns. Raises RecordingError, or ConfigError if it is too short.
     """
     header = recording.header
     engine: dict[str, object] = {"model": header.model, "device": header.device, "depth": header.depth}
@@ -306,7 +317,8 @@ def fit_recording(recording: Recording, columns: StepColumns | None = None) -> F
         values = {entry.name: getattr(header.limits, entry.name) for entry in fields(header.limits)}
         del values["groups"]
         engine["limits"] = values
-    fit = fit_columns(columns or read_columns(recording), recording.path.name, has_warm_up=not header.has_state)
+    columns = columns or read_columns(recording)
+    fit = fit_columns(columns, recording.path.name, not header.has_state, has_errors)
     return replace(fit, engine=engine)
 
 
