@@ -91,7 +91,7 @@ KERNEL_DECORATORS = {"triton.jit", "torch.library.custom_op", "custom_op"}
 # Corrections that use queued requests' waits, and warm-ups that fits leave out, raised simulator.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_767,
+    ("core",): 5_769,
     ("engine", "frontend"): 5_953,
     ("fleet",): 3_300,
     ("models", "nn", "ops", "sampling"): 10_656,
@@ -100,14 +100,14 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("text",): 2_266,
     ("grammar", "sandbox"): 1_858,
     ("media",): 500,
-    ("observe",): 4_444,
-    ("simulator",): 6_555,
+    ("observe",): 4_460,
+    ("simulator",): 6_562,
     ("server",): 11_909,
-    ("cli",): 6_421,
+    ("cli",): 6_424,
     ("bench",): 2_914,
     ("config",): 1_290,
 }
-ALL_CODE_LINES, ALL_FILES = 73_339, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 73_367, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}
