@@ -120,6 +120,8 @@ async def test_row_01_drafts_go_on_after_the_engine_is_killed(folder: Path, plai
         cut = await reading
         assert keeper.num_restarts == 1 and cut.ids == whole.ids and cut.reason == whole.reason
         assert whole.ids[:48] == list(plain[0][0])
+        again = await follow(keeper, make("again"))  # since the kill may have come near the end
+        assert again.ids == whole.ids
         counted: Any = await keeper.control("statistics")
         assert counted["scheduler"]["num_drafted_tokens"] > 0 and counted["draft_model"]["failure"] is None
 

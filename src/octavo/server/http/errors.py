@@ -224,6 +224,8 @@ def ollama_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
     return {"error": error.message}
 
 
+ANTHROPIC = "/v1/messages"  # what the paths of Anthropic's API begin with
+ANTHROPIC_VERSION = b"anthropic-version"  # a header that Anthropic's clients send
 _SHARED = ("/v1/models", "/v1/files")  # paths of OpenAI's API and of Anthropic's
 
 
@@ -231,8 +233,8 @@ def is_anthropic(scope: Scope) -> bool:
     """Return True if a request is for Anthropic's API. On paths that OpenAI's API has too, a header decides."""
     path: str = scope["path"]
     if path.startswith(_SHARED):
-        return any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return path.startswith("/v1/messages")
+        return any(name == ANTHROPIC_VERSION for name, _ in scope["headers"])
+    return path.startswith(ANTHROPIC)
 
 
 def style_of(scope: Scope) -> Style:

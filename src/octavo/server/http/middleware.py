@@ -32,7 +32,15 @@ from octavo.server.api.fields import HEADER, IGNORED_FIELDS, IgnoredFields
 from octavo.server.http.auth import KEY, PAGES, SESSION, Logins, login_form, source_of, wants_html, wrong_key_error
 from octavo.server.http.connection import ON_AUTH
 from octavo.server.http.endpoints import ENDPOINT, Access, Endpoint, Endpoints
-from octavo.server.http.errors import ApiError, bad_field, disk_full_error, internal_error, is_anthropic, is_disk_full
+from octavo.server.http.errors import (
+    ANTHROPIC,
+    ANTHROPIC_VERSION,
+    ApiError,
+    bad_field,
+    disk_full_error,
+    internal_error,
+    is_disk_full,
+)
 from octavo.server.http.keys import ANONYMOUS, KeyInfo, KeyRing
 from octavo.server.http.lifecycle import Lifecycle
 from octavo.server.http.limits import HttpLimits
@@ -140,7 +148,7 @@ class RequestMiddleware:
     def _headers(self, scope: Scope, ignored: IgnoredFields) -> list[tuple[bytes, bytes]]:
         """Return the headers that every answer gets: the id, the key's rates, the ignored fields."""
         headers = [(b"x-request-id", scope[REQUEST_ID].encode())]
-        if is_anthropic(scope):
+        if scope["path"].startswith(ANTHROPIC) or ANTHROPIC_VERSION in dict(scope["headers"]):
             headers.append((b"request-id", scope[REQUEST_ID].encode()))  # Anthropic's clients read this header
         meter = scope.get(METER)
         if meter is not None:
