@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from octavo.cli.replay import _lines
+from octavo.core.plan import ROW_SAMPLE
 from octavo.observe.recording import Recording, arrivals, open_recording, replay, steps
-from octavo.observe.recording.columns import read_columns
+from octavo.observe.recording.columns import ColumnsReader, StepColumns, read_columns
+from octavo.observe.recording.format import COMMIT, PLAN, STATE, Header
 from octavo.observe.recording.reader import Segment
 from octavo.observe.recording.requests import read_plain, read_requests
 from octavo.simulator import recorded
@@ -43,6 +45,26 @@ def check(recording: Recording) -> bool:
         assert getattr(measured.run.outcomes, name) == column, name
     assert measured.drafts is by_replay.drafts is None
     return True
+
+
+def test_a_plan_without_rows_after_a_state_has_none() -> None:
+    """Not those of the plan before the state."""
+
+    def plan(now: float, rows: object, values: dict[str, object]) -> list[object]:
+        return [PLAN, now, None, None, 1, rows, values, None, None, None]
+
+    def commit(now: float) -> list[object]:
+        return [COMMIT, now, None, None, None, None, None]
+
+    columns = StepColumns()
+    reader = ColumnsReader(Header("tiny", limits(), 1), columns)
+    first = plan(1.0, ([3], [0], [5], [ROW_SAMPLE]), {})
+    moving = plan(3.0, None, {"copies": [0, 1, 2]})
+    reader.take([first, commit(2.0), [STATE], moving, commit(4.0)])
+    reader.end()
+    found = {name: column.tolist() for name, column in columns.by_name().items()}
+    assert (found["chunks"], found["chunk_tokens"], found["decodes"]) == ([1, 0], [5, 0], [0, 0])
+    assert (found["decode_kv"], found["samples"], found["copied"]) == ([0, 0], [1, 0], [0, 1])
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
