@@ -101,13 +101,13 @@ CODE_LINES: dict[tuple[str, ...], int] = {
     ("grammar", "sandbox"): 1_858,
     ("media",): 500,
     ("observe",): 4_460,
-    ("simulator",): 6_562,
+    ("simulator",): 6_560,
     ("server",): 11_919,
-    ("cli",): 6_424,
+    ("cli",): 6_423,
     ("bench",): 2_914,
     ("config",): 1_290,
 }
-ALL_CODE_LINES, ALL_FILES = 73_377, 455  # of src
+ALL_CODE_LINES, ALL_FILES = 73_374, 455  # of src
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
 IN_CYCLES: dict[str, int] = {}

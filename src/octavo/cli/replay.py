@@ -310,9 +310,8 @@ def compare(
     arrivals = list(recorded_arrivals(header.has_state, measured.requests, notes))
     runs: list[tuple[str, list[Arrival], Setup]] = []
     for change in changes:
-        scale, scaled = change.rate_scale, arrivals
-        if scale != 1.0:
-            scaled = [replace(one, time=one.time / scale) for one in arrivals]
+        scale = change.rate_scale
+        scaled = arrivals if scale == 1.0 else [replace(one, time=one.time / scale) for one in arrivals]
         # Their number and acceptance are the recorded ones, whatever the source of drafts was.
         limits = replace(change.limits, has_draft_model=drafts is not None, has_paced_lookup=False)
         limits = limits if drafts is not None else replace(limits, max_draft_tokens=0)

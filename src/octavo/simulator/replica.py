@@ -504,11 +504,9 @@ class Replica(Stepper):
             totals.busy_s += first.step_s
             totals.host_s += first.host_s
             del committed[-1]
-        busy_s, host_s, step_host_s = totals.busy_s, totals.host_s, run.host_s
         for step_s in committed:  # one by one, so that the sum has the same rounding as single steps
-            busy_s += step_s
-            host_s += step_host_s
-        totals.busy_s, totals.host_s = busy_s, host_s
+            totals.busy_s += step_s
+            totals.host_s += run.host_s
         return self._apply(decisions) if decisions else []
 
     # --- gauges and samples

@@ -325,10 +325,10 @@ class KVCache:
 
     def enter_tables(self, sequence: Sequence) -> None:
         """Add table edits for all blocks of a sequence to the plan."""
-        slot = sequence.slot
         for group, table in enumerate(sequence.tables):
-            edits = [(slot, group, index, block) for index, block in enumerate(table) if block != NO_BLOCK]
-            self.effects.edits.fromlist([number for edit in edits for number in edit])
+            for index, block in enumerate(table):
+                if block != NO_BLOCK:
+                    self.effects.edits.fromlist([sequence.slot, group, index, block])
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, on the device and on the host."""
