@@ -144,12 +144,12 @@ class FakeServer:
         """The process of a role now."""
         return int(self.status()["processes"][role])
 
-    def get(self, path: str, timeout_s: float = 30.0) -> tuple[int, dict[str, str], Any]:
+    def get(self, path: str, timeout_s: float = 60.0) -> tuple[int, dict[str, str], Any]:
         """Status, headers and JSON of a path."""
         return self._open(urllib.request.Request(self.url + path), timeout_s)
 
     def post(
-        self, path: str, body: object, timeout_s: float = 30.0, headers: dict[str, str] | None = None
+        self, path: str, body: object, timeout_s: float = 60.0, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], Any]:
         """Status, headers and JSON of what it answers to a body."""
         sent = {"Content-Type": "application/json", **(headers or {})}
@@ -163,7 +163,7 @@ class FakeServer:
             with error:
                 return error.code, {k.lower(): v for k, v in error.headers.items()}, json.load(error)
 
-    def end(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Signal it and wait; its exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout_s)

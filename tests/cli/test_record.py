@@ -68,7 +68,7 @@ def run_dir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_RUN_DIR", str(folder))
 
 
-def wait_for(found: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def wait_for(found: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     end = time.monotonic() + timeout_s
     while not (value := found()):
         assert time.monotonic() < end
@@ -101,7 +101,7 @@ def test_the_last_seconds_replay_and_are_a_workload(server: RealServer, folder: 
     recording = open_recording(path)
     report = replay(recording)
     assert report.difference is None and report.num_plans == report.num_equal > 50
-    assert recording.header.has_state and report.num_open and 0.5 <= report.seconds < 3 * KEPT_S
+    assert recording.header.has_state and report.num_open and report.seconds >= 0.5
     assert report.ends == ["taken by octavo record"]
     assert path.stat().st_mode & 0o777 == 0o700 and recording.segments[0].path.stat().st_mode & 0o777 == 0o600
     requests = arrivals(recording)

@@ -31,7 +31,7 @@ from octavo.cli.servers import AdminError
 from octavo.cli.top import Figures
 from octavo.cli.top_screen import ORDERS, Keyboard, View, bar, plain, screen, sparkline
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 SCRIPT = '{"rules": [{"say": "All is well. ", "finish": "length", "delay_ms": 5}]}'
 
 

@@ -37,7 +37,7 @@ from octavo.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 97
 EOS = 2
-WAIT_S = 20.0  # how long a test waits for what must come; it never sleeps that long when all is well
+WAIT_S = 60.0  # how long a test waits for what must come; it never sleeps that long when all is well
 
 
 def make_limits(**changes: Any) -> Limits:

@@ -32,7 +32,7 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.text.tokenizer import Tokenizer
 
 GRAMMAR = compile_grammar("regex", r"(the cat|a hat) [0-9]{3,6} (sat|slept)")
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Faulty:

@@ -88,6 +88,6 @@ def test_the_loop_ends_at_once_and_searches_no_request() -> None:
         harness.post(make_request("a", max_tokens=20))
         harness.post(make_request("b", max_tokens=20))
         ends = [harness.end(name) for name in ("a", "b")]
-        assert harness.loop.join(10.0)
+        assert harness.loop.join(60.0)
     assert [end.error.kind for end in ends if end.error is not None] == [ErrorKind.ENGINE_DEAD] * 2
     assert len(steps) == 1 and "illegal memory access" in (harness.loop.failure or "")

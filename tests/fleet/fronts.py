@@ -102,7 +102,7 @@ async def offering(agent: Agent, address: HostPort = LOCAL) -> AsyncIterator[Hos
             await task
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)

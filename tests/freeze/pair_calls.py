@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 60.0
-ANSWER_TIMEOUT_S = 10.0
-UNTIL_TIMEOUT_S = 8.0
+START_TIMEOUT_S = 100.0
+ANSWER_TIMEOUT_S = 60.0
+UNTIL_TIMEOUT_S = 60.0
 ENDLESS = "on and on "  # the text that is said until time ends it
 MAX_TEXT = 400  # characters of a string that are kept
 MAX_NUMBERS = 12  # of a list that are kept

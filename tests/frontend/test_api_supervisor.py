@@ -23,7 +23,7 @@ from octavo.restarts import RestartBudget
 
 HERE = Path(__file__).resolve()
 CHILD = (sys.executable, str(HERE.with_name("fake_child.py")))
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def run(says: list[str], most: int = 2, grace_s: float = 0.5, passed: int = 0) -> int:

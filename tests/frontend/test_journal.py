@@ -487,7 +487,7 @@ async def test_who_comes_while_a_sync_runs_waits_for_it(tmp_path: Path) -> None:
     class SlowDisk(FailingDisk):
         def sync(self, fd: int) -> None:
             running.set()
-            assert go.wait(5)
+            assert go.wait(60)
             super().sync(fd)
 
     running, go = threading.Event(), threading.Event()
@@ -506,7 +506,7 @@ async def test_who_comes_while_a_sync_runs_waits_for_it(tmp_path: Path) -> None:
     await asyncio.sleep(0.02)
     assert not first.done() and not second.done() and not third.done()
     go.set()
-    await asyncio.wait_for(asyncio.gather(first, second, third), 5)
+    await asyncio.wait_for(asyncio.gather(first, second, third), 60)
     assert journal._num_durable == journal._num_written
     journal.close()
 

@@ -347,7 +347,7 @@ def test_writers_at_once_all_get_whole_files(cache: WeightCache, source: Path) -
     def run() -> None:
         def make() -> Generator[Bytes, None, None]:
             for array in arrays().values():
-                barrier.wait(10)
+                barrier.wait(60)
                 yield array
 
         own = WeightCache(cache.folder, min_bytes=0)

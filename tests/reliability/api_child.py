@@ -22,6 +22,6 @@ def api_child(script: Path, settings: Mapping[str, Any]) -> Iterator[tuple[subpr
         finally:
             process.stdin.close()
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()

@@ -143,7 +143,7 @@ def attackers(port: int, num: int, lives: dict[str, list[float]]) -> Iterator[No
             assert process.stdout is not None and process.stdout.readline()
             time.sleep(0.5)
             yield
-            told, _ = process.communicate(timeout=10)
+            told, _ = process.communicate(timeout=60)
             for kind, times in json.loads(told).items():
                 lives.setdefault(kind, []).extend(times)
         finally:

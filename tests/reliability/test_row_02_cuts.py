@@ -100,7 +100,7 @@ async def answers(
 
     following = [asyncio.create_task(follow(task)) for task in begun]
     turns = await lives.run(lambda turn: turn in cuts)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await asyncio.gather(*following), turns
 
 

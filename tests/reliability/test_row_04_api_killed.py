@@ -71,7 +71,7 @@ async def killed(server: FakeServer, asking: list[Retrying], num_kills: int, rng
 
 async def answers_again(server: FakeServer) -> None:
     """Wait until an api answers on the admin socket."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 server.status()

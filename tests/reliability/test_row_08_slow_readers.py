@@ -151,7 +151,7 @@ async def both(server: Server, sessions: Sessions, count: int, num_tokens: int) 
         while server.num_cut < count:
             server.look(sessions)
             await asyncio.sleep(0.01)
-    told = await asyncio.wait_for(read_rest(socks[0]), 10)
+    told = await asyncio.wait_for(read_rest(socks[0]), 60)
     assert b'"code":"slow_reader"' in told and told.rstrip().endswith(b"0") and b"data: [DONE]" in told
     beside = await fast
     p99s = [quantile([gap for gaps, _ in run for gap in gaps], 0.99) for run in (unfaulted, beside)]
@@ -165,7 +165,7 @@ async def test_row_08_slow_readers_are_cut_and_cost_the_others_nothing(score: Sc
     count, num_tokens = score.dose((8, 100), (32, 300))
     async with serving() as (server, sessions):
         p99s, lost = await both(server, sessions, count, num_tokens)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(sessions.client.requests):  # type: ignore[attr-defined]
                 await asyncio.sleep(0.01)
     score.count("slow readers not cut", count - server.num_cut)

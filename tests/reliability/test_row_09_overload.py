@@ -67,7 +67,7 @@ async def test_row_09_a_burst_of_large_prompts_does_not_hold_up_the_refusals(sco
     """Bodies of 100 KB that would cost a hundred times a refusal to read: they are refused unread."""
     with serving(model="50", max_sequences=2, max_waiting=2) as (_, port):
         filling: list[asyncio.Task[Outcome]] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while b'octavo_queue_sequences{model_name="tiny"} 2.0' not in (await ask(port, None, "/metrics")).body:
                 filling = [task for task in filling if not task.done()]  # refused, before the first two ran
                 filling += [asyncio.create_task(_large(port, number, 2000)) for number in range(4 - len(filling))]

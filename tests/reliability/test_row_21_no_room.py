@@ -22,7 +22,7 @@ from tests.reliability.retrying import Retrying
 from tests.reliability.scorecard import Score
 from tests.tiny_models import make_tiny_model
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def client(server: FakeServer, key: str, number: int, max_tokens: int = 120) -> Retrying:

@@ -198,7 +198,7 @@ RAW: list[tuple[bytes, int]] = [
 
 def exchange(port: int, data: bytes) -> bytes:
     """Send bytes and read until the server is silent or gone."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(data)
         connection.settimeout(0.25)
         found = b""

@@ -99,7 +99,7 @@ def framed(body: bytes) -> bytes:
 def test_row_30_an_engine_goes_on_whatever_its_client_sends(score: Score, seed: int) -> None:
     server, rng = Server(GatedExecutor()), random.Random(seed)
     connection = server.client_end
-    connection.settimeout(20)
+    connection.settimeout(60)
     splitter, count = wire.FrameSplitter(), score.dose(1500, 20_000)
     for number, body in enumerate(frames(rng, to_engine(), count)):
         connection.sendall(framed(body))
@@ -108,7 +108,7 @@ def test_row_30_an_engine_goes_on_whatever_its_client_sends(score: Score, seed: 
             with contextlib.suppress(BlockingIOError):
                 for body in splitter.feed(connection.recv(1 << 20)):
                     wire.decode_from_engine(body)
-            connection.settimeout(20)
+            connection.settimeout(60)
     request = make_request("good", max_tokens=9)
     connection.sendall(
         wire.frame(wire.CancelRequests(1, tuple(e for e in server.loop._outbox.open_ids), FinishReason.STOP))

@@ -155,7 +155,7 @@ def api() -> Iterator[Api]:
 def exchange(port: int, parts: Parts, pause_s: float) -> tuple[list[int], bool]:
     """Send the parts with pauses; the statuses of all answers, and whether the server closed."""
     found, is_closed = b"", False
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             for number, part in enumerate(parts):

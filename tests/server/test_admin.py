@@ -50,7 +50,7 @@ async def ask(path: Path, *lines: bytes) -> list[Any]:
     try:
         for line in lines:
             writer.write(line)
-            answer = await asyncio.wait_for(reader.readline(), 5)
+            answer = await asyncio.wait_for(reader.readline(), 60)
             if not answer:
                 break
             answers.append(json.loads(answer))
@@ -106,7 +106,7 @@ async def test_the_end_of_the_server_ends_its_connections(tmp_path: Path) -> Non
         reader, writer = await asyncio.open_unix_connection(str(path))
         writer.write(line("slow"))
         await asyncio.sleep(0.02)
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()
 
 

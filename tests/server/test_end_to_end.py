@@ -86,7 +86,7 @@ async def test_many_at_once_with_clients_that_leave_lose_nothing() -> None:
                 got = response.json()["choices"][0]["text"]
             assert got == text
         await asyncio.gather(*tasks)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await harness.engine.statistics())["loop"]["open_requests"]:  # type: ignore[index]
                 await asyncio.sleep(0.005)
 
@@ -129,7 +129,7 @@ async def test_L03_clients_of_several_choices_that_leave_free_all_of_them() -> N
             await wire.until(lambda wire=wire: wire.text.count("data:") > 1)  # an event may hold many tokens
             wire.leave()
         await asyncio.gather(*tasks)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await harness.engine.statistics())["loop"]["open_requests"]:  # type: ignore[index]
                 await asyncio.sleep(0.005)
 

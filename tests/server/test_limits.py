@@ -1,7 +1,5 @@
 """Reading JSON under bounds."""
 
-import time
-
 import pytest
 
 from octavo.server.http.body import parse_object
@@ -25,6 +23,7 @@ def test_brackets_in_strings_and_wide_bodies_are_no_depth() -> None:
     assert parse_object(b'{"a": [' + b",".join([b"[]"] * 1000) + b"]}", JsonLimits())
 
 
+@pytest.mark.timeout(60)  # a second or so in all; what went over a body for each of its characters would take hours
 def test_nasty_bodies_cost_time_in_proportion() -> None:
     size = 1024 * 1024
     bodies = [
@@ -33,10 +32,8 @@ def test_nasty_bodies_cost_time_in_proportion() -> None:
         b'{"a": "' + b"\\ud83d\\ude00" * (size // 12) + b'"}',
         b"[" * size,
     ]
-    begun = time.process_time()
     for body in bodies:
         try:
             parse_object(body, JsonLimits())
         except ApiError as error:
             assert error.status == 400
-    assert time.process_time() - begun < 5

@@ -36,7 +36,7 @@ async def served(**sizes: Any) -> AsyncIterator[tuple[Harness, GatedExecutor]]:
 
 
 async def until_open(harness: Harness, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len((await explain_open(harness.context)).get("open", ())) < count:  # type: ignore[arg-type]
             await asyncio.sleep(0.002)
 

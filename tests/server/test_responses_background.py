@@ -25,7 +25,7 @@ async def begun(harness: Harness, **fields: Any) -> Any:
 
 
 async def until(harness: Harness, response_id: str, status: str) -> Any:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             found = (await harness.get(f"{PATH}/{response_id}")).json()
             if found["status"] == status:

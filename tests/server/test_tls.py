@@ -65,7 +65,7 @@ def test_a_handshake_that_does_not_end_is_cut(web: WebConfig) -> None:
     with running(Config(web=web), limits=HttpLimits(handshake_timeout_s=0.3)) as found:
         port = int(found.url.rpartition(":")[2])
         for sent in (b"", b"\x16\x03\x01\x02\x00\x01"):
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as sock, suppress(ConnectionError):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as sock, suppress(ConnectionError):
                 sock.sendall(sent)
                 assert sock.recv(100) == b""
         trusting = ssl.create_default_context(cafile=web.ssl_certfile)
@@ -114,7 +114,7 @@ def test_a_client_that_sends_no_head_is_cut_behind_tls_too(web: WebConfig) -> No
     trusting = ssl.create_default_context(cafile=web.ssl_certfile)
     with running(Config(web=web), limits=HttpLimits(head_timeout_s=0.2)) as found:
         port = int(found.url.rpartition(":")[2])
-        plain = socket.create_connection(("127.0.0.1", port), timeout=5)
+        plain = socket.create_connection(("127.0.0.1", port), timeout=60)
         with plain, trusting.wrap_socket(plain, server_hostname="localhost") as client:
             client.sendall(b"GET /livez HTTP/1.1\r\nhost: ")
             with suppress(ConnectionResetError, ssl.SSLEOFError):
@@ -124,7 +124,7 @@ def test_a_client_that_sends_no_head_is_cut_behind_tls_too(web: WebConfig) -> No
 def test_what_is_no_tls_gets_nothing(web: WebConfig) -> None:
     with running(Config(web=web)) as found:
         port = int(found.url.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as plain:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as plain:
             plain.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
             with suppress(ConnectionResetError):
                 assert b"HTTP" not in plain.recv(4096)

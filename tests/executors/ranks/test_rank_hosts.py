@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,10 +110,9 @@ async def test_two_hosts_in_two_namespaces(script: Path, namespace: str) -> None
             stream = asyncio.create_task(follow(supervisor, request(1, 600)))
             await until(lambda: any(one.has_progress for one in supervisor.requests))
             pid = (await ranks_of(supervisor))[1]["pid"]
-            cut_at = time.monotonic()
             subprocess.run(["ip", "link", "set", f"{NAME}0", "down"], check=True)
             await until(lambda: supervisor.trouble() is not None)
-            assert time.monotonic() - cut_at < 4.9, "a rank that is silent is noticed before a stalled step is"
+            assert supervisor.num_stalls == 0, "a rank that is silent is noticed before a stalled step is"
             await until(lambda: not is_running(pid))
             subprocess.run(["ip", "link", "set", f"{NAME}0", "up"], check=True)
             check([await stream])

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -117,15 +116,13 @@ async def test_an_idle_engine_notices_a_killed_rank(script: Path) -> None:
 
 
 async def test_a_stopped_rank_is_noticed(script: Path) -> None:
-    """Within 2.5 s on an idle machine; here the bound is generous, and below the watchdog's 5 s of a stalled step."""
+    """By its silence (2 s), before the watchdog sees a stalled step (5 s)."""
     async with engines(config(script, 2)) as supervisor:
         stream = asyncio.create_task(follow(supervisor, request(0, 900)))
         await until(lambda: any(state.has_progress for state in supervisor.requests))
         pids = [row["pid"] for row in await ranks_of(supervisor)]
         os.kill(pids[1], signal.SIGSTOP)
-        stopped_at = time.monotonic()
         await until(lambda: not any(map(is_running, pids)))
-        assert time.monotonic() - stopped_at < 4.9
         check([await stream])
         assert supervisor.num_stalls == 0
 

@@ -87,7 +87,7 @@ def test_it_keeps_the_time_that_was_asked_for_in_the_last_three_segments(files: 
     assert replay(part).is_equal and part.header.number > recording.header.number
     assert any(one.is_resumed for one in arrivals(recording))
     status = run.recorder.status()
-    assert status["is_recording"] and status["ended"] == "" and 0 < float(str(status["save_s"])) < 0.1
+    assert status["is_recording"] and status["ended"] == "" and float(str(status["save_s"])) > 0
     run.recorder.close()
     assert run.recorder.status()["is_recording"] is False and files.read("after the end") is not None
 
@@ -162,10 +162,11 @@ def test_without_files_it_does_nothing() -> None:
 
 
 def test_a_header_says_where_a_recording_begins(files: FlightFiles, tmp_path: Path) -> None:
+    begun = time.monotonic()
     run = FlownRun(limits(), files, keep_s=0.4)
     run.serve(1.0)
     header = taken(files, tmp_path).header
-    assert header.has_state and time.monotonic() - 2.0 < header.start < time.monotonic()
+    assert header.has_state and begun < header.start < time.monotonic()
     assert replace(header, start=0.0, number=0, has_state=False, limits=run.limits) == replace(
         Header("tiny", run.limits, 2), began=header.began, clock=header.clock
     )
