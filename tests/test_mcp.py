@@ -180,7 +180,7 @@ def running(port: int) -> Iterator[None]:
     """A server over HTTP."""
     with subprocess.Popen([sys.executable, str(SCRIPT), "http", str(port)], stderr=subprocess.DEVNULL) as process:
         try:
-            end = time.monotonic() + 30
+            end = time.monotonic() + 60
             while time.monotonic() < end:
                 with contextlib.suppress(OSError), __import__("socket").create_connection(("127.0.0.1", port)):
                     break

@@ -113,7 +113,7 @@ def pixels(page: Page, selector: str) -> int:
 
 def point(page: Page, selector: str, x: float = 0.6, y: float = 0.5) -> str:
     """Point at a share of a drawing, where it lies once the page stopped moving; what is told there."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         box = page.locator(selector).bounding_box()
         assert box is not None

@@ -41,7 +41,7 @@ class AgentProcess:
     @property
     def engine_pid(self) -> int:
         """The engine's process id, as of the last line that has one; waits for the first."""
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + 60
         while True:
             found = [match[1] for line in self.lines if (match := re.search(r"\(process (\d+)\)", line))]
             if found or time.monotonic() > end:

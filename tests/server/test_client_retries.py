@@ -40,7 +40,7 @@ def served(**options: Any) -> Iterator[tuple[Running, Any]]:
 
 def until(condition: Callable[[], Any]) -> None:
     """Wait until this is true, for at most 20 s."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.005)

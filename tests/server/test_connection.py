@@ -64,7 +64,7 @@ def send(sock: socket.socket, data: bytes) -> None:
 
 
 def is_served(server: Running) -> bool:
-    with httpx.Client() as client:
+    with httpx.Client(timeout=60) as client:
         chat = client.post(server.url + "/v1/chat/completions", content=BODY)
         return chat.status_code == 200 and client.get(server.url + "/livez").status_code == 200
 
@@ -278,7 +278,7 @@ async def test_a_request_reaches_the_application_with_its_body_and_never_when_it
 def test_a_body_with_a_content_coding_is_refused_by_name() -> None:
     """It was read as if it had none: 400 invalid_json for bytes of gzip."""
     packed = gzip.compress(BODY)
-    with running(config=Config()) as server, httpx.Client(base_url=server.url) as client:
+    with running(config=Config()) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/tokenize"):
             for coding in ("gzip", "deflate", "br", "zstd", "GZIP, identity", "x"):
                 refused = client.post(path, content=packed, headers={"content-encoding": coding})

@@ -134,7 +134,7 @@ def test_a_real_disconnect_cancels_in_the_engine() -> None:
         headers = {"authorization": f"Bearer {KEY}"}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=headers):
             pass
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not server.engine.cancelled and time.monotonic() < deadline:
             time.sleep(0.005)
         assert len(server.engine.cancelled) == 1
@@ -154,7 +154,7 @@ def test_S19_stopping_twice_answers_everyone_and_refuses_at_once() -> None:
         readers = [threading.Thread(target=read) for _ in range(4)]
         for reader in readers:
             reader.start()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(server.engine.requests) < 4 and time.monotonic() < deadline:
             time.sleep(0.005)
         server.stop()

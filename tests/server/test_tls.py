@@ -50,7 +50,7 @@ def test_answers_and_streams_over_https(server: Running, web: WebConfig) -> None
     assert server.url.startswith("https://")
     trusting = ssl.create_default_context(cafile=web.ssl_certfile)
     body = {"messages": [{"role": "user", "content": "hi"}]}
-    with httpx.Client(base_url=server.url, verify=trusting) as client:
+    with httpx.Client(base_url=server.url, verify=trusting, timeout=60) as client:
         assert client.get("/livez").status_code == 200
         text = client.post("/v1/chat/completions", json={**body, "stream": True}).text
         assert text.endswith("data: [DONE]\n\n")
