@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from octavo.config import SETTINGS, Config
-from octavo.config.sources import load, load_config, resolve
+from octavo.config.sources import load, resolve
 from octavo.errors import ConfigError
+from tests.settings import load_config
 
 
 def test_defaults_are_the_dataclasses() -> None:

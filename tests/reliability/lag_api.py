@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from octavo.artifacts.resolve import find_wheel_model  # noqa: E402  the path comes first
-from octavo.config.sources import load_config  # noqa: E402
 from octavo.frontend.sessions import Sessions  # noqa: E402
 from octavo.server.app import create_app  # noqa: E402
 from octavo.server.http.body import HttpLimits  # noqa: E402
@@ -35,6 +34,7 @@ from octavo.text.tokenizer import Tokenizer  # noqa: E402
 from tests.reliability.api_child import api_child  # noqa: E402
 from tests.reliability.load import quantile  # noqa: E402
 from tests.server.fakes import FakeClient, make_text  # noqa: E402
+from tests.settings import load_config  # noqa: E402
 
 TICK_S = 0.002
 

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from octavo.config.sources import load_config
 from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from octavo.server.http.connection import BoundedConnection
@@ -24,6 +23,7 @@ from tests.engine.direct_client import start_engine
 from tests.reliability.load import quantile
 from tests.reliability.scorecard import Score
 from tests.server.fakes import make_text
+from tests.settings import load_config
 
 ENGINE = Path(__file__).with_name("timed_engine.py")
 STALL_S = 1.5

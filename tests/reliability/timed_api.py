@@ -18,7 +18,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from octavo.config.sources import load_config  # noqa: E402
 from octavo.frontend.sessions import Sessions  # noqa: E402
 from octavo.server.app import create_app  # noqa: E402
 from octavo.server.http.lifecycle import Lifecycle  # noqa: E402
@@ -27,6 +26,7 @@ from octavo.server.http.server import HttpServer  # noqa: E402
 from tests.engine.direct_client import start_engine  # noqa: E402  the path comes first
 from tests.reliability.api_child import api_child  # noqa: E402
 from tests.server.fakes import make_text  # noqa: E402
+from tests.settings import load_config  # noqa: E402
 
 ENGINE = Path(__file__).with_name("timed_engine.py")
 

@@ -17,9 +17,9 @@ import msgspec
 
 from octavo.cli.api_process import ApiTask
 from octavo.cli.servers import call_admin
-from octavo.config.sources import load_config
 from octavo.fleet.model_configs import served_models
 from octavo.frontend.api_supervisor import READY
+from tests.settings import load_config
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 LONG_S = 60.0

@@ -344,8 +344,8 @@ def test_without_keys_withheld_bodies_go_before_newer_connections() -> None:
 def test_when_all_places_are_at_work_the_next_connection_is_told_to_come_later() -> None:
     with running(config=Config(), limits=HttpLimits(max_connections=3)) as server:
         server.engine.is_held = True
-        threads = [threading.Thread(target=lambda: httpx.post(server.url + "/v1/chat/completions", content=BODY))
-                   for _ in range(3)]  # fmt: skip
+        url = server.url + "/v1/chat/completions"
+        threads = [threading.Thread(target=lambda: httpx.post(url, content=BODY, timeout=60)) for _ in range(3)]
         for thread in threads:
             thread.start()
         while len(server.engine.requests) < 3:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from octavo.config.sources import load_config
 from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import open_journal
 from octavo.frontend.sessions import Sessions
@@ -21,6 +20,7 @@ from octavo.server.context import Context
 from octavo.server.reply import restore_runs
 from tests.server.fakes import Wire, make_text
 from tests.server.test_idempotency import CHAT, COMPLETIONS, assembled, blocks, chat_body, key, plain
+from tests.settings import load_config
 
 ENGINE = Path(__file__).resolve().parents[1] / "reliability" / "timed_engine.py"
 STEP_MS = "3"

@@ -51,13 +51,6 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str], config_file: s
     return resolve(flags, environ, read_config_file(Path(config_file)), str(config_file))
 
 
-def load_config(
-    flags: Mapping[str, object], environ: Mapping[str, str] | None = None, config_file: str | Path | None = None
-) -> Config:
-    """Return the Config of load()."""
-    return load(flags, environ or {}, config_file).config
-
-
 def resolve(
     flags: Mapping[str, object], environ: Mapping[str, str], file: Mapping[str, object], path: str = ""
 ) -> Resolved:

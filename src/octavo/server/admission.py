@@ -87,12 +87,10 @@ class _Answer:
 class QueueForecast:
     """The engine's last forecast. `ask` requests a new forecast, or with "model" the WaitModel only."""
 
-    def __init__(
-        self, ask: Callable[[str], Awaitable[object]] | None = None, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, ask: Callable[[str], Awaitable[object]] | None = None) -> None:
         self.model: WaitModel | None = None
         self._ask = ask
-        self._now = now
+        self._now = time.monotonic
         self._answer: _Answer | None = None
         self._asked_at = -inf
         self._asking: asyncio.Task[None] | None = None
