@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import torch  # noqa: E402  the path comes first
+import transformers.masking_utils  # noqa: E402, F401  else a model is blamed for what its first import writes
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from octavo.artifacts.read_spec import read_model_spec  # noqa: E402
