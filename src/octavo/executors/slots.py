@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import Structure, c_int64, c_void_p
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,6 +81,7 @@ class Slots:
         self.flat_ids = self.ids_SW.view(-1)  # the id of slot s at position p has index s * W + p
         self._host_ids = self.flat_ids.numpy() if device.type == "cpu" else None  # the same memory
         self.sampler = Sampler(num_slots, self.ids_SW, vocab_size)
+        self.free_inputs: list[Any] = []  # of steps that ended (see step_inputs.decode_inputs)
         self.faults: dict[int, str] = {}
         self.adapters: dict[int, int] = {}  # of loaded adapters: id -> the decoder's number
         self.adapter_S = np.full(num_slots, NO_ADAPTER, dtype=np.int32)  # the decoder's numbers

@@ -131,7 +131,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_partial: b
     """
     inputs = None
     if plan.is_fast_path and not wants_partial and not plan.num_drafts and PLAIN_FLAGS.issuperset(plan.flags):
-        inputs = decode_inputs(plan, slots, block_size)
+        inputs = decode_inputs(plan, slots)
     return inputs or any_inputs(plan, slots, block_size, wants_partial)
 
 
@@ -278,71 +278,89 @@ class PassRows:
         )
 
 
-def decode_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs | None:
+@dataclass(slots=True)
+class DecodeInputs(StepInputs):
+    """The inputs of a step in which each row computes one token and samples once, in memory for many such steps.
+
+    Between two steps the caches are full of weights, so that each tensor which a step makes and drops takes some 20 us.
+    `best` is for the ids and logits of a step that needs only those. `memory` keeps alive what `addresses` point to.
+    """
+
+    best: tuple[Tensor, Tensor] | None = None
+    memory: tuple[object, ...] = ()
+    addresses: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, slots: Slots, num_rows: int) -> DecodeInputs:
+        """Allocate the memory of steps with so many rows."""
+        columns = np.empty((4 + len(slots.tables), num_rows), dtype=np.int64)
+        token_ids_N = np.empty(num_rows, dtype=np.int32)
+        tables = [np.zeros((num_rows, table_SM.shape[1]), dtype=np.int64) for table_SM in slots.tables]
+        pointers = np.array([table_NM.ctypes.data for table_NM in tables], dtype=np.int64)
+        slots_N, positions_N, contexts_N, targets_N, *mappings = columns
+        ones_N, rows_N = np.ones(num_rows, dtype=np.int64), np.arange(num_rows)
+        positions_T = torch.from_numpy(positions_N)
+        groups = [
+            AttentionBatch(
+                num_tokens=num_rows,
+                num_rows=num_rows,
+                num_decodes=num_rows,
+                positions_T=positions_T,
+                slot_mapping_T=torch.from_numpy(mapping_T),
+                block_table_NM=torch.from_numpy(table_NM),
+                counts=ones_N,
+                contexts=contexts_N,
+            )
+            for mapping_T, table_NM in zip(mappings, tables, strict=True)
+        ]
+        return cls(
+            token_ids_T=torch.from_numpy(token_ids_N),
+            attention=groups,
+            partial_blocks=[],
+            first_token_N=rows_N,
+            slots_N=slots_N,
+            starts_N=positions_N,
+            counts_N=ones_N,
+            sample_rows=rows_N,
+            sample_last_R=None,
+            sampling=SamplingRows(slots_N, contexts_N),
+            sample_target_R=torch.from_numpy(targets_N),
+            beams=NO_ROWS,
+            score_rows=NO_ROWS,
+            pool_rows=NO_ROWS,
+            best=(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)),
+            memory=(pointers,),
+            addresses=(columns.ctypes.data, token_ids_N.ctypes.data, pointers.ctypes.data),
+        )
+
+
+def decode_inputs(plan: StepPlan, slots: Slots) -> DecodeInputs | None:
     """Return the inputs of a step in which each row computes one token and samples once; None without the kernel.
 
-    The rows are in the plan's order.
+    The rows are in the plan's order. The memory is one of `slots.free_inputs`, to which the caller gives it back.
     """
     kernel = _kernel()
     if kernel is None or slots.ids_SW.device.type != "cpu":
         return None
-    num_rows, num_groups = len(plan.slots), len(slots.tables)
-    columns, token_ids_T = np.empty((4 + num_groups, num_rows), dtype=np.int64), np.empty(num_rows, dtype=np.int32)
-    addresses = (column.__array_interface__["data"][0] for column in (columns, token_ids_T))
+    num_rows, free = len(plan.slots), slots.free_inputs
+    if free and len(free[0].slots_N) != num_rows:
+        free.clear()
+    inputs: DecodeInputs = free.pop() if free else DecodeInputs.of(slots, num_rows)
     longest = kernel(
-        addressof(slots.memory), plan.slots.buffer_info()[0], plan.starts.buffer_info()[0], num_rows, *addresses
+        addressof(slots.memory), plan.slots.buffer_info()[0], plan.starts.buffer_info()[0], num_rows, *inputs.addresses
     )
     assert longest >= 0, "a row writes past its block table"
     assert longest <= slots.max_model_len, "a row reaches past max_model_len"
-    slots_N, positions_N, contexts_N, targets_N, *mappings = columns
-    ones_N, rows_N = _ones(num_rows), _range(num_rows)
-    positions_T, width = torch.from_numpy(positions_N), -(-longest // block_size)
-    groups = [
-        AttentionBatch(
-            num_tokens=num_rows,
-            num_rows=num_rows,
-            num_decodes=num_rows,
-            positions_T=positions_T,
-            slot_mapping_T=torch.from_numpy(mapping_T),
-            block_table_NM=torch.from_numpy(table_SM[slots_N, :width]),
-            counts=ones_N,
-            contexts=contexts_N,
-        )
-        for mapping_T, table_SM in zip(mappings, slots.tables, strict=True)
-    ]
-    return StepInputs(
-        token_ids_T=torch.from_numpy(token_ids_T),
-        attention=groups,
-        partial_blocks=[],
-        first_token_N=rows_N,
-        slots_N=slots_N,
-        starts_N=positions_N,
-        counts_N=ones_N,
-        sample_rows=rows_N,
-        sample_last_R=None,
-        sampling=SamplingRows(slots_N, contexts_N),
-        sample_target_R=torch.from_numpy(targets_N),
-        beams=NO_ROWS,
-        score_rows=NO_ROWS,
-        pool_rows=NO_ROWS,
-        adapters_T=_adapters(slots, slots_N) if slots.adapters else None,
-    )
+    for batch in inputs.attention:
+        batch.seen_T = None
+    inputs.adapters_T = _adapters(slots, inputs.slots_N) if slots.adapters else None
+    return inputs
 
 
 @cache
 def _kernel() -> Callable[..., int] | None:
-    addresses = (c_void_p, c_void_p, c_void_p)
-    return cpu.function("octavo_decode_inputs", *addresses, c_int64, c_void_p, c_void_p, result=c_int64, is_short=True)
-
-
-@cache
-def _range(count: int) -> Ints:
-    return np.arange(count)
-
-
-@cache
-def _ones(count: int) -> Ints:
-    return np.ones(count, dtype=np.int64)
+    pointers = (c_void_p, c_void_p, c_void_p)
+    return cpu.function("octavo_decode_inputs", *pointers, c_int64, *pointers, result=c_int64, is_short=True)
 
 
 def _adapters(slots: Slots, slot_T: Ints) -> Tensor | None:

@@ -7,6 +7,7 @@ Shapes: T tokens, E hidden size, R rows, C candidates.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -137,17 +138,17 @@ class StepOutputs:
         self, sampled: Sampled, result: StepResult, errors: dict[int, str], dead_ends: dict[int, FinishError]
     ) -> None:
         assert self.inputs is not None and result.token_ids is not None
+        are_all = self.sampled_rows is None
+        if are_all and sampled.logprobs is None and all(map(math.isfinite, sampled.best_R.tolist())):
+            return  # after few operations: their code is in no cache once a step has read all weights
         best_R = sampled.best_R.cpu().numpy()
-        is_good_R = np.isfinite(best_R)
         if self.sampled_rows is None:
-            if sampled.logprobs is None and np.count_nonzero(is_good_R) == len(best_R):
-                return
             positions = np.arange(len(best_R))
         else:
             positions = self.sampled_rows
             for position, token in zip(positions.tolist(), sampled.ids_R.tolist(), strict=True):
                 result.token_ids[position] = token
-        is_bad_R = ~is_good_R
+        is_bad_R = ~np.isfinite(best_R)
         if self.inputs.drafts is not None:  # positions after a rejected draft may be bad
             is_bad_R &= self.inputs.drafts.accepted(result.token_ids)[positions]
         if is_bad_R.any():

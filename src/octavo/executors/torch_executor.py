@@ -37,7 +37,7 @@ from octavo.executors.profiling import largest_step, measure_step, wait_for_memo
 from octavo.executors.protocol import Capacity, ExecutorSpec, PoolBlocks, Ticket, usable_len
 from octavo.executors.slots import Slots
 from octavo.executors.step_buffers import StepBuffers
-from octavo.executors.step_inputs import StepInputs, build_inputs, device_inputs
+from octavo.executors.step_inputs import DecodeInputs, StepInputs, build_inputs, device_inputs
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.executors.thread_pace import ThreadPace
 from octavo.grammar.matcher import Masks
@@ -360,7 +360,8 @@ class TorchExecutor:
             last_R = inputs.sample_last_R
             last_RE = hidden_TE if last_R is None else hidden_TE.index_select(0, last_R)
             if isinstance(decoder, NativeDecoder) and not self.keeps_logits and self._wants_best(inputs):
-                self._keep(Sampled(*decoder.best(last_RE), NO_IDS, None), outputs)
+                found = inputs.best if isinstance(inputs, DecodeInputs) else None
+                self._keep(Sampled(*decoder.best(last_RE, found), NO_IDS, None), outputs)
             elif np.count_nonzero(self._sampler.columns.has_grammar[inputs.sampling.slots]):
                 outputs.unsampled_RV = logits(last_RE)
             else:
@@ -444,6 +445,9 @@ class TorchExecutor:
         except RuntimeError as error:
             raise_typed(error, self._choice.device)
             raise
+        if isinstance(outputs.inputs, DecodeInputs):
+            self._slots.free_inputs.append(outputs.inputs)
+            outputs.inputs = None  # a later step overwrites it
         result.timings = clock.timings
         return result
 

@@ -95,6 +95,7 @@ class NativeDecoder:
         self._pool_layers: PoolLayers | None = None
         self._hidden = torch.empty(0)
         self._logits = torch.empty(0)
+        self._views: dict[str, Tensor] = {}  # of the last calls, in both
         self._workspace = cpu.Workspace()
         self._sizes: dict[tuple[int, int], int] = {}  # bytes of workspace by rows and threads
         self._run_step = _function("octavo_decoder_step", c_void_p, c_void_p, c_int32)
@@ -167,10 +168,13 @@ class NativeDecoder:
         )  # fmt: skip
         return logits_NV
 
-    def best(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first id of each row's best logit, int64, and that logit: NaN if any is. Logits are not kept."""
+    def best(self, hidden_NE: Tensor, found: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the first id of each row's best logit, int64, and that logit: NaN if any is. Logits are not kept.
+
+        `found` is written and returned if it is given.
+        """
         count, threads = hidden_NE.shape[0], cpu.team_size()
-        ids_N, best_N = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        ids_N, best_N = found or (torch.empty(count, dtype=torch.int64), torch.empty(count))
         hidden_NE = hidden_NE.contiguous()
         self._run_best(
             ctypes.addressof(self._model), hidden_NE.data_ptr(), count, best_N.data_ptr(), ids_N.data_ptr(),
@@ -268,7 +272,11 @@ class NativeDecoder:
         if held.shape[0] < rows:
             held = torch.empty(rows, columns)
             setattr(self, name, held)
-        return held[:rows]
+            self._views.pop(name, None)
+        view = self._views.get(name)
+        if view is None or view.shape[0] != rows:
+            view = self._views[name] = held[:rows]
+        return view
 
     def _work(self, rows: int, threads: int) -> int:
         size = self._sizes.get((rows, threads))

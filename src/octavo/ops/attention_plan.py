@@ -84,7 +84,8 @@ class AttentionPlan:
             grain = PART if batch.num_rows > FEW else PART // 8  # a few decodes are divided by positions
             decodes = num_threads, ((batch.contexts + (grain - 1)) // grain).tobytes()
             if decodes == self._decodes:  # equal numbers of parts as in the previous step give equal items
-                self._move(batch)
+                if self._table is not batch.block_table_NM or self._contexts is not batch.contexts:
+                    self._move(batch)
                 return
         self._decodes = None
         if shared or not (self._begin_alike(batch, num_threads) or self._begin_few(batch, num_threads)):
@@ -157,7 +158,7 @@ class AttentionPlan:
     def _describe(self, batch: AttentionBatch, num_items: int, num_joins: int, columns: tuple[Ints, ...]) -> None:
         """Fill the structure; keep the columns alive, because the structure has their addresses."""
         table_NM = batch.block_table_NM
-        self._columns, self._table = columns, table_NM
+        self._columns, self._table, self._contexts = columns, table_NM, None
         rows, contexts, items, members, costs, slots, joins = [
             column.__array_interface__["data"][0] for column in columns
         ]

@@ -146,7 +146,9 @@ class Sampler:
 
     def wants_best(self, rows: SamplingRows) -> bool:
         """Return True if `sample` needs only the best id of each row and its logit, no other logits."""
-        return not self.num_proposed and not np.count_nonzero(self.columns.wants_logits[rows.slots])
+        wants_logits = self.columns.wants_logits
+        is_wanted = np.count_nonzero(wants_logits) and np.count_nonzero(wants_logits[rows.slots])
+        return not self.num_proposed and not is_wanted
 
     def sample(self, logits_RV: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
         """Sample one id per row. `logits_RV` (float32) is edited in place after log-probabilities are taken."""
