@@ -73,3 +73,16 @@ def test_only_plain_decodes_for_kernels_keep_the_plans_order() -> None:
     plan.num_drafts, plan.counts, plan.draft_token_ids = array("i", [0, 1]), array("i", [1, 2]), array("i", [9])
     plan.is_fast_path = False
     assert build_inputs(plan, slots, SIZE, wants_partial=False).attention[0].contexts.tolist() == [31, 7]
+
+
+def test_memory_is_used_again_by_steps_of_as_many_rows_only() -> None:
+    slots = make_slots(2)
+    plans = [make_plan({1: 30, 2: 5}), make_plan({4: 7, 0: 11, 3: 2})]
+    steps = [decode_inputs(plan, slots) for plan in plans]  # both in flight
+    slots.free_inputs += steps
+    again = decode_inputs(plans[0], slots)
+    assert again is not None and all(again is not step for step in steps) and not slots.free_inputs
+    assert again.attention[0].contexts.tolist() == [31, 6]
+    slots.free_inputs.append(again)
+    assert decode_inputs(make_plan({6: 1, 5: 3}), slots) is again
+    assert again.attention[1].contexts.tolist() == [2, 4] and again.slots_N.tolist() == [6, 5]

@@ -343,9 +343,10 @@ def decode_inputs(plan: StepPlan, slots: Slots) -> DecodeInputs | None:
     if kernel is None or slots.ids_SW.device.type != "cpu":
         return None
     num_rows, free = len(plan.slots), slots.free_inputs
-    if free and len(free[0].slots_N) != num_rows:
+    inputs: DecodeInputs | None = free.pop() if free else None
+    if inputs is None or len(inputs.slots_N) != num_rows:
         free.clear()
-    inputs: DecodeInputs = free.pop() if free else DecodeInputs.of(slots, num_rows)
+        inputs = DecodeInputs.of(slots, num_rows)
     longest = kernel(
         addressof(slots.memory), plan.slots.buffer_info()[0], plan.starts.buffer_info()[0], num_rows, *inputs.addresses
     )
