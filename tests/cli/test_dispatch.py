@@ -11,12 +11,12 @@ import sys
 
 import pytest
 import shtab
+from tests.settings import load_config
 
 from octavo import cli
 from octavo.cli.flags import Parser, UsageError, add_settings, config_from, respell, settings_given
 from octavo.cli.help import parser_of_all
 from octavo.config import SETTINGS
-from octavo.config.sources import load_config
 from octavo.errors import InvariantError
 
 

@@ -10,10 +10,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from tests.settings import load_config
 from tests.simulator.costs.steps_of import LIMITS, fit_steps, steps_of, workload
 
 from octavo.cli import main
-from octavo.config.sources import load_config
 from octavo.errors import ConfigError
 from octavo.fleet.plan import read_fleet_plan
 from octavo.simulator.costs import Hardware, cost_model

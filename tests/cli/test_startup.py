@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.models.encoders import make_tiny_encoder
+from tests.settings import load_config
 
 from octavo.artifacts.read_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles
@@ -17,7 +18,6 @@ from octavo.cli import main
 from octavo.cli.api_process import ApiTask
 from octavo.cli.api_server import call_report, detail_report, startup_report
 from octavo.cli.terminal import limit_remarks
-from octavo.config.sources import load_config
 from octavo.core.limits import GroupKind, GroupSpec
 from octavo.executors.protocol import Capacity
 from octavo.observe.statistics import StatusLine

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.settings import load_config
 
 from octavo.cli import main
-from octavo.config.sources import load_config
 from octavo.core.kv.prefix import prompt_keys
 from octavo.core.request import Request
 from octavo.errors import ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.settings import load_config
 
-from octavo.config.sources import load_config
 from octavo.errors import ConfigError
 from octavo.fleet.model_configs import model_name, served_models
 

@@ -13,9 +13,9 @@ import pytest
 from tests.engine.fakes import make_request
 from tests.fleet.test_replicas import check
 from tests.reliability.deaths import FAKE, Load, config, start_fleet, until
+from tests.settings import load_config
 
 from octavo.cli import main
-from octavo.config.sources import load_config
 from octavo.core.request import Request
 from octavo.fleet.fleet_router import FleetRouter
 from octavo.fleet.routing_log import replay_routing, routing_logs

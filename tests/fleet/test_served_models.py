@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.settings import load_config
 
-from octavo.config.sources import load_config
 from octavo.errors import CapacityError, EngineDeadError, ModelLoadError
 from octavo.fleet import served_models as module
 from octavo.fleet.model_configs import served_models
