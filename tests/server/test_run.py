@@ -262,7 +262,7 @@ def test_sigterm_ends_a_server_cleanly() -> None:
 
 
 def test_importing_the_server_loads_little_and_no_torch() -> None:
-    """Some 900 modules take half a second, on a slow and busy machine more than one."""
+    """694 modules with Python 3.11; their number says what the time would, on any machine."""
     script = (
         "import octavo.server.app, octavo.server.http.server; octavo.server.app.find_endpoints();"
         "import sys; print(len(sys.modules), *({'torch', 'numpy', 'transformers', 'tokenizers'} & set(sys.modules)))"
@@ -271,4 +271,4 @@ def test_importing_the_server_loads_little_and_no_torch() -> None:
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     num_modules, *heavy = out.stdout.split()
     assert not heavy
-    assert int(num_modules) < 1200
+    assert int(num_modules) < 800

@@ -282,7 +282,7 @@ class PassRows:
 class DecodeInputs(StepInputs):
     """The inputs of a step in which each row computes one token and samples once, in memory for many such steps.
 
-    Between two steps the caches are full of weights, so that each tensor which a step makes and drops takes some 20 us.
+    Between two steps the caches are full of weights, so that making and dropping a tensor takes many times as long.
     `best` is for the ids and logits of a step that needs only those. `memory` keeps alive what `addresses` point to.
     """
 
