@@ -293,7 +293,8 @@ def make_resident(pools: Sequence[KVPool], steps: Steps | None = None) -> thread
         _populate_all(populate, [weakref.ref(pool) for pool in pools], Steps())
         return None
     arguments = (populate, [weakref.ref(pool) for pool in pools], steps or Steps(), True)
-    thread = threading.Thread(target=_populate_all, args=arguments, name="octavo-kv-pages", daemon=True)
+    # No daemon: the thread may free a pool's tensors, and the process aborts if the interpreter ends a thread in that.
+    thread = threading.Thread(target=_populate_all, args=arguments, name="octavo-kv-pages")
     thread.start()
     return thread
 
@@ -320,11 +321,12 @@ def _populate_all(
     if is_idle_work:  # what this thread takes of a core, a step's thread would lack, and the other threads wait for it
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone, on Linux
+    main = threading.main_thread()  # its end is the interpreter's, which waits for this thread
     begin, is_more = 0, True
     while is_more:
         is_more = False
         for ref in refs:
-            while steps.are_running and _is_far(ref(), begin, steps.num_blocks):
+            while steps.are_running and main.is_alive() and _is_far(ref(), begin, steps.num_blocks):
                 time.sleep(QUIET_S)
             pool = ref()
             total, free = machine.usable_memory()
@@ -332,7 +334,7 @@ def _populate_all(
                 return
             for plane in (*pool.keys, *pool.values):
                 size = min(STRIPE_BYTES, plane.nbytes - begin)
-                if size > 0 and not populate(plane.data_ptr() + begin, size):
+                if size > 0 and not (main.is_alive() and populate(plane.data_ptr() + begin, size)):
                     return
                 is_more = is_more or begin + STRIPE_BYTES < plane.nbytes
             del pool  # keep no reference during the next pause, so that the pool can be freed
