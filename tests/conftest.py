@@ -39,6 +39,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The same after each file: its tests may have loaded transformers, or have parsed all of the source."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def patched_once() -> Iterator[None]:
     """Triton's interpreter without work that changes no result: three times as fast.

@@ -21,6 +21,7 @@ from octavo.config import McpConfig
 from octavo.errors import ConfigError
 from octavo.mcp import McpError, McpServers, McpServerSpec, McpTool, function_names, read_arguments, read_specs
 from tests.ports import free_port
+from tests.quick import one_in
 
 SCRIPT = Path(__file__).parent / "mcp_servers.py"
 OWN = f"of-{os.getpid()}"  # in the command lines of this process's servers: other tests start the same ones
@@ -263,7 +264,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("mode", SAID)
+@pytest.mark.parametrize("mode", one_in(3, SAID))
 async def test_a_hostile_server_gives_one_line(sdk: None, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp, "CONNECT_S", 2.0 if mode in ("silent", "stderr") else 30.0)
     async with opened(stdio(mode), timeout_s=1.0 if "did not" in SAID[mode] else 30.0) as servers:
@@ -363,7 +364,7 @@ async def redirect(writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 307 Go\r\nlocation: http://127.0.0.2:9/steal\r\ncontent-length: 0\r\n\r\n")
 
 
-@pytest.mark.parametrize("answer", [hang, huge, bomb, events, refuse, redirect])
+@pytest.mark.parametrize("answer", one_in(2, [hang, huge, bomb, events, refuse, redirect]))
 async def test_a_hostile_url_gives_one_line(
     sdk: None, answer: Answer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,6 +41,7 @@ def package_of(module: Module) -> str:
 # --- lines ------------------------------------------------------------------------------------------
 
 
+@cache
 def code_lines(module: Module) -> int:
     """Lines without blanks, comments and docstrings."""
     found: set[int] = set()

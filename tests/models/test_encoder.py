@@ -20,6 +20,7 @@ from octavo.models.encoder import Encoder, PoolingDecoder
 from octavo.models.native_weights import wanted_tensors
 from octavo.ops import cpu
 from tests.models.encoders import SEP_ID, TINY, make_tiny_encoder, write_sentence_transformer
+from tests.quick import one_in
 
 pytest.importorskip("transformers")
 LENGTHS = (1, 2, 7, 33, 61)
@@ -67,7 +68,7 @@ def test_the_two_texts_of_a_pair_have_their_types(model_type: str, tmp_path: Pat
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("model_type", ["bert", "mpnet", "modernbert", "eurobert"])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", one_in(2, [1, 2]))
 def test_an_output_is_the_same_bits_in_any_batch(
     model_type: str, quantization: str, threads: int, tmp_path: Path
 ) -> None:

@@ -397,7 +397,14 @@ def mutated(header: Any, rng: random.Random) -> Any:
     return header
 
 
-@pytest.mark.parametrize(("family", "quantization"), [("qwen2", "int4"), ("gemma3", "none"), ("qwen3", "int8")])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("qwen2", "int4"),
+        pytest.param("gemma3", "none", marks=pytest.mark.slow),
+        pytest.param("qwen3", "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_header_of_anything_gives_the_weights_or_makes_them_again(
     family: str, quantization: str, tmp_path: Path
 ) -> None:

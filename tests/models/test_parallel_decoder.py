@@ -86,7 +86,10 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(folders: dict[str, str]) ->
             assert torch.equal(all_logits(decoder, [row])[0], logits), form
 
 
-@pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (4, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("tensor_size", "num_stages"),
+    [(2, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 1), (1, 2)))],
+)
 def test_ranks_over_gloo_compute_the_bits_of_one_process(
     tensor_size: int,
     num_stages: int,

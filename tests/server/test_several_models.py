@@ -17,6 +17,7 @@ import pytest
 
 from tests.fake_server import RealServer
 from tests.observe.metrics.test_metrics import parse, value
+from tests.quick import one_in
 from tests.server.several_models import LONG_S, SeveralModels, write_script
 
 USER = [{"role": "user", "content": "hi"}]
@@ -246,7 +247,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_the_others_serve_on(tmp_path
         assert answer.status_code == 200 and server.states()["blue"] == "ready"
 
 
-@pytest.mark.parametrize("ends", ["unserved", "replaced", "served"])
+@pytest.mark.parametrize("ends", one_in(3, ["served", "unserved", "replaced"]))
 def test_the_journal_puts_each_request_at_its_model(tmp_path: Path, ends: str) -> None:
     (tmp_path / "other").mkdir()
     red, green = write_script(tmp_path, "red"), write_script(tmp_path, "green")

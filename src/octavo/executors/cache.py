@@ -321,8 +321,7 @@ def _populate_all(
     if is_idle_work:  # what this thread takes of a core, a step's thread would lack, and the other threads wait for it
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone, on Linux
-    main = threading.main_thread()  # its end is the interpreter's, which waits for this thread
-    begin, is_more = 0, True
+    begin, is_more, main = 0, True, threading.main_thread()  # when that ends, the interpreter waits for this thread
     while is_more:
         is_more = False
         for ref in refs:
