@@ -12,6 +12,7 @@ import torch
 from octavo.executors import self_check
 from octavo.executors.self_check import CheckReport, Trial, check_device, make_trials
 from tests.executors.emulated_device import NAME, Emulator, register, running
+from tests.quick import one_in
 
 pytestmark = pytest.mark.usefixtures("patched_once")
 register()
@@ -64,7 +65,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_in(3, FAULTS))
 def test_a_wrong_kernel_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, change = FAULTS[name]
     spoil(monkeypatch, path, change)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.fleet.live_fleet import LiveFleet, live_request
+from tests.quick import one_in
 from tests.simulator.fakes import ConstantCosts, limits
 from tools.fidelity import fleet_runs
 from tools.fidelity.fleet_runs import FleetSpec
@@ -78,7 +79,7 @@ def test_recordings_of_a_part_of_a_fleet_are_refused(recorded: Path) -> None:
         fleet_runs.read_fleet(recorded)
 
 
-@pytest.mark.parametrize("kind", fleet_runs.KINDS_OF_FLEET)
+@pytest.mark.parametrize("kind", one_in(2, fleet_runs.KINDS_OF_FLEET))
 def test_a_fleet_of_processes_is_recorded_and_predicted(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"step_ms": 4, "rules": [{"say": "abc", "finish": "length"}]}))

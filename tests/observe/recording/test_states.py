@@ -16,6 +16,7 @@ from octavo.observe.recording.format import StateRecord
 from tests.core.harness import limits, prompt
 from tests.core.random_config import BUILT_IN, Hostile
 from tests.observe.recording.driving import SavingDriver, SavingRun
+from tests.quick import one_in
 
 
 def drive(seeds: range, folder: Path, has_text: bool = False, **changes: object) -> list[SavingDriver]:
@@ -43,7 +44,7 @@ def saved_states(drivers: list[SavingDriver]) -> list[StateRecord]:
     return [call for call in items if isinstance(call, StateRecord)]
 
 
-@pytest.mark.parametrize("policy", BUILT_IN)
+@pytest.mark.parametrize("policy", one_in(2, BUILT_IN))
 def test_random_runs_replay_from_their_states(policy: str, tmp_path: Path) -> None:
     """With faults, forks, beams, swaps, media, adapters, cancels, timeouts, drafts, and plans in flight."""
     drive(range(8), tmp_path, policy=policy)
