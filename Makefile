@@ -76,12 +76,12 @@ reliability: setup
 # The pages in a real browser: the system's Chromium, or CHROMIUM=path; none is fetched.
 browser: setup
 	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[browser]'
-	$(ONE_THREAD) $(PYTHON) -m pytest -q -n 2 --dist loadfile tests/browser $(PYTEST_FLAGS)
+	$(ONE_THREAD) $(PYTHON) -m pytest -q tests/browser $(PYTEST_FLAGS)
 
 # Ray (79 MB packed), Kubernetes' schemas (22 MB), and the tests that use them; without either those are skipped.
 cluster: setup
 	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[cluster]'
-	$(ONE_THREAD) $(PYTHON) -m pytest -q -n 2 --dist loadfile tests/fleet/providers tests/test_deploy.py $(PYTEST_FLAGS)
+	$(ONE_THREAD) $(PYTHON) -m pytest -q tests/fleet/providers tests/test_deploy.py $(PYTEST_FLAGS)
 
 docs: setup
 	$(PYTHON) tools/behaviours.py
