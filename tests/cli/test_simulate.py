@@ -384,7 +384,7 @@ def test_a_fit_brings_its_engine_and_flags_change_it(capsys: pytest.CaptureFixtu
     assert "give --model and --device" in refused(capsys, *SMALL, "--cost", f"fitted:{fit}", "--block-size", "32")
 
 
-@pytest.mark.slow  # seven simulations; tests/simulator has the fit alone
+@pytest.mark.slow  # several simulations; tests/simulator/test_correction.py has the fit alone
 def test_measured_requests_correct_the_cost_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     stamps, fit = str(tmp_path / "stamps.csv"), str(tmp_path / "fit.json")
 

@@ -150,7 +150,7 @@ def test_a_pool_that_is_dropped_is_not_held_by_its_thread(monkeypatch):
 @can_populate
 @pytest.mark.parametrize("step", ["", "steps.begin([0])"])
 def test_a_process_that_ends_waits_for_the_thread_and_not_for_its_work(step):
-    """Before, the interpreter ended the thread while it freed the pool's tensors: one run in some fifty aborted."""
+    """Before, the interpreter ended the thread while it freed the pool's tensors: 2 runs of 64 aborted."""
     code = f"""
 import atexit, ctypes, mmap, threading, time
 import torch
